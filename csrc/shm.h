@@ -1,0 +1,106 @@
+/* One memory segment shared by the ranks of a host, with waits that always end.
+ *
+ * The segment is a memfd (nothing is left in the file system after a crash) that every rank maps.
+ * It begins with a control area; the rest is handed out by fsdpc_shm_alloc in a sequence that is
+ * the same on all ranks, so that offsets agree without talking. The file is sparse: memory is used
+ * when touched. Rank 0 creates it and passes it over an abstract UNIX socket to the others, which
+ * also tells everyone's process id; each rank then holds a pidfd of each peer and one watcher
+ * thread, so that a death is known within milliseconds: the watcher writes the first dead rank
+ * into the segment by compare-and-swap and wakes all waiters.
+ *
+ * Every wait spins a little (not at all when there are more ranks than cores), then sleeps on a
+ * futex in slices, and ends with FSDPC_OK, FSDPC_E_PEER ("rank 2 (pid 81) died ..."),
+ * FSDPC_E_TIMEOUT (naming what was waited for and for which ranks) or FSDPC_E_INTERRUPT.
+ */
+#ifndef FSDPC_SHM_H
+#define FSDPC_SHM_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct fsdpc_shm fsdpc_shm;
+
+enum { FSDPC_SHM_MAX_RANKS = 256 };
+
+/* Called between slices of a sleep, without locks held; non-zero ends the wait with
+ * FSDPC_E_INTERRUPT. The Python layer points it at the signal check. May be NULL. Process wide. */
+extern int (*fsdpc_shm_interrupt_check)(void);
+
+/* Collective over the ranks of the host. `name` is the same on all ranks and unique to this group
+ * (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
+ * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO,
+ * FSDPC_E_TIMEOUT ("rank 3 did not arrive within 600 s"), FSDPC_E_PEER. */
+int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out);
+/* Local, never waits for a peer; marks this rank as having left, so that peers that still need it
+ * are told so instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
+void fsdpc_shm_free(fsdpc_shm *shm);
+
+int fsdpc_shm_rank(const fsdpc_shm *shm);
+int fsdpc_shm_world(const fsdpc_shm *shm);
+double fsdpc_shm_timeout(const fsdpc_shm *shm);
+
+/* Hands out `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
+ * Purely local arithmetic plus making the file long enough. *offset is the position in the file.
+ * With `reserve` the pages are allocated now, so that a full memory is FSDPC_E_NOMEM here and not
+ * a signal later; without it they appear when touched. */
+int fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset);
+/* Gives pages back to the kernel (contents become zero); the address range stays usable. */
+int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
+/* Maps part of the file read-write. `address` NULL: the kernel chooses; otherwise exactly there,
+ * over whatever was mapped (the caller owns that range). Offsets and bytes are page multiples. */
+int fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void **out);
+/* Undoes fsdpc_shm_map. */
+void fsdpc_shm_unmap(void *address, size_t bytes);
+size_t fsdpc_shm_page_bytes(void);
+
+/* --- waiting -------------------------------------------------------------------------------- */
+
+/* What is being waited for: goes into the error text and, while waiting, into the segment, where
+ * peers and reports can read it. */
+typedef struct fsdpc_wait {
+    const char *op;   /* "gather", "reduce", "barrier" */
+    const char *unit; /* name of the unit or "" */
+} fsdpc_wait;
+
+/* Sleeps until *word != seen, a death, the deadline or an interrupt. `deadline_ns` is on
+ * CLOCK_MONOTONIC; fsdpc_shm_deadline() makes one. Spurious returns are allowed: callers loop. */
+int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+                        const fsdpc_wait *what);
+/* Wakes every waiter of a word in the segment. */
+void fsdpc_shm_wake(_Atomic uint32_t *word);
+/* Now plus the segment's timeout. */
+int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
+int64_t fsdpc_shm_now_ns(void);
+/* Spins that a wait should make before sleeping; 0 when ranks outnumber cores. */
+int fsdpc_shm_spins(const fsdpc_shm *shm);
+
+/* FSDPC_OK, or FSDPC_E_PEER / FSDPC_E_STATE with text when a rank died or the group was aborted. A
+ * rank that left in good order (fsdpc_shm_free) does not count here, only in waits for it. */
+int fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what);
+/* True if `rank` has called fsdpc_shm_free or exited after doing so. */
+bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
+/* Marks the group broken on all ranks with this rank's error text; every wait ends with
+ * FSDPC_E_PEER quoting it. The first abort wins. */
+void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
+
+/* Error of a deadline: FSDPC_E_TIMEOUT, naming op, unit, own rank, seconds, `missing` ranks (NULL
+ * or a list) and what each of them was last seen waiting for. */
+int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
+                            int missing_count);
+
+/* A rank is `blocked` while it waits for others inside fsdpc_shm_wait_word. The counter grows at
+ * each begin and each end of such a wait: odd while blocked. Others use it to see that they wait
+ * for a rank that itself waits. */
+uint32_t fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank);
+
+/* --- collectives over the control area ------------------------------------------------------- */
+
+int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
+/* Every rank passes a text (at most 64 KiB are compared by digest, the first 4 KiB are kept);
+ * FSDPC_E_MISMATCH on every rank when they differ, quoting the first differing line of the lowest
+ * rank that differs from rank 0, with both ranks named. Collective. */
+int fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what);
+
+#endif

@@ -1,0 +1,78 @@
+/* Status codes, the thread's last error text, and the three check macros.
+ *
+ * Every fallible function of the core returns int: FSDPC_OK (0) or a negative FSDPC_E_* code.
+ * The code chooses the Python exception class, the text says what happened: it names the
+ * parameter, the unit, the rank and the way out, as far as the failing layer knows them. Outer
+ * layers prepend what they know with fsdpc_error_prepend(). The core never prints and never exits.
+ */
+#ifndef FSDPC_STATUS_H
+#define FSDPC_STATUS_H
+
+#include <stddef.h>
+
+/* X(name, value, text, Python class) */
+#define FSDPC_STATUS_TABLE(X)                                                  \
+    X(OK, 0, "success", NULL)                                                  \
+    X(E_INVAL, -1, "invalid argument", "ValueError")                           \
+    X(E_TYPE, -2, "wrong type", "TypeError")                                   \
+    X(E_NOMEM, -3, "out of host memory", "MemoryError")                        \
+    X(E_DEVMEM, -4, "out of device memory", "OutOfMemoryError")                \
+    X(E_STATE, -5, "call out of order", "StateError")                          \
+    X(E_COMM, -6, "communication failed", "CommError")                         \
+    X(E_PEER, -7, "a rank died", "PeerError")                                  \
+    X(E_TIMEOUT, -8, "deadline passed", "CommTimeout")                         \
+    X(E_MISMATCH, -9, "ranks disagree", "MismatchError")                       \
+    X(E_IO, -10, "system call failed", "OSError")                              \
+    X(E_UNAVAILABLE, -11, "not available here", "NotImplementedError")         \
+    X(E_INTERRUPT, -12, "interrupted", "KeyboardInterrupt")                    \
+    X(E_INTERNAL, -13, "internal error", "RuntimeError")
+
+enum fsdpc_status {
+#define FSDPC_STATUS_ENUM(name, value, text, cls) FSDPC_##name = value,
+    FSDPC_STATUS_TABLE(FSDPC_STATUS_ENUM)
+#undef FSDPC_STATUS_ENUM
+};
+
+/* Short text of a code ("a rank died"); never NULL. Static storage. */
+const char *fsdpc_status_text(int status);
+/* Name of the Python exception class that a code maps to; NULL for FSDPC_OK. Static storage. */
+const char *fsdpc_status_class(int status);
+
+/* Sets this thread's error text (printf style, cut at 2 KiB) and returns `status`, so that
+ * `return fsdpc_error(FSDPC_E_INVAL, "...")` reads in one line. */
+int fsdpc_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Appends errno's text to the message; status is FSDPC_E_NOMEM for ENOMEM and ENOSPC, else FSDPC_E_IO. */
+int fsdpc_error_errno(int errnum, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Puts "prefix: " before this thread's error text; returns `status`. */
+int fsdpc_error_prepend(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* This thread's last error text; "" if there is none. Valid until the thread's next error. */
+const char *fsdpc_error_text(void);
+/* The errno kept by fsdpc_error_errno, 0 otherwise. */
+int fsdpc_error_errnum(void);
+void fsdpc_error_clear(void);
+
+/* TRY returns at once: only while nothing is held. GOTO jumps to the unwinding label with `status`
+ * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error wins. */
+#define FSDPC_TRY(expr)                                                        \
+    do {                                                                       \
+        int try_status_ = (expr);                                              \
+        if (try_status_ != FSDPC_OK) {                                         \
+            return try_status_;                                                \
+        }                                                                      \
+    } while (0)
+#define FSDPC_GOTO(expr, label)                                                \
+    do {                                                                       \
+        status = (expr);                                                       \
+        if (status != FSDPC_OK) {                                              \
+            goto label;                                                        \
+        }                                                                      \
+    } while (0)
+#define FSDPC_KEEP(expr)                                                       \
+    do {                                                                       \
+        int keep_status_ = (expr);                                             \
+        if (status == FSDPC_OK) {                                              \
+            status = keep_status_;                                             \
+        }                                                                      \
+    } while (0)
+
+#endif

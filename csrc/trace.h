@@ -1,0 +1,72 @@
+/* The always-on record of what the engine did: a ring of fixed-size entries, a few ns each.
+ *
+ * It feeds tests (counts and order of gathers and reduces), memory figures and error reports. One
+ * writer thread at a time is the normal case, several are safe (each entry is claimed atomically).
+ */
+#ifndef FSDPC_TRACE_H
+#define FSDPC_TRACE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct fsdpc_trace fsdpc_trace;
+
+/* X(NAME, text) */
+#define FSDPC_TRACE_TABLE(X)                                                   \
+    X(STEP, "step")           /* a root forward began; bytes = its number */   \
+    X(GATHER, "gather")       /* unit's values asked for and made readable */  \
+    X(JOIN, "join")           /* was readable already: no bytes moved */       \
+    X(PREFETCH, "prefetch")   /* gather begun ahead of need */                 \
+    X(RELEASE, "release")     /* last reference dropped */                     \
+    X(SPARE, "spare")         /* slot conflict: private memory was mapped */   \
+    X(PACK, "pack")           /* gradients packed into a reduce slot */        \
+    X(REDUCE, "reduce")       /* own slice summed into the shard gradient */   \
+    X(ABSENT, "absent")       /* reduced without this rank's contribution */   \
+    X(WAIT, "wait")           /* waited for others; bytes = nanoseconds */     \
+    X(BACKWARD_END, "backward_end")
+
+enum fsdpc_trace_op {
+#define FSDPC_TRACE_ENUM(name, text) FSDPC_TRACE_##name,
+    FSDPC_TRACE_TABLE(FSDPC_TRACE_ENUM)
+#undef FSDPC_TRACE_ENUM
+    FSDPC_TRACE_OP_COUNT
+};
+
+/* X(NAME, text) */
+#define FSDPC_PHASE_TABLE(X)                                                   \
+    X(IDLE, "idle")                                                            \
+    X(FORWARD, "forward")                                                      \
+    X(BACKWARD, "backward")                                                    \
+    X(RECOMPUTE, "recompute")                                                  \
+    X(OTHER, "other")
+
+enum fsdpc_phase {
+#define FSDPC_PHASE_ENUM(name, text) FSDPC_PHASE_##name,
+    FSDPC_PHASE_TABLE(FSDPC_PHASE_ENUM)
+#undef FSDPC_PHASE_ENUM
+    FSDPC_PHASE_COUNT
+};
+
+typedef struct fsdpc_trace_entry {
+    int64_t time_ns; /* CLOCK_MONOTONIC */
+    uint64_t bytes;
+    uint32_t step;
+    int32_t unit; /* -1: none */
+    uint8_t op, phase;
+} fsdpc_trace_entry;
+
+/* `capacity` is rounded up to a power of two. */
+int fsdpc_trace_new(size_t capacity, fsdpc_trace **out);
+void fsdpc_trace_free(fsdpc_trace *trace);
+/* `trace` may be NULL (nothing happens). */
+void fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
+                     uint32_t step, int32_t unit, uint64_t bytes);
+/* Copies the entries still in the ring, oldest first, at most `room`; returns how many. */
+size_t fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room);
+/* Entries ever added; more than the capacity means that old ones were overwritten. */
+uint64_t fsdpc_trace_total(const fsdpc_trace *trace);
+void fsdpc_trace_clear(fsdpc_trace *trace);
+const char *fsdpc_trace_op_name(unsigned op);
+const char *fsdpc_phase_name(unsigned phase);
+
+#endif

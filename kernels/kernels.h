@@ -1,0 +1,79 @@
+/* Arithmetic over flat buffers: the whole of fsdpc's number crunching on a device.
+ *
+ * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
+ * everywhere. simd_avx2.c and simd_avx512.c fill the same table for wider machines; results are
+ * bit for bit those of the plain kernels, except that sums of squares may be associated otherwise.
+ *
+ * Contract for all: any alignment, n >= 0, buffers do not overlap unless said. Conversions round
+ * to nearest even; NaN stays NaN (quiet, sign kept), infinities stay, subnormals are kept.
+ * FSDPC_BYTES is only accepted by cast with equal types (a copy).
+ */
+#ifndef FSDPC_KERNELS_H
+#define FSDPC_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "dtype.h"
+
+enum { FSDPC_KERNEL_MAX_DIMS = 16 };
+
+/* Norm pieces of a buffer. */
+typedef struct fsdpc_norm {
+    double sum;      /* sum of squares, or of |x|^p */
+    double max;      /* largest |x|; NaN if any x is NaN */
+    bool nonfinite;  /* some x is NaN or infinite */
+} fsdpc_norm;
+
+typedef struct fsdpc_kernels {
+    const char *name; /* "plain", "avx2", "avx512" */
+
+    /* dst[i] = convert(src[i] * scale). scale is applied in fp32 (fp64 if either side is F64);
+     * scale 1 with equal types is a copy of bits. dst == src is allowed for equal types. */
+    void (*cast)(void *dst, fsdpc_dtype dst_type, const void *src, fsdpc_dtype src_type, int64_t n,
+                 double scale);
+    /* acc[i] += src[i] * scale, acc is F32 or F64. */
+    void (*accumulate)(void *acc, fsdpc_dtype acc_type, const void *src, fsdpc_dtype src_type,
+                       int64_t n, double scale);
+    /* r[i] = ((src[0][i] + src[1][i]) + src[2][i]) ... in acc_type (F32 or F64), in list order;
+     * acc[i] = add ? acc[i] + r[i] * scale : r[i] * scale. NULL sources are skipped; with no source
+     * left r is 0. acc may be one of the sources. */
+    void (*reduce)(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
+                   fsdpc_dtype src_type, int64_t n, double scale, bool add);
+    /* Sum of squares in F64 (F32 blocks of at most 4096 may be used inside), max and flag. */
+    fsdpc_norm (*norm2)(const void *src, fsdpc_dtype type, int64_t n);
+    /* x[i] *= factor. */
+    void (*scale)(void *x, fsdpc_dtype type, int64_t n, double factor);
+} fsdpc_kernels;
+
+/* The plain-C table: always there. */
+const fsdpc_kernels *fsdpc_kernels_plain(void);
+/* NULL when this build or this processor lacks the instructions. */
+const fsdpc_kernels *fsdpc_kernels_avx2(void);
+const fsdpc_kernels *fsdpc_kernels_avx512(void);
+/* The best table of this processor; FSDPC_SIMD=plain|avx2|avx512 overrides it (an unknown or
+ * unsupported value is an error: FSDPC_E_INVAL with the accepted names). */
+int fsdpc_kernels_select(const fsdpc_kernels **out);
+/* By name, for tests. FSDPC_E_INVAL unknown, FSDPC_E_UNAVAILABLE not on this processor. */
+int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);
+
+/* Not speed critical, plain C only. */
+
+/* Gathers a strided tensor (strides in elements, may be 0 or negative) into dst, row-major, with
+ * conversion and scale as in cast. ndim <= FSDPC_KERNEL_MAX_DIMS. */
+int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,
+                              const void *src, fsdpc_dtype src_type, int ndim,
+                              const int64_t *shape, const int64_t *strides, double scale);
+/* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */
+double fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p);
+/* Fills with quiet NaNs (0xFF bytes for FSDPC_BYTES): released memory in debug mode. */
+void fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n);
+
+/* Scalar conversions, shared with tests. */
+float fsdpc_bf16_to_f32(uint16_t bits);
+uint16_t fsdpc_f32_to_bf16(float value);
+float fsdpc_f16_to_f32(uint16_t bits);
+uint16_t fsdpc_f32_to_f16(float value);
+
+#endif
