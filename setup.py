@@ -1,0 +1,124 @@
+"""Builds the C core as fsdpc._C. The package's metadata is in pyproject.toml.
+
+Environment switches, all off by default:
+  FSDPC_SANITIZE=address|undefined|address,undefined|thread   instruments the core
+  FSDPC_COVERAGE=1                                            writes gcov data
+  FSDPC_DEBUG=1                                               keeps the assertions, -O1
+  FSDPC_JOBS=N                                                compilers at a time
+Each combination has its own object directory, and a file is compiled again only when it or a
+header is newer than its object.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+os.chdir(Path(__file__).resolve().parent)
+
+SOURCES = sorted(glob("csrc/*.c") + glob("kernels/*.c"))
+HEADERS = sorted(f for d in ("csrc", "kernels") for e in ("h", "inc") for f in glob(f"{d}/*.{e}"))
+SANITIZERS = {"address", "undefined", "thread"}
+
+
+def switched_on(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def sanitizers() -> list[str]:
+    names = [n for n in os.environ.get("FSDPC_SANITIZE", "").split(",") if n]
+    unknown = set(names) - SANITIZERS
+    if unknown or {"address", "thread"} <= set(names):
+        raise SystemExit(
+            f"FSDPC_SANITIZE={','.join(names)}: choose from address, undefined, thread; "
+            "address and thread exclude each other"
+        )
+    return names
+
+
+def flags() -> tuple[list[str], list[str], str]:
+    """Compiler flags, linker flags and a name for this combination."""
+    compile_args = "-std=c11 -D_GNU_SOURCE -O3 -g1 -pthread -fvisibility=hidden".split()
+    compile_args += "-fno-math-errno -Wall -Wextra".split()
+    link_args = ["-pthread"]
+    variant = []
+    if switched_on("FSDPC_DEBUG"):
+        compile_args += ["-UNDEBUG", "-O1", "-g"]
+        variant.append("debug")
+    if switched_on("FSDPC_COVERAGE"):
+        compile_args += ["--coverage", "-O1", "-g"]
+        link_args += ["--coverage"]
+        variant.append("coverage")
+    if names := sanitizers():
+        both = [f"-fsanitize={','.join(names)}", "-fno-sanitize-recover=all"]
+        compile_args += [*both, "-UNDEBUG", "-O1", "-g", "-fno-omit-frame-pointer"]
+        link_args += both
+        variant += names
+    return compile_args, link_args, "-".join(variant)
+
+
+class ParallelBuild(build_ext):
+    """Compiles the files of the extension at the same time, only those that changed."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # the objects are checked one by one, linking is cheap
+        self.build_temp = os.path.join(self.build_temp, VARIANT or "release")
+
+    def build_extensions(self) -> None:
+        self.compiler.compile = self.compile_all
+        super().build_extensions()
+
+    def compile_all(
+        self,
+        sources,
+        output_dir=None,
+        macros=None,
+        include_dirs=None,
+        debug=False,
+        extra_preargs=None,
+        extra_postargs=None,
+        depends=None,
+    ) -> list[str]:
+        compiler = self.compiler
+        macros, objects, post, pre, jobs = compiler._setup_compile(
+            output_dir, macros, include_dirs, sources, depends, extra_postargs
+        )
+        options = compiler._get_cc_args(pre, debug, extra_preargs)
+        newest = max((os.path.getmtime(f) for f in [*(depends or ()), "setup.py"]), default=0)
+
+        def stale(item: str) -> bool:
+            made = os.path.getmtime(item) if os.path.exists(item) else 0
+            return made <= max(newest, os.path.getmtime(jobs[item][0]))
+
+        def compile_one(item: str) -> None:
+            source, extension = jobs[item]
+            compiler._compile(item, source, extension, options, post, pre)
+
+        count = int(os.environ.get("FSDPC_JOBS") or os.cpu_count() or 1)
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(compile_one, [item for item in objects if item in jobs and stale(item)]))
+        return objects
+
+
+COMPILE_ARGS, LINK_ARGS, VARIANT = flags()
+
+setup(
+    ext_modules=[
+        Extension(
+            "fsdpc._C",
+            sources=SOURCES,
+            depends=HEADERS,
+            include_dirs=["csrc", "kernels", numpy.get_include()],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+            extra_compile_args=COMPILE_ARGS,
+            extra_link_args=LINK_ARGS,
+            libraries=["dl", "rt", "m"],
+        )
+    ],
+    cmdclass={"build_ext": ParallelBuild},
+)
