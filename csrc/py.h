@@ -1,0 +1,127 @@
+/* What the files of the Python layer share: module state, errors, arguments, tensors.
+ *
+ * The layer turns Python objects into plain C values, lets go of the GIL, calls the core and turns
+ * its status into an exception. There is one module state in a process (sub-interpreters and a
+ * second load are refused, since devices and communicators belong to the process), so that errors
+ * can be raised where no module object is at hand: fsdpc_py_current() is that state.
+ *
+ * Functions returning PyObject * give a new reference, or NULL with an exception set; functions
+ * returning int give 0, or -1 with an exception set, unless stated otherwise. The GIL is held by
+ * callers of everything here.
+ */
+#ifndef FSDPC_PY_H
+#define FSDPC_PY_H
+
+#ifndef PY_SSIZE_T_CLEAN
+#define PY_SSIZE_T_CLEAN
+#endif
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "dtype.h"
+#include "status.h"
+
+/* --- module state ---------------------------------------------------------------------------- */
+
+typedef struct fsdpc_py_module_state {
+    PyObject *comm_error;
+    PyObject *peer_error;
+    PyObject *comm_timeout;
+    PyObject *mismatch_error;
+    PyObject *state_error;
+    PyObject *out_of_memory_error;
+    PyTypeObject *comm_type;
+    PyTypeObject *comm_buffer_type;
+    PyTypeObject *unit_type;
+    PyTypeObject *tree_type;
+    PyTypeObject *hook_type;
+} fsdpc_py_module_state;
+
+fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
+/* The state of the one loaded module; NULL before its start and after its end. */
+fsdpc_py_module_state *fsdpc_py_current(void);
+/* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
+ * and stores a reference in *slot (a member of the module state, which owns it). */
+int fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
+/* True when the interpreter is going down and the GIL must not be asked for any more. */
+bool fsdpc_py_finalizing(void);
+
+/* --- errors (py_status.c) ---------------------------------------------------------------------*/
+
+/* Raises the exception class of `status` with this thread's error text; always returns NULL. An
+ * exception that is already set (a callback or a signal handler raised it) becomes the cause of
+ * the new one; if it is no Exception (KeyboardInterrupt, SystemExit), it is kept as it is. */
+PyObject *fsdpc_py_raise(int status);
+/* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
+ * in `buffer`. "" when none is set. */
+const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
+
+/* --- arguments (py_args.c) ------------------------------------------------------------------- */
+
+enum fsdpc_py_kind {
+    FSDPC_PY_INT,         /* int64_t: anything with __index__ */
+    FSDPC_PY_INT32,       /* int32_t */
+    FSDPC_PY_SIZE,        /* size_t: an int that is not negative */
+    FSDPC_PY_DOUBLE,      /* double */
+    FSDPC_PY_BOOL,        /* bool: truth value */
+    FSDPC_PY_STR,         /* const char *: UTF-8 without NUL, borrowed from the argument */
+    FSDPC_PY_STR_OR_NONE, /* the same, NULL for None */
+    FSDPC_PY_OBJECT       /* PyObject *: borrowed */
+};
+
+enum fsdpc_py_need {
+    FSDPC_PY_OPTIONAL, /* *out keeps the value that it had before the call */
+    FSDPC_PY_REQUIRED,
+    FSDPC_PY_KEYWORD /* optional and by name only; such rows come last in the table */
+};
+
+typedef struct fsdpc_py_arg {
+    const char *name;
+    enum fsdpc_py_kind kind;
+    enum fsdpc_py_need need;
+    void *out; /* points to a variable of the kind's C type */
+} fsdpc_py_arg;
+
+/* Arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). `function` is the
+ * name in messages. TypeError, OverflowError, ValueError as CPython words them. */
+int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
+                  PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
+
+/* --- tensors (py_dlpack.c, py_tensor.c) ------------------------------------------------------- */
+
+enum { FSDPC_PY_MAX_DIMS = 16 };
+
+/* Host memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
+ * of one element in `itemsize`; shape and strides count elements in any case. */
+typedef struct fsdpc_py_view {
+    void *data;
+    fsdpc_dtype dtype;
+    size_t itemsize;
+    int64_t numel;
+    int ndim;
+    int64_t shape[FSDPC_PY_MAX_DIMS];
+    int64_t strides[FSDPC_PY_MAX_DIMS];
+    bool contiguous; /* row-major without gaps; true for tensors without elements */
+    bool readonly;
+    /* What keeps the memory alive until fsdpc_py_view_release; private. */
+    PyObject *owner;
+    void *managed;
+    Py_buffer buffer;
+} fsdpc_py_view;
+
+/* Any object with __dlpack__ (host memory only) or the buffer protocol. The view holds on to the
+ * memory until fsdpc_py_view_release. TypeError, BufferError. */
+int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
+void fsdpc_py_view_release(fsdpc_py_view *view);
+/* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,
+ * nothing to release. Requires-grad tensors are allowed. Fast: no Python call from torch 2.13 on.
+ * TypeError, BufferError. */
+int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
+/* A "dltensor" capsule over `data` (row-major, host memory), as torch.utils.dlpack.from_dlpack
+ * takes it. Whoever consumes it keeps `owner` alive; shape is copied. */
+PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
+                                 PyObject *owner);
+
+#endif
