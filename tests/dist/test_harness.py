@@ -1,0 +1,70 @@
+"""The harness itself: results, failures, deadlines and signals of ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, die, ranks, run_ranks, signal_rank
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("factor", [1, 3])
+def test_ranks_form_a_process_group(rank, world, factor):
+    value = torch.tensor([float(rank * factor)])
+    dist.all_reduce(value)
+    assert value.item() == factor * world * (world - 1) / 2
+    assert torch.get_num_threads() == 1
+
+
+def return_rank(rank, world, scale):
+    return {"rank": torch.tensor([rank * scale])}
+
+
+def test_results_come_back_in_rank_order():
+    values = run_ranks(return_rank, 3, scale=2)
+    assert [v["rank"].item() for v in values] == [0, 2, 4]
+
+
+def raise_on_rank_one(rank, world):
+    if rank == 1:
+        raise KeyError("from rank one")
+    dist.barrier()
+
+
+def test_an_exception_names_rank_and_place():
+    with pytest.raises(RankFailure, match=r"rank 1 raised KeyError(.|\n)*raise_on_rank_one"):
+        run_ranks(raise_on_rank_one, 2)
+
+
+def sleep_on_rank_zero(rank, world):
+    if rank == 0:
+        time.sleep(600)
+
+
+def test_the_deadline_prints_stacks():
+    with pytest.raises(RankFailure, match=r"rank 0 was still running(.|\n)*sleep_on_rank_zero"):
+        run_ranks(sleep_on_rank_zero, 2, timeout=1.0)
+
+
+def die_and_survive(rank, world):
+    if rank == 1:
+        die()
+    if rank == 2:
+        signal_rank(2, signal.SIGSTOP, after=0.05)
+        time.sleep(600)
+    try:
+        signal_rank(0, signal.SIGINT, after=0.1)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_ranks_can_be_killed_stopped_and_interrupted():
+    zero, one, two = run_ranks(die_and_survive, 3, faults=True, timeout=20)
+    assert zero.value == "interrupted" and zero.finished_at >= zero.signalled_at
+    assert one.exit_signal == signal.SIGKILL and not one.returned
+    assert two.stopped and two.value is None
