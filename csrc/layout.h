@@ -37,7 +37,8 @@ typedef struct fsdpc_param_place {
 } fsdpc_param_place;
 
 typedef struct fsdpc_segment {
-    fsdpc_dtype storage, compute, reduce, accumulate;
+    fsdpc_dtype storage, compute, reduce;
+    fsdpc_dtype accumulate; /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
     bool trainable;
     int64_t numel;        /* up to the end of the last parameter */
     int64_t piece_numel;  /* per rank; world * piece_numel >= numel */
@@ -68,9 +69,10 @@ typedef struct fsdpc_span {
 } fsdpc_span;
 
 /* Builds the layout; every buffer's segments start at multiples of align_bytes, pieces are
- * multiples of align_bytes in every dtype. `align_bytes` is a power of two >= 16. On success *out
- * is owned by the caller (fsdpc_layout_free). Errors: FSDPC_E_INVAL naming the parameter,
- * FSDPC_E_NOMEM; *out is then NULL. An empty list (param_count 0) is a layout of zero bytes. */
+ * multiples of align_bytes in every dtype. `align_bytes` is a power of two from 16 to 2 MiB, a unit
+ * holds at most 2^52 elements. On success *out is owned by the caller (fsdpc_layout_free). Errors:
+ * FSDPC_E_INVAL naming the parameter, FSDPC_E_NOMEM; *out is then NULL. An empty list (param_count
+ * 0) is a layout of zero bytes. */
 int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
                        size_t align_bytes, fsdpc_layout **out);
 /* NULL is allowed. */
