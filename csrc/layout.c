@@ -137,8 +137,7 @@ place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64
     place->trainable_index = spec->trainable ? layout->trainable_count++ : -1;
     place->name = fsdpc_mem_strdup(spec->name);
     if (!place->name) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of parameter '%s'",
-                           spec->name);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of parameter '%s'", spec->name);
     }
     return FSDPC_OK;
 }
@@ -205,8 +204,7 @@ fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world, si
     FSDPC_TRY(check_arguments(param_count, world, align_bytes));
     fsdpc_layout *layout = allocate(param_count, world, align_bytes);
     if (!layout) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of %d parameters",
-                           param_count);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of %d parameters", param_count);
     }
     for (int i = 0; i < param_count; i++) {
         FSDPC_GOTO(place_param(layout, i, &specs[i], &unit_numel), fail);
