@@ -114,7 +114,6 @@ setup(
             sources=SOURCES,
             depends=HEADERS,
             include_dirs=["csrc", "kernels", numpy.get_include()],
-            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=COMPILE_ARGS,
             extra_link_args=LINK_ARGS,
             libraries=["dl", "rt", "m"],

@@ -82,10 +82,11 @@ fsdpc_error_prepend(int status, const char *format, ...)
     va_start(args, format);
     int used = vsnprintf(joined, TEXT_BYTES, format, args);
     va_end(args);
-    if (used < 0 || used >= TEXT_BYTES) {
+    int room = TEXT_BYTES - used - (int)sizeof ": ";
+    if (used < 0 || room < 0) {
         return status;
     }
-    snprintf(joined + used, (size_t)(TEXT_BYTES - used), ": %s", error_text);
+    snprintf(joined + used, (size_t)(TEXT_BYTES - used), ": %.*s", room, error_text);
     memcpy(error_text, joined, TEXT_BYTES);
     return status;
 }
