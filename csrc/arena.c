@@ -1,0 +1,202 @@
+/* Ranges and slots. See arena.h. */
+#include "arena.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "mem.h"
+#include "status.h"
+
+struct slot {
+    uint64_t offset; /* in the segment or in the private file */
+    size_t bytes;
+};
+
+struct fsdpc_arena {
+    fsdpc_shm *shm; /* borrowed; NULL: the private file holds the slots */
+    int file;       /* -1 until the first private slot */
+    uint64_t file_bytes;
+    struct slot *slots;
+    int slot_count;
+    size_t total_bytes, spare_bytes;
+    uint64_t spare_count;
+};
+
+int
+fsdpc_range_init(fsdpc_range *range, size_t bytes)
+{
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+    size_t rounded = fsdpc_round_up(bytes ? bytes : 1, fsdpc_shm_page_bytes());
+    /* NORESERVE: an unbound range may be read (zeros) without costing memory. */
+    void *address = mmap(NULL, rounded, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot reserve %zu bytes of addresses", rounded);
+    }
+    range->address = address;
+    range->bytes = rounded;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_range_fini(fsdpc_range *range)
+{
+    if (range->address) {
+        munmap(range->address, range->bytes);
+    }
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+}
+
+int
+fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out)
+{
+    *out = NULL;
+    fsdpc_arena *arena = fsdpc_mem_calloc(1, sizeof *arena);
+    if (!arena) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an arena");
+    }
+    arena->shm = shm;
+    arena->file = -1;
+    *out = arena;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_arena_free(fsdpc_arena *arena)
+{
+    if (!arena) {
+        return;
+    }
+    if (arena->file >= 0) {
+        close(arena->file);
+    }
+    fsdpc_mem_free(arena->slots);
+    fsdpc_mem_free(arena);
+}
+
+/* Room in the private file, with its pages allocated so that a full memory shows here. */
+static int
+grow_private_file(fsdpc_arena *arena, size_t bytes, uint64_t *offset)
+{
+    if (arena->file < 0) {
+        arena->file = memfd_create("fsdpc-arena", MFD_CLOEXEC);
+        if (arena->file < 0) {
+            return fsdpc_error_errno(errno, "cannot make a memory file for gather slots");
+        }
+    }
+    int error = posix_fallocate(arena->file, (off_t)arena->file_bytes, (off_t)bytes);
+    if (error) {
+        return fsdpc_error_errno(error, "cannot get %zu bytes for a gather slot", bytes);
+    }
+    *offset = arena->file_bytes;
+    arena->file_bytes += bytes;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot)
+{
+    *slot = -1;
+    bytes = fsdpc_round_up(bytes ? bytes : 1, fsdpc_shm_page_bytes());
+    struct slot *grown =
+        fsdpc_mem_realloc(arena->slots, (size_t)arena->slot_count + 1, sizeof *grown);
+    if (!grown) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the table of gather slots");
+    }
+    arena->slots = grown;
+    uint64_t offset;
+    if (arena->shm) {
+        FSDPC_TRY(fsdpc_shm_alloc(arena->shm, bytes, true, &offset));
+    } else {
+        FSDPC_TRY(grow_private_file(arena, bytes, &offset));
+    }
+    arena->slots[arena->slot_count] = (struct slot){.offset = offset, .bytes = bytes};
+    arena->total_bytes += bytes;
+    *slot = arena->slot_count++;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_slot_count(const fsdpc_arena *arena)
+{
+    return arena->slot_count;
+}
+
+size_t
+fsdpc_arena_bytes(const fsdpc_arena *arena)
+{
+    return arena->total_bytes;
+}
+
+size_t
+fsdpc_arena_spare_bytes(const fsdpc_arena *arena)
+{
+    return arena->spare_bytes;
+}
+
+uint64_t
+fsdpc_arena_spare_count(const fsdpc_arena *arena)
+{
+    return arena->spare_count;
+}
+
+static int
+map_slot(fsdpc_arena *arena, fsdpc_range *range, const struct slot *slot)
+{
+    if (arena->shm) {
+        void *mapped;
+        return fsdpc_shm_map(arena->shm, slot->offset, range->bytes, range->address, &mapped);
+    }
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, arena->file, (off_t)slot->offset);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of a gather slot", range->bytes);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
+{
+    if (slot < 0 || slot >= arena->slot_count || arena->slots[slot].bytes < range->bytes) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "slot %d does not hold a range of %zu bytes", slot,
+                           range->bytes);
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
+    range->slot = slot;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (range->spare) {
+        return FSDPC_OK;
+    }
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
+    }
+    range->spare = true;
+    arena->spare_bytes += range->bytes;
+    arena->spare_count++;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (!range->spare) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    range->spare = false;
+    arena->spare_bytes -= range->bytes;
+    return FSDPC_OK;
+}

@@ -1,0 +1,57 @@
+/* Fixed addresses over shared slots.
+ *
+ * A range is an address for life: a unit's gathered parameters are always found there. Behind the
+ * ranges stand a few slots (memory in a file that can be mapped many times); several ranges may
+ * show the same slot, and the exchange makes sure that only one of them is in use at a time. When
+ * two live units need one slot, a range gets private memory behind it for a while (spare).
+ *
+ *   range of unit 1  [=====]--.            .--[=====]  range of unit 3
+ *   range of unit 2  [===]----+- slot 0  <-'
+ *                             '- slot 1 (of unit 2)
+ *
+ * With a shared segment the slots lie in it, and all ranks of the host see the same bytes; without
+ * one they lie in a private memfd. The arena never moves and never frees a range's addresses.
+ */
+#ifndef FSDPC_ARENA_H
+#define FSDPC_ARENA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "shm.h"
+
+typedef struct fsdpc_range {
+    void *address;
+    size_t bytes;  /* whole pages */
+    int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
+    bool spare;    /* private memory is mapped at the moment */
+} fsdpc_range;
+
+typedef struct fsdpc_arena fsdpc_arena;
+
+/* Reserves addresses; no memory is used. bytes 0 is rounded up to one page. */
+int fsdpc_range_init(fsdpc_range *range, size_t bytes);
+/* Gives the addresses back: nothing may refer to them any more. Safe on a zeroed range. */
+void fsdpc_range_fini(fsdpc_range *range);
+
+/* `shm` (borrowed, may be NULL) is where slots are made. */
+int fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out);
+/* Slots stay mapped behind ranges that still show them. NULL is allowed. */
+void fsdpc_arena_free(fsdpc_arena *arena);
+/* New slot; its number goes to *slot. With a segment: same calls on all ranks. */
+int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
+int fsdpc_arena_slot_count(const fsdpc_arena *arena);
+/* Bytes of all slots. */
+size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
+/* Bytes of private memory mapped now behind ranges, and how often that happened. */
+size_t fsdpc_arena_spare_bytes(const fsdpc_arena *arena);
+uint64_t fsdpc_arena_spare_count(const fsdpc_arena *arena);
+
+/* Shows `slot` behind the range (slot bytes >= range bytes). */
+int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
+/* Puts private, zeroed memory behind the range; restore goes back to the bound slot. */
+int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
+int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
+
+#endif

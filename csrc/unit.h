@@ -1,0 +1,76 @@
+/* One unit: the parameters that are gathered and reduced together, and this rank's shard of them.
+ *
+ * A unit owns its master shard (in the shared segment where ranks share a host, so that a peer may
+ * read it), its shard gradient (private, accumulate dtype) and the address range of its gathered
+ * values. It knows nothing of time: who gathers when is the exchange's and the tree's matter.
+ */
+#ifndef FSDPC_UNIT_H
+#define FSDPC_UNIT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm.h"
+#include "layout.h"
+
+typedef struct fsdpc_unit fsdpc_unit;
+
+typedef struct fsdpc_unit_options {
+    const char *name;      /* copied; used in every error text */
+    fsdpc_comm *shard;     /* borrowed, must outlive the unit */
+    fsdpc_comm *replicate; /* borrowed, NULL without replicas */
+    double divide;         /* gradients are divided by this, once */
+    bool reshard;          /* released after forward, gathered again for backward */
+} fsdpc_unit_options;
+
+/* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
+typedef struct fsdpc_tensor {
+    const void *data;
+    fsdpc_dtype dtype;
+    int ndim;
+    const int64_t *shape, *strides; /* elements */
+    bool contiguous;
+} fsdpc_tensor;
+
+enum fsdpc_which { FSDPC_MASTER = 0, FSDPC_GRAD = 1 };
+
+/* Collective over options->shard (memory is laid out alike on all ranks; the caller has compared
+ * descriptions before). The master shard is zeroed. */
+int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs, int count,
+                   fsdpc_unit **out);
+/* Local. Tensors over its memory must be gone. NULL is allowed. */
+void fsdpc_unit_free(fsdpc_unit *unit);
+
+const char *fsdpc_unit_name(const fsdpc_unit *unit);
+const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
+fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
+int fsdpc_unit_rank(const fsdpc_unit *unit);
+/* Master shard, shard gradient (accumulate dtype) and gathered range: fixed for life. */
+void *fsdpc_unit_master(const fsdpc_unit *unit);
+void *fsdpc_unit_grad(const fsdpc_unit *unit);
+void *fsdpc_unit_full(const fsdpc_unit *unit);
+/* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
+void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
+void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
+/* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
+bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
+
+/* dtype of the gradients that grad_part, read and write deal in: storage, or accumulate if equal. */
+fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
+/* After a backward: brings the seen gradients up to date where they are narrower than the sums. */
+int fsdpc_unit_finish_grad(fsdpc_unit *unit);
+
+/* Local: takes this rank's part out of a full, contiguous parameter (dtypes as for read). */
+int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full);
+/* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
+ * fsdpc_unit_grad_dtype; NULL entries are skipped alike on all ranks) with whole parameters. */
+int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full);
+
+/* Sum of squares and maximum of this rank's part of the gradients of the parameters with
+ * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */
+int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
+int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
+int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
+
+#endif

@@ -1,0 +1,77 @@
+/* What unit.c, grad.c and the exchanges see of a unit. */
+#ifndef FSDPC_UNIT_IMPL_H
+#define FSDPC_UNIT_IMPL_H
+
+#include "arena.h"
+#include "unit.h"
+
+struct fsdpc_unit {
+    char *name;
+    fsdpc_layout *layout;
+    fsdpc_device *device;
+    fsdpc_comm *shard, *replicate; /* borrowed */
+    int rank, world;
+    double scale; /* 1 / divide */
+    bool reshard;
+
+    /* Master shards. With a shared segment all ranks' shards are mapped and peers[r] is rank r's;
+     * otherwise only peers[rank] is set. */
+    void *master;
+    void **peers;
+    void *master_map;
+    size_t master_map_bytes, master_stride;
+
+    void *grad; /* this rank's shard gradient, accumulate dtype */
+    /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL when no
+     * parameter's storage is narrower than its accumulate dtype: then `grad` itself is seen. */
+    void *grad_out;
+    /* Sum over the shard group before it is summed over replicas; NULL without replicas. */
+    void *partial;
+    bool partial_any;
+    /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
+    void *local;
+    size_t local_bytes;
+    size_t *local_offset; /* per segment */
+    bool local_any;
+
+    /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
+    uint8_t *used;
+    /* This rank's contributions that wait in `local`. */
+    uint8_t *local_used;
+    /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
+     * true after the first sum of a backward. */
+    bool add;
+
+    fsdpc_range range;
+    bool direct;
+
+    /* Exchange bookkeeping. */
+    int id; /* index in its exchange */
+    int slot;
+    int refs;
+    bool ready;    /* all values are in place */
+    bool begun;    /* holds its slot, values may be incomplete (prefetch) */
+    uint64_t posted, consumed; /* rounds of reduction */
+};
+
+/* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
+char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
+
+/* --- grad.c ---------------------------------------------------------------------------------- */
+
+/* Where the packed gradient of parameter i starts in a reduce buffer / in `local`. */
+char *fsdpc_grad_local_at(const fsdpc_unit *unit, int param);
+/* Adds gradients into `local` (made on first use) instead of sending them. */
+int fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads);
+/* Writes gradients (plus what waits in `local`, which is emptied) into a reduce buffer in reduce
+ * dtype; absent ones become zeros. bits[i] = 1 for parameters with a gradient. grads may be NULL
+ * (only `local`). */
+int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
+/* Sums this rank's pieces: sources[r] is rank r's reduce buffer or NULL if it has nothing. */
+int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
+/* One rank, no wire: gradients go straight into the shard gradient. */
+int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
+/* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
+void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
+
+#endif
