@@ -1,0 +1,185 @@
+/* Placement of parameters: coverage, alignment, segments, refusals, allocation failures.
+ * tests/unit/test_layout_properties.py checks the same contract against a NumPy model. */
+#include "layout.h"
+#include "test.h"
+
+#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true}
+
+static const fsdpc_param_spec mixed[] = {
+    F32_SPEC("embed", 1000),
+    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+    F32_SPEC("bias", 7),
+    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false},
+    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false},
+    F32_SPEC("empty", 0),
+    F32_SPEC("scalar", 1),
+};
+enum { MIXED = sizeof mixed / sizeof *mixed };
+
+static void
+equal_kinds_share_a_segment(void)
+{
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(mixed, MIXED, 3, 64, &layout));
+    CHECK_INT(layout->segment_count, 4);
+    CHECK_INT(layout->trainable_count, 5);
+    CHECK_INT(layout->params[0].segment, layout->params[2].segment);
+    CHECK_INT(layout->params[0].segment, layout->params[6].segment);
+    CHECK(layout->params[3].segment != layout->params[0].segment);
+    CHECK_INT(layout->params[2].trainable_index, 2);
+    CHECK_INT(layout->params[3].trainable_index, -1);
+    CHECK_INT(layout->params[6].trainable_index, 4);
+    CHECK_STR(layout->params[4].name, "codes");
+    CHECK_INT(layout->segments[layout->params[1].segment].accumulate, FSDPC_F64);
+    fsdpc_layout_free(layout);
+}
+
+/* Marks every byte that a parameter takes of the gathered buffer, and every element that a rank
+ * owns of a parameter: both must be taken exactly once. */
+static void
+check_coverage(int world, size_t align_bytes)
+{
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(mixed, MIXED, world, align_bytes, &layout));
+    unsigned char *taken = fsdpc_mem_calloc(layout->full_bytes, 1);
+    REQUIRE(taken != NULL);
+    int64_t used = 0;
+    for (int p = 0; p < MIXED; p++) {
+        const fsdpc_segment *segment = &layout->segments[layout->params[p].segment];
+        size_t bytes = (size_t)mixed[p].numel * fsdpc_dtype_bytes(segment->compute);
+        size_t offset = fsdpc_layout_full_offset(layout, p);
+        CHECK_INT(offset % align_bytes, 0);
+        REQUIRE(offset + bytes <= layout->full_bytes);
+        for (size_t b = 0; b < bytes; b++) {
+            CHECK_INT(taken[offset + b]++, 0);
+        }
+        used += (int64_t)bytes;
+        int64_t next = 0;
+        for (int rank = 0; rank < world; rank++) {
+            fsdpc_span span = fsdpc_layout_span(layout, p, rank);
+            if (span.length > 0) {
+                CHECK_INT(span.param_begin, next);
+                CHECK(span.piece_begin + span.length <= segment->piece_numel);
+                CHECK_INT(rank * segment->piece_numel + span.piece_begin,
+                          layout->params[p].offset + span.param_begin);
+            }
+            next += span.length;
+        }
+        CHECK_INT(next, mixed[p].numel);
+    }
+    CHECK_INT(layout->padding_bytes, (int64_t)layout->full_bytes - used);
+    fsdpc_mem_free(taken);
+    fsdpc_layout_free(layout);
+}
+
+static void
+every_element_has_one_place_and_one_owner(void)
+{
+    static const int worlds[] = {1, 2, 3, 7, 8, 64, 1000};
+    for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) {
+        check_coverage(worlds[i], 16);
+        check_coverage(worlds[i], 4096);
+    }
+}
+
+static void
+frozen_segments_have_no_room_for_gradients(void)
+{
+    const fsdpc_param_spec frozen = mixed[3];
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(&frozen, 1, 2, 16, &layout));
+    CHECK_INT(layout->grad_bytes, 0);
+    CHECK_INT(layout->reduce_bytes, 0);
+    CHECK_INT(layout->shard_bytes, 32 * 4);
+    CHECK_INT(layout->full_bytes, 2 * 32 * 2);
+    fsdpc_layout_free(layout);
+}
+
+static void
+an_empty_unit_takes_nothing(void)
+{
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(NULL, 0, 4, 16, &layout));
+    CHECK(layout->full_bytes == 0 && layout->shard_bytes == 0 && layout->reduce_bytes == 0);
+    CHECK_INT(layout->segment_count, 0);
+    fsdpc_layout_free(layout);
+    fsdpc_layout_free(NULL);
+}
+
+static void
+huge_units_do_not_wrap(void)
+{
+    const fsdpc_param_spec huge[] = {
+        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+    };
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(huge, 2, INT32_MAX, 1 << 21, &layout));
+    CHECK(layout->full_bytes >= (size_t)1 << 55);
+    fsdpc_span last = fsdpc_layout_span(layout, 1, INT32_MAX - 1);
+    CHECK(last.length >= 0 && last.length <= huge[1].numel);
+    fsdpc_layout_free(layout);
+}
+
+static void
+refused(fsdpc_param_spec spec, const char *part)
+{
+    fsdpc_layout *layout = (fsdpc_layout *)&spec;
+    int64_t live = fsdpc_mem_live();
+    const fsdpc_param_spec specs[] = {mixed[0], spec};
+    CHECK_ERROR(fsdpc_layout_build(specs, 2, 2, 16, &layout), FSDPC_E_INVAL, part);
+    CHECK(layout == NULL);
+    CHECK_INT(fsdpc_mem_live(), live);
+}
+
+static void
+bad_parameters_are_named(void)
+{
+    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "'w'");
+    refused((fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "'w'");
+    refused((fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true},
+            "the unit passes");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true}, "'w'");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false}, "uint8");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true}, "freeze");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true}, "freeze");
+    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "parameter 1");
+}
+
+static void
+bad_arguments_are_refused(void)
+{
+    fsdpc_layout *layout;
+    CHECK_ERROR(fsdpc_layout_build(mixed, MIXED, 0, 16, &layout), FSDPC_E_INVAL, "0 ranks");
+    CHECK_ERROR(fsdpc_layout_build(mixed, -1, 2, 16, &layout), FSDPC_E_INVAL, "-1");
+    static const size_t aligns[] = {0, 8, 24, (size_t)1 << 22, SIZE_MAX};
+    for (size_t i = 0; i < sizeof aligns / sizeof *aligns; i++) {
+        CHECK_ERROR(fsdpc_layout_build(mixed, MIXED, 2, aligns[i], &layout), FSDPC_E_INVAL,
+                    "power of two");
+    }
+}
+
+static int
+build_and_free(void *unused)
+{
+    (void)unused;
+    fsdpc_layout *layout;
+    int status = fsdpc_layout_build(mixed, MIXED, 5, 16, &layout);
+    CHECK((layout != NULL) == (status == FSDPC_OK));
+    fsdpc_layout_free(layout);
+    return status;
+}
+
+int
+main(void)
+{
+    equal_kinds_share_a_segment();
+    every_element_has_one_place_and_one_owner();
+    frozen_segments_have_no_room_for_gradients();
+    an_empty_unit_takes_nothing();
+    huge_units_do_not_wrap();
+    bad_parameters_are_named();
+    bad_arguments_are_refused();
+    test_alloc_sweep(build_and_free, NULL);
+    return test_result();
+}
