@@ -1,0 +1,281 @@
+"""Small models and the unsharded reference that the multi-rank tests compare with.
+
+`Reference` trains an unsharded copy as the ranks together should: every rank runs its own batch on
+the copy, the ranks' gradients are exchanged through torch.distributed alone, added in rank order
+in the accumulation type and multiplied by 1 / world. Where the engine adds in the same order, its
+gradients and parameters must be equal to the bit.
+
+Full values are read through the public interface only, so the same tests run on torch's FSDP.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual block; sizes that no number of ranks divides."""
+
+    def __init__(self, width: int = 6, hidden: int = 11) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Embedding, blocks and a head; forward(tokens) returns logits."""
+
+    def __init__(self, blocks: int = 2, width: int = 6, vocabulary: int = 13) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def toy(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int) -> Toy:
+    torch.manual_seed(seed)
+    return Toy(**sizes).to(dtype)
+
+
+def tokens(rank: int, step: int, micro: int = 0, *, vocabulary: int = 13) -> Tensor:
+    """A batch of token ids that is different for each rank, step and micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(vocabulary, (2, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(batch)
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2) if logits.dtype in (
+        torch.float16, torch.bfloat16) else logits.flatten(0, -2), batch.flatten())
+
+
+# --- wrapping, the same for fsdpc and torch ------------------------------------------------------
+
+
+def wrap(engine: str, module: nn.Module, **options: Any) -> nn.Module:
+    """FullyShardedDataParallel of the engine on CPU ranks."""
+    options.setdefault("device_id", torch.device("cpu"))
+    return importlib.import_module(engine).FullyShardedDataParallel(module, **options)
+
+
+def wrap_blocks(engine: str, module: nn.Module, *classes: type, **options: Any) -> nn.Module:
+    """One unit per module of the classes (default: Block), and the root's own."""
+    policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy(set(classes or (Block,)))
+    return wrap(engine, module, auto_wrap_policy=policy, **options)
+
+
+def summon(model: nn.Module, **options: Any) -> Any:
+    return type(model).summon_full_params(model, **options)
+
+
+def clean(name: str) -> str:
+    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(part, "")
+    return name
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter at full size, by its original name. Collective."""
+    with summon(model, writeback=False):
+        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient at full size (zeros where a rank has none). Collective.
+
+    The gradients are put in the parameters' place for a moment, because only parameters can be
+    gathered in every mode.
+    """
+    with values_replaced(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad):
+        return full_parameters(model)
+
+
+def none_gradients(model: nn.Module) -> set[str]:
+    """Names of the parameters that have no gradient on any rank. Collective."""
+    with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
+        return {name for name, value in full_parameters(model).items() if not value.any()}
+
+
+@contextmanager
+def values_replaced(model: nn.Module, value_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    saved = [(p, p.detach().clone()) for p in model.parameters()]
+    with torch.no_grad():
+        for p, _ in saved:
+            p.copy_(value_of(p).reshape(p.shape))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in saved:
+                p.copy_(value)
+
+
+# --- the reference -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What the ranks compute and reduce in; None is the parameters' own dtype."""
+
+    name: str
+    model: torch.dtype = torch.float32
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def options(self) -> dict[str, Any]:
+        if self.param is None and self.reduce is None:
+            return {}
+        from torch.distributed.fsdp import MixedPrecision
+
+        return {"mixed_precision": MixedPrecision(
+            param_dtype=self.param, reduce_dtype=self.reduce)}
+
+    @property
+    def wire(self) -> torch.dtype:
+        return self.reduce or self.param or self.model
+
+    @property
+    def exact(self) -> bool:
+        """Nothing is rounded between the ranks' gradients and their sum."""
+        return self.wire in (torch.float32, torch.float64)
+
+
+PRECISIONS = [
+    Precision("fp32"),
+    Precision("bf16", param=torch.bfloat16, reduce=torch.float32),
+    Precision("bf16-bf16", param=torch.bfloat16, reduce=torch.bfloat16),
+    Precision("fp16", param=torch.float16),
+    Precision("fp64", model=torch.float64),
+]
+
+
+class Reference:
+    """The unsharded copy that this rank trains in step with the others.
+
+    `groups` are the sets of ranks whose gradients are added first, before the groups' sums are
+    added: [[0, 1], [2, 3]] for two replicas of two shards.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, *,
+                 groups: list[list[int]] | None = None,
+                 loss_of: Callable[[nn.Module, Any], Tensor] = loss_of) -> None:
+        self.master = copy.deepcopy(model)
+        self.compute = copy.deepcopy(model).to(precision.param or precision.model)
+        self.precision = precision
+        self.world = dist.get_world_size()
+        self.groups = groups or [list(range(self.world))]
+        self.loss_of = loss_of
+        self.pending: list[Tensor | None] = [None] * len(list(self.master.parameters()))
+
+    def backward(self, batch: Any, *, sync: bool = True) -> Tensor:
+        """One micro-batch: gradients of all ranks are added to the master's, unless sync=False."""
+        self.compute.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for low, high in zip(self.compute.parameters(), self.master.parameters(), strict=True):
+                low.copy_(high)
+        loss = self.loss_of(self.compute, batch)
+        loss.backward()
+        for i, low in enumerate(self.compute.parameters()):
+            if low.grad is not None:
+                grad = low.grad.to(self.precision.wire).to(self.accumulate)
+                self.pending[i] = grad if self.pending[i] is None else self.pending[i] + grad
+        if sync:
+            self.reduce()
+        return loss.detach()
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        return torch.float64 if self.precision.wire == torch.float64 else torch.float32
+
+    def reduce(self) -> None:
+        masters = list(self.master.parameters())
+        used = torch.tensor([float(g is not None) for g in self.pending])
+        dist.all_reduce(used)
+        local = torch.cat([
+            torch.zeros(p.numel(), dtype=self.accumulate) if g is None else g.flatten()
+            for p, g in zip(masters, self.pending, strict=True)])
+        total = self.add_ranks(local) * (1.0 / self.world)
+        parts = total.split([p.numel() for p in masters])
+        for p, part, is_used in zip(masters, parts, used.tolist(), strict=True):
+            if is_used and p.requires_grad:
+                part = part.view(p.shape).to(p.dtype)
+                p.grad = part.clone() if p.grad is None else p.grad + part
+        self.pending = [None] * len(masters)
+
+    def add_ranks(self, local: Tensor) -> Tensor:
+        """Sum over ranks, in rank order, rounded to the wire's type where the wire does so."""
+        everyone = [torch.empty_like(local) for _ in range(self.world)]
+        dist.all_gather(everyone, local)
+        sums = []
+        for group in self.groups:
+            partial = everyone[group[0]].clone()
+            for rank in group[1:]:
+                partial += everyone[rank]
+            sums.append(partial.to(self.precision.wire).to(self.accumulate))
+        total = sums[0]
+        for partial in sums[1:]:
+            total = total + partial
+        return total.to(self.precision.wire).to(self.accumulate)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.master.named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad
+                for name, p in self.master.named_parameters()}
+
+
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 0.0,
+               atol: float | None = None) -> str:
+    """"" if equal (to the bit when rtol is 0), else one line per parameter that differs.
+
+    Relative to each tensor's largest magnitude, as sums of terms that cancel have no other scale.
+    """
+    if got.keys() != expected.keys():
+        return f"names differ: {sorted(got.keys() ^ expected.keys())}"
+    lines = []
+    for name, value in got.items():
+        other = expected[name]
+        if value.shape != other.shape or value.dtype != other.dtype:
+            lines.append(f"{name}: {value.dtype} {tuple(value.shape)} but expected "
+                         f"{other.dtype} {tuple(other.shape)}")
+            continue
+        if torch.equal(value, other):
+            continue
+        gap = (value.double() - other.double()).abs()
+        limit = rtol * other.double().abs().max() if rtol else 0.0
+        if not bool((gap <= limit + (atol or 0.0)).all()):  # also catches NaN
+            where = int(gap.nan_to_num(float("inf")).argmax())
+            lines.append(f"{name}: got {value.flatten()[where]:.9g}, expected "
+                         f"{other.flatten()[where]:.9g} at flat index {where} "
+                         f"({int((value != other).sum())} of {value.numel()} elements differ)")
+    return "\n".join(lines)
+
+
+def check_equal(got: dict[str, Tensor], expected: dict[str, Tensor], what: str, **limits: Any):
+    text = difference(got, expected, **limits)
+    assert not text, f"{what}:\n{text}"
+
+
+def no_sync_if(model: nn.Module, condition: bool) -> Any:
+    return model.no_sync() if condition else nullcontext()

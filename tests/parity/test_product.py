@@ -1,0 +1,111 @@
+"""Every option together: gradients and 5 optimizer steps against an unsharded copy.
+
+The full product of strategy x prefetch x forward prefetch x accumulation x use_orig_params runs in
+one launch per world size and precision; the optimizer (AdamW, SGD with momentum) alternates. A
+failure names the combination.
+
+Equal to the bit wherever nothing is rounded on the wire, because the engine adds the ranks'
+gradients in rank order. Where the wire is bf16 or fp16 the gradients must agree to a few roundings
+of that type, and the reference then takes the engine's gradients over, so that the optimizer step
+is compared by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from harness import ranks
+from toys import (
+    PRECISIONS,
+    Reference,
+    check_equal,
+    full_gradients,
+    full_parameters,
+    loss_of,
+    no_sync_if,
+    tokens,
+    toy,
+    wrap_blocks,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+STEPS = 5
+FLAT = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+PREFETCH = [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+ACCUMULATION = ["none", "sync", "no_sync"]
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
+}
+ROUNDINGS = 4  # of the wire's type: pack, sum, scale and the second stage of a hybrid sum
+
+
+def combinations(world):
+    strategies = FLAT + (HYBRID if world == 4 else [])
+    product = itertools.product(strategies, PREFETCH, [False, True], ACCUMULATION, [True, False])
+    for number, values in enumerate(product):
+        yield number, values, list(OPTIMIZERS)[number % 2]
+
+
+@ranks(1, 2, 3, 4, timeout=150)
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
+def test_every_combination(rank, world, engine, precision):
+    hybrid_mesh = None
+    if world == 4:
+        hybrid_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    failures = []
+    for number, values, optimizer in combinations(world):
+        strategy, prefetch, forward_prefetch, accumulation, use_orig_params = values
+        name = (f"{strategy.name} {precision.name} prefetch={prefetch and prefetch.name} "
+                f"forward_prefetch={forward_prefetch} accumulation={accumulation} "
+                f"use_orig_params={use_orig_params} {optimizer}")
+        options = dict(
+            sharding_strategy=strategy, backward_prefetch=prefetch,
+            forward_prefetch=forward_prefetch, use_orig_params=use_orig_params,
+            **precision.options(),
+            **({"device_mesh": hybrid_mesh} if strategy in HYBRID else {}))
+        try:
+            train(engine, rank, options, precision, accumulation, OPTIMIZERS[optimizer],
+                  seed=number, groups=[[0, 1], [2, 3]] if strategy in HYBRID else None)
+        except AssertionError as error:  # the same on all ranks: they compare full values
+            failures.append(f"{name}\n    {str(error)[:600]}")
+        except BaseException as error:
+            error.add_note(f"in combination {name}")
+            raise
+    assert not failures, f"{len(failures)} combinations differ, e.g.\n" + "\n".join(failures[:4])
+
+
+def train(engine, rank, options, precision, accumulation, make_optimizer, seed, groups):
+    model = toy(seed, precision.model)
+    reference = Reference(model, precision, groups=groups)
+    sharded = wrap_blocks(engine, model, **options)
+    exact = engine == "fsdpc" and precision.exact
+    optimizer = make_optimizer(sharded.parameters())
+    reference_optimizer = make_optimizer(reference.master.parameters())
+    micros = 1 if accumulation == "none" else 2
+    for step in range(STEPS):
+        for micro in range(micros):
+            sync = accumulation != "no_sync" or micro == micros - 1
+            batch = tokens(rank, step, micro)
+            with no_sync_if(sharded, not sync):
+                loss = loss_of(sharded, batch)
+                loss.backward()
+            expected = reference.backward(batch, sync=sync)
+            if exact and not torch.equal(loss.detach(), expected):
+                raise AssertionError(f"loss {loss.item():.9g} != {expected.item():.9g}, step {step}")
+        gradients = full_gradients(sharded)
+        limits = {} if exact else {"rtol": ROUNDINGS * torch.finfo(precision.wire).eps}
+        check_equal(gradients, reference.gradients(), f"gradients of step {step}", **limits)
+        if not exact:
+            for key, p in reference.master.named_parameters():
+                p.grad.copy_(gradients[key])
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+        limits = {} if exact else {"rtol": 1e-6}
+        check_equal(full_parameters(sharded), reference.parameters(),
+                    f"parameters after step {step}", **limits)
