@@ -1,0 +1,182 @@
+# make test      build, then all C and Python tests       make demo   train a small GPT on 2 ranks
+# make check     format, lint, layering: no tests         make bench  benchmarks against the peers
+# make asan      tests under ASan + UBSan                 make fmt    reformat the sources
+# make tsan      C tests with threads under TSan          make size   lengths of functions
+# make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
+#
+# Everything needed is set up in .venv. A Python of yours that has torch >= 2.11 is used instead
+# when its environment is active or named: make test PYTHON=/path/to/python. ARGS= is passed on to
+# pytest, the demo or the benchmarks.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.SECONDARY:
+MAKEFLAGS += --no-print-directory
+.PHONY: default build test pytest check format-check lint layering ctest ctest-run asan asan-c \
+        asan-py tsan fmt size bench demo clean
+
+default: build
+
+TORCH := torch==2.13.0
+CLANG_FORMAT := clang-format==18.1.8
+RUFF := ruff==0.14.14
+TOOLS := setuptools>=77 wheel numpy>=2 pytest hypothesis tqdm matplotlib safetensors \
+         $(RUFF) $(CLANG_FORMAT)
+
+# --- which Python --------------------------------------------------------------------------------
+HAS_TORCH := import sys, importlib.metadata as m; \
+    v = m.version("torch").split("."); \
+    sys.exit(sys.version_info < (3, 11) or (int(v[0]), int(v[1])) < (2, 11))
+CANDIDATE := $(firstword $(PYTHON) $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python))
+USABLE := $(if $(CANDIDATE),$(shell $(CANDIDATE) -c '$(HAS_TORCH)' 2>/dev/null && echo yes))
+PY := $(if $(USABLE),$(CANDIDATE),.venv/bin/python)
+# Stamps live with what they speak of, so that removing .venv also removes its stamps.
+STAMPS := $(if $(USABLE),build/stamps/$(shell echo $(CANDIDATE) | cksum | cut -d' ' -f1),.venv/stamps)
+
+CORE := $(filter-out csrc/py_%,$(wildcard csrc/*.c)) $(wildcard kernels/*.c)
+SOURCES := $(wildcard csrc/* kernels/*)
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+say = @printf '%s\n' "fsdpc: $(1)"
+
+$(STAMPS)/python:
+ifeq ($(USABLE),)
+	$(call say,creating .venv)
+	@base=; for p in $(CANDIDATE) python3.11 python3.12 \
+	    $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python) python3; do \
+	    if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        base=$$p; break; fi; done; \
+	  [ -n "$$base" ] || { echo "fsdpc: Python >= 3.11 with venv is needed (make PYTHON=...)"; exit 1; }; \
+	  $$base -m venv .venv
+	$(call say,installing $(TORCH); its default build may bring CUDA libraries with it.)
+	$(call say,  for a smaller one: install a CPU build of torch >= 2.11 and make PYTHON=...)
+	@$(PIP) "$(TORCH)"
+endif
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/tools: $(STAMPS)/python Makefile
+	$(call say,installing build and test tools for $(PY))
+	@$(PIP) $(foreach tool,$(TOOLS),"$(tool)") && touch $@
+
+$(STAMPS)/installed: $(STAMPS)/tools pyproject.toml setup.py
+	$(call say,installing fsdpc in place)
+	@$(PIP) --no-build-isolation --no-deps -e . && touch $@
+
+$(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
+	$(call say,compiling the extension)
+	@mkdir -p build && $(PY) setup.py --quiet build_ext --inplace 2>&1 \
+	  | grep -v -e Warning -e '^ *[!*]' ; exit $${PIPESTATUS[0]}
+	@touch $@
+
+build: $(STAMPS)/extension
+
+# --- tests ---------------------------------------------------------------------------------------
+test: build ctest pytest
+	$(call say,C tests and Python tests passed)
+
+pytest: build
+	$(call say,Python tests)
+	@$(PY) -m pytest -q tests $(ARGS)
+
+# C tests: one program per tests/c/test_*.c, linked with the core. SAN= picks the sanitizers.
+SAN :=
+CDIR := build/c/$(if $(SAN),$(subst $(comma),-,$(SAN)),plain)
+comma := ,
+CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
+CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%)
+COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
+CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE -O1 -g -pthread -fno-math-errno -fno-omit-frame-pointer \
+    -Wall -Wextra -Icsrc -Ikernels -Itests/c -MMD -MP \
+    $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all)
+
+$(CDIR)/%.o: %.c Makefile
+	@mkdir -p $(@D) && $(CC) $(CTEST_CFLAGS) -c $< -o $@
+
+$(CDIR)/libcore.a: $(COBJECTS)
+	@rm -f $@ && ar rcs $@ $^
+
+$(CDIR)/test_%: tests/c/test_%.c $(CDIR)/libcore.a
+	@mkdir -p $(@D) && $(CC) $(CTEST_CFLAGS) $< $(CDIR)/libcore.a -o $@ -ldl -lrt -lm
+
+ctest-run: $(CPROGRAMS)
+	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 TSAN_OPTIONS=halt_on_error=1 \
+	  tests/c/run.sh $(CPROGRAMS)
+
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+ctest:
+	$(call say,C tests)
+	@$(MAKE) -j$(JOBS) ctest-run
+
+asan: asan-c asan-py
+	$(call say,nothing found by ASan and UBSan)
+
+asan-c:
+	$(call say,C tests under ASan and UBSan)
+	@$(MAKE) -j$(JOBS) ctest-run SAN=address,undefined
+
+# The Python package with an instrumented extension lies in build/asan, not in place. The runtime
+# must come first into the process; leaks of the interpreter and of torch are not ours to report.
+ASAN_TESTS := tests/unit tests/kernels tests/parity tests/dist
+ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
+    LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
+    PYTHONPATH=build/asan FSDPC_ASAN=1
+asan-py: $(STAMPS)/tools
+	$(call say,Python tests under ASan and UBSan)
+	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
+	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
+	@$(ASAN_ENV) $(PY) -P -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
+	@$(ASAN_ENV) $(PY) -P -m pytest -q -p no:cacheprovider $(ASAN_TESTS) $(ARGS)
+
+TSAN_TESTS := shm comm arena trace device
+TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))
+tsan:
+	$(call say,C tests with threads under TSan)
+	@$(MAKE) -j$(JOBS) ctest-run SAN=thread T="$(TSAN_FILES:tests/c/test_%.c=%)"
+
+# --- looks ---------------------------------------------------------------------------------------
+C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch])
+PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
+BIN = $(dir $(PY))
+
+check: format-check lint layering
+	$(call say,format lint and layering are clean)
+
+format-check: $(STAMPS)/tools
+	$(call say,checking the format)
+	@$(BIN)clang-format --dry-run -Werror $(C_FILES)
+	@$(BIN)ruff format --quiet --check $(PY_PATHS) || \
+	  { $(BIN)ruff format --check $(PY_PATHS); echo "fsdpc: run make fmt"; exit 1; }
+
+fmt: $(STAMPS)/tools
+	@$(BIN)clang-format -i $(C_FILES)
+	@$(BIN)ruff check --quiet --select I --fix $(PY_PATHS)
+	@$(BIN)ruff format $(PY_PATHS)
+
+PY_INCLUDE = $(shell $(PY) -c 'import numpy, sysconfig; \
+    print("-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include())')
+lint: $(STAMPS)/tools
+	$(call say,checking the sources)
+	@$(BIN)ruff check --quiet $(PY_PATHS)
+	@printf '%s\n' $(filter %.c,$(SOURCES)) $(wildcard tests/c/*.c) | xargs -P$(JOBS) -n4 \
+	  $(CC) -std=c11 -D_GNU_SOURCE -O1 -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc \
+	  -Ikernels -Itests/c $(PY_INCLUDE)
+
+layering: $(STAMPS)/tools
+	@$(PY) -m pytest -q tests/unit/test_layering.py
+
+size: $(STAMPS)/tools
+	@$(PY) tests/size.py
+
+# --- use -----------------------------------------------------------------------------------------
+bench: build
+	@for f in benchmarks/bench_*.py; do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
+
+demo: build
+	$(call say,training on 2 ranks; Ctrl-C ends it; results go to demo-out/)
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fsdpc/*.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+-include $(shell find build/c -name '*.d' 2>/dev/null)
