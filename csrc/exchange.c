@@ -1,0 +1,275 @@
+/* What both kinds of exchange have in common: references, slots, trace. See exchange.h. */
+#include "exchange.h"
+
+#include <string.h>
+
+#include "exchange_impl.h"
+#include "mem.h"
+#include "status.h"
+
+static int
+copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    size_t count = (size_t)plan->unit_count;
+    x->units = fsdpc_mem_calloc(count, sizeof *x->units);
+    x->trace_ids = fsdpc_mem_calloc(count, sizeof *x->trace_ids);
+    x->slot_unit = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_unit);
+    x->slot_tag = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_tag);
+    if (!x->units || !x->trace_ids || !x->slot_unit || !x->slot_tag) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange of %d units",
+                           plan->unit_count);
+    }
+    x->unit_count = plan->unit_count;
+    for (int s = 0; s < plan->slot_count; s++) {
+        x->slot_unit[s] = -1;
+    }
+    for (int i = 0; i < plan->unit_count; i++) {
+        fsdpc_unit *unit = plan->units[i];
+        unit->id = i;
+        x->units[i] = unit;
+        x->trace_ids[i] = plan->unit_ids[i];
+        size_t bytes = fsdpc_round_up(unit->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        x->sum_reduce_bytes += bytes;
+        x->max_reduce_bytes = bytes > x->max_reduce_bytes ? bytes : x->max_reduce_bytes;
+    }
+    return FSDPC_OK;
+}
+
+static int
+make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    FSDPC_TRY(fsdpc_arena_new(x->shm, &x->arena));
+    for (int s = 0; s < plan->slot_count; s++) {
+        int slot;
+        FSDPC_TRY(fsdpc_arena_add_slot(x->arena, plan->slot_bytes[s], &slot));
+    }
+    for (int i = 0; i < x->unit_count; i++) {
+        fsdpc_unit *unit = x->units[i];
+        unit->slot = unit->direct ? -1 : plan->slot_of[i];
+        if (!unit->direct) {
+            FSDPC_TRY(fsdpc_arena_bind(x->arena, &unit->range, unit->slot));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    fsdpc_exchange *x = fsdpc_mem_calloc(1, sizeof *x);
+    if (!x) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    x->comm = plan->comm;
+    x->rank = fsdpc_comm_rank(plan->comm);
+    x->world = fsdpc_comm_world(plan->comm);
+    x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
+    x->poison = plan->poison;
+    x->trace = plan->trace;
+    x->reduce_slots = plan->reduce_slots;
+    FSDPC_GOTO(copy_units(x, plan), fail);
+    FSDPC_GOTO(make_slots(x, plan), fail);
+    x->ops = x->shm ? &fsdpc_exchange_shared : &fsdpc_exchange_wire;
+    FSDPC_GOTO(x->ops->open(x, plan), fail);
+    *out = x;
+    return FSDPC_OK;
+fail:
+    fsdpc_exchange_free(x);
+    return status;
+}
+
+void
+fsdpc_exchange_free(fsdpc_exchange *x)
+{
+    if (!x) {
+        return;
+    }
+    if (x->ops) {
+        x->ops->close(x);
+    }
+    fsdpc_arena_free(x->arena);
+    fsdpc_mem_free(x->units);
+    fsdpc_mem_free(x->trace_ids);
+    fsdpc_mem_free(x->slot_unit);
+    fsdpc_mem_free(x->slot_tag);
+    fsdpc_mem_free(x);
+}
+
+void
+fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t step)
+{
+    x->phase = phase;
+    x->step = step;
+}
+
+void
+fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
+                    uint64_t bytes)
+{
+    fsdpc_trace_add(x->trace, op, x->phase, x->step, unit ? x->trace_ids[unit->id] : -1, bytes);
+}
+
+int
+fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
+                    int64_t n)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    size_t storage = fsdpc_dtype_bytes(seg->storage), compute = fsdpc_dtype_bytes(seg->compute);
+    const char *src = (char *)unit->peers[r] + seg->shard_offset + (size_t)begin * storage;
+    char *dst = (char *)unit->range.address + seg->full_offset +
+                (size_t)((int64_t)r * seg->piece_numel + begin) * compute;
+    x->copied_bytes += (uint64_t)n * compute;
+    return fsdpc_device_cast(unit->device, dst, seg->compute, src, seg->storage, n, 1.0);
+}
+
+int
+fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
+{
+    x->tag = tag;
+    return x->ops->begin(x, tag);
+}
+
+int
+fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs > 0) {
+        unit->refs++;
+        fsdpc_exchange_note(x, FSDPC_TRACE_JOIN, unit, 0);
+        return FSDPC_OK;
+    }
+    x->copied_bytes = 0;
+    if (!unit->direct) {
+        int status = x->ops->gather(x, unit, true);
+        if (status != FSDPC_OK) {
+            return fsdpc_error_prepend(status, "gather of unit %s", unit->name);
+        }
+    }
+    unit->refs = 1;
+    fsdpc_exchange_note(x, FSDPC_TRACE_GATHER, unit, x->copied_bytes);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs > 0 || unit->begun || unit->direct) {
+        return FSDPC_OK;
+    }
+    x->copied_bytes = 0;
+    int status = x->ops->gather(x, unit, false);
+    if (status != FSDPC_OK) {
+        return fsdpc_error_prepend(status, "prefetch of unit %s", unit->name);
+    }
+    if (unit->begun) {
+        fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
+    }
+    return FSDPC_OK;
+}
+
+static int
+let_go(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    unit->refs = 0;
+    fsdpc_exchange_note(x, FSDPC_TRACE_RELEASE, unit, 0);
+    return unit->direct ? FSDPC_OK : x->ops->release(x, unit);
+}
+
+int
+fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs <= 0) {
+        return fsdpc_error(FSDPC_E_STATE, "unit %s is released but was not gathered", unit->name);
+    }
+    if (--unit->refs > 0) {
+        return FSDPC_OK;
+    }
+    return let_go(x, unit);
+}
+
+int
+fsdpc_unit_refs(const fsdpc_unit *unit)
+{
+    return unit->refs;
+}
+
+int
+fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (unit->layout->trainable_count == 0) {
+        return FSDPC_OK;
+    }
+    int status = x->ops->reduce(x, unit, grads);
+    return status == FSDPC_OK ? status
+                              : fsdpc_error_prepend(status, "reduce of unit %s", unit->name);
+}
+
+bool
+fsdpc_exchange_any_order(const fsdpc_exchange *x)
+{
+    return x->ops->any_order || x->world == 1;
+}
+
+int
+fsdpc_exchange_end(fsdpc_exchange *x)
+{
+    int status = x->ops->end(x);
+    if (status != FSDPC_OK) {
+        return fsdpc_error_prepend(status, "end of backward");
+    }
+    fsdpc_exchange_note(x, FSDPC_TRACE_BACKWARD_END, NULL, 0);
+    x->backwards++;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_drop(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < x->unit_count; i++) {
+        if (x->units[i]->refs > 0 || x->units[i]->begun) {
+            FSDPC_KEEP(let_go(x, x->units[i]));
+        }
+    }
+    return status;
+}
+
+int
+fsdpc_exchange_slot_count(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_slot_count(x->arena);
+}
+
+size_t
+fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_bytes(x->arena);
+}
+
+size_t
+fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
+{
+    if (x->shared) {
+        return (size_t)x->reduce_slots * x->max_reduce_bytes;
+    }
+    return x->reduce_buffer ? x->max_reduce_bytes : 0;
+}
+
+size_t
+fsdpc_exchange_spare_bytes(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_spare_bytes(x->arena);
+}
+
+uint64_t
+fsdpc_exchange_spare_count(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_spare_count(x->arena);
+}
+
+const char *
+fsdpc_exchange_kind(const fsdpc_exchange *x)
+{
+    return x->ops->kind;
+}

@@ -1,0 +1,359 @@
+/* Reducing through memory that all ranks of a host share.
+ *
+ * Each rank packs a unit's gradients into one of its own reduce slots and posts it. When all ranks
+ * have posted a unit, every rank sums its own slice of all posts, in rank order and in the
+ * accumulate dtype, so that two runs agree to the bit, and acknowledges; a slot whose post has been
+ * acknowledged by all is free again. Nobody waits in the middle of a backward unless all its slots
+ * are in flight. At the end of backward each rank says so ("ended"): what it has not posted by
+ * then it did not run, and counts as absent.
+ *
+ *   rank 0  pack A | pack B        | pack C | ended
+ *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
+ *
+ * If all others wait too while a slot is needed (ranks run units in different order), the unit's
+ * own overflow slot is used: sparse memory that is given back afterwards.
+ */
+#include <string.h>
+
+#include "exchange_impl.h"
+#include "mem.h"
+#include "status.h"
+
+struct fsdpc_post_ctl *
+fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank)
+{
+    struct fsdpc_shared *s = x->shared;
+    return (struct fsdpc_post_ctl *)(s->posts + s->post_offset[unit] +
+                                     s->post_stride[unit] * (size_t)rank);
+}
+
+static uint8_t *
+post_used(struct fsdpc_post_ctl *post)
+{
+    return (uint8_t *)(post + 1);
+}
+
+static _Atomic uint32_t *
+ack(fsdpc_exchange *x, int rank, int slot)
+{
+    return &x->shared->acks[rank * x->shared->reduce_total + slot];
+}
+
+static char *
+slot_memory(fsdpc_exchange *x, int rank, int slot)
+{
+    struct fsdpc_shared *s = x->shared;
+    if (slot < x->reduce_slots) {
+        return s->base_map + s->base_stride * (size_t)rank + x->max_reduce_bytes * (size_t)slot;
+    }
+    return s->over_map + s->over_stride * (size_t)rank + s->over_at[slot - x->reduce_slots];
+}
+
+static uint64_t
+round_tag(const fsdpc_exchange *x, uint64_t n)
+{
+    return (x->backwards + 1) << 8 | n;
+}
+
+/* --- summing --------------------------------------------------------------------------------- */
+
+static bool
+round_is_complete(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) < round &&
+            atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+acknowledge(fsdpc_exchange *x, int rank, int slot)
+{
+    if (atomic_fetch_add(ack(x, rank, slot), 1) + 1 == (uint32_t)x->world) {
+        fsdpc_shared_notify(x);
+    }
+}
+
+/* Sums one complete round of a unit. */
+static int
+consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
+{
+    const void *sources[FSDPC_SHM_MAX_RANKS];
+    bool own = false;
+    for (int r = 0; r < x->world; r++) {
+        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, r);
+        bool present = atomic_load(&post->round) == round;
+        sources[r] = present ? slot_memory(x, r, (int)post->slot) : NULL;
+        own = own || (present && r == x->rank);
+        for (int i = 0; present && i < unit->layout->param_count; i++) {
+            unit->used[i] |= post_used(post)[i];
+        }
+    }
+    FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
+    for (int r = 0; r < x->world; r++) {
+        if (sources[r]) {
+            acknowledge(x, r, (int)fsdpc_shared_post(x, unit->id, r)->slot);
+        }
+    }
+    unit->consumed++;
+    fsdpc_exchange_note(x, own ? FSDPC_TRACE_REDUCE : FSDPC_TRACE_ABSENT, unit,
+                        unit->layout->reduce_bytes);
+    return FSDPC_OK;
+}
+
+/* Sums what this rank has posted and all others have too. */
+static int
+progress(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        while (unit->consumed < unit->posted &&
+               round_is_complete(x, unit, round_tag(x, unit->consumed + 1))) {
+            FSDPC_TRY(consume(x, unit, round_tag(x, unit->consumed + 1)));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* --- posting --------------------------------------------------------------------------------- */
+
+static bool
+slot_is_free(fsdpc_exchange *x, int slot)
+{
+    return x->shared->slot_user[slot] < 0 ||
+           atomic_load(ack(x, x->rank, slot)) == (uint32_t)x->world;
+}
+
+static bool
+previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
+    return atomic_load(&post->round) == 0 ||
+           x->shared->slot_user[post->slot] != unit->id || slot_is_free(x, (int)post->slot);
+}
+
+/* A free base slot, or -1. */
+static int
+free_base_slot(fsdpc_exchange *x)
+{
+    for (int k = 0; k < x->reduce_slots; k++) {
+        int slot = (x->shared->next_base + k) % x->reduce_slots;
+        if (slot_is_free(x, slot)) {
+            x->shared->next_base = (slot + 1) % x->reduce_slots;
+            return slot;
+        }
+    }
+    return -1;
+}
+
+static int
+acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    fsdpc_shared_wait_begin(x, &wait, "reduce", unit);
+    for (;;) {
+        uint32_t seen = atomic_load(x->shared->turn);
+        FSDPC_GOTO(progress(x), done);
+        if (previous_post_is_done(x, unit)) {
+            *slot = free_base_slot(x);
+            if (*slot < 0 && wait.waiting && fsdpc_shared_stuck(x, &wait, NULL)) {
+                *slot = x->reduce_slots + unit->id;
+                x->shared->over_used[unit->id] = true;
+            }
+            if (*slot >= 0) {
+                goto done;
+            }
+        }
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+    }
+done:
+    fsdpc_shared_wait_end(x, &wait, unit);
+    return status;
+}
+
+int
+fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    int slot;
+    FSDPC_TRY(acquire_slot(x, unit, &slot));
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
+    FSDPC_TRY(fsdpc_grad_pack(unit, grads, slot_memory(x, x->rank, slot), post_used(post)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    x->shared->slot_user[slot] = unit->id;
+    atomic_store(ack(x, x->rank, slot), 0);
+    post->slot = (uint32_t)slot;
+    unit->posted++;
+    atomic_store(&post->round, round_tag(x, unit->posted));
+    fsdpc_shared_notify(x);
+    return progress(x);
+}
+
+/* --- the end of a backward ------------------------------------------------------------------- */
+
+static bool
+all_ended(fsdpc_exchange *x)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool
+anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) == round) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Units that this rank did not run but others did. */
+static int
+consume_absent(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        while (anyone_posted(x, unit, round_tag(x, unit->consumed + 1))) {
+            FSDPC_TRY(consume(x, unit, round_tag(x, unit->consumed + 1)));
+        }
+        unit->posted = unit->consumed = 0;
+    }
+    return FSDPC_OK;
+}
+
+/* Overflow memory whose posts were all acknowledged goes back to the kernel. */
+static int
+discard_overflow(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    for (int u = 0; u < x->unit_count; u++) {
+        int slot = x->reduce_slots + u;
+        if (!s->over_used[u] || !slot_is_free(x, slot)) {
+            continue;
+        }
+        s->over_used[u] = false;
+        uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
+        FSDPC_TRY(fsdpc_shm_discard(x->shm, at, x->units[u]->layout->reduce_bytes));
+    }
+    return FSDPC_OK;
+}
+
+static int
+post_what_waits(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->units[u]->local_any) {
+            FSDPC_TRY(fsdpc_shared_reduce(x, x->units[u], NULL));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Names who has not come when the deadline passes. */
+static int
+name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
+{
+    int missing[FSDPC_SHM_MAX_RANKS], count = 0;
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            missing[count++] = r;
+        }
+    }
+    return status == FSDPC_E_TIMEOUT ? fsdpc_shm_timeout_error(x->shm, what, missing, count)
+                                     : status;
+}
+
+int
+fsdpc_shared_end(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    FSDPC_TRY(post_what_waits(x));
+    atomic_store(&x->shared->ranks[x->rank].ended, x->backwards + 1);
+    fsdpc_shared_notify(x);
+    fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
+    for (;;) {
+        uint32_t seen = atomic_load(x->shared->turn);
+        FSDPC_GOTO(progress(x), done);
+        if (all_ended(x)) {
+            break;
+        }
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+    }
+    FSDPC_GOTO(progress(x), done);
+    FSDPC_GOTO(consume_absent(x), done);
+    FSDPC_GOTO(discard_overflow(x), done);
+done:
+    fsdpc_shared_wait_end(x, &wait, NULL);
+    return name_missing(x, &wait.what, status);
+}
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+map_reduce_memory(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    uint64_t offset;
+    void *map;
+    s->base_stride = x->max_reduce_bytes * (size_t)x->reduce_slots;
+    s->base_bytes = s->base_stride * (size_t)x->world;
+    s->over_stride = x->sum_reduce_bytes;
+    s->over_bytes = s->over_stride * (size_t)x->world;
+    if (s->base_bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->base_bytes, true, &offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, offset, s->base_bytes, NULL, &map));
+    s->base_map = map;
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->over_bytes, false, &s->over_offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, s->over_offset, s->over_bytes, NULL, &map));
+    s->over_map = map;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shared_reduce_open(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    size_t units = (size_t)x->unit_count;
+    s->over_at = fsdpc_mem_calloc(units, sizeof *s->over_at);
+    s->over_used = fsdpc_mem_calloc(units, sizeof *s->over_used);
+    s->slot_user = fsdpc_mem_calloc((size_t)s->reduce_total, sizeof *s->slot_user);
+    if (!s->over_at || !s->over_used || !s->slot_user) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int i = 0; i < s->reduce_total; i++) {
+        s->slot_user[i] = -1;
+    }
+    size_t at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        s->over_at[u] = at;
+        at += fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+    }
+    return map_reduce_memory(x);
+}
+
+void
+fsdpc_shared_reduce_close(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    if (s->base_map) {
+        fsdpc_shm_unmap(s->base_map, s->base_bytes);
+    }
+    if (s->over_map) {
+        fsdpc_shm_unmap(s->over_map, s->over_bytes);
+    }
+    fsdpc_mem_free(s->over_at);
+    fsdpc_mem_free(s->over_used);
+    fsdpc_mem_free(s->slot_user);
+}

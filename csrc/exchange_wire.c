@@ -1,0 +1,231 @@
+/* Gathering and reducing over a communicator that carries bytes: each rank has its own slots.
+ *
+ * A gather casts this rank's pieces into their place in the slot and all-gathers each segment in
+ * place; a reduce packs into one buffer and reduce-scatters it in place. Collectives match by order
+ * only, so before each of them the ranks compare the unit they mean (one small all-gather): ranks
+ * that took different turns get an error that names both units instead of wrong values. With one
+ * rank nothing is sent.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange_impl.h"
+#include "mem.h"
+#include "status.h"
+
+enum { WHAT_BYTES = 256 };
+
+static int
+open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    (void)plan;
+    if (x->world == 1 || x->max_reduce_bytes == 0) {
+        return FSDPC_OK;
+    }
+    return fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes,
+                              &x->reduce_buffer);
+}
+
+static void
+close_wire(fsdpc_exchange *x)
+{
+    fsdpc_device_free(fsdpc_comm_device(x->comm), x->reduce_buffer, x->max_reduce_bytes);
+}
+
+static int
+begin(fsdpc_exchange *x, uint64_t tag)
+{
+    (void)x;
+    (void)tag;
+    return FSDPC_OK;
+}
+
+/* All ranks must be about to do the same with the same unit. */
+static int
+compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char *what)
+{
+    int status = FSDPC_OK;
+    if (x->world == 1) {
+        return FSDPC_OK;
+    }
+    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
+    if (!turns) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
+    }
+    int32_t own = unit->id * 2 + (reduce ? 1 : 0);
+    for (int r = 0; r < x->world; r++) {
+        turns[r] = own;
+    }
+    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
+    for (int r = 0; r < x->world; r++) {
+        int other = turns[r] / 2;
+        if (turns[r] == own || other < 0 || other >= x->unit_count) {
+            continue;
+        }
+        status = fsdpc_error(
+            FSDPC_E_MISMATCH,
+            "rank %d is at the %s of unit %s while rank %d is at the %s of unit %s: the ranks run "
+            "different units. If a module chooses by data what it runs, mark it with "
+            "fsdpc.mark_data_dependent(module), so that every rank gathers all units below it",
+            x->rank, reduce ? "reduce" : "gather", unit->name, r,
+            turns[r] % 2 ? "reduce" : "gather", x->units[other]->name);
+        break;
+    }
+done:
+    fsdpc_mem_free(turns);
+    return status;
+}
+
+static int
+gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    FSDPC_TRY(compare_turns(x, unit, false, what));
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        FSDPC_TRY(fsdpc_exchange_fill(x, unit, s, x->rank, 0, seg->piece_numel));
+        if (x->world > 1) {
+            FSDPC_TRY(fsdpc_comm_all_gather(
+                x->comm, (char *)unit->range.address + seg->full_offset,
+                (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute), what));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static bool
+slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    int other = x->slot_unit[unit->slot];
+    return other >= 0 && other != unit->id && x->units[other]->begun;
+}
+
+static int
+gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+{
+    /* Nothing would be gained: the collective blocks. */
+    if (!wait || unit->ready) {
+        return FSDPC_OK;
+    }
+    if (slot_is_in_use(x, unit)) {
+        FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        FSDPC_TRY(gather_segments(x, unit));
+    } else if (x->slot_unit[unit->slot] != unit->id || x->slot_tag[unit->slot] != x->tag) {
+        x->slot_unit[unit->slot] = -1;
+        FSDPC_TRY(gather_segments(x, unit));
+        x->slot_unit[unit->slot] = unit->id;
+        x->slot_tag[unit->slot] = x->tag;
+    }
+    unit->begun = unit->ready = true;
+    return FSDPC_OK;
+}
+
+static int
+release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    unit->begun = unit->ready = false;
+    if (unit->range.spare) {
+        return fsdpc_arena_restore(x->arena, &unit->range);
+    }
+    if (x->poison) {
+        for (int s = 0; s < unit->layout->segment_count; s++) {
+            const fsdpc_segment *seg = &unit->layout->segments[s];
+            FSDPC_TRY(fsdpc_device_poison(unit->device,
+                                          (char *)unit->range.address + seg->full_offset,
+                                          seg->compute, seg->piece_numel * x->world));
+        }
+        x->slot_unit[unit->slot] = -1;
+    }
+    return FSDPC_OK;
+}
+
+/* This rank's pieces of the reduced buffer are added to the shard gradient. */
+static int
+take_sums(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    const void *source = x->reduce_buffer;
+    return fsdpc_grad_sum(unit, &source, 1);
+}
+
+static int
+reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (x->world == 1) {
+        FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
+        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+        return FSDPC_OK;
+    }
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    FSDPC_TRY(compare_turns(x, unit, true, what));
+    FSDPC_TRY(fsdpc_grad_pack(unit, grads, x->reduce_buffer, unit->used));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            FSDPC_TRY(fsdpc_comm_reduce_scatter(x->comm,
+                                                (char *)x->reduce_buffer + seg->reduce_offset,
+                                                seg->piece_numel, seg->reduce, what));
+        }
+    }
+    FSDPC_TRY(take_sums(x, unit));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    return FSDPC_OK;
+}
+
+/* Which parameters got a gradient on any rank. */
+static int
+share_used(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    size_t count = 0, at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        count += (size_t)x->units[u]->layout->param_count;
+    }
+    float *bits = fsdpc_mem_calloc(count, sizeof *bits);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of %zu parameters", count);
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            bits[at++] = x->units[u]->used[i];
+        }
+    }
+    FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
+                                     "used bits at the end of backward"),
+               done);
+    at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            x->units[u]->used[i] = bits[at++] > 0;
+        }
+    }
+done:
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+static int
+end(fsdpc_exchange *x)
+{
+    for (int u = 0; x->world == 1 && u < x->unit_count; u++) {
+        if (x->units[u]->local_any) {
+            FSDPC_TRY(reduce(x, x->units[u], NULL));
+        }
+    }
+    return x->world == 1 ? FSDPC_OK : share_used(x);
+}
+
+const struct fsdpc_exchange_i fsdpc_exchange_wire = {
+    .kind = "wire",
+    .any_order = false,
+    .open = open_wire,
+    .close = close_wire,
+    .begin = begin,
+    .gather = gather,
+    .release = release,
+    .reduce = reduce,
+    .end = end,
+};

@@ -1,0 +1,534 @@
+/* The order of events of a training step. See tree.h. */
+#include "tree.h"
+
+#include <string.h>
+
+#include "mem.h"
+#include "status.h"
+#include "tree_impl.h"
+
+enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2, TAG_BITS = 20 };
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit **units,
+                   struct fsdpc_slot_plan *slots)
+{
+    fsdpc_exchange_plan plan = {
+        .comm = fsdpc_unit_comm(units[0]),
+        .units = units,
+        .unit_ids = members,
+        .unit_count = count,
+        .slot_of = slots->slot_of,
+        .slot_bytes = slots->slot_bytes,
+        .slot_count = slots->slot_count,
+        .reduce_slots = tree->reduce_slots,
+        .poison = tree->poison,
+        .trace = tree->trace,
+    };
+    fsdpc_exchange *x;
+    FSDPC_TRY(fsdpc_exchange_new(&plan, &x));
+    tree->exchanges[tree->exchange_count++] = x;
+    for (int m = 0; m < count; m++) {
+        tree->nodes[members[m]].exchange = x;
+    }
+    return FSDPC_OK;
+}
+
+/* One exchange for all units that share the communicator of units `first`. */
+static int
+make_exchange(fsdpc_tree *tree, int first)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_slot_plan slots = {0};
+    int *members = fsdpc_mem_calloc((size_t)tree->count, sizeof *members);
+    fsdpc_unit **units = fsdpc_mem_calloc((size_t)tree->count, sizeof *units);
+    int count = 0;
+    if (!members || !units) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units"), done);
+    }
+    for (int i = first; i < tree->count; i++) {
+        if (tree->nodes[i].unit->shard == tree->nodes[first].unit->shard) {
+            units[count] = tree->nodes[i].unit;
+            members[count++] = i;
+        }
+    }
+    FSDPC_GOTO(fsdpc_tree_plan_slots(tree, members, count, &slots), done);
+    FSDPC_GOTO(fill_exchange_plan(tree, members, count, units, &slots), done);
+done:
+    fsdpc_tree_plan_free(&slots);
+    fsdpc_mem_free(members);
+    fsdpc_mem_free(units);
+    return status;
+}
+
+static int
+make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int count)
+{
+    size_t n = (size_t)count;
+    tree->nodes = fsdpc_mem_calloc(n, sizeof *tree->nodes);
+    tree->exchanges = fsdpc_mem_calloc(n, sizeof(fsdpc_exchange *));
+    tree->order = fsdpc_mem_calloc(n, sizeof *tree->order);
+    tree->last_order = fsdpc_mem_calloc(n, sizeof *tree->last_order);
+    if (!tree->nodes || !tree->exchanges || !tree->order || !tree->last_order) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of %d units", count);
+    }
+    tree->count = count;
+    for (int i = 0; i < count; i++) {
+        tree->nodes[i] = (struct fsdpc_node){.unit = units[i], .depth = depths[i], .order = -1};
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
+               const fsdpc_tree_options *options, fsdpc_tree **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    fsdpc_tree *tree = fsdpc_mem_calloc(1, sizeof *tree);
+    if (!tree) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units");
+    }
+    tree->backward_prefetch = options->backward_prefetch;
+    tree->forward_prefetch = options->forward_prefetch;
+    tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : DEFAULT_SLOTS;
+    tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : DEFAULT_SLOTS;
+    tree->poison = options->poison;
+    FSDPC_GOTO(fsdpc_trace_new(TRACE_ENTRIES, &tree->trace), fail);
+    FSDPC_GOTO(make_nodes(tree, units, depths, count), fail);
+    for (int i = 0; i < count; i++) {
+        if (!tree->nodes[i].exchange) {
+            FSDPC_GOTO(make_exchange(tree, i), fail);
+        }
+    }
+    *out = tree;
+    return FSDPC_OK;
+fail:
+    fsdpc_tree_free(tree);
+    return status;
+}
+
+void
+fsdpc_tree_free(fsdpc_tree *tree)
+{
+    if (!tree) {
+        return;
+    }
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_free(tree->exchanges[i]);
+    }
+    fsdpc_trace_free(tree->trace);
+    fsdpc_mem_free(tree->nodes);
+    fsdpc_mem_free(tree->exchanges);
+    fsdpc_mem_free(tree->order);
+    fsdpc_mem_free(tree->last_order);
+    fsdpc_mem_free(tree);
+}
+
+/* --- clock and order ------------------------------------------------------------------------- */
+
+static void
+set_phase(fsdpc_tree *tree, enum fsdpc_phase phase)
+{
+    tree->phase = phase;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_set_clock(tree->exchanges[i], phase, (uint32_t)tree->backwards);
+    }
+}
+
+static int
+publish_tag(fsdpc_tree *tree)
+{
+    uint64_t tag = tree->backwards << TAG_BITS | tree->forwards;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], tag));
+    }
+    return FSDPC_OK;
+}
+
+static void
+forget_order(fsdpc_tree *tree)
+{
+    if (tree->order_count > 0) {
+        memcpy(tree->last_order, tree->order, (size_t)tree->order_count * sizeof *tree->order);
+        tree->last_order_count = tree->order_count;
+    }
+    tree->order_count = 0;
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].order = -1;
+        tree->nodes[i].complete = tree->nodes[i].reduced = false;
+    }
+}
+
+static void
+note_order(fsdpc_tree *tree, int unit)
+{
+    if (tree->nodes[unit].order < 0) {
+        tree->nodes[unit].order = tree->order_count;
+        tree->order[tree->order_count++] = unit;
+    }
+}
+
+/* --- forward --------------------------------------------------------------------------------- */
+
+/* Values gathered for an earlier pass may be out of date: every reference of it is dropped. */
+static int
+drop_references(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
+    }
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].held = false;
+    }
+    return status;
+}
+
+int
+fsdpc_tree_begin_forward(fsdpc_tree *tree)
+{
+    FSDPC_TRY(drop_references(tree));
+    tree->forwards++;
+    set_phase(tree, FSDPC_PHASE_FORWARD);
+    fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
+                    tree->forwards);
+    return publish_tag(tree);
+}
+
+static int
+prefetch_after(fsdpc_tree *tree, int unit)
+{
+    for (int k = 0; k + 1 < tree->last_order_count; k++) {
+        if (tree->last_order[k] == unit) {
+            struct fsdpc_node *next = &tree->nodes[tree->last_order[k + 1]];
+            return fsdpc_exchange_prefetch(next->exchange, next->unit);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
+    if (!tree->in_backward) {
+        note_order(tree, unit);
+        if (tree->forward_prefetch) {
+            return prefetch_after(tree, unit);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    /* A forward inside a backward is a recomputation: its backward follows at once. */
+    bool keep = grad && (!node->unit->reshard || tree->in_backward);
+    if (keep && !node->held && node->unit->refs > 0) {
+        node->held = true;
+        return FSDPC_OK;
+    }
+    return node->unit->refs > 0 ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
+}
+
+int
+fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    int floor = node->held ? 1 : 0;
+    return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit)
+                                    : FSDPC_OK;
+}
+
+/* --- backward -------------------------------------------------------------------------------- */
+
+int
+fsdpc_tree_begin_backward(fsdpc_tree *tree)
+{
+    if (tree->in_backward) {
+        return FSDPC_OK;
+    }
+    tree->in_backward = true;
+    set_phase(tree, FSDPC_PHASE_BACKWARD);
+    /* Published again because a further backward may follow one that ended, without a forward. */
+    return publish_tag(tree);
+}
+
+static int
+prefetch_before(fsdpc_tree *tree, int unit)
+{
+    int at = tree->nodes[unit].order;
+    if (at <= 0) {
+        return FSDPC_OK;
+    }
+    struct fsdpc_node *previous = &tree->nodes[tree->order[at - 1]];
+    if (previous->held || previous->complete || previous->reduced) {
+        return FSDPC_OK;
+    }
+    return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
+}
+
+int
+fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->held) {
+        FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
+        node->held = true;
+    }
+    return tree->backward_prefetch == FSDPC_PREFETCH_PRE ? prefetch_before(tree, unit) : FSDPC_OK;
+}
+
+int
+fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->held) {
+        return FSDPC_OK;
+    }
+    node->held = false;
+    return fsdpc_exchange_release(node->exchange, node->unit);
+}
+
+int
+fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    FSDPC_TRY(fsdpc_tree_drop_hold(tree, unit));
+    node->complete = sync;
+    return tree->backward_prefetch == FSDPC_PREFETCH_POST ? prefetch_before(tree, unit) : FSDPC_OK;
+}
+
+/* The agreed order of a wire: last forward first; units that did not run come last. */
+static int
+next_in_turn(fsdpc_tree *tree, bool at_end)
+{
+    for (int k = tree->order_count - 1; k >= 0; k--) {
+        struct fsdpc_node *node = &tree->nodes[tree->order[k]];
+        if (node->reduced || node->unit->layout->trainable_count == 0 ||
+            fsdpc_exchange_any_order(node->exchange)) {
+            continue;
+        }
+        return node->complete || at_end ? tree->order[k] : -1;
+    }
+    for (int i = 0; at_end && i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        if (node->order < 0 && !node->reduced && node->unit->layout->trainable_count > 0 &&
+            !fsdpc_exchange_any_order(node->exchange)) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+int
+fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
+{
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->nodes[i].complete && fsdpc_exchange_any_order(tree->nodes[i].exchange)) {
+            return i;
+        }
+    }
+    return next_in_turn(tree, at_end);
+}
+
+int
+fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    node->complete = false;
+    node->reduced = true;
+    return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
+}
+
+int
+fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    node->complete = false;
+    return fsdpc_grad_keep_local(node->unit, grads);
+}
+
+/* Sums over replicas what the shard groups have summed. Which parameters got a gradient is shared
+ * first; a unit that nobody ran costs no more than its bits. */
+static int
+reduce_replicas_of(fsdpc_unit *unit)
+{
+    int status = FSDPC_OK;
+    int count = unit->layout->param_count;
+    float *bits = fsdpc_mem_calloc((size_t)count, sizeof *bits);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
+    }
+    bool any = false;
+    for (int i = 0; i < count; i++) {
+        bits[i] = unit->used[i];
+    }
+    FSDPC_GOTO(fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX,
+                                     unit->name),
+               done);
+    for (int i = 0; i < count; i++) {
+        unit->used[i] = bits[i] > 0;
+        any = any || unit->used[i];
+    }
+    if (!any) {
+        goto done;
+    }
+    if (!unit->partial_any) {
+        fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes);
+    }
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        char *partial = (char *)unit->partial + seg->grad_offset;
+        const void *source = partial;
+        if (!seg->trainable) {
+            continue;
+        }
+        FSDPC_GOTO(fsdpc_comm_all_reduce(unit->replicate, partial, seg->piece_numel,
+                                         seg->accumulate, FSDPC_SUM, unit->name),
+                   done);
+        FSDPC_GOTO(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
+                                       seg->accumulate, &source, 1, seg->accumulate,
+                                       seg->piece_numel, 1.0, unit->add),
+                   done);
+    }
+    unit->add = true;
+done:
+    unit->partial_any = false;
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+static int
+reduce_replicas(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_unit *unit = tree->nodes[i].unit;
+        if (unit->replicate && unit->layout->trainable_count > 0) {
+            int status = reduce_replicas_of(unit);
+            if (status != FSDPC_OK) {
+                return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+            }
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+drop_holds(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < tree->count; i++) {
+        FSDPC_KEEP(fsdpc_tree_drop_hold(tree, i));
+    }
+    return status;
+}
+
+static int
+finish_sync(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_TRY(fsdpc_exchange_end(tree->exchanges[i]));
+    }
+    FSDPC_TRY(reduce_replicas(tree));
+    for (int i = 0; i < tree->count; i++) {
+        FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
+    }
+    tree->backwards++;
+    tree->forwards = 0;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
+{
+    int status = FSDPC_OK;
+    FSDPC_KEEP(drop_holds(tree));
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
+    }
+    if (sync && status == FSDPC_OK) {
+        FSDPC_KEEP(finish_sync(tree));
+    }
+    tree->in_backward = false;
+    forget_order(tree);
+    set_phase(tree, FSDPC_PHASE_IDLE);
+    return status;
+}
+
+int
+fsdpc_tree_abandon_backward(fsdpc_tree *tree)
+{
+    return fsdpc_tree_end_backward(tree, true);
+}
+
+/* --- reading --------------------------------------------------------------------------------- */
+
+bool
+fsdpc_tree_in_backward(const fsdpc_tree *tree)
+{
+    return tree->in_backward;
+}
+
+bool
+fsdpc_tree_is_held(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].held;
+}
+
+enum fsdpc_phase
+fsdpc_tree_phase(const fsdpc_tree *tree)
+{
+    return tree->phase;
+}
+
+uint64_t
+fsdpc_tree_backwards(const fsdpc_tree *tree)
+{
+    return tree->backwards;
+}
+
+fsdpc_trace *
+fsdpc_tree_trace(const fsdpc_tree *tree)
+{
+    return tree->trace;
+}
+
+void
+fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
+{
+    *out = (fsdpc_tree_memory){0};
+    for (int i = 0; i < tree->exchange_count; i++) {
+        const fsdpc_exchange *x = tree->exchanges[i];
+        out->gather_bytes += fsdpc_exchange_gather_bytes(x);
+        out->reduce_bytes += fsdpc_exchange_reduce_bytes(x);
+        out->spare_bytes += fsdpc_exchange_spare_bytes(x);
+        out->spare_count += fsdpc_exchange_spare_count(x);
+        out->gather_slots += fsdpc_exchange_slot_count(x);
+    }
+    for (int i = 0; i < tree->count; i++) {
+        const fsdpc_unit *unit = tree->nodes[i].unit;
+        out->master_bytes += unit->layout->shard_bytes;
+        out->grad_bytes += unit->layout->grad_bytes * (unit->partial ? 2 : 1) +
+                           (unit->grad_out ? unit->layout->shard_bytes : 0);
+        out->local_bytes += unit->local ? unit->local_bytes : 0;
+    }
+}
+
+const char *
+fsdpc_tree_kind(const fsdpc_tree *tree)
+{
+    const char *kind = tree->exchange_count ? fsdpc_exchange_kind(tree->exchanges[0]) : "none";
+    for (int i = 1; i < tree->exchange_count; i++) {
+        if (strcmp(kind, fsdpc_exchange_kind(tree->exchanges[i])) != 0) {
+            return "mixed";
+        }
+    }
+    return kind;
+}

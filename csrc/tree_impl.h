@@ -1,0 +1,47 @@
+/* The insides of a tree, shared by tree.c and tree_plan.c. */
+#ifndef FSDPC_TREE_IMPL_H
+#define FSDPC_TREE_IMPL_H
+
+#include "tree.h"
+#include "unit_impl.h"
+
+struct fsdpc_node {
+    fsdpc_unit *unit;
+    fsdpc_exchange *exchange;
+    int depth;
+    bool held;      /* one reference is kept until the unit's backward is done */
+    bool complete;  /* gradients are complete, reduction is due or waits for its turn */
+    bool reduced;   /* in this backward */
+    int order;      /* position in `order`, -1 */
+};
+
+struct fsdpc_tree {
+    struct fsdpc_node *nodes;
+    int count;
+    fsdpc_exchange **exchanges;
+    int exchange_count;
+    enum fsdpc_prefetch backward_prefetch;
+    bool forward_prefetch;
+    int gather_slots, reduce_slots;
+    bool poison;
+    int *order; /* units in order of their first forward since the last backward ended */
+    int order_count;
+    int *last_order; /* of the pass before: what forward prefetch follows */
+    int last_order_count;
+    uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
+    bool in_backward;
+    enum fsdpc_phase phase;
+    fsdpc_trace *trace;
+};
+
+struct fsdpc_slot_plan {
+    int *slot_of;       /* per member, -1: needs none */
+    size_t *slot_bytes; /* per slot */
+    int slot_count;
+};
+
+int fsdpc_tree_plan_slots(const fsdpc_tree *tree, const int *members, int count,
+                          struct fsdpc_slot_plan *plan);
+void fsdpc_tree_plan_free(struct fsdpc_slot_plan *plan);
+
+#endif
