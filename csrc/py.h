@@ -20,10 +20,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "dlpack_abi.h"
 #include "dtype.h"
 #include "status.h"
 
 /* --- module state ---------------------------------------------------------------------------- */
+
+enum { FSDPC_PY_TENSOR_TYPES = 4 };
 
 typedef struct fsdpc_py_module_state {
     PyObject *comm_error;
@@ -37,6 +40,13 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *unit_type;
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
+    PyObject *name_is_neg; /* interned str */
+    PyObject *name_is_conj;
+    /* Tensor types seen by fsdpc_py_torch_view with their C functions (NULL: they have none). */
+    struct {
+        PyTypeObject *type;
+        const dlpack_exchange *exchange;
+    } tensors[FSDPC_PY_TENSOR_TYPES];
 } fsdpc_py_module_state;
 
 fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
@@ -51,8 +61,9 @@ bool fsdpc_py_finalizing(void);
 /* --- errors (py_status.c) ---------------------------------------------------------------------*/
 
 /* Raises the exception class of `status` with this thread's error text; always returns NULL. An
- * exception that is already set (a callback or a signal handler raised it) becomes the cause of
- * the new one; if it is no Exception (KeyboardInterrupt, SystemExit), it is kept as it is. */
+ * exception that is already set because a callback raised it becomes the cause of the new one. One
+ * that a signal handler raised (FSDPC_E_INTERRUPT), and one that is no Exception (SystemExit), is
+ * kept as it is. */
 PyObject *fsdpc_py_raise(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
@@ -89,7 +100,7 @@ typedef struct fsdpc_py_arg {
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
-/* --- tensors (py_dlpack.c, py_tensor.c) ------------------------------------------------------- */
+/* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
 
 enum { FSDPC_PY_MAX_DIMS = 16 };
 
@@ -105,10 +116,7 @@ typedef struct fsdpc_py_view {
     int64_t strides[FSDPC_PY_MAX_DIMS];
     bool contiguous; /* row-major without gaps; true for tensors without elements */
     bool readonly;
-    /* What keeps the memory alive until fsdpc_py_view_release; private. */
-    PyObject *owner;
-    void *managed;
-    Py_buffer buffer;
+    PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
 /* Any object with __dlpack__ (host memory only) or the buffer protocol. The view holds on to the
@@ -116,9 +124,18 @@ typedef struct fsdpc_py_view {
 int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
 void fsdpc_py_view_release(fsdpc_py_view *view);
 /* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,
- * nothing to release. Requires-grad tensors are allowed. Fast: no Python call from torch 2.13 on.
- * TypeError, BufferError. */
+ * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
+ * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
+/* The same by the tensor's methods alone; for tests and measurements. */
+int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
+/* True if the object's type says that it is a torch tensor. */
+bool fsdpc_py_is_torch(PyObject *object);
+/* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
+ * BufferError. */
+int fsdpc_py_view_finish(fsdpc_py_view *view);
+/* Copies what a DLPack tensor says, host memory only. BufferError. */
+int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
 /* A "dltensor" capsule over `data` (row-major, host memory), as torch.utils.dlpack.from_dlpack
  * takes it. Whoever consumes it keeps `owner` alive; shape is copied. */
 PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,

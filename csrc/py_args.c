@@ -36,9 +36,10 @@ parse_int(const char *function, const fsdpc_py_arg *arg, PyObject *value, int64_
         return -1;
     }
     if (overflow != 0 || number < low || number > high) {
-        const char *why = overflow < 0 || number < low ? "less than minimum" : "greater than maximum";
+        bool below = overflow < 0 || number < low;
         PyErr_Format(PyExc_OverflowError, "%.200s() argument '%.100s' is %s (%lld)", function,
-                     arg->name, why, (long long)(why[0] == 'l' ? low : high));
+                     arg->name, below ? "less than minimum" : "greater than maximum",
+                     (long long)(below ? low : high));
         return -1;
     }
     *out = number;
@@ -110,11 +111,9 @@ parse_number(const char *function, const fsdpc_py_arg *arg, PyObject *value)
     }
     if (arg->kind == FSDPC_PY_INT32) {
         *(int32_t *)arg->out = (int32_t)number;
-    }
-    else if (arg->kind == FSDPC_PY_SIZE) {
+    } else if (arg->kind == FSDPC_PY_SIZE) {
         *(size_t *)arg->out = (size_t)number;
-    }
-    else {
+    } else {
         *(int64_t *)arg->out = number;
     }
     return 0;

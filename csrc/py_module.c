@@ -10,6 +10,8 @@
 
 #include <string.h>
 
+#include "py_inspect.h"
+
 #if __has_include("py_kernels.h")
 #include "py_kernels.h"
 #define HAVE_KERNELS 1
@@ -111,6 +113,14 @@ add_exceptions(PyObject *module, fsdpc_py_module_state *state)
                          PyExc_MemoryError, NULL, &state->out_of_memory_error);
 }
 
+static int
+add_names(fsdpc_py_module_state *state)
+{
+    state->name_is_neg = PyUnicode_InternFromString("is_neg");
+    state->name_is_conj = PyUnicode_InternFromString("is_conj");
+    return state->name_is_neg == NULL || state->name_is_conj == NULL ? -1 : 0;
+}
+
 /* --- module ---------------------------------------------------------------------------------- */
 
 static int
@@ -135,6 +145,9 @@ add_parts(PyObject *module)
         return -1;
     }
 #endif
+    if (PyModule_AddFunctions(module, fsdpc_py_inspect_methods) < 0) {
+        return -1;
+    }
     if (fsdpc_py_layout != NULL) {
         static PyMethodDef layout[] = {
             {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, NULL},
@@ -168,7 +181,7 @@ module_exec(PyObject *module)
     }
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     current_state = state;
-    if (add_exceptions(module, state) < 0 || add_parts(module) < 0) {
+    if (add_names(state) < 0 || add_exceptions(module, state) < 0 || add_parts(module) < 0) {
         current_state = NULL;
         return -1;
     }
@@ -193,6 +206,9 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->unit_type);
     Py_VISIT(state->tree_type);
     Py_VISIT(state->hook_type);
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        Py_VISIT(state->tensors[i].type);
+    }
     return 0;
 }
 
@@ -217,6 +233,11 @@ module_clear(PyObject *module)
     Py_CLEAR(state->unit_type);
     Py_CLEAR(state->tree_type);
     Py_CLEAR(state->hook_type);
+    Py_CLEAR(state->name_is_neg);
+    Py_CLEAR(state->name_is_conj);
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        Py_CLEAR(state->tensors[i].type);
+    }
     return 0;
 }
 

@@ -60,8 +60,7 @@ make_exception(int status)
     PyObject *made = NULL;
     if (status == FSDPC_E_IO && fsdpc_error_errnum() != 0) {
         made = PyObject_CallFunction(class, "iO", fsdpc_error_errnum(), message);
-    }
-    else {
+    } else {
         made = PyObject_CallOneArg(class, message);
     }
     Py_DECREF(message);
@@ -91,7 +90,8 @@ take_exception(void)
 PyObject *
 fsdpc_py_raise(int status)
 {
-    if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (PyErr_Occurred() != NULL &&
+        (status == FSDPC_E_INTERRUPT || !PyErr_ExceptionMatches(PyExc_Exception))) {
         return NULL;
     }
     PyObject *cause = take_exception();
@@ -120,8 +120,7 @@ copy_line(PyObject *value, char *buffer, size_t bytes)
     name = dot == NULL ? name : dot + 1;
     if (utf8 == NULL || utf8[0] == '\0') {
         snprintf(buffer, bytes, "%s", name);
-    }
-    else {
+    } else {
         snprintf(buffer, bytes, "%s: %.*s", name, (int)strcspn(utf8, "\n"), utf8);
     }
     PyErr_Clear();
