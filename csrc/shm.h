@@ -36,6 +36,9 @@ int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fs
 /* Local, never waits for a peer; marks this rank as having left, so that peers that still need it
  * are told so instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
+/* Only marks this rank as having left, so that a program which ends in order tells its peers while
+ * others still hold the segment. Local; memory stays valid. */
+void fsdpc_shm_leave(fsdpc_shm *shm);
 
 int fsdpc_shm_rank(const fsdpc_shm *shm);
 int fsdpc_shm_world(const fsdpc_shm *shm);
