@@ -1,0 +1,153 @@
+"""The rules of the source tree that a compiler does not check, each tried on planted text too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+C_FILES = sorted(p for d in ("csrc", "kernels") for p in (ROOT / d).glob("*.*"))
+SOURCES = {
+    str(p.relative_to(ROOT)): p.read_text() for p in C_FILES if p.suffix in {".c", ".h", ".inc"}
+}
+
+# Lowest first; a file may include files of its own row and of rows above it in this table. A name
+# stands for itself and for everything that begins with it and an underscore (shm: shm_wait.c).
+LAYERS = (
+    ("status", "mem", "dtype"),
+    ("layout", "trace", "agree", "pool"),
+    ("kernels", "convert", "vector"),
+    ("device",),
+    ("shm",),
+    ("comm",),
+    ("arena",),
+    ("unit", "grad"),
+    ("exchange",),
+    ("tree", "graph", "sched"),
+    ("optim", "ckpt", "plan"),
+    ("py", "dlpack_abi"),
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+GPU_FILES = {"csrc/device_cuda.c", "csrc/comm_nccl.c"}
+
+Rule = Callable[[str, str], Iterator[str]]
+
+
+def layer(file: str) -> int | None:
+    stem = Path(file).stem
+    while stem not in RANKS and "_" in stem:
+        stem = stem.rpartition("_")[0]
+    return RANKS.get(stem)
+
+
+def includes(text: str) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE)
+
+
+def code(text: str) -> str:
+    """The text without comments and without what stands in strings."""
+    pattern = r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'"
+    return re.sub(pattern, lambda m: '""' if m[0][0] == '"' else " ", text, flags=re.DOTALL)
+
+
+def is_python_layer(file: str) -> bool:
+    return Path(file).name.startswith("py") and layer(file) == RANKS["py"]
+
+
+def calls(text: str, names: str) -> list[str]:
+    return sorted(set(re.findall(rf"(?<![\w.>])({names})\s*\(", code(text))))
+
+
+def includes_point_downwards(file: str, text: str) -> Iterator[str]:
+    own = layer(file)
+    if own is None:
+        yield "is in no layer: add it to LAYERS in this test"
+        return
+    for name in includes(text):
+        below = layer(name) if f"csrc/{name}" in SOURCES or f"kernels/{name}" in SOURCES else None
+        if below is not None and below > own:
+            yield f"includes {name}, which is of a higher layer"
+
+
+def only_py_files_know_python(file: str, text: str) -> Iterator[str]:
+    for name in includes(text):
+        if name.startswith(("Python.h", "numpy/")) and not is_python_layer(file):
+            yield f"includes {name}"
+
+
+def c_knows_no_torch(file: str, text: str) -> Iterator[str]:
+    for name in includes(text):
+        if name.startswith(("torch/", "ATen/", "c10/")):
+            yield f"includes {name}"
+
+
+def only_gpu_files_know_cuda_and_nccl(file: str, text: str) -> Iterator[str]:
+    if file in GPU_FILES:
+        return
+    for name in includes(text):
+        if name.startswith(("cuda", "nccl")):
+            yield f"includes {name}"
+    yield from sorted(set(re.findall(r"\b(?:cu|cuda|nccl)[A-Z]\w*", code(text))))
+    yield from sorted(set(re.findall(r"lib(?:cuda|nccl)\w*\.so", text)))
+
+
+def heap_memory_is_counted(file: str, text: str) -> Iterator[str]:
+    if file != "csrc/mem.c":
+        yield from calls(text, "malloc|calloc|realloc|free|strdup|strndup|asprintf|getline")
+
+
+def the_core_neither_prints_nor_exits(file: str, text: str) -> Iterator[str]:
+    if not is_python_layer(file):
+        yield from calls(text, "printf|fprintf|vfprintf|puts|fputs|perror|exit|abort")
+
+
+def nothing_is_left_to_do(file: str, text: str) -> Iterator[str]:
+    yield from re.findall(r"\b(?:TODO|FIXME|XXX)\b", text)
+    yield from re.findall(r"\bassert\s*\(\s*(?:0|false)\b[^;]*", code(text))
+
+
+PLANTED: list[tuple[Rule, str, str]] = [
+    (includes_point_downwards, "csrc/shm_wait.c", '#include "comm.h"'),
+    (includes_point_downwards, "csrc/layout.c", '#include "kernels.h"'),
+    (includes_point_downwards, "csrc/novelty.c", ""),
+    (only_py_files_know_python, "csrc/unit.c", "#include <Python.h>"),
+    (only_py_files_know_python, "csrc/pool.c", "# include <numpy/arrayobject.h>"),
+    (c_knows_no_torch, "csrc/py_tensor.c", "#include <ATen/ATen.h>"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/device.c", "x = cuMemAlloc(1);"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/comm.c", "ncclComm_t c;"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/comm.c", 'dlopen("libnccl.so.2", 0);'),
+    (heap_memory_is_counted, "csrc/unit.c", "a = malloc (4);"),
+    (the_core_neither_prints_nor_exits, "csrc/unit.c", "fprintf(stderr, text);"),
+    (nothing_is_left_to_do, "csrc/py_unit.c", "/* TODO: the rest */"),
+    (nothing_is_left_to_do, "csrc/unit.c", 'assert(0 && "later");'),
+]
+INNOCENT = (
+    '/* free(x), cuInit() */ s = "exit(1)"; fsdpc_mem_free(x); d->free(x); snprintf(s, n, "");'
+)
+RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_sources_obey(rule: Rule) -> None:
+    assert "csrc/status.c" in SOURCES and "kernels/kernels.h" in SOURCES
+    broken = [f"{file}: {what}" for file, text in SOURCES.items() for what in rule(file, text)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(("rule", "file", "text"), PLANTED)
+def test_rules_find_what_is_planted(rule: Rule, file: str, text: str) -> None:
+    assert list(rule(file, text))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rules_leave_the_innocent_alone(rule: Rule) -> None:
+    assert not list(rule("csrc/unit.c", INNOCENT))
+
+
+def test_only_the_package_imports_torch() -> None:
+    """The C layer reaches torch's tensors through DLPack and attributes, it imports nothing."""
+    for file, text in SOURCES.items():
+        assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
