@@ -9,7 +9,9 @@ Each combination has its own object directory, and a file is compiled again only
 header is newer than its object.
 """
 
+import hashlib
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -61,13 +63,19 @@ def flags() -> tuple[list[str], list[str], str]:
     return compile_args, link_args, "-".join(variant)
 
 
+def object_directory() -> str:
+    command = repr([COMPILE_ARGS, sys.implementation.cache_tag, numpy.__version__])
+    return f"{VARIANT or 'release'}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
+
+
 class ParallelBuild(build_ext):
     """Compiles the files of the extension at the same time, only those that changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.force = True  # the objects are checked one by one, linking is cheap
-        self.build_temp = os.path.join(self.build_temp, VARIANT or "release")
+        # A place of our own, so that in-place, editable and wheel builds share their objects.
+        self.build_temp = os.path.join("build", "objects", object_directory())
 
     def build_extensions(self) -> None:
         self.compiler.compile = self.compile_all
