@@ -9,6 +9,7 @@ Each combination has its own object directory, and a file is compiled again only
 header is newer than its object.
 """
 
+import fcntl
 import hashlib
 import os
 import sys
@@ -79,7 +80,10 @@ class ParallelBuild(build_ext):
 
     def build_extensions(self) -> None:
         self.compiler.compile = self.compile_all
-        super().build_extensions()
+        os.makedirs(self.build_temp, exist_ok=True)
+        with open(os.path.join(self.build_temp, "lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would spoil each other's objects
+            super().build_extensions()
 
     def compile_all(
         self,
