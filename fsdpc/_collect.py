@@ -1,0 +1,249 @@
+"""Find what a unit manages: its modules, its parameters with every place they are registered, what
+it ignores.
+
+A unit manages every parameter below its module that is neither ignored nor below a nested unit. A
+parameter registered at several places (tied weights) appears once, with all its sites. A parameter
+tied across two units is refused here by name: each unit shards alone, so the tie would silently
+break.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdpc._names import clean_fqn, join
+from fsdpc._unit import ParamInfo
+from fsdpc.api import FlatParameter
+
+# Which unit shards a parameter. Weak on both sides: neither the table nor a deleted model keeps
+# the other alive.
+_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@dataclass
+class Ignored:
+    """What the user took out: modules with all below them, and parameters. Nested units' sets are
+    included.
+    """
+
+    modules: set[nn.Module] = field(default_factory=set)
+    params: set[nn.Parameter] = field(default_factory=set)
+
+
+def is_unit_module(module: nn.Module) -> bool:
+    """True for an FSDP instance; a class attribute, so that this file needs no import of the
+    wrapper.
+    """
+    return getattr(type(module), "_fsdpc_is_unit", False)
+
+
+def unit_modules(module: nn.Module) -> list[Any]:
+    """All FSDP instances in ``module``, itself included, depth first."""
+    return [child for child in module.modules() if is_unit_module(child)]
+
+
+def owned_modules(
+    root: nn.Module, ignored: set[nn.Module], *, shared_twice: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """``(clean name, module)`` in registration order; stops at nested FSDP instances and ignored
+    modules.
+
+    A module registered at two places is listed once, or under each name with ``shared_twice``.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        if module in ignored or is_unit_module(module) or (module in seen and not shared_twice):
+            continue
+        seen.add(module)
+        yield clean_fqn(name), module
+        children = [
+            (join(name, key), child) for key, child in module._modules.items() if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
+    """Parameters of the unit around ``root`` in registration order, each once with all its sites.
+
+    Raises ``ValueError`` for a parameter that another unit already shards (tied across units), for
+    a torch FlatParameter and for a DTensor; ``RuntimeError`` for parameters on several devices;
+    ``NotImplementedError`` for an accelerator's parameters.
+    """
+    infos: dict[int, ParamInfo] = {}
+    for module_name, module in owned_modules(root, ignored.modules):
+        for attr, param in module._parameters.items():
+            if param is None or param in ignored.params:
+                continue
+            info = infos.get(id(param))
+            if info is None:
+                name = join(module_name, attr)
+                _check_param(param, name, unit_name)
+                infos[id(param)] = ParamInfo(name, param, [(module, attr)])
+            else:
+                info.sites.append((module, attr))
+    found = list(infos.values())
+    _check_devices(found, unit_name)
+    return found
+
+
+def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
+    owner = _OWNERS.get(param)
+    owner = owner() if owner is not None else None
+    if owner is not None:
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} is tied to a parameter of unit "
+            f"{owner.name!r}, and each unit shards alone, so the tie would break: wrap so that "
+            "both uses are in one unit (leave the tied modules out of the wrap policy), or put "
+            "the parameter in ignored_states"
+        )
+    if isinstance(param, FlatParameter) or getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} belongs to torch's "
+            "FullyShardedDataParallel: wrap a module with one of the two only"
+        )
+    if hasattr(param, "placements") and hasattr(param, "device_mesh"):
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} is a DTensor ({param.placements}); fsdpc "
+            "shards plain parameters: wrap the module before it is distributed"
+        )
+
+
+def _check_devices(infos: list[ParamInfo], unit_name: str) -> None:
+    devices = {info.param.device for info in infos}
+    if len(devices) > 1:
+        raise RuntimeError(
+            "FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, devices))} in unit {unit_name!r}"
+        )
+    for info in infos:
+        if info.param.is_meta:
+            raise RuntimeError(
+                f"parameter {info.name!r} of unit {unit_name!r} is still on the meta device: "
+                "param_init_fn left it there"
+            )
+        if info.param.device.type != "cpu":
+            raise NotImplementedError(
+                f"parameter {info.name!r} of unit {unit_name!r} is on {info.param.device}, but "
+                "this version of fsdpc trains on the CPU only: move the module to the CPU first"
+            )
+
+
+def claim(infos: list[ParamInfo], unit: Any) -> None:
+    """Record ``unit`` as the owner of its parameters, for the check of ties across units."""
+    for info in infos:
+        _OWNERS[info.param] = weakref.ref(unit)
+
+
+def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Resolve the two spellings of what to ignore. Raises what torch raises: ``ValueError`` for
+    both at once, mixed or wrong element types and FSDP instances; ``TypeError`` for something that
+    is not iterable.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just "
+            "pass ignored_states."
+        )
+    params: list[nn.Parameter] = []
+    if ignored_states is not None:
+        modules, params = _split_states(_as_list("ignored_states", ignored_states))
+    else:
+        modules = _as_list("ignored_modules", ignored_modules)
+        _check_all_modules(modules)
+    ignored = Ignored()
+    ignored.modules = _with_children(modules)
+    if root in ignored.modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            "result in all parameters being ignored and is not well-supported: "
+            f"{type(root).__name__}",
+            stacklevel=4,
+        )
+    ignored.params = set(params)
+    for module in ignored.modules:
+        ignored.params.update(p for p in module._parameters.values() if p is not None)
+    for nested in unit_modules(root):
+        ignored.modules |= nested._ignored.modules
+        ignored.params |= nested._ignored.params
+    return ignored
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, Iterable):
+        raise TypeError(
+            f"`{name}` should be an iterable of `torch.nn.Module`s but got {type(value)}"
+        )
+    return list(value)
+
+
+def _split_states(states: list[Any]) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    if all(isinstance(state, nn.Parameter) for state in states):
+        return [], states
+    if all(isinstance(state, nn.Module) for state in states):
+        return states, []
+    types = sorted({type(state) for state in states}, key=repr)
+    raise ValueError(
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+        f"{types}"
+    )
+
+
+def _check_all_modules(modules: list[Any]) -> None:
+    if not all(isinstance(module, nn.Module) for module in modules):
+        types = sorted({type(module) for module in modules}, key=repr)
+        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {types}")
+
+
+def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
+    """The modules and all below them, without FSDP instances and what those manage."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        if is_unit_module(module):
+            raise ValueError("`ignored_modules` should not include FSDP modules")
+        found.update(child for _, child in owned_modules(module, set()))
+    return found
+
+
+def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any) -> None:
+    """Broadcast parameters and buffers from the first rank. Collective over the unit's groups,
+    replicas first, so that afterwards every rank of every shard group holds rank 0's values.
+    """
+    tensors = [(info.name, info.param) for info in infos]
+    tensors += list(_unsynced_buffers(root))
+    for comm in (groups.replicate, groups.shard):
+        if comm is None or comm.world == 1:
+            continue
+        for name, tensor in tensors:
+            _broadcast(comm, name, tensor.detach())
+
+
+def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers below ``root``, ignored ones too, without those that nested units synced."""
+    done: set[int] = set()
+    for nested in unit_modules(root):
+        if nested._sync_module_states:
+            done.update(id(buffer) for buffer in nested.buffers())
+    for name, buffer in root.named_buffers():
+        if id(buffer) not in done:
+            yield clean_fqn(name), buffer
+
+
+def _broadcast(comm: Any, name: str, tensor: torch.Tensor) -> None:
+    if tensor.numel() == 0:
+        return
+    dense = tensor.contiguous()
+    comm.broadcast(dense, root=0, what=f"sync_module_states {name}")
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)

@@ -1,0 +1,96 @@
+"""``Module._apply`` for sharded modules: ``to``, ``half``, ``double`` and their kin.
+
+A conversion that keeps dtype and device leaves the unit's parameters alone: their memory belongs to
+the engine. One that changes the dtype shards the unit anew from the converted full values;
+Parameter objects keep their identity with ``use_orig_params=True``, and a new flat Parameter stands
+for the unit with False (make the optimizer after).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdpc._root import release_tree
+from fsdpc._summon import check_idle, flat_owner, install, site_params
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
+    """Apply ``fn`` to everything in ``member``; ``rest`` is ``nn.Module._apply`` on what is
+    registered.
+
+    Local when dtypes stay; otherwise collective over the sharding group and only between steps
+    (``AssertionError``). Raises ``NotImplementedError`` when ``fn`` moves parameters off the CPU.
+    """
+    unit = member._unit
+    if unit is None or member._summoned or member._exposed:
+        rest()
+    elif _keeps_dtypes(unit, fn):
+        with _hidden(member):
+            rest()
+    else:
+        check_idle(member)
+        _rebuild(member, rest, fn)
+
+
+def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
+    """Ask ``fn`` itself, on an empty tensor of each dtype."""
+    keeps = True
+    for dtype in {param.dtype for param in unit.shard_params}:
+        result = fn(torch.empty(0, dtype=dtype))
+        if result.device.type != "cpu":
+            raise NotImplementedError(
+                f"unit {unit.name!r} cannot move to {result.device}: this version of fsdpc trains "
+                "on the CPU only"
+            )
+        keeps = keeps and result.dtype == dtype
+    return keeps
+
+
+@contextmanager
+def _hidden(member: Any) -> Iterator[None]:
+    """The unit's parameters out of their modules' tables; entries stay, so that the order stays."""
+    tables = [module._parameters for info in member._unit.infos for module, _ in info.sites]
+    tables.append(flat_owner(member)._parameters)
+    managed = {id(param) for param in member._unit.shard_params}
+    places = {
+        (id(table), name): (table, name, param)
+        for table in tables
+        for name, param in table.items()
+        if param is not None and id(param) in managed
+    }
+    for table, name, _ in places.values():
+        table[name] = None
+    try:
+        yield
+    finally:
+        for table, name, param in places.values():
+            table[name] = param
+
+
+def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn) -> None:
+    unit = member._unit
+    if member._root is not None and member._root() is not None:
+        release_tree(member._root())
+    grads = [None if grad is None else fn(grad) for grad in unit.gather_full_grads()]
+    install(member, unit.gather_full())
+    rest()
+    for info, shown in zip(unit.infos, site_params(unit), strict=True):
+        _restore_original(info, shown.detach())
+    member._shard(unit.infos)
+    if any(grad is not None for grad in grads):
+        member._unit.scatter_full_grads(grads)
+
+
+def _restore_original(info: Any, value: torch.Tensor) -> None:
+    """The user's own Parameter object, with full values, back at all its sites."""
+    info.param.grad = None
+    info.param.data = value
+    for module, name in info.sites:
+        module.__dict__.pop(name, None)
+        module._parameters[name] = info.param

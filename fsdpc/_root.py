@@ -1,0 +1,204 @@
+"""What happens once per tree of units, when its outermost FSDP instance is first used.
+
+Lazy initialisation finds the units and their nesting depth, checks the options that must be equal
+across the tree, casts buffers, hands the units to the engine (``fsdpc._tree.Tree``) and reports the
+precision line. An inner instance that was used on its own before gives its tree up to the outer
+one.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._mixed import cast_buffers
+from fsdpc._names import clean_fqn, join
+from fsdpc._tree import Tree
+from fsdpc.api import BackwardPrefetch
+
+logger = logging.getLogger("fsdpc")
+
+_DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+_PREFETCH = {
+    BackwardPrefetch.BACKWARD_PRE: "pre",
+    BackwardPrefetch.BACKWARD_POST: "post",
+    None: None,
+}
+
+
+def lazy_init(root: Any) -> None:
+    """Make ``root`` the root of its tree unless it belongs to one already. Collective over the
+    units' groups.
+    """
+    if root._is_root is not None:
+        return
+    members = unit_modules(root)
+    _check_homogeneous(members)
+    for member in members:
+        if member._is_root:
+            release_tree(member)
+    placed = list(_placed_units(root))
+    for name, _, member in placed:
+        member._is_root = member is root
+        member._root = weakref.ref(root)
+        _prepare_member(member, name)
+    _attach_tree(
+        root, [(depth, member._unit) for _, depth, member in placed if member._unit is not None]
+    )
+    root.precision_line = precision_line(root)
+    if root.rank == 0:
+        logger.info(root.precision_line)
+
+
+def release_tree(root: Any) -> None:
+    """Undo lazy initialisation: the units forget their tree and the next use decides anew which
+    root they have.
+    """
+    if root._tree is not None:
+        root._tree.detach()
+    for member in unit_modules(root):
+        member._is_root = member._root = member._tree = None
+
+
+def _check_homogeneous(members: list[Any]) -> None:
+    for attr in ("_use_orig_params", "limit_all_gathers"):
+        values = {getattr(member, attr) for member in members}
+        if len(values) > 1:
+            name = attr.lstrip("_")
+            raise ValueError(
+                f"Expects one homogeneous value for {attr} but got {sorted(values)}: pass the "
+                f"same {name} to every FullyShardedDataParallel of a model"
+            )
+
+
+def _placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
+    """``(clean name, nesting depth among units, FSDP instance)`` in module order, each instance
+    once.
+    """
+    seen: set[nn.Module] = set()
+    stack: list[tuple[str, int, nn.Module]] = [("", 0, root)]
+    while stack:
+        name, depth, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if is_unit_module(module):
+            yield clean_fqn(name), depth, module
+            depth += module._unit is not None
+        children = [
+            (join(name, key), depth, c) for key, c in module._modules.items() if c is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def _prepare_member(member: Any, name: str) -> None:
+    """Settings that depend on the place in the tree: unit name, input casts, buffer dtypes."""
+    if member._unit is not None:
+        member._unit.name = name or "root"
+    mixed = member.mixed_precision
+    casts = mixed.cast_forward_inputs or (member._is_root and mixed.cast_root_forward_inputs)
+    member._cast_inputs_to = mixed.param_dtype if casts else None
+    changed = cast_buffers(member._fsdp_wrapped_module, member._ignored.modules, mixed.buffer_dtype)
+    member._buffer_dtypes.update(changed)
+
+
+def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
+    if units:
+        root._tree = Tree(
+            [unit for _, unit in units],
+            [depth for depth, _ in units],
+            backward_prefetch=_PREFETCH[root.backward_prefetch],
+            forward_prefetch=root.forward_prefetch,
+            limit_all_gathers=root.limit_all_gathers,
+        )
+
+
+def tree_units(root: Any) -> list[Any]:
+    """The engine's units in ``root``, depth first."""
+    return [member._unit for member in unit_modules(root) if member._unit is not None]
+
+
+@contextmanager
+def no_sync(root: Any) -> Iterator[None]:
+    """Leave gradients unreduced in every unit below ``root``; restored on exit, whatever happens
+    inside.
+    """
+    units = tree_units(root)
+    before = [unit.require_sync for unit in units]
+    for unit in units:
+        unit.require_sync = False
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, before, strict=True):
+            unit.require_sync = value
+
+
+def precision_line(root: Any) -> str:
+    """One line that says which dtype does what, for the log and for ``model.precision_line``."""
+    units = tree_units(root)
+    storage = _names({dtype for unit in units for dtype in storage_dtypes(unit)})
+    mixed = root.mixed_precision
+    compute = _DTYPES.get(mixed.param_dtype, storage)
+    reduce = _DTYPES.get(mixed.reduce_dtype or mixed.param_dtype, storage)
+    divide = units[0].groups.divide if units else 1
+    parts = [
+        f"fsdpc: storage {storage}",
+        f"compute {compute}",
+        f"reduce {reduce}",
+        f"accumulate {storage}",
+        f"optimizer {storage}",
+        f"gradients / {divide:g}",
+        f"{len(units)} units" + _slots(root),
+    ]
+    return " | ".join(parts)
+
+
+def storage_dtypes(unit: Any) -> set[torch.dtype]:
+    """Dtypes of a unit's master values."""
+    return {param.dtype for param in unit.shard_params}
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return "+".join(sorted(_DTYPES.get(d, str(d).removeprefix("torch.")) for d in dtypes)) or "none"
+
+
+def _slots(root: Any) -> str:
+    """``, 2 gather slots of 436 MB, 1 reduce slot`` as far as the engine reports them."""
+    stats = root._tree.memory_stats() if root._tree is not None else {}
+    text = ""
+    if stats.get("gather_slots"):
+        text += (
+            f", {stats['gather_slots']} gather slots of {stats['gather_slot_bytes'] / 1e6:.3g} MB"
+        )
+    if stats.get("reduce_slots"):
+        text += f", {stats['reduce_slots']} reduce slot" + "s" * (stats["reduce_slots"] > 1)
+    return text
+
+
+def memory_stats(model: nn.Module) -> dict[str, int]:
+    """Bytes that the engine holds for ``model``, by purpose, from ``Tree.memory_stats()``. Local.
+
+    Sums over the trees found in ``model``; empty before the first forward. Raises ``TypeError`` for
+    a non-module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")
+    total: dict[str, int] = {}
+    for member in unit_modules(model):
+        if member._tree is not None:
+            for key, value in member._tree.memory_stats().items():
+                total[key] = total.get(key, 0) + value
+    return total

@@ -1,0 +1,178 @@
+"""Full parameters for a while: ``summon_full_params`` and the installing that state dicts and
+conversions share.
+
+A summoned unit shows private full copies in original shapes under clean names; the gathered slot
+that ranks share is never handed out for writing. On the way out the values found at the
+registration sites (also a Parameter that the user put there anew) are written back shard by shard,
+or dropped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._names import flat_param_name
+
+Tensors = list[torch.Tensor]
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """See ``FullyShardedDataParallel.summon_full_params``. Collective over the sharding groups on
+    entry.
+    """
+    check_arguments(writeback, rank0_only, offload_to_cpu)
+    members = unit_modules(module) if recurse else [module] * is_unit_module(module)
+    for member in members:
+        check_idle(member)
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(summon_one(member, writeback, rank0_only, with_grads))
+        yield
+
+
+def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
+    """Combinations that torch refuses or warns about and that stay so here."""
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported: the other ranks have no full "
+            "parameters to write back; pass writeback=False to read on rank 0, or "
+            "rank0_only=False to write"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters "
+            "being redundantly copied to CPU memory for GPUs sharing the same CPU memory, which "
+            "risks CPU OOM. We recommend using offload_to_cpu=True with rank0_only=True.",
+            stacklevel=5,
+        )
+
+
+def check_idle(member: Any) -> None:
+    """Raises ``AssertionError``, torch's type for it, where full parameters cannot be shown now."""
+    unit = member._unit
+    if unit is not None and unit.state in ("forward", "backward"):
+        raise AssertionError(
+            "Cannot manually unshard parameters during forward/backward: "
+            f"unit {unit.name!r} is in {unit.state} on rank {member.rank}"
+        )
+    if member._summoned:
+        name = "root" if unit is None else unit.name
+        raise AssertionError(
+            f"Cannot manually unshard parameters when already unsharding parameters: unit {name!r}"
+        )
+
+
+@contextmanager
+def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
+    """One FSDP instance's own unit, without nested ones."""
+    unit = member._unit
+    if unit is None:
+        with _flagged(member):
+            yield
+        return
+    full = unit.gather_full()
+    grads = unit.gather_full_grads() if with_grads else None
+    if rank0_only and member.rank != 0:
+        full = grads = None
+    with _flagged(member):
+        if full is None:
+            yield
+            return
+        install(member, full, grads)
+        try:
+            yield
+            if writeback or not unit.is_sharded:
+                write_back(unit, with_grads)
+        finally:
+            uninstall(member)
+
+
+@contextmanager
+def _flagged(member: Any) -> Iterator[None]:
+    member._summoned = True
+    try:
+        yield
+    finally:
+        member._summoned = False
+
+
+def install(member: Any, full: Tensors, grads: list[torch.Tensor | None] | None = None) -> None:
+    """Show ``full`` (and ``grads``) at the unit's registration sites in place of the sharded
+    parameters. Local.
+    """
+    unit = member._unit
+    hide_flat_params(member)
+    unit.install_full(full)
+    for info, param in zip(unit.infos, site_params(unit), strict=True):
+        param.requires_grad_(info.param.requires_grad)
+    if grads is not None:
+        for param, grad in zip(site_params(unit), grads, strict=True):
+            param.grad = grad
+
+
+def uninstall(member: Any) -> None:
+    """Back to the sharded parameters. Local."""
+    member._unit.install_sharded()
+    show_flat_params(member)
+
+
+def site_params(unit: Any) -> list[Any]:
+    """What is registered now at each parameter's first site."""
+    return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]
+
+
+def write_back(unit: Any, with_grads: bool) -> None:
+    """Copy what is registered at the sites now into this rank's shard. Local.
+
+    Raises ``ValueError`` when a parameter disappeared or changed its shape.
+    """
+    params = site_params(unit)
+    for info, shape, param in zip(unit.infos, unit.shapes, params, strict=True):
+        if param is None or param.shape != shape:
+            found = "None" if param is None else list(param.shape)
+            raise ValueError(
+                f"parameter {info.name!r} of unit {unit.name!r} has shape {found} after "
+                f"summon_full_params, expected {list(shape)}: a sharded parameter cannot change "
+                "its shape"
+            )
+    unit.scatter_full(
+        [p.detach().to(info.param.dtype) for info, p in zip(unit.infos, params, strict=True)]
+    )
+    if with_grads:
+        unit.scatter_full_grads([param.grad for param in params])
+
+
+def flat_owner(member: Any) -> nn.Module:
+    """The module on which a unit's flat parameters are registered: the wrapped one, inside an
+    activation wrapper.
+    """
+    return member.module
+
+
+def show_flat_params(member: Any) -> None:
+    """Register the unit's flat parameters (``use_orig_params=False``), for optimizers to see."""
+    owner = flat_owner(member)
+    for index, param in enumerate(member._unit.flat_params):
+        owner._parameters[flat_param_name(index)] = param
+
+
+def hide_flat_params(member: Any) -> None:
+    """Take the flat parameters out of the module while the original ones are shown."""
+    owner = flat_owner(member)
+    for index in range(len(member._unit.flat_params)):
+        owner._parameters.pop(flat_param_name(index), None)

@@ -1,0 +1,184 @@
+"""The two engines that apply a wrap policy to a module tree.
+
+Policy objects name their targets first, in one pass; then the tree is rewritten from the leaves up.
+Callables are asked twice per module: on the way down whether to look inside, on the way up whether
+to wrap what is left over. Neither wraps the root: the constructor that called does. A module
+registered at two places becomes one unit that is registered at both.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdpc._collect import Ignored, is_unit_module
+from fsdpc._mixed import FullPrecisionHooks
+from fsdpc.api import MixedPrecision
+from fsdpc.wrap import _Policy
+
+Wrap = Callable[..., nn.Module]
+
+
+def auto_wrap(
+    root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any], wrapper: Wrap
+) -> None:
+    """Wrap descendants of ``root`` as ``policy`` says, each as ``wrapper(child, **kwargs)``.
+    Collective.
+
+    Raises ``ValueError`` when a descendant is an FSDP instance already.
+    """
+    _check_unwrapped(root)
+    full_precision = _full_precision_classes(root, kwargs["mixed_precision"])
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(root, ignored.modules, dict(kwargs))
+        _add_full_precision(root, full_precision, ignored, kwargs, targets)
+        _TreeRewriter(root, targets, wrapper).run()
+    else:
+        _Recursion(policy, full_precision, ignored, kwargs, wrapper).run(root)
+
+
+def _check_unwrapped(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if is_unit_module(module):
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name or 'the root module'}: wrap by hand or by policy, not both"
+            )
+
+
+def _full_precision_classes(
+    root: nn.Module, mixed_precision: MixedPrecision | None
+) -> tuple[type[nn.Module], ...]:
+    """Classes to keep in fp32. Their instances in ``root`` get casting hooks, and one warning names
+    the classes.
+    """
+    if mixed_precision is None:
+        return ()
+    classes = tuple(mixed_precision._module_classes_to_ignore)
+    found = [module for module in root.modules() if isinstance(module, classes)]
+    for module in found:
+        FullPrecisionHooks(module)
+    if found:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the "
+            "wrapped module has submodules of "
+            f"type:\n{ {type(module) for module in found} }\nThese modules will be wrapped as "
+            "separate FSDP instances with mixed precision disabled.",
+            stacklevel=5,
+        )
+    return classes
+
+
+def _add_full_precision(
+    root: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    ignored: Ignored,
+    kwargs: dict[str, Any],
+    targets: dict[nn.Module, dict[str, Any]],
+) -> None:
+    for module in root.modules():
+        if isinstance(module, classes) and module not in ignored.modules:
+            target = targets.setdefault(module, copy.copy(kwargs))
+            target["mixed_precision"] = None
+
+
+class _TreeRewriter:
+    """Replace every target below the root by its unit, children first, each module once."""
+
+    def __init__(self, root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrapper: Wrap):
+        self.root = root
+        self.targets = targets
+        self.wrapper = wrapper
+        self.done: dict[nn.Module, nn.Module] = {root: root}
+
+    def run(self) -> None:
+        self._children(self.root)
+
+    def _children(self, parent: nn.Module) -> None:
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                replacement = self._visit(child)
+                if replacement is not child:
+                    setattr(parent, name, replacement)
+
+    def _visit(self, module: nn.Module) -> nn.Module:
+        if module not in self.done:
+            self.done[module] = module  # a cycle back to here leaves the module as it is
+            self._children(module)
+            kwargs = self.targets.get(module)
+            if kwargs is not None:
+                self.done[module] = self.wrapper(module, **kwargs)
+        return self.done[module]
+
+
+class _Recursion:
+    """Ask a callable policy on the way down and up; count the elements not yet in a unit."""
+
+    def __init__(
+        self,
+        policy: Callable[..., bool],
+        full_precision: tuple[type[nn.Module], ...],
+        ignored: Ignored,
+        kwargs: dict[str, Any],
+        wrapper: Wrap,
+    ):
+        self.policy = policy
+        self.full_precision = full_precision
+        self.ignored = ignored
+        self.kwargs = kwargs
+        self.wrapper = wrapper
+        self.done: dict[nn.Module, nn.Module] = {}
+
+    def run(self, root: nn.Module) -> None:
+        self._children(root, self._ask(root, recurse=True, numel=self._numel(root)))
+
+    def _numel(self, module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p not in self.ignored.params)
+
+    def _ask(self, module: nn.Module, *, recurse: bool, numel: int) -> bool:
+        return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+
+    def _children(self, parent: nn.Module, allowed: bool) -> int:
+        """Visit the children; returns how many of their elements are in units now.
+
+        Where the policy forbade to look inside (``allowed`` is False) only full-precision classes
+        are wrapped.
+        """
+        wrapped = 0
+        if not (allowed or self.full_precision):
+            return wrapped
+        for name, child in list(parent.named_children()):
+            if child in self.ignored.modules:
+                continue
+            replacement, numel = self._visit(child, allowed)
+            if replacement is not child:
+                setattr(parent, name, replacement)
+            wrapped += numel
+        return wrapped
+
+    def _visit(self, module: nn.Module, allowed: bool) -> tuple[nn.Module, int]:
+        if module in self.done:
+            return self.done[module], 0
+        total = self._numel(module)
+        look_inside = allowed and self._ask(module, recurse=True, numel=total)
+        wrapped = self._children(module, look_inside)
+        result = module
+        if self._wanted(module, look_inside, total - wrapped):
+            result, wrapped = self._wrap(module), total
+        self.done[module] = result
+        return result, wrapped
+
+    def _wanted(self, module: nn.Module, allowed: bool, numel: int) -> bool:
+        if isinstance(module, self.full_precision):
+            return True
+        return allowed and self._ask(module, recurse=False, numel=numel)
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        kwargs = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
+        if isinstance(module, self.full_precision):
+            kwargs["mixed_precision"] = None
+        return self.wrapper(module, **kwargs)

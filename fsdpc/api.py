@@ -1,0 +1,45 @@
+"""Enums and configuration classes of the front end: torch's own objects under fsdpc's name.
+
+Re-exported and never redefined, so that equality, ``isinstance`` and pickles hold between a
+script's ``torch.distributed.fsdp`` imports and its ``fsdpc`` imports. No logic lives here.
+"""
+
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]

@@ -1,0 +1,468 @@
+"""The wrapper class: torch's FullyShardedDataParallel by name, argument order and behaviour, over
+fsdpc's engine.
+
+The methods here are short and delegate: ``_args`` checks and resolves arguments, ``_collect`` finds
+parameters, ``_materialize`` and ``_wrap`` prepare the module, ``_root`` sets up a tree of units,
+``_summon``, ``_clip``, ``_convert`` and ``state_dict`` do what their names say. A step runs in C:
+the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame per unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdpc import _args, _clip, _convert, _root, _summon
+from fsdpc import state_dict as _state_dict
+from fsdpc._bootstrap import make_groups
+from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
+from fsdpc._materialize import materialize
+from fsdpc._mixed import cast_arguments
+from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED
+from fsdpc._unit import ParamInfo, Unit
+from fsdpc._wrap import auto_wrap
+from fsdpc.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    TrainingState,
+)
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def _not_yet(name: str) -> staticmethod:
+    """A public method of torch's class that this version lacks; calling it says so."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"FullyShardedDataParallel.{name} is not available in this version of fsdpc"
+        )
+
+    method.__name__ = name
+    method.__doc__ = "Not available in this version: raises ``NotImplementedError``."
+    return staticmethod(method)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process
+    group.
+
+    Same arguments, defaults and exceptions as ``torch.distributed.fsdp.FullyShardedDataParallel``.
+    Every rank of the group must construct it with an equal module and equal options
+    (``MismatchError`` names the difference).
+
+    Differences, all of them permissions: without an accelerator it trains on the CPU;
+    ``sync_module_states`` works there; 0-dim parameters, several dtypes and frozen beside trainable
+    parameters may share a unit with either ``use_orig_params``; ``cpu_offload`` is accepted and
+    means nothing more on a CPU device.
+    """
+
+    _fsdpc_is_unit = True
+
+    optim_state_dict = _not_yet("optim_state_dict")
+    optim_state_dict_to_load = _not_yet("optim_state_dict_to_load")
+    full_optim_state_dict = _not_yet("full_optim_state_dict")
+    sharded_optim_state_dict = _not_yet("sharded_optim_state_dict")
+    shard_full_optim_state_dict = _not_yet("shard_full_optim_state_dict")
+    flatten_sharded_optim_state_dict = _not_yet("flatten_sharded_optim_state_dict")
+    scatter_full_optim_state_dict = _not_yet("scatter_full_optim_state_dict")
+    rekey_optim_state_dict = _not_yet("rekey_optim_state_dict")
+    register_comm_hook = _not_yet("register_comm_hook")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        _args.check_module(module)
+        _args.check_options(
+            sharding_strategy,
+            cpu_offload,
+            auto_wrap_policy,
+            backward_prefetch,
+            mixed_precision,
+            param_init_fn,
+        )
+        self._ignored = find_ignored(module, ignored_modules, ignored_states)
+        self.compute_device = _args.resolve_device(device_id)
+        chosen = _args.resolve_groups(
+            process_group, sharding_strategy, auto_wrap_policy, device_mesh
+        )
+        self._device_mesh = device_mesh
+        if auto_wrap_policy is not None:
+            child_kwargs = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored.params,
+                "device_mesh": device_mesh,
+            }
+            if sharding_strategy in _args.HYBRID and device_mesh is None:
+                child_kwargs["process_group"] = (chosen.shard, chosen.replicate)
+            auto_wrap(
+                module, auto_wrap_policy, self._ignored, child_kwargs, FullyShardedDataParallel
+            )
+        self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._sync_module_states = sync_module_states
+        self._init_groups(chosen)
+        self._init_state()
+        self._fsdp_wrapped_module = module
+        self._init_unit(param_init_fn)
+        _state_dict.register_hooks(self)
+
+    def _init_groups(self, chosen: _args.GroupChoice) -> None:
+        self.process_group = chosen.shard
+        self._inter_node_pg = chosen.replicate
+        self.rank = chosen.shard.rank()
+        self.world_size = chosen.shard.size()
+        if self.world_size == 1 and chosen.replicate is not None:
+            chosen = _args.GroupChoice(
+                chosen.replicate, None
+            )  # HYBRID with one rank a host only replicates
+        self._groups = make_groups(self.sharding_strategy, chosen.shard, chosen.replicate)
+
+    def _init_state(self) -> None:
+        self._unit: Unit | None = None
+        self._unit_hooks: list[Any] = []
+        self._tree: Any = None
+        self._root: weakref.ref[FullyShardedDataParallel] | None = None
+        self._is_root: bool | None = None
+        self._cast_inputs_to: torch.dtype | None = None
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+        self._summoned = False
+        self._exposed = False
+        self._load_errors: list[str] | None = None
+        self._comm_hook = None
+        self._comm_hook_state = None
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self.precision_line = ""
+
+    def _init_unit(self, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+        module = self._fsdp_wrapped_module
+        writes_follow = self._sync_module_states and self.rank != 0
+        materialize(
+            module,
+            self._ignored,
+            param_init_fn,
+            self.compute_device,
+            warn_unwritten=not writes_follow,
+        )
+        infos = collect_infos(module, self._ignored, type(module).__name__)
+        if self._sync_module_states:
+            sync_states(module, infos, self._groups)
+        if infos:
+            self._shard(infos)
+        else:
+            self.register_forward_pre_hook(_lazy_init_hook)
+
+    def _shard(self, infos: list[ParamInfo]) -> None:
+        """Make the engine's unit from full parameters and register its hooks. Collective."""
+        for handle in self._unit_hooks:
+            handle.remove()
+        mixed = self.mixed_precision
+        unit = Unit(
+            type(self._fsdp_wrapped_module).__name__,
+            infos,
+            self._groups,
+            param_dtype=mixed.param_dtype,
+            reduce_dtype=mixed.reduce_dtype or mixed.param_dtype,
+            reshard_after_forward=self.sharding_strategy in _args.RESHARD_AFTER_FORWARD,
+            use_orig_params=self._use_orig_params,
+            keep_low_precision_grads=mixed.keep_low_precision_grads,
+        )
+        claim(infos, unit)
+        this = weakref.ref(self)
+        unit.on_unattached = lambda: _root.lazy_init(this())
+        self._unit = unit
+        self._unit_hooks = [
+            self.register_forward_pre_hook(unit.pre_forward_hook),
+            self.register_forward_hook(unit.post_forward_hook),
+        ]
+        _summon.show_flat_params(self)
+
+    # --- the step ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module on full parameters. Floating inputs are cast where mixed precision
+        asks for it.
+        """
+        try:
+            if self._cast_inputs_to is not None:
+                args, kwargs = cast_arguments(self._cast_inputs_to, args, kwargs)
+            return self._modules[FSDP_WRAPPED](*args, **kwargs)
+        except BaseException:
+            if self._unit is not None:
+                self._unit.forward_failed()
+            raise
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward leaves gradients unreduced, to be reduced by the first backward
+        outside.
+
+        Root only (``RuntimeError``) and between steps (``ValueError``). Local, but every rank must
+        do the same.
+        """
+        _root.lazy_init(self)
+        if not self._is_root:
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        self._assert_state(TrainingState.IDLE)
+        return _root.no_sync(self)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of the whole model to ``max_norm`` by their global norm. Collective.
+
+        ``norm_type`` may be any p or ``inf``. Returns the norm before clipping, a 0-dim tensor in
+        the promoted dtype of all gradients (fp32 with a warning where there are none). Gradients
+        are multiplied by ``min(1, max_norm / (norm + 1e-6))``. Root only (``RuntimeError``),
+        between steps (``ValueError``).
+        """
+        _root.lazy_init(self)
+        if not self._is_root:
+            raise RuntimeError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance"
+            )
+        self._assert_state(TrainingState.IDLE)
+        return _clip.clip_grad_norm(self, max_norm, norm_type)
+
+    # --- full parameters ---
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Context in which the units in ``module`` show full parameters in storage dtype under
+        clean names.
+
+        ``module`` may be a plain module that contains units. Values are private copies: with
+        ``writeback`` what is registered on exit goes back to the shards, without it changes are
+        dropped (except in units that are not sharded at all). ``rank0_only``: the group's other
+        ranks keep their shards. ``with_grads``: ``.grad`` is full too. Buffers are left alone.
+        Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
+        ``AssertionError``: during forward or backward, or on a unit that is summoned already.
+        """
+        return _summon.summon_full_params(
+            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply`` on full parameters, with write-back; nested units show theirs in
+        turn. Collective.
+
+        Raises ``ValueError`` inside ``summon_full_params`` and during a step.
+        """
+        self._assert_state(TrainingState.IDLE)
+        with _summon.summon_one(self, writeback=True, rank0_only=False, with_grads=False):
+            return super().apply(fn)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``to``, ``half``, ``double``...: see ``fsdpc/_convert.py``."""
+        plain = super()._apply
+        _convert.convert(self, fn, lambda: plain(fn, recurse))
+        return self
+
+    # --- state dicts ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The unsharded model's state dict under clean names. Collective: every rank must call it.
+
+        ``FullStateDictConfig(rank0_only=True)`` leaves the other ranks with unmanaged parameters
+        only. Raises ``NotImplementedError`` for SHARDED_STATE_DICT and LOCAL_STATE_DICT.
+        """
+        try:
+            return super().state_dict(*args, **kwargs)
+        except BaseException:
+            _state_dict.abandon(self)
+            raise
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the state-dict type of every unit in ``module`` and return the previous settings.
+        Local.
+
+        ``RuntimeError``: a config's class does not match the type. ``AssertionError``: the units
+        disagree.
+        """
+        return _state_dict.set_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """Current settings of the units in ``module`` (``None`` without units). ``AssertionError``
+        if they differ.
+        """
+        return _state_dict.get_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """``set_state_dict_type`` for a block; the previous settings come back on exit."""
+        return _state_dict.type_in_force(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+
+    # --- the module's face ---
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; an activation wrapper directly inside is looked through."""
+        wrapped = self._modules[FSDP_WRAPPED]
+        return wrapped._modules.get(CHECKPOINT_WRAPPED, wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED or FSDP_WRAPPED not in self.__dict__.get("_modules", ()):
+                raise
+            return getattr(self._modules[FSDP_WRAPPED], name)
+
+    def __getitem__(self, key: int) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``; inside ``summon_full_params`` names are the unwrapped
+        model's.
+        """
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield self._shown_name(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module.named_buffers``; inside ``summon_full_params`` names are the unwrapped
+        model's.
+        """
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        return name.replace(FSDP_PREFIX, "") if self._summoned else name
+
+    def extra_repr(self) -> str:
+        elements = 0 if self._unit is None else sum(shape.numel() for shape in self._unit.shapes)
+        return f"{self.sharding_strategy.name}, world_size={self.world_size}, elements={elements}"
+
+    # --- inspection ---
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """FSDP instances in ``module``, itself included, depth first; ``root_only`` forces lazy
+        initialisation.
+        """
+        members = unit_modules(module)
+        return [member for member in members if member.check_is_root()] if root_only else members
+
+    def check_is_root(self) -> bool:
+        """True for the outermost FSDP instance of its tree. Forces lazy initialisation, which is
+        collective.
+        """
+        _root.lazy_init(self)
+        return bool(self._is_root)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this instance is doing, as torch's enum."""
+        if self._summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        busy = self._unit is not None and self._unit.state in ("forward", "backward")
+        if busy or (self._tree is not None and self._tree.training_state != "idle"):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    def _assert_state(self, expected: TrainingState | list[TrainingState]) -> None:
+        allowed = [expected] if isinstance(expected, TrainingState) else expected
+        if self.training_state not in allowed:
+            raise ValueError(
+                f"expected to be in states {allowed} but current state is {self.training_state} "
+                f"on rank {self.rank}"
+            )
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What an optimizer updates for this unit alone; empty without managed parameters."""
+        return [] if self._unit is None else list(self._unit.shard_params)
+
+    @property
+    def _handle(self) -> Unit | None:
+        return self._unit
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit is not None
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        flat = [] if self._unit is None else self._unit.flat_params
+        return flat[0] if flat else None
+
+
+def _lazy_init_hook(member: Any, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of an instance without parameters, which has no unit to do this for it."""
+    if member._is_root is None:
+        _root.lazy_init(member)
+
+
+FSDP = FullyShardedDataParallel

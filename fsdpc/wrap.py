@@ -1,0 +1,32 @@
+"""Wrap policies and the manual wrapping context: torch's own objects under fsdpc's name.
+
+``enable_wrap(wrapper_cls=fsdpc.FSDP, ...)`` and ``wrap(module)`` work with fsdpc's wrapper as they
+do with torch's. The two engines that apply a policy to a module tree are fsdpc's own
+(``fsdpc/_wrap.py``).
+"""
+
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    _Policy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "_Policy",
+    "_or_policy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
