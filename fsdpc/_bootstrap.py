@@ -1,0 +1,250 @@
+"""From torch's process groups to communicators of the C core.
+
+A group whose ranks all run on this host (same boot, PID and network namespace) talks through shared
+memory ("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank
+talks to nobody ("self"). Communicators are kept as long as torch keeps the group.
+
+Environment, read on every rank when a group is first used; all ranks need the same values:
+
+``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm`` or ``c10d``. With ``c10d`` torch's own counters,
+                       hooks and flight recorder see every collective.
+``FSDPC_TIMEOUT``      seconds that a rank waits for others in shared memory, 600 by default.
+
+When the first communicator is made, this process is also prepared for its end: in good order it
+says so to its peers; with an uncaught exception it tells them its type and text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import sys
+import uuid
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdpc import _C
+
+KINDS = ("auto", "shm", "c10d")
+DEFAULT_TIMEOUT_S = 600.0
+
+_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = weakref.WeakKeyDictionary()
+_live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Communicators of one unit.
+
+    ``shard`` spans the ranks that share one copy of the parameters, ``replicate`` the ranks that
+    hold the same piece in different copies (None without replication). Gradients are summed over
+    both and divided by ``divide``, the product of their sizes.
+    """
+
+    shard: _C.Comm
+    replicate: _C.Comm | None
+    shard_pg: dist.ProcessGroup | None
+    replicate_pg: dist.ProcessGroup | None
+    divide: float
+
+
+def make_groups(
+    strategy: ShardingStrategy,
+    shard_pg: dist.ProcessGroup,
+    replicate_pg: dist.ProcessGroup | None = None,
+) -> Groups:
+    """Communicators for a sharding strategy. Collective over both groups.
+
+    ``NO_SHARD`` replicates over ``shard_pg``. Without ``replicate_pg`` there is no replication.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        if replicate_pg is not None:
+            raise ValueError("NO_SHARD replicates over the process group itself: give one group")
+        shard_pg, replicate_pg = None, shard_pg
+    shard = _C.Comm.self_() if shard_pg is None else comm_for_group(shard_pg)
+    replicate = None
+    if replicate_pg is not None and replicate_pg.size() > 1:
+        replicate = comm_for_group(replicate_pg)
+    divide = float(shard.world * (replicate.world if replicate else 1))
+    return Groups(shard, replicate, shard_pg, replicate_pg, divide)
+
+
+def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm:
+    """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
+
+    Collective over ``pg``. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored when the group
+    already has a communicator). Raises ``ValueError`` when ``shm`` is asked for although the ranks
+    are on several hosts, ``MismatchError`` when the ranks' environments differ, ``CommTimeout``.
+    """
+    comm = _comms.get(pg)
+    if comm is None:
+        comm = _make_comm(pg, _read_kind(kind), _read_timeout())
+        _comms[pg] = comm
+        _live.add(comm)
+        _prepare_end()
+    return comm
+
+
+def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float) -> _C.Comm:
+    if pg.size() == 1:
+        return _C.Comm.self_()
+    if dist.get_backend(pg) == "fake":
+        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
+    mine = (wanted, timeout, _place(), uuid.uuid4().hex)
+    everyone: list[Any] = [None] * pg.size()
+    dist.all_gather_object(everyone, mine, group=pg)
+    _check_equal("FSDPC_COLLECTIVES", [each[0] for each in everyone])
+    _check_equal("FSDPC_TIMEOUT", [each[1] for each in everyone])
+    places = [each[2] for each in everyone]
+    stranger = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if wanted == "shm" and stranger is not None:
+        raise ValueError(
+            f"FSDPC_COLLECTIVES=shm needs all ranks of the group on one host, but rank 0 is at "
+            f"{places[0]} and rank {stranger} at {places[stranger]}; use auto or c10d"
+        )
+    if wanted == "c10d" or stranger is not None:
+        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
+    return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0][3]}", timeout)
+
+
+def _check_equal(variable: str, values: list[Any]) -> None:
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise _C.MismatchError(
+                f"{variable} differs between ranks: {values[0]} on rank 0, {value} on rank {rank}"
+            )
+
+
+def _read_kind(kind: str | None) -> str:
+    wanted = os.environ.get("FSDPC_COLLECTIVES") or "auto" if kind is None else kind
+    if wanted not in KINDS:
+        raise ValueError(f"FSDPC_COLLECTIVES must be one of {', '.join(KINDS)}, but is {wanted!r}")
+    return wanted
+
+
+def _read_timeout() -> float:
+    text = os.environ.get("FSDPC_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"FSDPC_TIMEOUT must be a number of seconds above 0, but is {text!r}")
+    return seconds
+
+
+def _place() -> str:
+    """Where this process runs: equal for processes that can share memory and see each other die."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
+    except OSError:  # no Linux procfs: nothing is known, so nobody is a neighbour
+        return f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
+    return " ".join([socket.gethostname(), boot, *spaces])
+
+
+# --- collectives by torch.distributed ------------------------------------------------------------
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed them and warns about the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Collectives:
+    """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
+        self._rank = pg.rank()
+
+    def _group(self) -> dist.ProcessGroup:
+        pg = self._pg()
+        if pg is None:
+            raise RuntimeError("the process group was destroyed")
+        return pg
+
+    def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
+        whole = torch.from_numpy(memory)
+        _all_gather(whole, self._piece(whole, piece_bytes), group=self._group())
+
+    def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        _reduce_scatter(self._piece(whole, piece_numel), whole, group=self._group())
+
+    def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        dist.all_reduce(whole, op=_OPS[op], group=self._group())
+
+    def broadcast(self, memory: np.ndarray, root: int, what: str) -> None:
+        dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
+
+    def barrier(self, what: str) -> None:
+        dist.barrier(group=self._group())
+
+    def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
+        return whole[self._rank * numel : (self._rank + 1) * numel]
+
+
+# --- the end of the process ----------------------------------------------------------------------
+
+_prepared_pid: int | None = None
+
+
+def _prepare_end() -> None:
+    """Once a process: let peers know how this one ends."""
+    global _prepared_pid
+    if _prepared_pid == os.getpid():
+        return
+    _prepared_pid = os.getpid()
+    atexit.register(_leave)
+    _chain_excepthook()
+    from multiprocessing import parent_process, util
+
+    if parent_process() is not None:  # children of multiprocessing run neither atexit nor the hook
+        util.Finalize(None, _end_of_child, exitpriority=100)
+
+
+def _leave() -> None:
+    for comm in list(_live):
+        comm.close()
+
+
+def _abort(error: BaseException) -> None:
+    lines = str(error).splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+    for comm in list(_live):
+        comm.abort(text)
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        _abort(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = report
+
+
+def _end_of_child() -> None:
+    """Runs while the exception that ends a child process, if any, is still being handled."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch.multiprocessing turns exceptions into sys.exit(1)
+        error = error.__context__ if error.code else None
+    if error is None:
+        _leave()
+    else:
+        _abort(error)
