@@ -20,8 +20,7 @@ default: build
 TORCH := torch==2.13.0
 CLANG_FORMAT := clang-format==18.1.8
 RUFF := ruff==0.14.14
-TOOLS := setuptools>=77 wheel numpy>=2 pytest hypothesis tqdm matplotlib safetensors \
-         $(RUFF) $(CLANG_FORMAT)
+TOOLS := setuptools>=77 wheel numpy>=2 pytest hypothesis tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
 
 # --- which Python --------------------------------------------------------------------------------
 HAS_TORCH := import sys, importlib.metadata as m; \
@@ -44,7 +43,7 @@ ifeq ($(USABLE),)
 	$(call say,creating .venv)
 	@base=; for p in $(CANDIDATE) python3.11 python3.12 \
 	    $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python) python3; do \
-	    if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        base=$$p; break; fi; done; \
 	  [ -n "$$base" ] || { echo "fsdpc: Python >= 3.11 with venv is needed (make PYTHON=...)"; exit 1; }; \
 	  $$base -m venv .venv
@@ -64,9 +63,10 @@ $(STAMPS)/installed: $(STAMPS)/tools pyproject.toml setup.py
 
 $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 	$(call say,compiling the extension)
-	@mkdir -p build && $(PY) setup.py --quiet build_ext --inplace 2>&1 \
-	  | grep -v -e Warning -e '^ *[!*]' ; exit $${PIPESTATUS[0]}
-	@touch $@
+	@mkdir -p build && $(PY) setup.py --quiet build_ext --inplace >build/extension.log 2>&1 || \
+	  { cat build/extension.log; exit 1; }
+	@grep -A3 -E '^(csrc|kernels)/.*warning:' build/extension.log || true
+	@$(PY) -c 'import fsdpc._C' && touch $@
 
 build: $(STAMPS)/extension
 
@@ -85,7 +85,7 @@ comma := ,
 CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
 CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%)
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
-CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE -O1 -g -pthread -fno-math-errno -fno-omit-frame-pointer \
+CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g -pthread -fno-math-errno -fno-omit-frame-pointer \
     -Wall -Wextra -Icsrc -Ikernels -Itests/c -MMD -MP \
     $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all)
 
@@ -136,7 +136,7 @@ tsan:
 # --- looks ---------------------------------------------------------------------------------------
 C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch])
 PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
-BIN = $(dir $(PY))
+BIN = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/
 
 check: format-check lint layering
 	$(call say,format lint and layering are clean)
@@ -158,8 +158,8 @@ lint: $(STAMPS)/tools
 	$(call say,checking the sources)
 	@$(BIN)ruff check --quiet $(PY_PATHS)
 	@printf '%s\n' $(filter %.c,$(SOURCES)) $(wildcard tests/c/*.c) | xargs -P$(JOBS) -n4 \
-	  $(CC) -std=c11 -D_GNU_SOURCE -O1 -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc \
-	  -Ikernels -Itests/c $(PY_INCLUDE)
+	  $(CC) -std=c11 -D_GNU_SOURCE -O1 -fsyntax-only -Wall -Wextra -Wshadow -Wconversion -Werror \
+	  -Icsrc -Ikernels -Itests/c $(PY_INCLUDE)
 
 layering: $(STAMPS)/tools
 	@$(PY) -m pytest -q tests/unit/test_layering.py
