@@ -54,6 +54,8 @@ typedef struct fsdpc_shm_control {
     alignas(128) _Atomic uint32_t barrier_arrived;
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
+    alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
+    _Atomic uint64_t reserved_end;           /* everything asked for below has its pages */
     alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
     fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
     fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];
@@ -72,7 +74,7 @@ struct fsdpc_shm {
     int fd;    /* the memfd */
     int spins;
     fsdpc_shm_control *control;
-    uint64_t file_bytes, next_offset, reserved_bytes;
+    uint64_t file_bytes, next_offset;
     fsdpc_shm_peer *peers;
     bool watch_sockets; /* no pidfds here: a peer's death is its socket's hang-up */
     bool watching;
@@ -98,8 +100,8 @@ void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 
 /* shm_rendezvous.c. meet: rank 0 (which has shm->fd) collects the others and hands out the memfd
- * and the pidfds; the others get them. confirm: all tell rank 0 how their set-up went (`status`, with
- * this thread's error text) and succeed or fail together. */
+ * and the pidfds; the others get them. confirm: all tell rank 0 how their set-up went (`status`,
+ * with this thread's error text) and succeed or fail together. */
 int fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
 void fsdpc_shm_peers_close(fsdpc_shm *shm);

@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "mem.h"
@@ -17,6 +16,8 @@
 #include "status.h"
 
 #define HUGE_BYTES ((size_t)1 << 21)
+
+static const fsdpc_wait RESERVING = {.op = "reserving shared memory", .unit = ""};
 
 size_t
 fsdpc_shm_page_bytes(void)
@@ -79,47 +80,58 @@ free_in_group(void)
 }
 
 static int
-check_free(fsdpc_shm *shm, uint64_t bytes)
+check_free(const fsdpc_shm *shm, size_t bytes)
 {
-    struct stat file;
-    if (fstat(shm->fd, &file) != 0) {
-        return fsdpc_error_errno(errno, "fstat of the shared segment");
-    }
-    /* Another rank may have reserved these very pages already. */
-    uint64_t present = (uint64_t)file.st_blocks * 512;
-    uint64_t wanted = shm->reserved_bytes + bytes;
-    uint64_t missing = wanted > present ? wanted - present : 0;
     uint64_t host = free_on_host();
     uint64_t group = free_in_group();
-    if (missing <= host && missing <= group) {
+    if (bytes <= host && bytes <= group) {
         return FSDPC_OK;
     }
-    return fsdpc_error(FSDPC_E_NOMEM,
-                       "rank %d wants %.1f MiB more of shared memory (%.1f MiB in all), but %.1f "
-                       "MiB are free %s",
-                       shm->rank, (double)missing / 1048576, (double)wanted / 1048576,
-                       (double)(host < group ? host : group) / 1048576,
-                       host < group ? "on this host" : "under this control group's limit");
+    return fsdpc_error(
+        FSDPC_E_NOMEM, "rank %d wants %.1f MiB of shared memory, but %.1f MiB are free %s",
+        shm->rank, (double)bytes / 1048576, (double)(host < group ? host : group) / 1048576,
+        host < group ? "on this host" : "under this control group's limit");
 }
 
 static int
-reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
+allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
     FSDPC_TRY(check_free(shm, bytes));
-    int rc;
-    do {
-        rc = fallocate(shm->fd, 0, (off_t)offset, (off_t)bytes);
-    } while (rc != 0 && errno == EINTR && fsdpc_shm_interrupted(NULL) == FSDPC_OK);
-    if (rc != 0) {
-        return fsdpc_error_errno(errno,
-                                 "rank %d: reserving %.1f MiB of shared memory (%.1f MiB before; "
-                                 "%.1f MiB free on this host)",
-                                 shm->rank, (double)bytes / 1048576,
-                                 (double)shm->reserved_bytes / 1048576,
-                                 (double)free_on_host() / 1048576);
+    while (fallocate(shm->fd, 0, (off_t)offset, (off_t)bytes) != 0) {
+        if (errno != EINTR) {
+            return fsdpc_error_errno(errno,
+                                     "rank %d: reserving %.1f MiB of shared memory (%.1f MiB are "
+                                     "free on this host)",
+                                     shm->rank, (double)bytes / 1048576,
+                                     (double)free_on_host() / 1048576);
+        }
+        FSDPC_TRY(fsdpc_shm_interrupted(&RESERVING));
     }
-    shm->reserved_bytes += bytes;
     return FSDPC_OK;
+}
+
+/* One rank does it for all, the others find it done: only then does what is free mean something,
+ * because the first one's pages are missing from it afterwards. */
+static int
+reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
+{
+    fsdpc_shm_control *control = shm->control;
+    int64_t deadline_ns = fsdpc_shm_deadline(shm);
+    uint32_t holder = 0;
+    while (!atomic_compare_exchange_strong(&control->reserving, &holder, (uint32_t)shm->rank + 1)) {
+        FSDPC_TRY(fsdpc_shm_wait_word(shm, &control->reserving, holder, deadline_ns, &RESERVING));
+        holder = 0;
+    }
+    int status = FSDPC_OK;
+    if (atomic_load(&control->reserved_end) < offset + bytes) {
+        FSDPC_KEEP(allocate_pages(shm, offset, bytes));
+        if (status == FSDPC_OK) {
+            atomic_store(&control->reserved_end, offset + bytes);
+        }
+    }
+    atomic_store(&control->reserving, 0);
+    fsdpc_shm_wake(&control->reserving);
+    return status;
 }
 
 /* --- handing out ---------------------------------------------------------------------------- */

@@ -1,0 +1,241 @@
+/* The communicator's wrappers: arguments, the sticky failure, and the optional entries. */
+#include "comm.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "comm_impl.h"
+#include "mem.h"
+#include "status.h"
+
+/* --- the sticky failure --------------------------------------------------------------------- */
+
+void
+fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
+{
+    int sound = FSDPC_COMM_SOUND;
+    if (!atomic_compare_exchange_strong(&comm->state, &sound, FSDPC_COMM_BREAKING)) {
+        return;
+    }
+    comm->failed_status = status;
+    snprintf(comm->failed_text, sizeof comm->failed_text, "%s", text);
+    atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
+}
+
+static int
+check_sound(const fsdpc_comm *comm)
+{
+    int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    if (state == FSDPC_COMM_SOUND) {
+        return FSDPC_OK;
+    }
+    if (state == FSDPC_COMM_BREAKING) {
+        return fsdpc_error(FSDPC_E_COMM, "the communicator is being aborted");
+    }
+    return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
+}
+
+static int
+finish(fsdpc_comm *comm, int status)
+{
+    if (status != FSDPC_OK) {
+        fsdpc_comm_break(comm, status, fsdpc_error_text());
+    }
+    return status;
+}
+
+void
+fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
+{
+    char said[FSDPC_COMM_TEXT_BYTES];
+    const char *reason = text && text[0] ? text : "(no reason given)";
+    if (comm->ops->abort) {
+        comm->ops->abort(comm, reason);
+    }
+    snprintf(said, sizeof said, "rank %d gave up: %s", comm->rank, reason);
+    fsdpc_comm_break(comm, FSDPC_E_COMM, said);
+}
+
+void
+fsdpc_comm_free(fsdpc_comm *comm)
+{
+    if (comm) {
+        comm->ops->free(comm);
+    }
+}
+
+/* --- what it is ----------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_rank(const fsdpc_comm *comm)
+{
+    return comm->rank;
+}
+
+int
+fsdpc_comm_world(const fsdpc_comm *comm)
+{
+    return comm->world;
+}
+
+const char *
+fsdpc_comm_kind(const fsdpc_comm *comm)
+{
+    return comm->ops->kind;
+}
+
+fsdpc_device *
+fsdpc_comm_device(const fsdpc_comm *comm)
+{
+    return comm->device;
+}
+
+fsdpc_shm *
+fsdpc_comm_segment(const fsdpc_comm *comm)
+{
+    return comm->ops->segment ? comm->ops->segment(comm) : NULL;
+}
+
+/* --- collectives ---------------------------------------------------------------------------- */
+
+static const char *
+name_of(const char *what, const char *op)
+{
+    return what && what[0] ? what : op;
+}
+
+static int
+check_buffer(const void *buffer, size_t bytes, const char *what)
+{
+    if (!buffer && bytes > 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the buffer is NULL", what);
+    }
+    return FSDPC_OK;
+}
+
+/* A size that does not fit is a caller's mistake; what fits here fits in memory nowhere. */
+static int
+check_elements(const fsdpc_comm *comm, const void *buffer, int64_t numel, int64_t copies,
+               fsdpc_dtype dtype, const char *what)
+{
+    size_t bytes;
+    if (!fsdpc_dtype_is_float(dtype)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: elements of type %s cannot be reduced", what,
+                           fsdpc_dtype_bytes(dtype) ? fsdpc_dtype_name(dtype) : "(unknown)");
+    }
+    if (numel < 0 || !fsdpc_size_mul((size_t)numel, fsdpc_dtype_bytes(dtype), &bytes) ||
+        !fsdpc_size_mul(bytes, (size_t)copies, &bytes)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements on each of %d ranks is no size", what,
+                           (long long)numel, comm->world);
+    }
+    return check_buffer(buffer, bytes, what);
+}
+
+int
+fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    size_t bytes;
+    what = name_of(what, "all_gather");
+    FSDPC_TRY(check_sound(comm));
+    if (!fsdpc_size_mul(piece_bytes, (size_t)comm->world, &bytes)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes from each of %d ranks is no size", what,
+                           piece_bytes, comm->world);
+    }
+    FSDPC_TRY(check_buffer(buffer, bytes, what));
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    return finish(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
+}
+
+int
+fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+                          const char *what)
+{
+    what = name_of(what, "reduce_scatter");
+    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(check_elements(comm, buffer, piece_numel, comm->world, dtype, what));
+    if (piece_numel == 0) {
+        return FSDPC_OK;
+    }
+    return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
+}
+
+int
+fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                      enum fsdpc_op op, const char *what)
+{
+    what = name_of(what, "all_reduce");
+    FSDPC_TRY(check_sound(comm));
+    if (op != FSDPC_SUM && op != FSDPC_MAX && op != FSDPC_MIN) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %d is not a reduction", what, (int)op);
+    }
+    FSDPC_TRY(check_elements(comm, buffer, numel, 1, dtype, what));
+    if (numel == 0) {
+        return FSDPC_OK;
+    }
+    return finish(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
+}
+
+int
+fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
+{
+    what = name_of(what, "broadcast");
+    FSDPC_TRY(check_sound(comm));
+    if (root < 0 || root >= comm->world) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: root %d is not a rank of a group of %d", what, root,
+                           comm->world);
+    }
+    FSDPC_TRY(check_buffer(buffer, bytes, what));
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    return finish(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
+}
+
+int
+fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
+{
+    FSDPC_TRY(check_sound(comm));
+    return finish(comm, comm->ops->barrier(comm, name_of(what, "barrier")));
+}
+
+int
+fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
+{
+    FSDPC_TRY(check_sound(comm));
+    if (!text) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
+    }
+    int status = comm->ops->agree(comm, text, name_of(what, "agree"));
+    /* To disagree is a result that all ranks have: the group is as sound as before. */
+    return status == FSDPC_E_MISMATCH ? status : finish(comm, status);
+}
+
+/* --- buffers -------------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_buffer_new(fsdpc_comm *comm, size_t bytes, bool common, fsdpc_comm_buffer **out)
+{
+    *out = NULL;
+    FSDPC_TRY(check_sound(comm));
+    if (!comm->ops->buffer_new) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "a communicator of kind \"%s\" has no shared memory", comm->ops->kind);
+    }
+    return comm->ops->buffer_new(comm, bytes, common, out);
+}
+
+void
+fsdpc_comm_buffer_free(fsdpc_comm_buffer *buffer)
+{
+    if (buffer) {
+        fsdpc_comm_shm_buffer_free(buffer);
+    }
+}
+
+void *
+fsdpc_comm_buffer_view(const fsdpc_comm_buffer *buffer, int rank)
+{
+    return buffer->base + (buffer->common ? 0 : (size_t)rank * buffer->bytes);
+}
