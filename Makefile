@@ -122,6 +122,7 @@ ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=
     PYTHONPATH=build/asan FSDPC_ASAN=1
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
+	@rm -rf build/asan && mkdir -p build
 	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
 	@$(ASAN_ENV) $(PY) -P -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
