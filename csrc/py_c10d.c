@@ -8,6 +8,8 @@
  * Methods: all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what),
  * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what).
  */
+#include <string.h>
+
 #include "mem.h"
 #include "py_comm.h"
 #include "py_numpy.h"
@@ -32,8 +34,10 @@ finish(PyObject *result, const char *method, const char *what)
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return fsdpc_error(FSDPC_E_INTERRUPT, "%s of %s: %s", method, what, text);
     }
-    return fsdpc_error(FSDPC_E_COMM, "%s%s%s: %s", method, what[0] == '\0' ? "" : " for ", what,
-                       text);
+    if (what[0] == '\0' || strcmp(what, method) == 0) {
+        return fsdpc_error(FSDPC_E_COMM, "%s: %s", method, text);
+    }
+    return fsdpc_error(FSDPC_E_COMM, "%s for %s: %s", method, what, text);
 }
 
 /* The memory as a NumPy array; NULL with an exception set. */

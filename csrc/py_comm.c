@@ -68,7 +68,7 @@ made(comm_object *self, int status)
     return NULL;
 }
 
-PyDoc_STRVAR(self_doc, "self_()\n--\n\nA communicator of this rank alone; needs no peer.");
+PyDoc_STRVAR(self_doc, "self_($type)\n--\n\nA communicator of this rank alone; needs no peer.");
 
 static PyObject *
 comm_self(PyObject *type, PyObject *Py_UNUSED(ignored))
@@ -87,7 +87,7 @@ comm_self(PyObject *type, PyObject *Py_UNUSED(ignored))
 
 PyDoc_STRVAR(
     shm_doc,
-    "shm(rank, world, name, timeout)\n--\n\n"
+    "shm($type, rank, world, name, timeout)\n--\n\n"
     "A communicator of ranks of this host over shared memory. Collective: all ranks of the group\n"
     "call it with the same name, which is unique to the group. timeout is in seconds and holds\n"
     "for this call and for every later wait. Raises ValueError, CommTimeout, PeerError, OSError.");
@@ -124,7 +124,7 @@ comm_shm(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *ke
 
 PyDoc_STRVAR(
     c10d_doc,
-    "c10d(rank, world, callbacks)\n--\n\n"
+    "c10d($type, rank, world, callbacks)\n--\n\n"
     "A communicator whose collectives are methods of the object `callbacks`: all_gather(array,\n"
     "piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what), all_reduce(array, "
     "numel,\n"
@@ -268,7 +268,7 @@ run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floa
 }
 
 PyDoc_STRVAR(all_gather_doc,
-             "all_gather(array, what='')\n--\n\n"
+             "all_gather($self, array, what='')\n--\n\n"
              "In place: the array holds one piece a rank; this rank's is there before, all are\n"
              "there after. Any dtype. Collective. `what` goes into error texts.");
 
@@ -288,7 +288,7 @@ comm_all_gather(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObj
 }
 
 PyDoc_STRVAR(reduce_scatter_doc,
-             "reduce_scatter(array, what='')\n--\n\n"
+             "reduce_scatter($self, array, what='')\n--\n\n"
              "In place: the array holds one piece a rank; after, this rank's piece is the sum\n"
              "over ranks and the others are unspecified. Floating point. Collective.");
 
@@ -322,7 +322,7 @@ parse_op(const char *name, enum fsdpc_op *out)
     return -1;
 }
 
-PyDoc_STRVAR(all_reduce_doc, "all_reduce(array, op='sum', what='')\n--\n\n"
+PyDoc_STRVAR(all_reduce_doc, "all_reduce($self, array, op='sum', what='')\n--\n\n"
                              "In place: every rank gets the sum ('max', 'min') of all arrays.\n"
                              "Floating point. Collective.");
 
@@ -345,7 +345,7 @@ comm_all_reduce(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObj
 }
 
 PyDoc_STRVAR(broadcast_doc,
-             "broadcast(array, root=0, what='')\n--\n\n"
+             "broadcast($self, array, root=0, what='')\n--\n\n"
              "In place: every rank gets the array of `root`. Any dtype. Collective.");
 
 static PyObject *
@@ -366,7 +366,7 @@ comm_broadcast(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObje
     return run(&work, array, run_broadcast, false, false);
 }
 
-PyDoc_STRVAR(barrier_doc, "barrier(what='')\n--\n\nReturns when all ranks have called it.");
+PyDoc_STRVAR(barrier_doc, "barrier($self, what='')\n--\n\nReturns when all ranks have called it.");
 
 static PyObject *
 comm_barrier(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
@@ -382,7 +382,7 @@ comm_barrier(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject
     Py_END_ALLOW_THREADS return none_or_raise(status);
 }
 
-PyDoc_STRVAR(agree_doc, "agree(text, what='')\n--\n\n"
+PyDoc_STRVAR(agree_doc, "agree($self, text, what='')\n--\n\n"
                         "Raises MismatchError on every rank, quoting the first differing line,\n"
                         "unless all ranks pass the same text. Collective.");
 
@@ -406,7 +406,7 @@ comm_agree(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *
 
 /* --- the rest -------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(abort_doc, "abort(text)\n--\n\n"
+PyDoc_STRVAR(abort_doc, "abort($self, text)\n--\n\n"
                         "Breaks the group: waits of all ranks end with PeerError quoting `text`\n"
                         "(kinds other than 'shm': on this rank only). Local, waits for nobody.");
 
@@ -422,7 +422,7 @@ comm_abort(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(close_doc, "close()\n--\n\n"
+PyDoc_STRVAR(close_doc, "close($self)\n--\n\n"
                         "Leaves the group in good order: peers that still need this rank are told\n"
                         "so. Local, waits for nobody; later collectives raise StateError.");
 
@@ -440,7 +440,7 @@ comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(buffer_doc, "buffer(bytes, common=False)\n--\n\n"
+PyDoc_STRVAR(buffer_doc, "buffer($self, bytes, common=False)\n--\n\n"
                          "Memory of `bytes` a rank (`common`: one part for all) that every rank\n"
                          "sees, on which collectives copy nothing they need not. Collective;\n"
                          "NotImplementedError unless kind is 'shm'.");

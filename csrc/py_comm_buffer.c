@@ -41,7 +41,7 @@ fsdpc_py_comm_buffer_new(PyObject *comm_object, size_t bytes, bool common)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(view_doc, "view(rank=None)\n--\n\n"
+PyDoc_STRVAR(view_doc, "view($self, rank=None)\n--\n\n"
                        "The part of `rank` (None: this rank's) as a 1-D NumPy array of bytes. A\n"
                        "`common` buffer has one part for all ranks.");
 
