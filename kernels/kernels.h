@@ -1,11 +1,14 @@
 /* Arithmetic over flat buffers: the whole of fsdpc's number crunching on a device.
  *
  * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
- * everywhere. simd_avx2.c and simd_avx512.c fill the same table for wider machines; results are
- * bit for bit those of the plain kernels, except that sums of squares may be associated otherwise.
+ * everywhere. kernels_avx2.c and kernels_avx512.c fill the same table for wider machines; results
+ * are bit for bit those of the plain kernels, except that sums of squares may be associated
+ * otherwise, and that of two NaNs met in a sum either may come out. Nothing is fused: a product is
+ * rounded before it is added.
  *
  * Contract for all: any alignment, n >= 0, buffers do not overlap unless said. Conversions round
- * to nearest even; NaN stays NaN (quiet, sign kept), infinities stay, subnormals are kept.
+ * to nearest even; NaN stays NaN (quiet, sign kept), infinities stay, subnormals are kept. F64
+ * becomes a 16-bit type through F32, as in torch. Widening BF16 at scale 1 is exact on the bits.
  * FSDPC_BYTES is only accepted by cast with equal types (a copy).
  */
 #ifndef FSDPC_KERNELS_H
@@ -21,9 +24,9 @@ enum { FSDPC_KERNEL_MAX_DIMS = 16 };
 
 /* Norm pieces of a buffer. */
 typedef struct fsdpc_norm {
-    double sum;      /* sum of squares, or of |x|^p */
-    double max;      /* largest |x|; NaN if any x is NaN */
-    bool nonfinite;  /* some x is NaN or infinite */
+    double sum;     /* sum of squares, or of |x|^p */
+    double max;     /* largest |x|; NaN if any x is NaN */
+    bool nonfinite; /* some x is NaN or infinite */
 } fsdpc_norm;
 
 typedef struct fsdpc_kernels {
@@ -63,8 +66,8 @@ int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);
 /* Gathers a strided tensor (strides in elements, may be 0 or negative) into dst, row-major, with
  * conversion and scale as in cast. ndim <= FSDPC_KERNEL_MAX_DIMS. */
 int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,
-                              const void *src, fsdpc_dtype src_type, int ndim,
-                              const int64_t *shape, const int64_t *strides, double scale);
+                              const void *src, fsdpc_dtype src_type, int ndim, const int64_t *shape,
+                              const int64_t *strides, double scale);
 /* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */
 double fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p);
 /* Fills with quiet NaNs (0xFF bytes for FSDPC_BYTES): released memory in debug mode. */

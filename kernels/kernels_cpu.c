@@ -11,29 +11,29 @@
 #include "kernels.h"
 
 /* X(source, destination, type to compute in) */
-#define CAST_PAIRS(X)                                                          \
-    X(F32, F32, float)                                                         \
-    X(F32, BF16, float)                                                        \
-    X(F32, F16, float)                                                         \
-    X(F32, F64, double)                                                        \
-    X(BF16, F32, float)                                                        \
-    X(BF16, BF16, float)                                                       \
-    X(BF16, F16, float)                                                        \
-    X(BF16, F64, double)                                                       \
-    X(F16, F32, float)                                                         \
-    X(F16, BF16, float)                                                        \
-    X(F16, F16, float)                                                         \
-    X(F16, F64, double)                                                        \
-    X(F64, F32, double)                                                        \
-    X(F64, BF16, double)                                                       \
-    X(F64, F16, double)                                                        \
+#define CAST_PAIRS(X)    \
+    X(F32, F32, float)   \
+    X(F32, BF16, float)  \
+    X(F32, F16, float)   \
+    X(F32, F64, double)  \
+    X(BF16, F32, float)  \
+    X(BF16, BF16, float) \
+    X(BF16, F16, float)  \
+    X(BF16, F64, double) \
+    X(F16, F32, float)   \
+    X(F16, BF16, float)  \
+    X(F16, F16, float)   \
+    X(F16, F64, double)  \
+    X(F64, F32, double)  \
+    X(F64, BF16, double) \
+    X(F64, F16, double)  \
     X(F64, F64, double)
 
 /* X(source) */
-#define FLOAT_TYPES(X)                                                         \
-    X(F32)                                                                     \
-    X(BF16)                                                                    \
-    X(F16)                                                                     \
+#define FLOAT_TYPES(X) \
+    X(F32)             \
+    X(BF16)            \
+    X(F16)             \
     X(F64)
 
 /* What store_* takes. */
@@ -46,26 +46,25 @@ typedef void add_loop(void *sum, const void *src, int64_t n, bool first);
 typedef fsdpc_norm norm_loop(const void *src, int64_t n);
 
 /* A factor of exactly 1 is no arithmetic at all, so the bits do not depend on flush-to-zero. */
-#define DEFINE_CAST(S, D, compute)                                             \
+#define DEFINE_CAST(S, D, compute)                                                  \
     static void cast_##S##_##D(void *dst, const void *src, int64_t n, double scale) \
-    {                                                                          \
-        const compute factor = (compute)scale;                                 \
-        if (factor == 1) {                                                     \
-            for (int64_t i = 0; i < n; i++) {                                  \
-                store_##D(dst, i, (item_##D)load_##S(src, i));                 \
-            }                                                                  \
-            return;                                                            \
-        }                                                                      \
-        for (int64_t i = 0; i < n; i++) {                                      \
-            store_##D(dst, i, (item_##D)(load_##S(src, i) * factor));          \
-        }                                                                      \
+    {                                                                               \
+        const compute factor = (compute)scale;                                      \
+        if (factor == 1) {                                                          \
+            for (int64_t i = 0; i < n; i++) {                                       \
+                store_##D(dst, i, (item_##D)load_##S(src, i));                      \
+            }                                                                       \
+            return;                                                                 \
+        }                                                                           \
+        for (int64_t i = 0; i < n; i++) {                                           \
+            store_##D(dst, i, (item_##D)(load_##S(src, i) * factor));               \
+        }                                                                           \
     }
 CAST_PAIRS(DEFINE_CAST)
 
 static cast_loop *const cast_loops[FSDPC_BYTES][FSDPC_BYTES] = {
 #define CAST_ROW(S, D, compute) [FSDPC_##S][FSDPC_##D] = cast_##S##_##D,
-    CAST_PAIRS(CAST_ROW)
-};
+    CAST_PAIRS(CAST_ROW)};
 
 static void
 cast(void *dst, fsdpc_dtype dst_type, const void *src, fsdpc_dtype src_type, int64_t n,
@@ -81,24 +80,23 @@ cast(void *dst, fsdpc_dtype dst_type, const void *src, fsdpc_dtype src_type, int
     cast_loops[src_type][dst_type](dst, src, n, scale);
 }
 
-#define DEFINE_ACCUMULATE(S, A, type)                                          \
+#define DEFINE_ACCUMULATE(S, A, type)                                                     \
     static void accumulate_##S##_##A(void *acc, const void *src, int64_t n, double scale) \
-    {                                                                          \
-        const type factor = (type)scale;                                       \
-        for (int64_t i = 0; i < n; i++) {                                      \
-            type term = (type)load_##S(src, i) * factor;                       \
-            store_##A(acc, i, load_##A(acc, i) + term);                        \
-        }                                                                      \
+    {                                                                                     \
+        const type factor = (type)scale;                                                  \
+        for (int64_t i = 0; i < n; i++) {                                                 \
+            type term = (type)load_##S(src, i) * factor;                                  \
+            store_##A(acc, i, load_##A(acc, i) + term);                                   \
+        }                                                                                 \
     }
-#define DEFINE_ACCUMULATES(S)                                                  \
-    DEFINE_ACCUMULATE(S, F32, float)                                           \
+#define DEFINE_ACCUMULATES(S)        \
+    DEFINE_ACCUMULATE(S, F32, float) \
     DEFINE_ACCUMULATE(S, F64, double)
 FLOAT_TYPES(DEFINE_ACCUMULATES)
 
 static accumulate_loop *const accumulate_loops[FSDPC_BYTES][2] = {
 #define ACCUMULATE_ROW(S) [FSDPC_##S] = {accumulate_##S##_F32, accumulate_##S##_F64},
-    FLOAT_TYPES(ACCUMULATE_ROW)
-};
+    FLOAT_TYPES(ACCUMULATE_ROW)};
 
 static void
 accumulate(void *acc, fsdpc_dtype acc_type, const void *src, fsdpc_dtype src_type, int64_t n,
@@ -107,31 +105,30 @@ accumulate(void *acc, fsdpc_dtype acc_type, const void *src, fsdpc_dtype src_typ
     accumulate_loops[src_type][acc_type == FSDPC_F64](acc, src, n, scale);
 }
 
-#define DEFINE_ADD(S, A, type)                                                 \
+#define DEFINE_ADD(S, A, type)                                                   \
     static void add_##S##_##A(void *sum, const void *src, int64_t n, bool first) \
-    {                                                                          \
-        for (int64_t i = 0; i < n; i++) {                                      \
-            type term = (type)load_##S(src, i);                                \
-            store_##A(sum, i, first ? term : load_##A(sum, i) + term);         \
-        }                                                                      \
+    {                                                                            \
+        for (int64_t i = 0; i < n; i++) {                                        \
+            type term = (type)load_##S(src, i);                                  \
+            store_##A(sum, i, first ? term : load_##A(sum, i) + term);           \
+        }                                                                        \
     }
-#define DEFINE_ADDS(S)                                                         \
-    DEFINE_ADD(S, F32, float)                                                  \
+#define DEFINE_ADDS(S)        \
+    DEFINE_ADD(S, F32, float) \
     DEFINE_ADD(S, F64, double)
 FLOAT_TYPES(DEFINE_ADDS)
 
 static add_loop *const add_loops[FSDPC_BYTES][2] = {
 #define ADD_ROW(S) [FSDPC_##S] = {add_##S##_F32, add_##S##_F64},
-    FLOAT_TYPES(ADD_ROW)
-};
+    FLOAT_TYPES(ADD_ROW)};
 
 /* Block by block through a buffer in the first-level cache, so that memory is passed over once and
  * acc may be one of the sources. */
 enum { REDUCE_BLOCK = 1024 };
 
 static void
-reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
-       fsdpc_dtype src_type, int64_t n, double scale, bool add)
+reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count, fsdpc_dtype src_type,
+       int64_t n, double scale, bool add)
 {
     const size_t acc_bytes = fsdpc_dtype_bytes(acc_type);
     const size_t src_bytes = fsdpc_dtype_bytes(src_type);
@@ -157,20 +154,20 @@ reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
     }
 }
 
-#define DEFINE_NORM(S)                                                         \
-    static fsdpc_norm norm_##S(const void *src, int64_t n)                     \
-    {                                                                          \
-        fsdpc_norm norm = {0};                                                 \
-        for (int64_t i = 0; i < n; i++) {                                      \
-            double value = load_##S(src, i);                                   \
-            double magnitude = fabs(value);                                    \
-            norm.sum += value * value;                                         \
-            norm.nonfinite |= !(magnitude <= 0x1.fffffffffffffp1023);          \
-            if (!(magnitude <= norm.max)) {                                    \
-                norm.max = isnan(norm.max) ? norm.max : magnitude;             \
-            }                                                                  \
-        }                                                                      \
-        return norm;                                                           \
+#define DEFINE_NORM(S)                                                \
+    static fsdpc_norm norm_##S(const void *src, int64_t n)            \
+    {                                                                 \
+        fsdpc_norm norm = {0};                                        \
+        for (int64_t i = 0; i < n; i++) {                             \
+            double value = load_##S(src, i);                          \
+            double magnitude = fabs(value);                           \
+            norm.sum += value * value;                                \
+            norm.nonfinite |= !(magnitude <= 0x1.fffffffffffffp1023); \
+            if (!(magnitude <= norm.max)) {                           \
+                norm.max = isnan(norm.max) ? norm.max : magnitude;    \
+            }                                                         \
+        }                                                             \
+        return norm;                                                  \
     }
 FLOAT_TYPES(DEFINE_NORM)
 
@@ -179,8 +176,7 @@ norm2(const void *src, fsdpc_dtype type, int64_t n)
 {
     static norm_loop *const loops[FSDPC_BYTES] = {
 #define NORM_ROW(S) [FSDPC_##S] = norm_##S,
-        FLOAT_TYPES(NORM_ROW)
-    };
+        FLOAT_TYPES(NORM_ROW)};
     return loops[type](src, n);
 }
 
@@ -204,14 +200,14 @@ fsdpc_kernels_plain(void)
     return &table;
 }
 
-#define DEFINE_NORM_P(S)                                                       \
-    static double norm_p_##S(const void *src, int64_t n, double p)             \
-    {                                                                          \
-        double sum = 0;                                                        \
-        for (int64_t i = 0; i < n; i++) {                                      \
-            sum += pow(fabs((double)load_##S(src, i)), p);                     \
-        }                                                                      \
-        return sum;                                                            \
+#define DEFINE_NORM_P(S)                                           \
+    static double norm_p_##S(const void *src, int64_t n, double p) \
+    {                                                              \
+        double sum = 0;                                            \
+        for (int64_t i = 0; i < n; i++) {                          \
+            sum += pow(fabs((double)load_##S(src, i)), p);         \
+        }                                                          \
+        return sum;                                                \
     }
 FLOAT_TYPES(DEFINE_NORM_P)
 
@@ -220,8 +216,7 @@ fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p)
 {
     static double (*const loops[FSDPC_BYTES])(const void *, int64_t, double) = {
 #define NORM_P_ROW(S) [FSDPC_##S] = norm_p_##S,
-        FLOAT_TYPES(NORM_P_ROW)
-    };
+        FLOAT_TYPES(NORM_P_ROW)};
     return loops[type](src, n, p);
 }
 

@@ -91,8 +91,8 @@ struct job {
 static void
 convert(const struct job *job, int64_t at, const void *src, int64_t n)
 {
-    job->kernels->cast(job->dst + (size_t)at * job->dst_bytes, job->dst_type, src, job->src_type,
-                       n, job->scale);
+    job->kernels->cast(job->dst + (size_t)at * job->dst_bytes, job->dst_type, src, job->src_type, n,
+                       job->scale);
 }
 
 static void
@@ -121,8 +121,8 @@ pack_elements(const struct job *job, const struct view *view)
             convert(job, done - held, block, held);
             held = 0;
         }
-        memcpy(block + (size_t)held++ * job->src_bytes,
-               job->src + offset * (int64_t)job->src_bytes, job->src_bytes);
+        memcpy(block + (size_t)held++ * job->src_bytes, job->src + offset * (int64_t)job->src_bytes,
+               job->src_bytes);
         offset += advance(view, view->ndim, index);
     }
     convert(job, view->numel - held, block, held);
@@ -135,10 +135,14 @@ fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype d
 {
     struct view view;
     FSDPC_TRY(simplify(&view, ndim, shape, strides));
-    struct job job = {.kernels = kernels, .dst = dst, .src = src,
-                      .dst_type = dst_type, .src_type = src_type,
+    struct job job = {.kernels = kernels,
+                      .dst = dst,
+                      .src = src,
+                      .dst_type = dst_type,
+                      .src_type = src_type,
                       .dst_bytes = fsdpc_dtype_bytes(dst_type),
-                      .src_bytes = fsdpc_dtype_bytes(src_type), .scale = scale};
+                      .src_bytes = fsdpc_dtype_bytes(src_type),
+                      .scale = scale};
     if (view.numel == 0) {
         return FSDPC_OK;
     }

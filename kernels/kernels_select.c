@@ -26,8 +26,8 @@ fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out)
         if (strcmp(choices[i].name, name) == 0) {
             *out = choices[i].table();
             if (!*out) {
-                return fsdpc_error(FSDPC_E_UNAVAILABLE, "this processor does not run the %s kernels",
-                                   name);
+                return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                                   "this processor does not run the %s kernels", name);
             }
             return FSDPC_OK;
         }

@@ -1,0 +1,712 @@
+/* Kernels: the scalar rules against their definition, and every table against the plain one.
+ *
+ * The 16-bit types are tried with all their bit patterns, float32 with a few million random ones;
+ * sizes and addresses are those around the ends of vectors and of the streaming threshold.
+ */
+#include "test.h"
+
+#include <math.h>
+
+#include "kernels.h"
+
+enum {
+    GUARD = 64, /* bytes after a destination that must stay as they were */
+    BIG = (1 << 20) | 5,
+};
+
+static const int64_t sizes[] = {0,  1,  2,  7,  15, 16, 17,  31,   33,
+                                63, 64, 65, 66, 67, 96, 127, 1000, 4096 + 3};
+enum { SIZES = sizeof sizes / sizeof sizes[0] };
+static const fsdpc_dtype floats[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+static const double scales[] = {1.0, 0.25, 1.0 / 3, -2.0, 65536.0};
+
+static const fsdpc_kernels *plain;
+static const fsdpc_kernels *tables[3];
+static int table_count;
+
+static uint64_t random_state = 0x9E3779B97F4A7C15u;
+
+static uint64_t
+random_bits(void)
+{
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+static void *
+new_bytes(size_t bytes)
+{
+    void *block = malloc(bytes ? bytes : 1);
+    REQUIRE(block != NULL);
+    return block;
+}
+
+/* --- the scalar rules ---------------------------------------------------------------------- */
+
+static float
+float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The value of a 16-bit pattern from its definition, in double. */
+static double
+value_of(unsigned bits, int exponent_bits, int mantissa_bits)
+{
+    const int bias = (1 << (exponent_bits - 1)) - 1;
+    const int exponent = (int)(bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
+    const int mantissa = (int)bits & ((1 << mantissa_bits) - 1);
+    const double sign = bits & 0x8000u ? -1.0 : 1.0;
+    if (exponent == (1 << exponent_bits) - 1) {
+        return mantissa ? NAN : sign * INFINITY;
+    }
+    if (exponent == 0) {
+        return sign * ldexp(mantissa, 1 - bias - mantissa_bits);
+    }
+    return sign * ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+}
+
+static bool
+same_value(double a, double b)
+{
+    return isnan(a) ? isnan(b) : a == b && signbit(a) == signbit(b);
+}
+
+static void
+every_16_bit_pattern_has_its_value_and_comes_back(void)
+{
+    int wrong = 0;
+    for (unsigned bits = 0; bits < 65536; bits++) {
+        const float half = fsdpc_f16_to_f32((uint16_t)bits);
+        const float brain = fsdpc_bf16_to_f32((uint16_t)bits);
+        const bool half_nan = isnan(half), brain_nan = isnan(brain);
+        wrong += !same_value(half, value_of(bits, 5, 10));
+        wrong += !same_value(brain, value_of(bits, 8, 7));
+        wrong += fsdpc_f32_to_f16(half) != (half_nan ? bits | 0x0200u : bits);
+        wrong += fsdpc_f32_to_bf16(brain) != (brain_nan ? bits | 0x0040u : bits);
+    }
+    CHECK_INT(wrong, 0);
+}
+
+/* Nearest of the two neighbours in double arithmetic, the even one in the middle. */
+static bool
+is_nearest(float value, uint16_t bits, int exponent_bits, int mantissa_bits)
+{
+    const unsigned infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
+    const unsigned magnitude = bits & 0x7FFFu;
+    const double wanted = fabs((double)value);
+    /* Beyond the largest number the next step of the same size stands for infinity. */
+    const double largest = value_of(infinity - 1, exponent_bits, mantissa_bits);
+    const double step = largest - value_of(infinity - 2, exponent_bits, mantissa_bits);
+    const double at =
+        magnitude == infinity ? largest + step : value_of(magnitude, exponent_bits, mantissa_bits);
+    const double up = magnitude + 1 >= infinity
+                          ? largest + step
+                          : value_of(magnitude + 1, exponent_bits, mantissa_bits);
+    const double down = magnitude ? value_of(magnitude - 1, exponent_bits, mantissa_bits) : -up;
+    const bool even = (magnitude & 1u) == 0;
+    if (magnitude > infinity || !!(bits & 0x8000u) != !!signbit(value)) {
+        return false;
+    }
+    const double above = (at + up) / 2, below = (at + down) / 2;
+    if (magnitude != infinity && (wanted > above || (wanted == above && !even))) {
+        return false;
+    }
+    return wanted > below || (wanted == below && even) || magnitude == 0;
+}
+
+static void
+check_rounding(float value, int *wrong)
+{
+    if (isnan(value)) {
+        const uint16_t sign = (uint16_t)(signbit(value) ? 0x8000u : 0);
+        *wrong += (fsdpc_f32_to_f16(value) & 0xFE00u) != (sign | 0x7E00u);
+        *wrong += (fsdpc_f32_to_bf16(value) & 0xFFC0u) != (sign | 0x7FC0u);
+        return;
+    }
+    *wrong += !is_nearest(value, fsdpc_f32_to_f16(value), 5, 10);
+    *wrong += !is_nearest(value, fsdpc_f32_to_bf16(value), 8, 7);
+}
+
+static void
+floats_round_to_the_nearest_even(void)
+{
+    static const float edges[] = {65504.0f,        65519.996f,    65520.0f,  65536.0f,
+                                  0x1p-14f,        0x1p-24f,      0x1p-25f,  0x1.8p-24f,
+                                  0x1.000002p-25f, 0x1p-149f,     0x1p-126f, 3.3895314e38f,
+                                  3.3961775e38f,   3.4028235e38f, 0.0f};
+    int wrong = 0;
+    for (size_t i = 0; i < sizeof edges / sizeof edges[0]; i++) {
+        check_rounding(edges[i], &wrong);
+        check_rounding(-edges[i], &wrong);
+    }
+    check_rounding(INFINITY, &wrong);
+    check_rounding(-INFINITY, &wrong);
+    for (int i = 0; i < 300000; i++) {
+        check_rounding(float_of((uint32_t)(random_bits() >> 32)), &wrong);
+        check_rounding(fsdpc_f16_to_f32((uint16_t)random_bits()) * 1.00048828125f,
+                       &wrong); /* ties */
+    }
+    CHECK_INT(wrong, 0);
+    CHECK_INT(fsdpc_f32_to_f16(65519.996f), 0x7BFF);
+    CHECK_INT(fsdpc_f32_to_f16(65520.0f), 0x7C00);
+    CHECK_INT(fsdpc_f32_to_f16(0x1p-25f), 0);
+    CHECK_INT(fsdpc_f32_to_bf16(3.4028235e38f), 0x7F80);
+    CHECK_INT(fsdpc_f32_to_bf16(0x1p-133f), 1);
+}
+
+/* --- tables against the plain one ---------------------------------------------------------- */
+
+/* Every kind of value in turn: random patterns, ordinary numbers, specials. */
+static void
+fill(void *block, fsdpc_dtype type, int64_t n)
+{
+    static const double specials[] = {0.0,      -0.0,    INFINITY, -INFINITY, 65519.0, 65520.0,
+                                      0x1p-133, 0x1p-24, 0x1p-25,  3.39e38,   -1e-42,  1.0};
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t bits = random_bits();
+        const double ordinary = ((double)(bits >> 11) * 0x1p-53 - 0.5) * 8;
+        double value = i % 3 ? ordinary : specials[bits % 12];
+        if (i % 7 == 0 || type == FSDPC_BYTES) {
+            const size_t bytes = fsdpc_dtype_bytes(type);
+            memcpy((char *)block + (size_t)i * bytes, &bits, bytes);
+        } else {
+            plain->cast((char *)block + (size_t)i * fsdpc_dtype_bytes(type), type, &value,
+                        FSDPC_F64, 1, 1.0);
+        }
+    }
+}
+
+static double
+item(const void *block, fsdpc_dtype type, int64_t i)
+{
+    double value;
+    plain->cast(&value, FSDPC_F64, (const char *)block + (size_t)i * fsdpc_dtype_bytes(type), type,
+                1, 1.0);
+    return value;
+}
+
+/* Bit for bit; where a sum met two NaNs, only that a NaN came out. */
+static bool
+same(const void *a, const void *b, fsdpc_dtype type, int64_t n, bool any_nan)
+{
+    const size_t bytes = fsdpc_dtype_bytes(type);
+    if (memcmp(a, b, (size_t)n * bytes) == 0) {
+        return true;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const size_t at = (size_t)i * bytes;
+        if (memcmp((const char *)a + at, (const char *)b + at, bytes) != 0 &&
+            !(any_nan && isnan(item(a, type, i)) && isnan(item(b, type, i)))) {
+            fprintf(stderr, "element %lld of %lld: %a, not %a\n", (long long)i, (long long)n,
+                    item(a, type, i), item(b, type, i));
+            return false;
+        }
+    }
+    return true;
+}
+
+/* One case: a destination for the kernel under test and one for the oracle, at the same offset. */
+struct bed {
+    char *src, *got, *want;
+    size_t offset, bytes;
+};
+
+static void
+open_bed(struct bed *bed, size_t bytes, size_t offset)
+{
+    bed->offset = offset;
+    bed->bytes = bytes;
+    bed->src = new_bytes(bytes + offset + GUARD);
+    bed->got = new_bytes(bytes + offset + GUARD);
+    bed->want = new_bytes(bytes + offset + GUARD);
+    memset(bed->got, 0xA5, bytes + offset + GUARD);
+    memset(bed->want, 0xA5, bytes + offset + GUARD);
+}
+
+static void
+close_bed(struct bed *bed)
+{
+    free(bed->src);
+    free(bed->got);
+    free(bed->want);
+}
+
+static bool
+guards_hold(const struct bed *bed, size_t used)
+{
+    const size_t at = bed->offset + used;
+    return memcmp(bed->got, bed->want, bed->offset) == 0 &&
+           memcmp(bed->got + at, bed->want + at, bed->bytes + GUARD - used) == 0;
+}
+
+static void
+compare_cast(const fsdpc_kernels *table, fsdpc_dtype to, fsdpc_dtype from, int64_t n, size_t offset,
+             double scale)
+{
+    struct bed bed;
+    open_bed(&bed, (size_t)n * 8, offset);
+    fill(bed.src + offset, from, n);
+    table->cast(bed.got + offset, to, bed.src + offset, from, n, scale);
+    plain->cast(bed.want + offset, to, bed.src + offset, from, n, scale);
+    if (!same(bed.got + offset, bed.want + offset, to, n, false) ||
+        !guards_hold(&bed, (size_t)n * fsdpc_dtype_bytes(to))) {
+        TEST_FAIL("%s cast %s from %s, n %lld, offset %zu, scale %g", table->name,
+                  fsdpc_dtype_name(to), fsdpc_dtype_name(from), (long long)n, offset, scale);
+    }
+    CHECK(true);
+    close_bed(&bed);
+}
+
+static void
+compare_scale(const fsdpc_kernels *table, fsdpc_dtype type, int64_t n, size_t offset, double scale)
+{
+    struct bed bed;
+    open_bed(&bed, (size_t)n * 8, offset);
+    fill(bed.got + offset, type, n);
+    memcpy(bed.want + offset, bed.got + offset, (size_t)n * 8);
+    table->scale(bed.got + offset, type, n, scale);
+    plain->cast(bed.want + offset, type, bed.want + offset, type, n, scale);
+    CHECK(same(bed.got + offset, bed.want + offset, type, n, false));
+    CHECK(guards_hold(&bed, (size_t)n * fsdpc_dtype_bytes(type)));
+    close_bed(&bed);
+}
+
+static void
+compare_accumulate(const fsdpc_kernels *table, fsdpc_dtype acc, fsdpc_dtype from, int64_t n,
+                   size_t offset, double scale)
+{
+    struct bed bed;
+    open_bed(&bed, (size_t)n * 8, offset);
+    fill(bed.src + offset, from, n);
+    fill(bed.got + offset, acc, n);
+    memcpy(bed.want + offset, bed.got + offset, (size_t)n * 8);
+    table->accumulate(bed.got + offset, acc, bed.src + offset, from, n, scale);
+    plain->accumulate(bed.want + offset, acc, bed.src + offset, from, n, scale);
+    if (!same(bed.got + offset, bed.want + offset, acc, n, true) ||
+        !guards_hold(&bed, (size_t)n * fsdpc_dtype_bytes(acc))) {
+        TEST_FAIL("%s accumulate %s to %s, n %lld, offset %zu, scale %g", table->name,
+                  fsdpc_dtype_name(from), fsdpc_dtype_name(acc), (long long)n, offset, scale);
+    }
+    CHECK(true);
+    close_bed(&bed);
+}
+
+enum { SOURCES = 70 }; /* more than the wide tables list at a time */
+
+static void
+compare_reduce(const fsdpc_kernels *table, fsdpc_dtype acc, fsdpc_dtype from, int count, int64_t n,
+               size_t offset, double scale, bool add)
+{
+    const void *list[SOURCES] = {0};
+    struct bed bed;
+    char *sources = new_bytes((size_t)count * ((size_t)n * 8 + offset) + 1);
+    open_bed(&bed, (size_t)n * 8, offset);
+    for (int s = 0; s < count; s++) {
+        char *source = sources + (size_t)s * ((size_t)n * 8 + offset) + offset;
+        fill(source, from, n);
+        list[s] = count > 4 && s % 3 == 1 ? NULL : source;
+    }
+    fill(bed.got + offset, acc, n);
+    memcpy(bed.want + offset, bed.got + offset, (size_t)n * 8);
+    table->reduce(bed.got + offset, acc, list, count, from, n, scale, add);
+    plain->reduce(bed.want + offset, acc, list, count, from, n, scale, add);
+    if (!same(bed.got + offset, bed.want + offset, acc, n, true) ||
+        !guards_hold(&bed, (size_t)n * fsdpc_dtype_bytes(acc))) {
+        TEST_FAIL("%s reduce of %d %s to %s, n %lld, offset %zu, scale %g, add %d", table->name,
+                  count, fsdpc_dtype_name(from), fsdpc_dtype_name(acc), (long long)n, offset, scale,
+                  add);
+    }
+    CHECK(true);
+    free(sources);
+    close_bed(&bed);
+}
+
+static void
+compare_norm(const fsdpc_kernels *table, fsdpc_dtype type, int64_t n, size_t offset, bool finite)
+{
+    char *block = new_bytes((size_t)n * 8 + offset);
+    char *src = block + offset;
+    fill(src, type, n);
+    if (finite) {
+        for (int64_t i = 0; i < n; i++) {
+            double value = (double)(random_bits() % 2001) / 1000 - 1;
+            plain->cast(src + (size_t)i * fsdpc_dtype_bytes(type), type, &value, FSDPC_F64, 1, 1);
+        }
+    }
+    const fsdpc_norm got = table->norm2(src, type, n);
+    const fsdpc_norm want = plain->norm2(src, type, n);
+    CHECK_INT(got.nonfinite, want.nonfinite);
+    CHECK(same_value(got.max, want.max));
+    /* Any two orders of n additions differ by less than this. */
+    const double bound = 2 * (double)n * 0x1p-53 * want.sum;
+    CHECK(finite ? fabs(got.sum - want.sum) <= bound : isnan(got.sum) == isnan(want.sum));
+    free(block);
+}
+
+static void
+tables_agree_on_all_sizes_and_addresses(const fsdpc_kernels *table)
+{
+    for (size_t a = 0; a < 4; a++) {
+        for (int k = 0; k < SIZES; k++) {
+            const size_t offset = (size_t)(random_bits() % 3) * 2 + (k % 5 == 4);
+            const double scale = scales[random_bits() % 5];
+            for (size_t b = 0; b < 4; b++) {
+                compare_cast(table, floats[b], floats[a], sizes[k], offset, 1.0);
+                compare_cast(table, floats[b], floats[a], sizes[k], offset, scale);
+            }
+            compare_scale(table, floats[a], sizes[k], offset, scale);
+            compare_norm(table, floats[a], sizes[k], offset, k % 2);
+            for (int wide = 0; wide < 2; wide++) {
+                const fsdpc_dtype acc = wide ? FSDPC_F64 : FSDPC_F32;
+                compare_accumulate(table, acc, floats[a], sizes[k], offset, scale);
+                for (int count = 0; count <= 8; count++) {
+                    compare_reduce(table, acc, floats[a], count, sizes[k], offset, scale,
+                                   (count + k) % 2);
+                    compare_reduce(table, acc, floats[a], count, sizes[k], offset, 1.0,
+                                   (count + k) % 2 == 0);
+                }
+            }
+        }
+        compare_reduce(table, FSDPC_F32, floats[a], SOURCES, 100, 0, 0.5, true);
+    }
+    compare_cast(table, FSDPC_BYTES, FSDPC_BYTES, 1001, 3, 1.0);
+}
+
+/* From 1 MiB on a destination may be written past the caches. */
+static void
+tables_agree_on_big_buffers(const fsdpc_kernels *table)
+{
+    static const size_t offsets[] = {0, 2, 4, 12, 1};
+    for (int k = 0; k < 5; k++) {
+        for (int a = 0; a < 3; a++) {
+            for (int b = 0; b < 3; b++) {
+                compare_cast(table, floats[b], floats[a], BIG, offsets[k], k % 2 ? 1.0 : 0.75);
+            }
+        }
+        for (int count = 1; count <= 5; count++) {
+            compare_reduce(table, FSDPC_F32, floats[k % 3], count, BIG / 2, offsets[k], 0.5,
+                           k == 4);
+        }
+        compare_norm(table, floats[k % 3], BIG, offsets[k], k % 2);
+        compare_cast(table, FSDPC_BYTES, FSDPC_BYTES, 3 * BIG, offsets[k], 1.0);
+        compare_cast(table, FSDPC_F64, FSDPC_F64, BIG, offsets[k], 1.0);
+    }
+    compare_scale(table, FSDPC_BF16, BIG, 0, 0.3);
+    compare_accumulate(table, FSDPC_F32, FSDPC_BF16, BIG, 4, 0.3);
+}
+
+static void
+tables_agree_on_every_16_bit_pattern(const fsdpc_kernels *table)
+{
+    uint16_t *all = new_bytes(65536 * sizeof *all);
+    char *got = new_bytes(65536 * 8), *want = new_bytes(65536 * 8);
+    for (int i = 0; i < 65536; i++) {
+        all[i] = (uint16_t)i;
+    }
+    for (int from = 1; from <= 2; from++) {
+        for (int to = 0; to < 4; to++) {
+            for (int k = 0; k < 5; k++) {
+                table->cast(got, floats[to], all, floats[from], 65536, scales[k]);
+                plain->cast(want, floats[to], all, floats[from], 65536, scales[k]);
+                CHECK(same(got, want, floats[to], 65536, false));
+            }
+        }
+        memset(got, 0, 65536 * 4);
+        memset(want, 0, 65536 * 4);
+        table->accumulate(got, FSDPC_F32, all, floats[from], 65536, 1.5);
+        plain->accumulate(want, FSDPC_F32, all, floats[from], 65536, 1.5);
+        CHECK(same(got, want, FSDPC_F32, 65536, false));
+    }
+    free(all);
+    free(got);
+    free(want);
+}
+
+static void
+tables_agree_on_millions_of_floats(const fsdpc_kernels *table)
+{
+    enum { BATCH = 1 << 16 };
+    uint32_t *src = new_bytes(BATCH * sizeof *src);
+    char *got = new_bytes(BATCH * 2), *want = new_bytes(BATCH * 2);
+    for (int batch = 0; batch < 48; batch++) {
+        for (int i = 0; i < BATCH; i++) {
+            src[i] = (uint32_t)(random_bits() >> 32);
+            src[i] = i % 4 ? src[i] : (src[i] & 0xFFFF8000u); /* ties of bfloat16 */
+        }
+        for (int to = 1; to <= 2; to++) {
+            table->cast(got, floats[to], src, FSDPC_F32, BATCH, 1.0);
+            plain->cast(want, floats[to], src, FSDPC_F32, BATCH, 1.0);
+            CHECK(same(got, want, floats[to], BATCH, false));
+        }
+    }
+    free(src);
+    free(got);
+    free(want);
+}
+
+/* --- promises of the contract -------------------------------------------------------------- */
+
+static void
+product_and_sum_are_rounded_separately(const fsdpc_kernels *table)
+{
+    enum { N = 96 };
+    float acc[N], src[N], other[N];
+    int fused_differs = 0;
+    for (int i = 0; i < N; i++) {
+        acc[i] = -1.0f - (float)i * 0x1p-10f;
+        src[i] = 1.0f + (float)(i + 1) * 0x1p-13f;
+        other[i] = 0.0f;
+    }
+    float expected[N];
+    const float factor = 1.0f + 0x1p-12f;
+    for (int i = 0; i < N; i++) {
+        volatile float product = src[i] * factor;
+        expected[i] = acc[i] + product;
+        fused_differs += fmaf(src[i], factor, acc[i]) != expected[i];
+    }
+    CHECK(fused_differs > N / 2); /* or the case would show nothing */
+    float sum[N];
+    memcpy(sum, acc, sizeof sum);
+    table->accumulate(sum, FSDPC_F32, src, FSDPC_F32, N, factor);
+    CHECK(memcmp(sum, expected, sizeof sum) == 0);
+    const void *list[2] = {src, other};
+    memcpy(sum, acc, sizeof sum);
+    table->reduce(sum, FSDPC_F32, list, 2, FSDPC_F32, N, factor, true);
+    CHECK(memcmp(sum, expected, sizeof sum) == 0);
+}
+
+static void
+sums_are_taken_in_list_order(const fsdpc_kernels *table)
+{
+    enum { N = 37 };
+    float one[N], big[N], minus[N], acc[N];
+    for (int i = 0; i < N; i++) {
+        one[i] = 1.0f;
+        big[i] = 0x1p25f;
+        minus[i] = -0x1p25f;
+    }
+    const void *lost[] = {one, NULL, big, minus}, *kept[] = {big, minus, NULL, one};
+    table->reduce(acc, FSDPC_F32, lost, 4, FSDPC_F32, N, 1.0, false);
+    CHECK(acc[0] == 0.0f && acc[N - 1] == 0.0f);
+    table->reduce(acc, FSDPC_F32, kept, 4, FSDPC_F32, N, 2.0, false);
+    CHECK(acc[0] == 2.0f && acc[N - 1] == 2.0f);
+    table->reduce(acc, FSDPC_F32, kept, 4, FSDPC_F32, N, 2.0, true);
+    CHECK(acc[0] == 4.0f && acc[N - 1] == 4.0f);
+}
+
+static void
+the_sum_may_be_one_of_the_sources(const fsdpc_kernels *table)
+{
+    enum { N = 400000 };
+    float *a = new_bytes(N * sizeof *a), *b = new_bytes(N * sizeof *b);
+    int wrong = 0;
+    for (int i = 0; i < N; i++) {
+        a[i] = (float)i;
+        b[i] = 0.5f;
+    }
+    const void *list[] = {b, a};
+    table->reduce(a, FSDPC_F32, list, 2, FSDPC_F32, N, 0.5, false);
+    for (int i = 0; i < N; i++) {
+        wrong += a[i] != ((float)i + 0.5f) * 0.5f;
+    }
+    CHECK_INT(wrong, 0);
+    free(a);
+    free(b);
+}
+
+static void
+without_sources_the_sum_is_zero(const fsdpc_kernels *table)
+{
+    float acc[20];
+    const void *none[3] = {NULL, NULL, NULL};
+    memset(acc, 0xFF, sizeof acc);
+    table->reduce(acc, FSDPC_F32, none, 3, FSDPC_BF16, 20, 0.5, false);
+    CHECK(acc[0] == 0.0f && acc[19] == 0.0f);
+    acc[3] = 7.0f;
+    table->reduce(acc, FSDPC_F32, NULL, 0, FSDPC_BF16, 20, 0.5, true);
+    CHECK(acc[3] == 7.0f);
+}
+
+static void
+norms_survive_large_and_strange_values(const fsdpc_kernels *table)
+{
+    enum { N = 77 };
+    float src[N] = {0};
+    src[5] = 3e38f;
+    src[76] = -3.2e38f;
+    fsdpc_norm norm = table->norm2(src, FSDPC_F32, N);
+    const double expected = (double)src[5] * src[5] + (double)src[76] * src[76];
+    CHECK(fabs(norm.sum - expected) <= 1e-12 * expected);
+    CHECK(norm.max == -(double)src[76] && !norm.nonfinite);
+    for (int at = 0; at < N; at += 19) { /* a lane, the last vector, the rest */
+        memset(src, 0, sizeof src);
+        src[at] = -INFINITY;
+        norm = table->norm2(src, FSDPC_F32, N);
+        CHECK(norm.nonfinite && norm.max == INFINITY && norm.sum == INFINITY);
+        src[(at + 3) % N] = NAN;
+        norm = table->norm2(src, FSDPC_F32, N);
+        CHECK(norm.nonfinite && isnan(norm.max) && isnan(norm.sum));
+    }
+    norm = table->norm2(src, FSDPC_F32, 0);
+    CHECK(norm.sum == 0 && norm.max == 0 && !norm.nonfinite);
+}
+
+/* --- the kernels that are plain only ------------------------------------------------------- */
+
+static void
+packing_follows_shape_and_strides(void)
+{
+    static const int64_t shape[] = {3, 1, 5, 70}, strides[] = {-400, 999, 1, 5};
+    uint16_t src[1600];
+    float got[3 * 5 * 70];
+    int wrong = 0;
+    for (int i = 0; i < 1600; i++) {
+        src[i] = fsdpc_f32_to_bf16((float)(i % 251));
+    }
+    REQUIRE_OK(fsdpc_kernel_pack_strided(plain, got, FSDPC_F32, src + 800, FSDPC_BF16, 4, shape,
+                                         strides, 0.5));
+    for (int i = 0; i < 3; i++) {
+        for (int j = 0; j < 5; j++) {
+            for (int k = 0; k < 70; k++) {
+                const int at = 800 - 400 * i + j + 5 * k;
+                wrong += got[(i * 5 + j) * 70 + k] != (float)(at % 251) * 0.5f;
+            }
+        }
+    }
+    CHECK_INT(wrong, 0);
+}
+
+static void
+packing_takes_rows_scalars_and_broadcasts(void)
+{
+    static const int64_t shape[] = {4, 100}, rows[] = {150, 1}, constant[] = {0, 0};
+    static const int64_t contiguous[] = {100, 1};
+    double src[600], got[400];
+    int wrong = 0;
+    for (int i = 0; i < 600; i++) {
+        src[i] = i;
+    }
+    REQUIRE_OK(fsdpc_kernel_pack_strided(plain, got, FSDPC_F64, src, FSDPC_F64, 2, shape, rows, 1));
+    for (int i = 0; i < 400; i++) {
+        wrong += got[i] != i / 100 * 150 + i % 100;
+    }
+    REQUIRE_OK(fsdpc_kernel_pack_strided(plain, got, FSDPC_F64, src + 7, FSDPC_F64, 2, shape,
+                                         constant, 1));
+    for (int i = 0; i < 400; i++) {
+        wrong += got[i] != 7;
+    }
+    REQUIRE_OK(
+        fsdpc_kernel_pack_strided(plain, got, FSDPC_F64, src, FSDPC_F64, 2, shape, contiguous, 2));
+    for (int i = 0; i < 400; i++) {
+        wrong += got[i] != 2 * i;
+    }
+    REQUIRE_OK(
+        fsdpc_kernel_pack_strided(plain, got, FSDPC_F64, src + 9, FSDPC_F64, 0, NULL, NULL, 1));
+    wrong += got[0] != 9;
+    CHECK_INT(wrong, 0);
+}
+
+static void
+packing_refuses_impossible_shapes(void)
+{
+    int64_t shape[17] = {0}, strides[17] = {0};
+    char dst[8] = "kept";
+    CHECK_INT(
+        fsdpc_kernel_pack_strided(plain, dst, FSDPC_F32, dst, FSDPC_F32, 2, shape, strides, 1),
+        FSDPC_OK);
+    CHECK_STR(dst, "kept");
+    CHECK_ERROR(
+        fsdpc_kernel_pack_strided(plain, dst, FSDPC_F32, dst, FSDPC_F32, 17, shape, strides, 1),
+        FSDPC_E_INVAL, "17 dimensions");
+    shape[0] = shape[1] = INT64_MAX / 2;
+    CHECK_ERROR(
+        fsdpc_kernel_pack_strided(plain, dst, FSDPC_F32, dst, FSDPC_F32, 2, shape, strides, 1),
+        FSDPC_E_INVAL, "too many elements");
+    shape[1] = -1;
+    CHECK_ERROR(
+        fsdpc_kernel_pack_strided(plain, dst, FSDPC_F32, dst, FSDPC_F32, 2, shape, strides, 1),
+        FSDPC_E_INVAL, "dimension 1");
+}
+
+static void
+other_norms_and_poison(void)
+{
+    static const float values[] = {1, -2, 3, -4};
+    uint16_t halves[40];
+    CHECK(fsdpc_kernel_norm_p(values, FSDPC_F32, 4, 1) == 10);
+    CHECK(fabs(fsdpc_kernel_norm_p(values, FSDPC_F32, 4, 3) - 100) < 1e-9);
+    CHECK(fsdpc_kernel_norm_p(values, FSDPC_F32, 0, 3) == 0);
+    fsdpc_kernel_poison(halves, FSDPC_F16, 40);
+    fsdpc_norm norm = plain->norm2(halves, FSDPC_F16, 40);
+    CHECK(isnan(norm.sum) && norm.nonfinite);
+    fsdpc_kernel_poison(NULL, FSDPC_F16, 0);
+}
+
+/* --- choice -------------------------------------------------------------------------------- */
+
+static void
+the_environment_chooses_the_table(void)
+{
+    const fsdpc_kernels *table = NULL;
+    unsetenv("FSDPC_SIMD");
+    REQUIRE_OK(fsdpc_kernels_select(&table));
+    CHECK(table == tables[0]);
+    setenv("FSDPC_SIMD", "plain", 1);
+    REQUIRE_OK(fsdpc_kernels_select(&table));
+    CHECK_STR(table->name, "plain");
+    setenv("FSDPC_SIMD", "sse9", 1);
+    CHECK_ERROR(fsdpc_kernels_select(&table), FSDPC_E_INVAL, "plain, avx2, avx512");
+    CHECK(table == NULL);
+    unsetenv("FSDPC_SIMD");
+}
+
+static void
+find_tables(void)
+{
+    static const char *const names[] = {"avx512", "avx2", "plain"};
+    plain = fsdpc_kernels_plain();
+    for (int i = 0; i < 3; i++) {
+        const fsdpc_kernels *table;
+        const int status = fsdpc_kernels_by_name(names[i], &table);
+        if (status == FSDPC_OK) {
+            CHECK_STR(table->name, names[i]);
+            tables[table_count++] = table;
+        } else {
+            CHECK_INT(status, FSDPC_E_UNAVAILABLE);
+            printf("skipped: %s\n", fsdpc_error_text());
+        }
+    }
+}
+
+int
+main(void)
+{
+    find_tables();
+    every_16_bit_pattern_has_its_value_and_comes_back();
+    floats_round_to_the_nearest_even();
+    for (int i = 0; i < table_count; i++) {
+        const fsdpc_kernels *table = tables[i];
+        if (table != plain) {
+            tables_agree_on_all_sizes_and_addresses(table);
+            tables_agree_on_big_buffers(table);
+            tables_agree_on_every_16_bit_pattern(table);
+            tables_agree_on_millions_of_floats(table);
+        }
+        product_and_sum_are_rounded_separately(table);
+        sums_are_taken_in_list_order(table);
+        the_sum_may_be_one_of_the_sources(table);
+        without_sources_the_sum_is_zero(table);
+        norms_survive_large_and_strange_values(table);
+    }
+    packing_follows_shape_and_strides();
+    packing_takes_rows_scalars_and_broadcasts();
+    packing_refuses_impossible_shapes();
+    other_norms_and_poison();
+    the_environment_chooses_the_table();
+    return test_result();
+}
