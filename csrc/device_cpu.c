@@ -116,7 +116,8 @@ static int
 run(struct cpu *cpu, fsdpc_pool_task *task, struct call *call, int64_t n, size_t item_bytes)
 {
     const int threads = atomic_load(&cpu->threads);
-    const int64_t grain = part_items(n, threads * PARTS_PER_THREAD, PART_BYTES / (int64_t)item_bytes);
+    const int64_t grain =
+        part_items(n, threads * PARTS_PER_THREAD, PART_BYTES / (int64_t)item_bytes);
     call->kernels = cpu->kernels;
     fsdpc_pool_run(cpu->pool, threads, n, grain, task, call);
     return FSDPC_OK;
@@ -152,8 +153,8 @@ static int
 cpu_cast(void *context, void *dst, fsdpc_dtype dst_type, const void *src, fsdpc_dtype src_type,
          int64_t n, double scale)
 {
-    struct call call = {.dst = dst, .src = src, .dst_type = dst_type, .src_type = src_type,
-                        .scale = scale};
+    struct call call = {
+        .dst = dst, .src = src, .dst_type = dst_type, .src_type = src_type, .scale = scale};
     return run(context, cast_task, &call, n, pair_bytes(dst_type, src_type));
 }
 
@@ -169,8 +170,8 @@ static int
 cpu_accumulate(void *context, void *acc, fsdpc_dtype acc_type, const void *src,
                fsdpc_dtype src_type, int64_t n, double scale)
 {
-    struct call call = {.dst = acc, .src = src, .dst_type = acc_type, .src_type = src_type,
-                        .scale = scale};
+    struct call call = {
+        .dst = acc, .src = src, .dst_type = acc_type, .src_type = src_type, .scale = scale};
     return run(context, accumulate_task, &call, n, pair_bytes(acc_type, src_type));
 }
 
@@ -195,8 +196,13 @@ static int
 cpu_reduce(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
            fsdpc_dtype src_type, int64_t n, double scale, bool add)
 {
-    struct call call = {.dst = acc, .sources = src, .source_count = src_count,
-                        .dst_type = acc_type, .src_type = src_type, .scale = scale, .add = add};
+    struct call call = {.dst = acc,
+                        .sources = src,
+                        .source_count = src_count,
+                        .dst_type = acc_type,
+                        .src_type = src_type,
+                        .scale = scale,
+                        .add = add};
     if (src_count > SOURCES_MAX) {
         call.kernels = ((struct cpu *)context)->kernels;
         reduce_task(&call, 0, n);
