@@ -1,0 +1,419 @@
+"""Times training steps of fsdpc, FSDP1, FSDP2 and an unsharded local copy in the same run.
+
+    python benchmarks/bench_step.py --model 10m,10m-bf16
+    python benchmarks/bench_step.py --model tiny --parts host --engines fsdpc,local --json
+
+Three parts, each with the process structure that its question needs:
+
+time    All engines live in the same two ranks, and rounds go through them in turn (another first
+        each round), so that an engine and the floor it is divided by see the same machine within
+        seconds. A round times a few steps from a barrier until the slower rank is done. Before it,
+        three steps on fixed data warm up and compare the losses; there the local copies average
+        their gradients, in the timed rounds they talk to nobody.
+memory  Memory has to be an engine's own, so each gets two fresh ranks. This process, which does
+        not import torch, reads both ranks' PSS every few milliseconds during four steps.
+host    One process, forward and backward without communication: FSDP1 and FSDP2 on torch's fake
+        process group of two ranks, fsdpc on a group of one rank; what the plain module takes is
+        subtracted and the rest divided by the number of units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import common
+
+DEFAULT_PARTS = {
+    "10m": "time,memory",
+    "10m-bf16": "time,memory",
+    "85m": "time,memory",
+    "tiny": "time,host",
+}
+WARMUP_STEPS = 3
+MEMORY_STEPS = 4
+SAMPLE_SECONDS = 0.005
+DEADLINE = 900  # seconds for one launch of ranks
+
+
+def pss_mb(pid: int | str) -> float:
+    """Returns a process's proportional set size in MB: shared pages are split over their users."""
+    with open(f"/proc/{pid}/smaps_rollup") as rollup:
+        lines = [line.split() for line in rollup]
+    return next(int(words[1]) for words in lines if words[0] == "Pss:") * 1024 / 1e6
+
+
+def start_rank(rank: int, world: int, folder: str, backend: str = "gloo") -> None:
+    """Makes this process a rank with one thread."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    else:
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def run_ranks(
+    job: Callable,
+    world: int,
+    *arguments: object,
+    watch: Callable[[list[int], Connection], dict] | None = None,
+) -> dict:
+    """Runs job(rank, world, folder, connection, *arguments) in fresh processes.
+
+    Returns what rank 0 sent through the connection, or what `watch` made of pids and connection.
+    """
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=job, args=(rank, world, folder, theirs, *arguments), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        timer = threading.Timer(DEADLINE, lambda: [process.kill() for process in ranks])
+        timer.start()
+        try:
+            result = watch([process.pid for process in ranks], ours) if watch else ours.recv()
+        except EOFError:
+            raise SystemExit("a rank ended early; its error is above") from None
+        finally:
+            timer.cancel()
+            for process in ranks:
+                process.join(20)
+                process.kill()
+    return result
+
+
+# time
+
+
+def time_job(
+    rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
+) -> None:
+    """One rank of the part `time`; rank 0 sends losses and seconds per step."""
+    start_rank(rank, world, folder)
+    from engines import WORKLOADS, build
+
+    work = WORKLOADS[model]
+    trainings = {name: build(name, work) for name in names}
+    losses = {
+        name: warm_up(training, work, name == "local") for name, training in trainings.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            seconds[name].append(time_round(trainings[name], work, turn))
+    if rank == 0:
+        sizes = {"batch_per_rank": work.batch, "seq": work.seq, "steps_per_round": work.steps}
+        out.send({"losses": losses, "seconds": seconds, "sizes": sizes})
+    end_rank()
+
+
+def warm_up(training: object, work: object, average: bool) -> list[float]:
+    """Takes the first steps, other data on each rank; returns the losses averaged over ranks."""
+    import torch.distributed as dist
+    from engines import random_batch
+
+    after, world, losses = training.after_backward, dist.get_world_size(), []
+
+    def average_gradients() -> None:
+        after()
+        for group in training.optimizer.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+
+    if average:
+        training.after_backward = average_gradients
+    for step in range(WARMUP_STEPS):
+        loss = training.step(random_batch(work, step * world + dist.get_rank()))
+        dist.all_reduce(loss)
+        losses.append(loss.item() / world)
+    training.after_backward = after
+    return losses
+
+
+def time_round(training: object, work: object, turn: int) -> float:
+    """Returns seconds per step, from a barrier to the end of the slower rank."""
+    import torch
+    import torch.distributed as dist
+    from engines import random_batch
+
+    batch = random_batch(work, 1000 * turn + dist.get_rank())
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(work.steps):
+        training.step(batch)
+    elapsed = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item() / work.steps
+
+
+def end_rank() -> None:
+    """Leaves without the interpreter's teardown, which some engines' threads make slow."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# memory
+
+
+def memory_job(rank: int, world: int, folder: str, out: Connection, model: str, name: str) -> None:
+    """One rank of the part `memory`; rank 0 tells the parent how far it is."""
+    start_rank(rank, world, folder)
+    import torch.distributed as dist
+    from engines import WORKLOADS, build, random_batch
+
+    def phase(text: str) -> None:
+        dist.barrier()
+        if rank == 0:
+            out.send(text)
+            out.recv()
+        dist.barrier()
+
+    work = WORKLOADS[model]
+    build_baseline(name)
+    phase("baseline")
+    training = build(name, work)
+    for step in range(WARMUP_STEPS):
+        training.step(random_batch(work, step * world + rank))
+    phase("warm")
+    for step in range(MEMORY_STEPS):
+        training.step(random_batch(work, step * world + rank))
+    phase("steady")
+    end_rank()
+
+
+def build_baseline(name: str) -> None:
+    """Imports what the engine imports and runs a tiny matmul, so that libraries do not count."""
+    import torch
+
+    if name == "fsdpc":
+        import fsdpc  # noqa: F401
+    else:
+        import torch.distributed.fsdp  # noqa: F401
+    torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def watch_memory(pids: list[int], connection: Connection) -> dict:
+    """Answers each phase and samples PSS; returns MB per rank, averaged over the ranks."""
+    figures: dict[str, float] = {}
+    peak, sampling = 0.0, False
+    while "steady" not in figures:
+        if connection.poll(SAMPLE_SECONDS if sampling else 1):
+            phase = connection.recv()
+            figures[phase] = statistics.mean(pss_mb(pid) for pid in pids)
+            sampling = phase == "warm"
+            connection.send("go on")
+        elif sampling:
+            peak = max(peak, statistics.mean(pss_mb(pid) for pid in pids))
+    figures["peak"] = max(peak, figures["steady"])
+    return figures
+
+
+# host
+
+
+def host_job(
+    rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
+) -> None:
+    """The part `host`: seconds of forward + backward per engine, in turn, on one rank."""
+    start_rank(rank, 2, folder, backend="fake")
+    import torch.distributed as dist
+    from engines import WORKLOADS, Training, build, fsdpc, random_batch
+
+    work, alone = WORKLOADS[model], dist.new_group([0])
+
+    def make(name: str) -> Training:
+        if name == "fsdpc":
+            return fsdpc(work, process_group=alone)
+        return build(name, work)
+
+    trainings = {name: make(name) for name in names}
+    batch = random_batch(work, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + WARMUP_STEPS):
+        for name, training in trainings.items():
+            begin = time.perf_counter()
+            training.backward(batch)
+            elapsed = time.perf_counter() - begin
+            training.optimizer.zero_grad()
+            if turn >= WARMUP_STEPS:
+                seconds[name].append(elapsed)
+    out.send({"seconds": seconds, "units": work.config.layers + 1})
+    os._exit(0)
+
+
+# reports
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Returns median, quartiles and least value."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return {"median": middle, "q1": low, "q3": high, "min": min(values)}
+
+
+def report_time(result: dict, tokens: int) -> dict:
+    """Turns seconds per round into step time, ratio to local within the round, and tokens/s."""
+    engines = {}
+    for name, seconds in result["seconds"].items():
+        engines[name] = {
+            "step_ms": spread([1e3 * value for value in seconds]),
+            "tokens_per_second": tokens / statistics.median(seconds),
+            "losses": result["losses"][name],
+        }
+        if "local" in result["seconds"]:
+            floor = result["seconds"]["local"]
+            ratios = [value / base for value, base in zip(seconds, floor, strict=True)]
+            engines[name]["ratio"] = spread(ratios)
+    return engines
+
+
+def report_host(result: dict) -> dict:
+    """Turns seconds into microseconds per unit over the plain module, within the same round."""
+    floor, units, engines = result["seconds"]["local"], result["units"], {}
+    for name, seconds in result["seconds"].items():
+        extra = [1e6 * (a - b) / units for a, b in zip(seconds, floor, strict=True)]
+        engines[name] = {
+            "host_ms": spread([1e3 * value for value in seconds]),
+            "host_us_per_unit": spread(extra),
+        }
+    return engines
+
+
+def loss_difference(engines: dict) -> float | None:
+    """Returns the largest difference between any two engines' warm-up losses."""
+    curves = [engine["losses"] for engine in engines.values() if "losses" in engine]
+    if len(curves) < 2:
+        return None
+    return max(max(column) - min(column) for column in zip(*curves, strict=True))
+
+
+def table(engines: dict) -> str:
+    """Lays the figures out as text, one engine a line."""
+    rows = [
+        [
+            "engine",
+            "step ms",
+            "q1..q3",
+            "x local",
+            "q1..q3",
+            "tokens/s",
+            "PSS MB",
+            "peak MB",
+            "host us/unit",
+        ]
+    ]
+    for name, figures in engines.items():
+        step, ratio = figures.get("step_ms"), figures.get("ratio")
+        memory, host = figures.get("memory_mb"), figures.get("host_us_per_unit")
+        rows.append(
+            [
+                name,
+                f"{step['median']:.1f}" if step else "-",
+                f"{step['q1']:.1f}..{step['q3']:.1f}" if step else "-",
+                f"{ratio['median']:.3f}" if ratio else "-",
+                f"{ratio['q1']:.3f}..{ratio['q3']:.3f}" if ratio else "-",
+                f"{figures['tokens_per_second']:,.0f}" if step else "-",
+                f"{memory['steady'] - memory['baseline']:.0f}" if memory else "-",
+                f"{memory['peak'] - memory['baseline']:.0f}" if memory else "-",
+                f"{host['median']:.1f}" if host else "-",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model",
+        default=",".join(DEFAULT_PARTS),
+        help="comma-separated, of 10m, 10m-bf16, 85m, 85m-bf16, tiny (default: %(default)s)",
+    )
+    parser.add_argument("--engines", default="fsdpc,fsdp1,fsdp2,local", help="comma-separated")
+    parser.add_argument("--parts", help="of time, memory, host; by default what suits the model")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--note", default="", help="kept in the JSON, e.g. what else was running")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="write JSON, by default to benchmarks/results/step_MODEL.json",
+    )
+    return parser.parse_args()
+
+
+def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict:
+    """Runs the parts for one model; returns the sizes and each engine's figures."""
+    engines: dict[str, dict] = {name: {} for name in names}
+    sizes: dict = {}
+    if "time" in parts:
+        result = run_ranks(time_job, 2, model, names, rounds)
+        sizes = result["sizes"]
+        merge(engines, report_time(result, 2 * sizes["batch_per_rank"] * sizes["seq"]))
+    if "memory" in parts:
+        for name in names:
+            figures = run_ranks(memory_job, 2, model, name, watch=watch_memory)
+            engines[name]["memory_mb"] = figures
+    if "host" in parts:
+        merge(engines, report_host(run_ranks(host_job, 1, model, names, 10 * rounds)))
+    return {**sizes, "loss_difference": loss_difference(engines), "engines": engines}
+
+
+def merge(engines: dict[str, dict], more: dict[str, dict]) -> None:
+    """Adds one part's figures to those of the other parts."""
+    for name, figures in more.items():
+        engines[name] |= figures
+
+
+def main() -> None:
+    args = parse_args()
+    for model in args.model.split(","):
+        parts = (args.parts or DEFAULT_PARTS.get(model, "time,memory")).split(",")
+        record = common.describe_run()
+        result = measure(model, args.engines.split(","), parts, args.rounds)
+        print(f"{model}: {', '.join(parts)}\n{table(result['engines'])}")
+        if result["loss_difference"] is not None:
+            print(
+                f"largest difference of losses in the first {WARMUP_STEPS} steps: "
+                f"{result['loss_difference']:.1e}"
+            )
+        if args.json is not None:
+            path = args.json or Path(__file__).parent / f"results/step_{model}.json"
+            head = {"benchmark": "step", "model": model, "rounds": args.rounds, "note": args.note}
+            content = {**head, "world": 2, "threads_per_rank": 1, **record, **result}
+            Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The ways to train one model that bench_step.py compares, built alike and stepped alike.
+
+Each engine starts from the same weights and gives a `Training`: a module to call, an optimizer,
+and what has to happen before the forward and after the backward. `local` is the floor: every rank
+steps its own unsharded copy and talks to nobody. In bf16 its step does what mixed precision means
+for the sharded engines: fp32 weights are cast into a bf16 copy of the model, which computes, and
+the bf16 gradients are cast to fp32 for the optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import GPT, Block, GPTConfig  # noqa: E402
+
+ENGINES = ("fsdpc", "fsdp1", "fsdp2", "local")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the size of one rank's batch. `steps` is how many are timed together."""
+
+    config: GPTConfig
+    batch: int
+    seq: int
+    steps: int
+    dtype: torch.dtype = torch.float32  # of gathered weights and computation; the rest is fp32
+
+
+SMALL, LARGE = GPTConfig(), GPTConfig(layers=12, width=768, heads=12)
+TINY = GPTConfig(layers=32, width=32, heads=2, context=32)
+
+# Sequences are short so that a step is dominated by weights rather than by activations, which is
+# the hard case for sharding. `tiny` is 33 units of 12 parameters (13 thousand elements) with next
+# to no work in them, so that host time is all there is.
+WORKLOADS = {
+    "10m": Workload(SMALL, batch=4, seq=128, steps=3),
+    "10m-bf16": Workload(SMALL, batch=4, seq=128, steps=3, dtype=torch.bfloat16),
+    "85m": Workload(LARGE, batch=2, seq=128, steps=1),
+    "85m-bf16": Workload(LARGE, batch=2, seq=128, steps=1, dtype=torch.bfloat16),
+    "tiny": Workload(TINY, batch=1, seq=32, steps=20),
+}
+
+
+def nothing() -> None:
+    """Stands for a part of the step that an engine does not need."""
+
+
+@dataclass
+class Training:
+    """One model in training with one engine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    before_forward: Callable[[], None] = nothing
+    after_backward: Callable[[], None] = nothing
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Runs forward and backward on int64 [batch, length] (inputs, targets); returns loss."""
+        self.before_forward()
+        logits = self.model(batch[0]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        loss.backward()
+        self.after_backward()
+        return loss.detach()
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Runs one whole training step and returns its loss."""
+        loss = self.backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def plain_model(work: Workload) -> GPT:
+    """Returns the model with the weights that every engine starts from."""
+    torch.manual_seed(0)
+    return GPT(work.config)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns torch's AdamW with its defaults, the same for each engine."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def local(work: Workload) -> Training:
+    """The unsharded step; with a low dtype, fp32 weights and a low copy that computes."""
+    master = plain_model(work)
+    if work.dtype is torch.float32:
+        return Training(master, adamw(master))
+    low = plain_model(work).to(work.dtype)
+    pairs = list(zip(master.parameters(), low.parameters(), strict=True))
+
+    @torch.no_grad()
+    def cast_weights() -> None:
+        for full, half in pairs:
+            half.copy_(full)
+
+    def cast_gradients() -> None:
+        for full, half in pairs:
+            full.grad, half.grad = half.grad.float(), None
+
+    return Training(low, adamw(master), cast_weights, cast_gradients)
+
+
+def wrapper(work: Workload, module: Any, wrap: Any, **options: object) -> Training:
+    """Wraps with the FSDP1 interface: `module` has the names, `wrap` the policies."""
+    policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    precision = module.MixedPrecision(param_dtype=work.dtype, reduce_dtype=torch.float32)
+    model = module.FullyShardedDataParallel(
+        plain_model(work),
+        auto_wrap_policy=policy,
+        mixed_precision=None if work.dtype is torch.float32 else precision,
+        device_id=CPU,
+        use_orig_params=True,
+        **options,
+    )
+    return Training(model, adamw(model))
+
+
+def fsdp1(work: Workload, **options: object) -> Training:
+    """torch.distributed.fsdp.FullyShardedDataParallel, on gloo."""
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp import wrap
+
+    return wrapper(work, fsdp, wrap, **options)
+
+
+def fsdpc(work: Workload, **options: object) -> Training:
+    """fsdpc.FullyShardedDataParallel, over shared memory."""
+    import fsdpc
+    from fsdpc import wrap
+
+    return wrapper(work, fsdpc, wrap, **options)
+
+
+def fsdp2(work: Workload) -> Training:
+    """torch.distributed.fsdp.fully_shard, on gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = plain_model(work)
+    low = None if work.dtype is torch.float32 else work.dtype
+    options = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32),
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return Training(model, adamw(model))
+
+
+def build(name: str, work: Workload) -> Training:
+    """Builds an engine by name; collective over the default process group."""
+    return {"local": local, "fsdp1": fsdp1, "fsdp2": fsdp2, "fsdpc": fsdpc}[name](work)
+
+
+def random_batch(work: Workload, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns inputs and targets that depend on nothing but the seed."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, work.config.vocab, (work.batch, work.seq + 1), generator=rng)
+    return tokens[:, :-1], tokens[:, 1:]
