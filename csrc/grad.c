@@ -252,5 +252,22 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     size_t item = fsdpc_dtype_bytes(seg->accumulate);
     char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
-    return fsdpc_device_zero(unit->device, acc, (size_t)span.length * item);
+    FSDPC_TRY(fsdpc_device_zero(unit->device, acc, (size_t)span.length * item));
+    if (!unit->grad_out) {
+        return FSDPC_OK;
+    }
+    int64_t length;
+    void *seen = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_zero(unit->device, seen,
+                             (size_t)length * fsdpc_dtype_bytes(seg->storage));
+}
+
+int
+fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    size_t item = fsdpc_dtype_bytes(seg->accumulate);
+    char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
+    return fsdpc_device_cast(unit->device, acc, seg->accumulate, values, dtype, span.length, 1.0);
 }

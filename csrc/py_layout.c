@@ -2,15 +2,13 @@
  *
  * For the planner and the tests; the engine uses layout.h directly, so both see the same bytes.
  */
-#include "py.h"
+#include "py_layout.h"
 
-#include "layout.h"
 #include "mem.h"
 
 struct request {
-    PyObject *items; /* owned tuple; the specs' names are borrowed from it */
-    fsdpc_param_spec *specs;
-    int count, world;
+    fsdpc_py_specs list;
+    int world;
     size_t align_bytes;
     bool spans;
 };
@@ -51,8 +49,8 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     return parse_dtype(reduce, &out->reduce);
 }
 
-static int
-parse_specs(PyObject *list, struct request *out)
+int
+fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out)
 {
     out->items = PySequence_Tuple(list);
     if (out->items == NULL) {
@@ -92,14 +90,14 @@ parse_request(PyObject *const *args, Py_ssize_t nargs, struct request *out)
         return -1;
     }
     out->world = world;
-    return parse_specs(list, out);
+    return fsdpc_py_specs_parse(list, &out->list);
 }
 
-static void
-release_request(struct request *request)
+void
+fsdpc_py_specs_release(fsdpc_py_specs *list)
 {
-    fsdpc_mem_free(request->specs);
-    Py_XDECREF(request->items);
+    fsdpc_mem_free(list->specs);
+    Py_XDECREF(list->items);
 }
 
 /* --- results --------------------------------------------------------------------------------- */
@@ -173,8 +171,8 @@ list_of(const fsdpc_layout *layout, int count, make_item make)
     return list;
 }
 
-static PyObject *
-layout_dict(const fsdpc_layout *layout, bool spans)
+PyObject *
+fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans)
 {
     PyObject *params = list_of(layout, layout->param_count, param_dict);
     PyObject *segments = list_of(layout, layout->segment_count, segment_dict);
@@ -205,11 +203,11 @@ fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     fsdpc_layout *layout = NULL;
     PyObject *result = NULL;
     if (parse_request(args, nargs, &request) == 0) {
-        int status = fsdpc_layout_build(request.specs, request.count, request.world,
+        int status = fsdpc_layout_build(request.list.specs, request.list.count, request.world,
                                         request.align_bytes, &layout);
-        result = status == FSDPC_OK ? layout_dict(layout, request.spans) : fsdpc_py_raise(status);
+        result = status == FSDPC_OK ? fsdpc_py_layout_dict(layout, request.spans) : fsdpc_py_raise(status);
     }
     fsdpc_layout_free(layout);
-    release_request(&request);
+    fsdpc_py_specs_release(&request.list);
     return result;
 }

@@ -72,5 +72,7 @@ int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full)
 int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
 int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
+/* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
+int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
 
 #endif

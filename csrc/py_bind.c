@@ -1,0 +1,436 @@
+/* The torch objects that a unit stands for: gathered tensors, places in modules, the parameters and
+ * gradients that the optimizer sees. Set once by bind(); what runs in a step is dictionary stores
+ * and attribute reads over prepared arrays.
+ */
+#include "py_engine.h"
+
+#include <string.h>
+
+#include "mem.h"
+#include "unit_impl.h"
+
+/* --- bind ------------------------------------------------------------------------------------ */
+
+static int
+bind_full(fsdpc_py_flat *flat, PyObject *full)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    if (PyList_GET_SIZE(full) != count) {
+        PyErr_SetString(PyExc_ValueError, "bind: one full tensor per parameter, please");
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        PyObject *tensor = PyList_GET_ITEM(full, i);
+        flat->full[i] = tensor == Py_None ? NULL : Py_NewRef(tensor);
+    }
+    return 0;
+}
+
+/* (dict, key, param number, sharded object) each. */
+static int
+bind_sites(fsdpc_py_flat *flat, PyObject *sites)
+{
+    Py_ssize_t count = PyList_GET_SIZE(sites);
+    flat->sites = fsdpc_mem_calloc((size_t)count, sizeof *flat->sites);
+    if (!flat->sites) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *dict, *key, *sharded;
+        int param;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(sites, i), "O!OiO", &PyDict_Type, &dict, &key,
+                              &param, &sharded)) {
+            return -1;
+        }
+        if (param < 0 || param >= fsdpc_unit_layout(flat->unit)->param_count) {
+            PyErr_SetString(PyExc_ValueError, "bind: no such parameter");
+            return -1;
+        }
+        flat->sites[i] = (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key),
+                                         Py_NewRef(flat->full[param]), Py_NewRef(sharded)};
+        flat->site_count++;
+    }
+    return 0;
+}
+
+static int
+bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(indices);
+    seen->covers = fsdpc_mem_calloc((size_t)count, sizeof *seen->covers);
+    if (!seen->covers) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t c = 0; c < count; c++) {
+        long index = PyLong_AsLong(PyTuple_GET_ITEM(indices, c));
+        if (index < 0 || index >= fsdpc_unit_layout(flat->unit)->param_count) {
+            PyErr_SetString(PyExc_ValueError, "bind: no such parameter");
+            return -1;
+        }
+        seen->covers[c] = (int)index;
+    }
+    seen->cover_count = (int)count;
+    return 0;
+}
+
+/* (param, grad tensor or None, (param numbers)) each. */
+static int
+bind_seen(fsdpc_py_flat *flat, PyObject *list)
+{
+    Py_ssize_t count = PyList_GET_SIZE(list);
+    flat->seen = fsdpc_mem_calloc((size_t)count, sizeof *flat->seen);
+    if (!flat->seen) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *param, *grad, *indices;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OOO!", &param, &grad, &PyTuple_Type,
+                              &indices)) {
+            return -1;
+        }
+        fsdpc_py_seen *seen = &flat->seen[i];
+        seen->param = Py_NewRef(param);
+        seen->grad = grad == Py_None ? NULL : Py_NewRef(grad);
+        flat->seen_count++;
+        if (bind_covers(flat, seen, indices) < 0) {
+            return -1;
+        }
+        seen->requires_grad = seen->grad != NULL;
+        flat->expected += seen->grad ? seen->cover_count : 0;
+    }
+    return 0;
+}
+
+PyObject *
+fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
+    PyObject *full, *sites, *seen;
+    const fsdpc_py_arg table[] = {
+        {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
+        {"sites", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sites},
+        {"seen", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &seen},
+    };
+    if (fsdpc_py_args("bind", table, 3, args, count, keywords) < 0) {
+        return NULL;
+    }
+    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen)) {
+        PyErr_SetString(PyExc_TypeError, "bind takes three lists");
+        return NULL;
+    }
+    fsdpc_py_flat_unbind(flat);
+    if (bind_full(flat, full) < 0 || bind_sites(flat, sites) < 0 || bind_seen(flat, seen) < 0) {
+        fsdpc_py_flat_unbind(flat);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+void
+fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
+{
+    int params = flat->unit ? fsdpc_unit_layout(flat->unit)->param_count : 0;
+    for (int i = 0; flat->full && i < params; i++) {
+        Py_CLEAR(flat->full[i]);
+    }
+    for (int i = 0; i < flat->site_count; i++) {
+        Py_CLEAR(flat->sites[i].dict);
+        Py_CLEAR(flat->sites[i].key);
+        Py_CLEAR(flat->sites[i].full);
+        Py_CLEAR(flat->sites[i].sharded);
+    }
+    for (int i = 0; i < flat->seen_count; i++) {
+        Py_CLEAR(flat->seen[i].param);
+        Py_CLEAR(flat->seen[i].grad);
+        fsdpc_mem_free(flat->seen[i].covers);
+    }
+    fsdpc_mem_free(flat->sites);
+    fsdpc_mem_free(flat->seen);
+    flat->sites = NULL;
+    flat->seen = NULL;
+    flat->site_count = flat->seen_count = flat->expected = 0;
+}
+
+/* --- swapping the modules' entries ----------------------------------------------------------- */
+
+int
+fsdpc_py_install(fsdpc_py_flat *flat)
+{
+    if (flat->installed++ > 0) {
+        return 0;
+    }
+    for (int i = 0; i < flat->site_count; i++) {
+        if (PyDict_SetItem(flat->sites[i].dict, flat->sites[i].key, flat->sites[i].full) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+put_back(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->site_count; i++) {
+        if (PyDict_SetItem(flat->sites[i].dict, flat->sites[i].key, flat->sites[i].sharded) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_uninstall(fsdpc_py_flat *flat)
+{
+    if (flat->installed == 0 || --flat->installed > 0) {
+        return 0;
+    }
+    return put_back(flat);
+}
+
+int
+fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
+{
+    flat->hold_installed = false;
+    if (flat->installed == 0) {
+        return 0;
+    }
+    flat->installed = 0;
+    return put_back(flat);
+}
+
+/* --- flags ----------------------------------------------------------------------------------- */
+
+static int
+carry_flag(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *flag)
+{
+    bool wanted = flag == Py_True;
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    if (wanted && !seen->grad) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "parameter %s of unit %s was frozen when it was wrapped and requires a "
+                     "gradient now; set requires_grad before wrapping",
+                     layout->params[seen->covers[0]].name, fsdpc_unit_name(flat->unit));
+        return -1;
+    }
+    for (int c = 0; c < seen->cover_count; c++) {
+        if (PyObject_SetAttr(flat->full[seen->covers[c]], fsdpc_py_name.requires_grad, flag) < 0) {
+            return -1;
+        }
+    }
+    flat->expected += wanted ? seen->cover_count : -seen->cover_count;
+    seen->requires_grad = wanted;
+    return 0;
+}
+
+int
+fsdpc_py_sync_flags(fsdpc_py_flat *flat)
+{
+    int result = 0;
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        PyObject *flag = PyObject_GetAttr(flat->seen[i].param, fsdpc_py_name.requires_grad);
+        if (!flag) {
+            return -1;
+        }
+        if ((flag == Py_True) != flat->seen[i].requires_grad) {
+            result = carry_flag(flat, &flat->seen[i], flag);
+        }
+        Py_DECREF(flag);
+    }
+    return result;
+}
+
+/* --- gradients that the optimizer sees ------------------------------------------------------- */
+
+enum grad_state { GRAD_NONE, GRAD_OURS, GRAD_ERROR };
+
+/* The user put another tensor into .grad: its values become ours. */
+static int
+take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    fsdpc_py_view view;
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    if (fsdpc_py_torch_view(grad, &view) < 0) {
+        return -1;
+    }
+    int64_t at = 0;
+    for (int c = 0; c < seen->cover_count; c++) {
+        int i = seen->covers[c];
+        int64_t length;
+        fsdpc_unit_grad_part(flat->unit, i, &length);
+        fsdpc_span span = fsdpc_layout_span(layout, i, fsdpc_unit_rank(flat->unit));
+        at = seen->cover_count > 1 ? span.piece_begin : 0;
+        if (!view.contiguous || at + length > view.numel) {
+            PyErr_Format(PyExc_ValueError,
+                         "the gradient put into parameter %s of unit %s does not fit its shard: "
+                         "it must be contiguous with %lld elements",
+                         layout->params[i].name, fsdpc_unit_name(flat->unit), (long long)length);
+            return -1;
+        }
+        const char *values = (const char *)view.data + (size_t)at * view.itemsize;
+        if (length > 0 && fsdpc_unit_take_grad(flat->unit, i, values, view.dtype) != FSDPC_OK) {
+            fsdpc_py_raise(FSDPC_E_INVAL);
+            return -1;
+        }
+    }
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+}
+
+static enum grad_state
+look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+{
+    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    if (!grad) {
+        return GRAD_ERROR;
+    }
+    enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
+    if (grad != Py_None && grad != seen->grad && take_foreign(flat, seen, grad) < 0) {
+        state = GRAD_ERROR;
+    }
+    Py_DECREF(grad);
+    return state;
+}
+
+/* Cleared gradients start from zero, and what no_sync kept for them is cleared with them. */
+static int
+start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
+        if (zero && fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
+            fsdpc_py_raise(FSDPC_E_INTERNAL);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
+{
+    if (flat->prepared) {
+        return 0;
+    }
+    flat->prepared = true;
+    bool any_ours = false;
+    uint8_t fresh[64] = {0};
+    uint8_t *states = flat->seen_count <= 64 ? fresh
+                                             : fsdpc_mem_calloc((size_t)flat->seen_count, 1);
+    int result = states ? 0 : -1;
+    if (!states) {
+        PyErr_NoMemory();
+    }
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        enum grad_state state = flat->seen[i].grad ? look_at(flat, &flat->seen[i]) : GRAD_OURS;
+        result = state == GRAD_ERROR ? -1 : 0;
+        states[i] = state == GRAD_NONE;
+        any_ours = any_ours || (flat->seen[i].grad && state == GRAD_OURS);
+    }
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        if (states[i]) {
+            result = start_from_zero(flat, &flat->seen[i], any_ours);
+        }
+    }
+    flat->unit->add = any_ours;
+    if (states != fresh) {
+        fsdpc_mem_free(states);
+    }
+    return result;
+}
+
+static bool
+any_used(const fsdpc_py_seen *seen, const uint8_t *used)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        if (used[seen->covers[c]]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
+static int
+show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
+{
+    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    if (!grad) {
+        return -1;
+    }
+    bool none = grad == Py_None;
+    Py_DECREF(grad);
+    if (!none) {
+        return 0;
+    }
+    for (int c = 0; !sync && c < seen->cover_count; c++) {
+        if (fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
+            fsdpc_py_raise(FSDPC_E_INTERNAL);
+            return -1;
+        }
+    }
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+}
+
+int
+fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
+{
+    fsdpc_unit *unit = flat->unit;
+    const uint8_t *used = sync ? unit->used : unit->local_used;
+    int result = 0;
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (seen->grad && any_used(seen, used)) {
+            result = show_one(flat, seen, sync);
+        }
+    }
+    if (sync) {
+        memset(unit->used, 0, (size_t)unit->layout->param_count);
+    }
+    return result;
+}
+
+/* --- gradients that autograd made ------------------------------------------------------------ */
+
+int
+fsdpc_py_collect_grads(fsdpc_py_flat *flat, fsdpc_tensor *grads, fsdpc_py_view *views,
+                       PyObject **held)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    for (int i = 0; i < layout->param_count; i++) {
+        grads[i].data = NULL;
+        held[i] = NULL;
+        if (!flat->full[i] || layout->params[i].trainable_index < 0) {
+            continue;
+        }
+        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        if (!grad) {
+            return -1;
+        }
+        if (grad == Py_None) {
+            Py_DECREF(grad);
+            continue;
+        }
+        held[i] = grad;
+        if (fsdpc_py_torch_view(grad, &views[i]) < 0) {
+            return -1;
+        }
+        grads[i] = (fsdpc_tensor){views[i].data,  views[i].dtype,   views[i].ndim,
+                                  views[i].shape, views[i].strides, views[i].contiguous};
+    }
+    return 0;
+}
+
+int
+fsdpc_py_clear_full_grads(fsdpc_py_flat *flat)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    for (int i = 0; i < count; i++) {
+        if (flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0 &&
+            PyObject_SetAttr(flat->full[i], fsdpc_py_name.grad, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,111 @@
+/* The Python types of the engine: FlatParameter (one unit), Tree (the order of a step) and Hook (a C
+ * callable that torch calls). py_flat.c: memory and values; py_bind.c: the modules and parameters
+ * that a unit stands for; py_hooks.c: what happens when; py_tree.c: the tree and its reports.
+ */
+#ifndef FSDPC_PY_ENGINE_H
+#define FSDPC_PY_ENGINE_H
+
+#include "py.h"
+#include "tree.h"
+
+/* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
+ * `sharded`. */
+typedef struct fsdpc_py_site {
+    PyObject *dict, *key, *full, *sharded;
+} fsdpc_py_site;
+
+/* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
+typedef struct fsdpc_py_seen {
+    PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
+    int *covers;
+    int cover_count;
+    bool requires_grad; /* as last seen */
+} fsdpc_py_seen;
+
+typedef struct fsdpc_py_flat {
+    PyObject_HEAD
+    fsdpc_unit *unit;
+    PyObject *shard_comm, *replicate_comm; /* kept alive; replicate_comm may be NULL */
+    struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
+    bool own_tree;                         /* made by gather() on a unit that stands alone */
+    int id;
+    PyObject *on_unattached;
+    PyObject **full; /* per parameter: the gathered tensor, or NULL */
+    fsdpc_py_site *sites;
+    int site_count;
+    fsdpc_py_seen *seen;
+    int seen_count;
+    int installed; /* how many users want the gathered tensors in the modules */
+    bool hold_installed;
+    bool sync; /* false inside no_sync */
+    /* Of the backward in progress. */
+    uint8_t *arrived;
+    int arrived_count, expected;
+    bool prepared;   /* the state of the seen gradients has been looked at */
+    bool incomplete; /* the last backward left parameters without gradient */
+} fsdpc_py_flat;
+
+typedef struct fsdpc_py_tree {
+    PyObject_HEAD
+    fsdpc_tree *tree;
+    fsdpc_py_flat **units; /* strong */
+    int count;
+    int forward_depth;
+    bool recompute; /* the outermost forward in progress runs inside a backward */
+    PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
+    PyTypeObject *tensor_type, *param_type;
+    PyObject *end_hook;
+} fsdpc_py_tree;
+
+/* Strings made once. */
+typedef struct fsdpc_py_names {
+    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields;
+} fsdpc_py_names;
+extern fsdpc_py_names fsdpc_py_name;
+
+int fsdpc_py_engine_exec(PyObject *module);
+int fsdpc_py_flat_exec(PyObject *module);
+int fsdpc_py_tree_exec(PyObject *module);
+int fsdpc_py_hook_exec(PyObject *module);
+
+/* 0, or -1 with TypeError. Borrowed. */
+int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
+
+/* --- py_bind.c ------------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
+/* Swap the modules' entries; counted. */
+int fsdpc_py_install(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* Carries requires_grad of the seen parameters over to the gathered ones. */
+int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
+/* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
+ * sets up accumulation accordingly. Once per backward. */
+int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
+/* After a backward: shows the gradients that exist. */
+int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
+/* Views of the gathered tensors' gradients; grads[i].data NULL where there is none. `held` gets a
+ * reference to each gradient (or NULL). `views` is room for one view per parameter. */
+int fsdpc_py_collect_grads(fsdpc_py_flat *flat, fsdpc_tensor *grads, fsdpc_py_view *views,
+                           PyObject **held);
+int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat);
+
+/* --- py_hooks.c ------------------------------------------------------------------------------ */
+
+enum fsdpc_py_hook_kind {
+    FSDPC_HOOK_PRE_FORWARD,
+    FSDPC_HOOK_POST_FORWARD,
+    FSDPC_HOOK_PRE_BACKWARD,
+    FSDPC_HOOK_INPUT_DONE,
+    FSDPC_HOOK_GRAD,
+    FSDPC_HOOK_END
+};
+/* `owner` is a flat parameter, or a tree for FSDPC_HOOK_END. */
+PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param);
+/* The forward broke off inside this unit. */
+int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
+
+#endif

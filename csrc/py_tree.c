@@ -1,0 +1,353 @@
+/* fsdpc._C.Tree: the units of one root module in the order of a training step, and what they did.
+ */
+#include "py_engine.h"
+
+#include <string.h>
+
+#include "mem.h"
+#include "unit_impl.h"
+
+/* --- life ------------------------------------------------------------------------------------ */
+
+static int
+take_units(fsdpc_py_tree *self, PyObject *units)
+{
+    self->units = fsdpc_mem_calloc((size_t)PyTuple_GET_SIZE(units), sizeof *self->units);
+    if (!self->units) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(units); i++) {
+        fsdpc_py_flat *flat;
+        if (fsdpc_py_flat_get(PyTuple_GET_ITEM(units, i), &flat) < 0) {
+            return -1;
+        }
+        if (flat->tree) {
+            PyErr_Format(fsdpc_py_current()->state_error, "unit %s belongs to another tree",
+                         fsdpc_unit_name(flat->unit));
+            return -1;
+        }
+        self->units[self->count++] = (fsdpc_py_flat *)Py_NewRef(flat);
+    }
+    return 0;
+}
+
+static int
+make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *options)
+{
+    int result = -1, status;
+    size_t count = (size_t)self->count;
+    fsdpc_unit **units = fsdpc_mem_calloc(count, sizeof(fsdpc_unit *));
+    int *levels = fsdpc_mem_calloc(count, sizeof *levels);
+    if (!units || !levels) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (PyTuple_GET_SIZE(depths) != self->count) {
+        PyErr_SetString(PyExc_ValueError, "Tree: one depth per unit, please");
+        goto done;
+    }
+    for (int i = 0; i < self->count; i++) {
+        long depth = PyLong_AsLong(PyTuple_GET_ITEM(depths, i));
+        if (depth < 0 || depth > 1000) {
+            if (!PyErr_Occurred()) {
+                PyErr_SetString(PyExc_ValueError, "Tree: depths are numbers from 0 to 1000");
+            }
+            goto done;
+        }
+        units[i] = self->units[i]->unit;
+        levels[i] = (int)depth;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        goto done;
+    }
+    result = 0;
+done:
+    fsdpc_mem_free(units);
+    fsdpc_mem_free(levels);
+    return result;
+}
+
+/* torch = (Tensor, Parameter, is_grad_enabled, current_graph_task_id, queue_callback) */
+static int
+take_torch(fsdpc_py_tree *self, PyObject *torch)
+{
+    PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback;
+    if (torch == Py_None) {
+        return 0;
+    }
+    if (!PyArg_ParseTuple(torch, "O!O!OOO", &PyType_Type, &tensor, &PyType_Type, &param,
+                          &grad_enabled, &graph_task, &queue_callback)) {
+        return -1;
+    }
+    self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
+    self->param_type = (PyTypeObject *)Py_NewRef(param);
+    self->grad_enabled = Py_NewRef(grad_enabled);
+    self->graph_task = Py_NewRef(graph_task);
+    self->queue_callback = Py_NewRef(queue_callback);
+    return 0;
+}
+
+static int
+parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"units",        "depths",       "torch",  "backward_prefetch",
+                            "forward_prefetch", "gather_slots", "reduce_slots", "poison", NULL};
+    PyObject *unit_list, *depth_list, *torch = Py_None;
+    int backward_prefetch = 0, forward_prefetch = 0, poison = 0;
+    fsdpc_tree_options options = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|Oipiip:Tree", names, &unit_list,
+                                     &depth_list, &torch, &backward_prefetch, &forward_prefetch,
+                                     &options.gather_slots, &options.reduce_slots, &poison)) {
+        return -1;
+    }
+    if (backward_prefetch < FSDPC_PREFETCH_NONE || backward_prefetch > FSDPC_PREFETCH_POST) {
+        PyErr_SetString(PyExc_ValueError, "Tree: backward_prefetch is 0 (none), 1 (pre), 2 (post)");
+        return -1;
+    }
+    options.backward_prefetch = (enum fsdpc_prefetch)backward_prefetch;
+    options.forward_prefetch = forward_prefetch != 0;
+    options.poison = poison != 0;
+    PyObject *units = PySequence_Tuple(unit_list), *depths = PySequence_Tuple(depth_list);
+    int result = units && depths && take_torch(self, torch) == 0 && take_units(self, units) == 0
+                     ? make_tree(self, depths, &options)
+                     : -1;
+    Py_XDECREF(units);
+    Py_XDECREF(depths);
+    return result;
+}
+
+static PyObject *
+tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    fsdpc_py_tree *self = (fsdpc_py_tree *)type->tp_alloc(type, 0);
+    if (!self) {
+        return NULL;
+    }
+    if (parse_tree(self, args, keywords) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->end_hook = fsdpc_py_hook_new(FSDPC_HOOK_END, (PyObject *)self, -1);
+    if (!self->end_hook) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (int i = 0; i < self->count; i++) {
+        self->units[i]->tree = (fsdpc_py_tree *)Py_NewRef(self);
+        self->units[i]->id = i;
+    }
+    return (PyObject *)self;
+}
+
+static int
+tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    for (int i = 0; i < self->count; i++) {
+        Py_VISIT((PyObject *)self->units[i]);
+    }
+    Py_VISIT((PyObject *)self->tensor_type);
+    Py_VISIT((PyObject *)self->param_type);
+    Py_VISIT(self->grad_enabled);
+    Py_VISIT(self->graph_task);
+    Py_VISIT(self->queue_callback);
+    Py_VISIT(self->end_hook);
+    return 0;
+}
+
+/* The units forget the tree; their modules show sharded parameters. */
+static void
+let_units_go(fsdpc_py_tree *self)
+{
+    for (int i = 0; i < self->count; i++) {
+        fsdpc_py_flat *flat = self->units[i];
+        if (flat->tree == self) {
+            flat->own_tree = false;
+            flat->tree = NULL;
+            Py_DECREF(self);
+        }
+    }
+}
+
+static int
+tree_clear(fsdpc_py_tree *self)
+{
+    let_units_go(self);
+    fsdpc_tree_free(self->tree);
+    self->tree = NULL;
+    for (int i = 0; i < self->count; i++) {
+        Py_CLEAR(self->units[i]);
+    }
+    self->count = 0;
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->param_type);
+    Py_CLEAR(self->grad_enabled);
+    Py_CLEAR(self->graph_task);
+    Py_CLEAR(self->queue_callback);
+    Py_CLEAR(self->end_hook);
+    return 0;
+}
+
+static void
+tree_dealloc(fsdpc_py_tree *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    tree_clear(self);
+    fsdpc_mem_free(self->units);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* --- reports --------------------------------------------------------------------------------- */
+
+static PyObject *
+tree_detach(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    for (int i = 0; i < self->count; i++) {
+        if (fsdpc_py_uninstall_all(self->units[i]) < 0) {
+            return NULL;
+        }
+    }
+    Py_INCREF(self);
+    let_units_go(self);
+    Py_DECREF(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+tree_memory(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_tree_memory memory;
+    fsdpc_tree_get_memory(self->tree, &memory);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i}", "gather_bytes",
+                         (Py_ssize_t)memory.gather_bytes, "reduce_bytes",
+                         (Py_ssize_t)memory.reduce_bytes, "master_bytes",
+                         (Py_ssize_t)memory.master_bytes, "grad_bytes",
+                         (Py_ssize_t)memory.grad_bytes, "local_bytes",
+                         (Py_ssize_t)memory.local_bytes, "spare_bytes",
+                         (Py_ssize_t)memory.spare_bytes, "spare_count",
+                         (unsigned long long)memory.spare_count, "gather_slots",
+                         memory.gather_slots);
+}
+
+static PyObject *
+entry_dict(fsdpc_py_tree *self, const fsdpc_trace_entry *entry)
+{
+    PyObject *unit = entry->unit < 0
+                         ? Py_NewRef(Py_None)
+                         : PyUnicode_FromString(fsdpc_unit_name(self->units[entry->unit]->unit));
+    return Py_BuildValue("{s:s,s:s,s:I,s:N,s:K,s:L}", "op", fsdpc_trace_op_name(entry->op), "phase",
+                         fsdpc_phase_name(entry->phase), "step", entry->step, "unit", unit,
+                         "bytes", (unsigned long long)entry->bytes, "time_ns",
+                         (long long)entry->time_ns);
+}
+
+static PyObject *
+tree_trace(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    enum { ROOM = 1 << 14 };
+    fsdpc_trace_entry *entries = fsdpc_mem_calloc(ROOM, sizeof *entries);
+    if (!entries) {
+        return PyErr_NoMemory();
+    }
+    size_t count = fsdpc_trace_copy(fsdpc_tree_trace(self->tree), entries, ROOM);
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *item = entry_dict(self, &entries[i]);
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    fsdpc_mem_free(entries);
+    return list;
+}
+
+static PyObject *
+tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_trace_clear(fsdpc_tree_trace(self->tree));
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+get_phase(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    if (fsdpc_tree_in_backward(self->tree)) {
+        return PyUnicode_FromString("backward");
+    }
+    return PyUnicode_FromString(self->forward_depth > 0 ? "forward" : "idle");
+}
+
+static PyObject *
+get_kind(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(fsdpc_tree_kind(self->tree));
+}
+
+static PyObject *
+get_backwards(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(fsdpc_tree_backwards(self->tree));
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void)) function
+
+static PyMethodDef methods[] = {
+    {"memory", FAST(tree_memory), METH_NOARGS, "memory()\n--\n\nBytes by role, on this rank."},
+    {"trace", FAST(tree_trace), METH_NOARGS,
+     "trace()\n--\n\nWhat happened, oldest first: dicts with op, phase, step, unit, bytes, "
+     "time_ns."},
+    {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
+    {"detach", FAST(tree_detach), METH_NOARGS,
+     "detach()\n--\n\nLets the units go; another tree may take them."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"phase", (getter)get_phase, NULL, "'idle', 'forward' or 'backward'.", NULL},
+    {"kind", (getter)get_kind, NULL, "'shared', 'wire' or 'mixed'.", NULL},
+    {"backwards", (getter)get_backwards, NULL, "Synchronised backwards finished.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, tree_new},
+    {Py_tp_dealloc, tree_dealloc},
+    {Py_tp_traverse, tree_traverse},
+    {Py_tp_clear, tree_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc,
+     "Tree(units, depths, torch=None, backward_prefetch=0, forward_prefetch=False, gather_slots=0, "
+     "reduce_slots=0, poison=False)\n--\n\nThe units of a root module in module order, with their "
+     "nesting depths. Collective over all communicators involved."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "fsdpc._C.Tree",
+    .basicsize = sizeof(fsdpc_py_tree),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+int
+fsdpc_py_tree_exec(PyObject *module)
+{
+    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
+}

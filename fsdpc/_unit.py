@@ -1,0 +1,317 @@
+"""One FSDP unit: torch parameters on one side, the engine's flat parameter on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fsdpc import _C
+from fsdpc._bootstrap import Groups
+from fsdpc._interop import computes, dtype_name, over
+
+
+@dataclass
+class ParamInfo:
+    """A parameter of a unit and every place where it is registered (tied weights: several)."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Unit:
+    """The parameters of one FSDP instance, sharded over ``groups.shard``.
+
+    Collective over the shard group (and the replicas). Takes this rank's slices of the current
+    values, frees the originals and installs the sharded state: with ``use_orig_params`` the
+    parameters become 1-D views of their part of the shard (no elements if there is none),
+    otherwise ``flat_params`` stand for them. MismatchError when ranks differ in names, shapes,
+    dtypes or options.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infos: list[ParamInfo],
+        groups: Groups,
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        reshard_after_forward: bool,
+        use_orig_params: bool,
+        keep_low_precision_grads: bool = False,
+    ) -> None:
+        self.name = name
+        self.infos = infos
+        self.groups = groups
+        self.use_orig_params = use_orig_params
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.reshard_after_forward = reshard_after_forward
+        self.keep_low_precision_grads = keep_low_precision_grads
+        self.shapes = [info.param.shape for info in infos]
+        self.dtypes = [info.param.dtype for info in infos]
+        self.trainable = [self._trainable(info) for info in infos]
+        self.summoned = False
+        self.tree: Any = None
+        specs = [self._spec(i) for i in range(len(infos))]
+        text = self._describe(specs)
+        groups.shard.agree(text, what=f"construction of unit {name}")
+        if groups.replicate is not None:
+            groups.replicate.agree(text, what=f"construction of unit {name}")
+        self.flat = _C.FlatParameter(
+            name,
+            groups.shard,
+            specs,
+            replicate=groups.replicate,
+            divide=groups.divide,
+            reshard=reshard_after_forward,
+        )
+        self.scatter_full([info.param for info in infos])
+        self.full = [self._make_full(i) for i in range(len(infos))]
+        self.flat_params: list[nn.Parameter] = []
+        self._grads: list[Tensor | None] = []
+        self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
+        if use_orig_params:
+            self._shard_originals()
+        else:
+            self._make_flat_params()
+        self.install_sharded()
+        self._bind()
+        self.pre_forward_hook = self.flat.hook("pre_forward")
+        self.post_forward_hook = self.flat.hook("post_forward")
+
+    # --- construction ----------------------------------------------------------------------------
+
+    def _trainable(self, info: ParamInfo) -> bool:
+        if info.param.requires_grad and not computes(info.param.dtype):
+            raise TypeError(
+                f"unit {self.name}: parameter {info.name} requires a gradient but has dtype "
+                f"{info.param.dtype}; fsdpc trains float32, bfloat16, float16 and float64. Freeze "
+                "it (requires_grad_(False)) or list it in ignored_states"
+            )
+        return info.param.requires_grad
+
+    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool]:
+        dtype, param = self.dtypes[i], self.infos[i].param
+        if not computes(dtype):
+            nbytes = param.numel() * param.element_size()
+            return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False)
+        compute = self.param_dtype or dtype
+        reduce = self.reduce_dtype or compute
+        return (
+            self.infos[i].name,
+            param.numel(),
+            dtype_name(dtype),
+            dtype_name(compute),
+            dtype_name(reduce),
+            self.trainable[i],
+        )
+
+    def _describe(self, specs: Sequence[tuple[Any, ...]]) -> str:
+        lines = [
+            f"unit {self.name or '(root)'}",
+            f"reshard_after_forward {self.reshard_after_forward}",
+            f"use_orig_params {self.use_orig_params}",
+            f"gradients divided by {self.groups.divide}",
+        ]
+        for i, (name, _, storage, compute, reduce, trainable) in enumerate(specs):
+            lines.append(
+                f"parameter {name}: shape {tuple(self.shapes[i])}, {self.dtypes[i]}, stored as "
+                f"{storage}, computed in {compute}, reduced in {reduce}, "
+                f"{'trainable' if trainable else 'frozen'}"
+            )
+        return "\n".join(lines)
+
+    def _make_full(self, i: int) -> Tensor:
+        info, dtype, shape = self.infos[i], self.dtypes[i], self.shapes[i]
+        if computes(dtype):
+            tensor = over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
+        else:
+            nbytes = info.param.numel() * info.param.element_size()
+            tensor = over(self.flat.full_param(i, (nbytes,)), dtype, shape)
+        if self.use_orig_params:
+            tensor = nn.Parameter(tensor, requires_grad=self.trainable[i])
+            tensor.__dict__.update(info.param.__dict__)
+        else:
+            tensor.requires_grad_(self.trainable[i])
+        if self.trainable[i]:
+            tensor.register_post_accumulate_grad_hook(self.flat.hook("grad", i))
+        return tensor
+
+    def _shard_originals(self) -> None:
+        for i, info in enumerate(self.infos):
+            info.param.grad = None
+            info.param.data = over(self.flat.shard_part(i), self.dtypes[i])
+            grad = over(self.flat.grad_part(i), self.dtypes[i]) if self.trainable[i] else None
+            self._seen.append((info.param, grad, (i,)))
+
+    def _make_flat_params(self) -> None:
+        layout = self.flat.layout()
+        by_segment: dict[int, list[int]] = {}
+        for i, row in enumerate(layout["params"]):
+            by_segment.setdefault(row["segment"], []).append(i)
+        # The trainable one first: it is `_flat_param`, as in torch.
+        order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
+        for s in order:
+            members = by_segment[s]
+            trainable = bool(layout["segments"][s]["trainable"])
+            dtype = self.dtypes[members[0]]
+            if not computes(dtype):
+                dtype = torch.uint8
+            param = nn.Parameter(over(self.flat.shard_segment(s), dtype), requires_grad=trainable)
+            param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
+            grad = over(self.flat.grad_segment(s), dtype) if trainable else None
+            self.flat_params.append(param)
+            self._seen.append((param, grad, tuple(members)))
+        for info in self.infos:
+            info.param.grad = None
+            info.param.data = torch.empty(0, dtype=info.param.dtype)
+
+    def _bind(self) -> None:
+        sites = []
+        if self.use_orig_params:
+            for i, info in enumerate(self.infos):
+                for module, attribute in info.sites:
+                    sites.append((module._parameters, attribute, i, info.param))
+        self.flat.bind(list(self.full), sites, list(self._seen))
+
+    # --- what the wrapper reads ------------------------------------------------------------------
+
+    @property
+    def shard_params(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer gets."""
+        return [param for param, _, _ in self._seen]
+
+    @property
+    def on_unattached(self) -> Callable[[], None] | None:
+        return self.flat.on_unattached
+
+    @on_unattached.setter
+    def on_unattached(self, call: Callable[[], None] | None) -> None:
+        self.flat.on_unattached = call
+
+    @property
+    def require_sync(self) -> bool:
+        """False inside no_sync: gradients stay on this rank, unsharded, in fp32."""
+        return self.flat.sync
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None:
+        self.flat.sync = value
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.groups.shard.world > 1
+
+    @property
+    def state(self) -> str:
+        """"idle", "forward", "backward" or "summoned"."""
+        if self.summoned:
+            return "summoned"
+        return self.tree.training_state if self.tree is not None else "idle"
+
+    def forward_failed(self) -> None:
+        """To be called when the module's forward raised; the exception goes on."""
+        self.flat.forward_failed()
+
+    # --- whole values ----------------------------------------------------------------------------
+
+    def gather_full(self) -> list[Tensor]:
+        """Private full copies, original shapes, storage dtypes. Collective over the shard group."""
+        full = [torch.empty(s, dtype=d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+        self.flat.read(full)
+        return full
+
+    def scatter_full(self, full: Sequence[Tensor]) -> None:
+        """Writes this rank's slices of full tensors into the shard. Local."""
+        for i, tensor in enumerate(full):
+            value = tensor.detach()
+            if value.shape != self.shapes[i]:
+                raise ValueError(
+                    f"unit {self.name}: parameter {self.infos[i].name} has shape "
+                    f"{tuple(self.shapes[i])}, the new value {tuple(value.shape)}"
+                )
+            self.flat.write(i, value.to(dtype=self.dtypes[i]).contiguous())
+
+    def gather_full_grads(self) -> list[Tensor | None]:
+        """Full gradients, None where no rank has one. Collective over the shard group."""
+        self._adopt_grads()
+        have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
+        if len(have) and self.is_sharded:
+            self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
+        grads: list[Tensor | None] = [
+            torch.empty(s, dtype=d) if have[i] else None
+            for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
+        ]
+        self.flat.read(grads, grad=True)
+        return grads
+
+    def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Writes this rank's slices of full gradients; None clears the gradient. Local."""
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                self.flat.write(i, grad.detach().to(self.dtypes[i]).contiguous(), grad=True)
+        for param, view, covers in self._seen:
+            some = view is not None and any(grads[i] is not None for i in covers)
+            param.grad = view if some else None
+
+    # --- what the modules show -------------------------------------------------------------------
+
+    def install_full(self, full: Sequence[Tensor]) -> None:
+        """Module entries become parameters over these tensors (summon_full_params). Local."""
+        for i, info in enumerate(self.infos):
+            param = nn.Parameter(full[i], requires_grad=self.trainable[i])
+            for module, attribute in info.sites:
+                module.__dict__.pop(attribute, None)
+                module._parameters[attribute] = param
+        self.summoned = True
+
+    def install_sharded(self) -> None:
+        """Back to the sharded state. Local."""
+        for i, info in enumerate(self.infos):
+            for module, attribute in info.sites:
+                if self.use_orig_params:
+                    module._parameters[attribute] = info.param
+                else:
+                    module._parameters.pop(attribute, None)
+                    module.__dict__[attribute] = self.full[i]
+        self.summoned = False
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _adopt_grads(self) -> None:
+        """A gradient tensor that the user put in place becomes ours."""
+        for param, view, _ in self._seen:
+            if view is not None and param.grad is not None and param.grad is not view:
+                view.copy_(param.grad)
+                param.grad = view
+
+    def _grad_mask(self) -> bytes:
+        mask = bytearray(len(self.infos))
+        for param, view, covers in self._seen:
+            for i in covers:
+                mask[i] = view is not None and param.grad is not None
+        return bytes(mask)
+
+    def has_grads(self) -> bool:
+        """True if any parameter of this rank has a gradient."""
+        return any(self._grad_mask())
+
+    def grad_norm_sums(self, norm_type: float) -> float:
+        """sum |g|^p over this rank's part (max |g| for inf); each element once per shard group."""
+        self._adopt_grads()
+        mask = self._grad_mask()
+        if norm_type == float("inf"):
+            return self.flat.grad_norm(mask, 2.0)[1]
+        return self.flat.grad_norm(mask, float(norm_type))[0]
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies this rank's gradients in place."""
+        self._adopt_grads()
+        self.flat.scale_grads(self._grad_mask(), factor)
