@@ -49,21 +49,22 @@ static PyObject *
 buffer_view(PyObject *object, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
     const buffer_object *self = (buffer_object *)object;
-    int32_t rank = self->rank;
-    const fsdpc_py_arg table[] = {{"rank", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &rank}};
-    if (count == 1 && values[0] == Py_None && keywords == NULL) {
-        count = 0;
-    }
+    PyObject *asked = Py_None;
+    const fsdpc_py_arg table[] = {{"rank", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &asked}};
     if (fsdpc_py_args("view", table, 1, values, count, keywords) < 0) {
         return NULL;
     }
+    long rank = asked == Py_None ? self->rank : PyLong_AsLong(asked);
+    if (rank == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
     if (rank < 0 || rank >= self->world) {
-        PyErr_Format(PyExc_ValueError, "rank %d is not in the group of %d", (int)rank, self->world);
+        PyErr_Format(PyExc_ValueError, "rank %ld is not in the group of %d", rank, self->world);
         return NULL;
     }
     npy_intp length = (npy_intp)self->bytes;
     PyObject *array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8,
-                                                fsdpc_comm_buffer_view(self->buffer, rank));
+                                                fsdpc_comm_buffer_view(self->buffer, (int)rank));
     if (array == NULL) {
         return NULL;
     }

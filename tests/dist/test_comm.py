@@ -1,0 +1,398 @@
+"""Communicators of real process groups: values, errors, deaths, and the end of a process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import die, ranks, run_ranks, signal_rank
+from torch.distributed.fsdp import ShardingStrategy
+
+import fsdpc
+from fsdpc import _bootstrap, _C
+
+FLOATS = ["float32", "bfloat16", "float16", "float64"]
+
+
+def connect(kind: str = "auto") -> _C.Comm:
+    return _bootstrap.comm_for_group(dist.group.WORLD, kind=kind)
+
+
+def values_of(rank: int, numel: int, dtype: str) -> torch.Tensor:
+    """Numbers whose sum depends on the order; the same on every rank for a given `rank`."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return (torch.randn(numel, generator=generator) * 100).to(getattr(torch, dtype))
+
+
+def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rank after rank in fp32 (fp64 for fp64), rounded once."""
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_collectives(rank, world, kind, dtype):
+    comm = connect(kind)
+    assert (comm.kind, comm.rank, comm.world) == (kind, rank, world)
+    for piece in (0, 1, 7, 1000, 70001):
+        parts = [values_of(r, piece * world, dtype) for r in range(world)]
+        own = slice(rank * piece, (rank + 1) * piece)
+
+        gathered = torch.zeros_like(parts[0])
+        gathered[own] = parts[rank][own]
+        comm.all_gather(gathered, "values")
+        for r in range(world):
+            there = slice(r * piece, (r + 1) * piece)
+            assert torch.equal(gathered[there], parts[r][there])
+
+        exact = kind == "shm"
+        scattered = parts[rank].clone()
+        comm.reduce_scatter(scattered, "gradients")
+        check_sum(scattered[own], [p[own] for p in parts], exact)
+
+        summed = parts[rank].clone()
+        comm.all_reduce(summed)
+        check_sum(summed, parts, exact)
+
+        for op, function in (("max", torch.maximum), ("min", torch.minimum)):
+            best = parts[rank].clone()
+            comm.all_reduce(best, op=op)
+            wanted = parts[0]
+            for part in parts[1:]:
+                wanted = function(wanted, part)
+            assert torch.equal(best, wanted)
+
+        for root in range(world):
+            sent = parts[rank].clone()
+            comm.broadcast(sent, root=root)
+            assert torch.equal(sent, parts[root])
+
+
+def check_sum(got: torch.Tensor, parts: list[torch.Tensor], exact: bool) -> None:
+    if exact:
+        assert torch.equal(got, ordered_sum(parts))
+    else:  # torch's backends sum as they like, in the type itself
+        loose = 600 * torch.finfo(got.dtype).eps
+        torch.testing.assert_close(got, ordered_sum(parts), rtol=loose, atol=loose)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_other_types_travel_bit_for_bit(rank, world, kind):
+    comm = connect(kind)
+    whole = torch.arange(5 * world, dtype=torch.int64) * 2**40 + 3
+    mine = torch.zeros_like(whole)
+    mine[5 * rank : 5 * rank + 5] = whole[5 * rank : 5 * rank + 5]
+    comm.all_gather(mine)
+    assert torch.equal(mine, whole)
+    flags = torch.tensor([rank == 1, True])
+    comm.broadcast(flags, root=1)
+    assert flags.tolist() == [True, True]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("common", [False, True])
+def test_buffers_are_shared(rank, world, common):
+    comm = connect("shm")
+    buffer = comm.buffer(1000 * world * 4, common=common)
+    mine = buffer.view().view(np.float32).reshape(world, 1000)
+    if common:
+        mine[rank] = rank + 1
+        comm.all_gather(mine.reshape(-1))
+        assert mine.mean(axis=1).tolist() == [r + 1 for r in range(world)]
+        assert np.shares_memory(buffer.view(0), buffer.view(world - 1))
+    else:
+        mine[:] = rank + 1
+        comm.barrier()
+        for r in range(world):
+            assert (buffer.view(r).view(np.float32) == r + 1).all()
+        comm.reduce_scatter(mine.reshape(-1))
+        assert (mine[rank] == sum(range(1, world + 1))).all()
+
+
+@ranks(2)
+def test_gil_is_free_while_waiting(rank, world):
+    comm = connect("shm")
+    counted = 0
+    if rank == 0:
+        done = threading.Event()
+
+        def wait():
+            comm.barrier()
+            done.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not done.is_set():
+            counted += 1
+            time.sleep(0.001)
+        thread.join(10)
+        assert counted > 20
+    else:
+        time.sleep(0.2)
+        comm.barrier()
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@ranks(1)
+def test_one_rank_needs_nobody(rank, world):
+    assert connect().kind == "self"
+    groups = _bootstrap.make_groups(ShardingStrategy.FULL_SHARD, dist.group.WORLD)
+    assert (groups.shard.kind, groups.replicate, groups.divide) == ("self", None, 1.0)
+
+
+@ranks(2)
+def test_neighbours_share_memory(rank, world):
+    assert connect().kind == "shm"
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+def test_environment_chooses(rank, world):
+    assert connect(None).kind == "c10d"
+
+
+@ranks(2)
+def test_communicators_are_kept_until_the_group_goes(rank, world):
+    pg = dist.new_group([0, 1])
+    comm = _bootstrap.comm_for_group(pg)
+    assert _bootstrap.comm_for_group(pg) is comm
+    assert connect() is not comm
+    seen = weakref.ref(comm)
+    del comm
+    gc.collect()
+    assert seen() is not None
+    dist.barrier()
+    dist.destroy_process_group(pg)
+    del pg
+    gc.collect()
+    assert seen() is None
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+def test_a_destroyed_group_is_an_error(rank, world):
+    pg = dist.new_group([0, 1])
+    comm = _bootstrap.comm_for_group(pg)
+    comm.barrier()
+    dist.destroy_process_group(pg)
+    del pg
+    gc.collect()
+    with pytest.raises(fsdpc.CommError, match="the process group was destroyed"):
+        comm.barrier()
+
+
+@ranks(4)
+def test_subgroups(rank, world):
+    shard_pgs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicate_pgs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = _bootstrap.make_groups(
+        ShardingStrategy.HYBRID_SHARD, shard_pgs[rank // 2], replicate_pgs[rank % 2]
+    )
+    assert (groups.shard.rank, groups.replicate.rank, groups.divide) == (rank % 2, rank // 2, 4.0)
+    value = np.array([10.0**rank])
+    groups.shard.all_reduce(value)
+    assert value[0] == (11.0 if rank < 2 else 1100.0)
+    groups.replicate.all_reduce(value)
+    assert value[0] == 1111.0
+
+
+@ranks(2)
+def test_no_shard_replicates(rank, world):
+    groups = _bootstrap.make_groups(ShardingStrategy.NO_SHARD, dist.group.WORLD)
+    assert (groups.shard.kind, groups.replicate.world, groups.divide) == ("self", 2, 2.0)
+    assert groups.shard_pg is None and groups.replicate_pg is dist.group.WORLD
+    with pytest.raises(ValueError, match="NO_SHARD"):
+        _bootstrap.make_groups(ShardingStrategy.NO_SHARD, dist.group.WORLD, dist.group.WORLD)
+
+
+@ranks(2)
+@pytest.mark.parametrize("variable, values", [
+    ("FSDPC_COLLECTIVES", ["shm", "c10d"]), ("FSDPC_TIMEOUT", ["20", "30"]),
+])
+def test_environments_that_differ(rank, world, variable, values):
+    os.environ[variable] = values[rank]
+    with pytest.raises(fsdpc.MismatchError, match=f"{variable} differs between ranks.*on rank 1"):
+        connect(None)
+
+
+@ranks(2)
+def test_shm_is_refused_across_hosts(rank, world):
+    place = _bootstrap._place()
+    _bootstrap._place = lambda: f"{place} of host {rank}"
+    assert connect("auto").kind == "c10d"
+    other = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match="FSDPC_COLLECTIVES=shm needs all ranks .* host 1"):
+        _bootstrap.comm_for_group(other, kind="shm")
+
+
+def test_fake_backend():
+    code = """
+        import torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from fsdpc import _bootstrap
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        comm = _bootstrap.comm_for_group(dist.group.WORLD)
+        comm.all_gather(torch.zeros(8))
+        comm.reduce_scatter(torch.zeros(8))
+        comm.all_reduce(torch.zeros(8))
+        comm.barrier()
+        comm.agree("text")
+        print(comm.kind, comm.rank, comm.world)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
+                          text=True, timeout=60)
+    assert done.stdout.split() == ["c10d", "1", "4"], done.stderr
+
+
+# --- disagreement ----------------------------------------------------------------------------
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_agree(rank, world, kind):
+    comm = connect(kind)
+    comm.agree("layer one\nlayer two", "model")
+    with pytest.raises(fsdpc.MismatchError) as caught:
+        comm.agree(f"layer one\nlayer {'two' if rank == 0 else 'three'}", "model")
+    text = str(caught.value)
+    assert "layer two" in text and "layer three" in text and "rank 1" in text
+
+
+@ranks(2, env={"FSDPC_TIMEOUT": "0.5"})
+def test_timeout_names_who_is_missing(rank, world):
+    comm = connect("shm")
+    if rank == 0:
+        with pytest.raises(fsdpc.CommTimeout, match="rank 1"):
+            comm.all_reduce(np.ones(3), what="norm of the gradients")
+    else:
+        time.sleep(1.0)
+
+
+# --- ranks that end --------------------------------------------------------------------------
+
+
+def body_killed(rank, world):
+    comm = connect("shm")
+    comm.barrier()
+    if rank == 1:
+        die()
+    began = time.monotonic()
+    try:
+        comm.all_gather(np.zeros(3 * 10**6, np.float32), "values")
+    except fsdpc.PeerError as error:
+        return time.monotonic() - began, str(error)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_killed_rank(world):
+    outcomes = run_ranks(body_killed, world, faults=True)
+    assert outcomes[1].exit_signal == signal.SIGKILL
+    for outcome in outcomes[:1] + outcomes[2:]:
+        seconds, text = outcome.value
+        assert seconds < 20  # far below the deadline of 30 s
+        assert "rank 1" in text and "died" in text
+
+
+def body_interrupted(rank, world):
+    comm = connect("shm")
+    comm.barrier()
+    if rank == 0:
+        signal_rank(0, signal.SIGINT, after=0.3)
+        try:
+            comm.barrier("something")
+        except KeyboardInterrupt:
+            return "interrupted"
+    time.sleep(2)
+
+
+def test_interrupt_ends_a_wait():
+    outcomes = run_ranks(body_interrupted, 2, faults=True)
+    assert outcomes[0].value == "interrupted"
+
+
+PROGRAM = """
+    import signal
+    import sys
+    import numpy as np
+    import torch.distributed as dist
+    import fsdpc
+    from fsdpc import _bootstrap
+
+    def main(rank, folder, how):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # spawn ends the others when one fails
+        store = dist.FileStore(folder + "/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        comm = _bootstrap.comm_for_group(dist.group.WORLD)
+        comm.barrier()
+        if rank == 1:
+            if how == "raise":
+                raise RuntimeError("boom\\nmore")
+            if how == "exit":
+                sys.exit(0)
+        else:
+            try:
+                comm.all_reduce(np.ones(3))
+                print("no error", flush=True)
+            except fsdpc.CommError as error:
+                print(type(error).__name__, error, flush=True)
+
+    if __name__ == "__main__":
+        if sys.argv[1] == "spawn":
+            import torch.multiprocessing as mp
+            mp.spawn(main, (sys.argv[2], sys.argv[3]), nprocs=2)
+        else:
+            main(int(sys.argv[1]), *sys.argv[2:])
+"""
+
+
+def run_program(folder: Path, launcher: str, how: str) -> str:
+    """What rank 0 of the program prints when rank 1 ends in the given way."""
+    script = folder / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    ranks_to_start = ["spawn"] if launcher == "spawn" else ["0", "1"]
+    processes = [
+        subprocess.Popen([sys.executable, str(script), rank, str(folder), how],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, "FSDPC_TIMEOUT": "30", "GLOO_SOCKET_IFNAME": "lo"})
+        for rank in ranks_to_start
+    ]
+    try:
+        return processes[0].communicate(timeout=60)[0].strip()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("launcher", ["script", "spawn"])
+def test_peers_learn_of_an_uncaught_exception(tmp_path, launcher):
+    said = run_program(tmp_path, launcher, "raise")
+    assert said.startswith("PeerError rank 1 (") and "RuntimeError: boom" in said
+    assert "more" not in said
+
+
+@pytest.mark.parametrize("launcher", ["script", "spawn"])
+def test_peers_learn_of_a_good_end(tmp_path, launcher):
+    said = run_program(tmp_path, launcher, "exit")
+    assert said.startswith("PeerError") and "rank 1 has left" in said and "died" not in said
