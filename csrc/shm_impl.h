@@ -90,6 +90,10 @@ struct fsdpc_shm {
 /* Tests set these to take the paths of older kernels. */
 extern bool fsdpc_shm_without_pidfd;
 extern bool fsdpc_shm_without_waitv;
+/* Tests replace these so that ranks which are threads of one process share their mappings: the
+ * thread sanitizer goes by addresses. */
+extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
+extern int (*fsdpc_shm_munmap)(void *, size_t);
 
 /* shm.c */
 /* FSDPC_E_STATE in a forked child. */

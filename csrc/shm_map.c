@@ -17,6 +17,9 @@
 
 #define HUGE_BYTES ((size_t)1 << 21)
 
+void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t) = mmap;
+int (*fsdpc_shm_munmap)(void *, size_t) = munmap;
+
 static const fsdpc_wait RESERVING = {.op = "reserving shared memory", .unit = ""};
 
 size_t
@@ -212,12 +215,12 @@ fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void
     if (!target && bytes >= HUGE_BYTES && offset % HUGE_BYTES == 0) {
         target = aligned_range(bytes);
     }
-    void *mapped = mmap(target, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | (target ? MAP_FIXED : 0), shm->fd, (off_t)offset);
+    void *mapped = fsdpc_shm_mmap(target, bytes, PROT_READ | PROT_WRITE,
+                                  MAP_SHARED | (target ? MAP_FIXED : 0), shm->fd, (off_t)offset);
     if (mapped == MAP_FAILED) {
         int errnum = errno;
         if (target && target != address) {
-            munmap(target, bytes);
+            fsdpc_shm_munmap(target, bytes);
         }
         return fsdpc_error_errno(errnum, "mapping %zu bytes of shared memory at %llu", bytes,
                                  (unsigned long long)offset);
@@ -234,6 +237,6 @@ void
 fsdpc_shm_unmap(void *address, size_t bytes)
 {
     if (address && bytes > 0) {
-        munmap(address, bytes);
+        fsdpc_shm_munmap(address, bytes);
     }
 }

@@ -1,0 +1,271 @@
+/* Runs a function as several ranks, each a forked process or a thread, with a deadline.
+ *
+ * A rank function gets the run, which lies in memory that all ranks and the parent share: group
+ * name, and one result per rank. Processes show death and descriptors as in real use; threads show
+ * their memory accesses to the thread sanitizer, for which their mappings of the segment are made
+ * one (a segment mapped twice has two addresses). Processes must be forked before any thread.
+ */
+#ifndef FSDPC_RANKS_H
+#define FSDPC_RANKS_H
+
+#include <dirent.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "shm.h"
+#include "shm_impl.h"
+#include "test.h"
+
+enum { RANKS_MAX = 8, RANKS_DEADLINE_S = 40 };
+
+typedef struct rank_result {
+    int status;
+    char text[1024];
+} rank_result;
+
+typedef struct ranks_run {
+    int world;
+    bool threads;
+    int killed; /* the rank that is expected to die of SIGKILL, or -1 */
+    char name[64];
+    double timeout_s;
+    int option; /* for the function's own use */
+    _Atomic uint32_t flags[RANKS_MAX];
+    _Atomic uint64_t counter;
+    rank_result results[RANKS_MAX];
+} ranks_run;
+
+typedef void (*rank_function)(int rank, ranks_run *run);
+
+__attribute__((unused)) static ranks_run *
+ranks_new(int world)
+{
+    static int made;
+    ranks_run *run =
+        mmap(NULL, sizeof *run, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(run != MAP_FAILED);
+    run->world = world;
+    run->killed = -1;
+    run->timeout_s = RANKS_DEADLINE_S * 2; /* a wait that ends by its deadline fails the test */
+    snprintf(run->name, sizeof run->name, "test-%d-%d", (int)getpid(), made++);
+    return run;
+}
+
+__attribute__((unused)) static void
+ranks_free(ranks_run *run)
+{
+    munmap(run, sizeof *run);
+}
+
+/* Keeps a status and the error text that goes with it. */
+__attribute__((unused)) static int
+rank_keep(ranks_run *run, int rank, int status)
+{
+    run->results[rank].status = status;
+    snprintf(run->results[rank].text, sizeof run->results[rank].text, "%s",
+             status == FSDPC_OK ? "" : fsdpc_error_text());
+    return status;
+}
+
+__attribute__((unused)) static void
+rank_sleep_ms(int ms)
+{
+    struct timespec time = {.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000};
+    nanosleep(&time, NULL);
+}
+
+/* Waits for a flag that another rank or the parent sets; false after the deadline. */
+__attribute__((unused)) static bool
+rank_await(_Atomic uint32_t *flag, uint32_t value)
+{
+    for (int i = 0; i < RANKS_DEADLINE_S * 500; i++) {
+        if (atomic_load(flag) == value) {
+            return true;
+        }
+        rank_sleep_ms(2);
+    }
+    return false;
+}
+
+/* --- processes ------------------------------------------------------------------------------ */
+
+static void
+ranks_reap(ranks_run *run, const pid_t *pids)
+{
+    int left = run->world;
+    bool done[RANKS_MAX] = {false};
+    for (int waited_ms = 0; left > 0; waited_ms += 2) {
+        for (int i = 0; i < run->world; i++) {
+            int status = 0;
+            if (done[i] || waitpid(pids[i], &status, WNOHANG) != pids[i]) {
+                continue;
+            }
+            done[i] = true;
+            left--;
+            bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+            bool passed = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+            if (i == run->killed ? !killed : !passed) {
+                TEST_FAIL("rank %d of %d ended with wait status 0x%x", i, run->world, status);
+            }
+        }
+        if (waited_ms == RANKS_DEADLINE_S * 1000) {
+            TEST_FAIL("%d of %d ranks did not end", left, run->world);
+            for (int i = 0; i < run->world; i++) {
+                kill(pids[i], SIGKILL);
+            }
+        }
+        rank_sleep_ms(2);
+    }
+}
+
+static void
+ranks_fork(ranks_run *run, rank_function function)
+{
+    pid_t pids[RANKS_MAX];
+    fflush(NULL);
+    for (int i = 0; i < run->world; i++) {
+        pids[i] = fork();
+        REQUIRE(pids[i] >= 0);
+        if (pids[i] == 0) {
+            int before = test_failures;
+            function(i, run);
+            exit(test_failures == before ? 0 : 1);
+        }
+    }
+    ranks_reap(run, pids);
+}
+
+/* --- threads -------------------------------------------------------------------------------- */
+
+typedef struct shared_mapping {
+    ino_t file;
+    off_t offset;
+    size_t bytes;
+    void *address;
+    int users;
+} shared_mapping;
+
+enum { MAPPINGS = 256 };
+static shared_mapping ranks_mappings[MAPPINGS];
+static pthread_mutex_t ranks_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static shared_mapping *
+ranks_find_mapping(ino_t file, off_t offset, size_t bytes)
+{
+    for (int i = 0; i < MAPPINGS; i++) {
+        shared_mapping *mapping = &ranks_mappings[i];
+        if (mapping->users && mapping->file == file && mapping->offset == offset &&
+            mapping->bytes == bytes) {
+            mapping->users++;
+            return mapping;
+        }
+    }
+    return NULL;
+}
+
+static void *
+ranks_mmap(void *address, size_t bytes, int prot, int flags, int fd, off_t offset)
+{
+    struct stat file;
+    REQUIRE(fstat(fd, &file) == 0);
+    pthread_mutex_lock(&ranks_lock);
+    shared_mapping *mapping = ranks_find_mapping(file.st_ino, offset, bytes);
+    if (!mapping) {
+        for (int i = 0; i < MAPPINGS && !mapping; i++) {
+            mapping = ranks_mappings[i].users ? NULL : &ranks_mappings[i];
+        }
+        REQUIRE(mapping != NULL);
+        *mapping =
+            (shared_mapping){.file = file.st_ino, .offset = offset, .bytes = bytes, .users = 1};
+        mapping->address = mmap(address, bytes, prot, flags, fd, offset);
+        REQUIRE(mapping->address != MAP_FAILED);
+    } else if (address) {
+        munmap(address, bytes);
+    }
+    address = mapping->address;
+    pthread_mutex_unlock(&ranks_lock);
+    return address;
+}
+
+static int
+ranks_munmap(void *address, size_t bytes)
+{
+    int status = 0;
+    pthread_mutex_lock(&ranks_lock);
+    for (int i = 0; i < MAPPINGS; i++) {
+        shared_mapping *mapping = &ranks_mappings[i];
+        if (mapping->users && mapping->address == address && --mapping->users == 0) {
+            status = munmap(address, bytes);
+        }
+    }
+    pthread_mutex_unlock(&ranks_lock);
+    return status;
+}
+
+typedef struct ranks_thread {
+    int rank;
+    ranks_run *run;
+    rank_function function;
+    pthread_t thread;
+} ranks_thread;
+
+static void *
+ranks_thread_main(void *argument)
+{
+    ranks_thread *self = argument;
+    self->function(self->rank, self->run);
+    return NULL;
+}
+
+static void
+ranks_start_threads(ranks_run *run, rank_function function)
+{
+    ranks_thread threads[RANKS_MAX];
+    fsdpc_shm_mmap = ranks_mmap;
+    fsdpc_shm_munmap = ranks_munmap;
+    /* The deadline of a stuck thread is that of the whole program. */
+    alarm(RANKS_DEADLINE_S * 2);
+    for (int i = 0; i < run->world; i++) {
+        threads[i] = (ranks_thread){.rank = i, .run = run, .function = function};
+        REQUIRE(pthread_create(&threads[i].thread, NULL, ranks_thread_main, &threads[i]) == 0);
+    }
+    for (int i = 0; i < run->world; i++) {
+        pthread_join(threads[i].thread, NULL);
+    }
+    alarm(0);
+}
+
+__attribute__((unused)) static void
+ranks_start(ranks_run *run, rank_function function)
+{
+    if (run->threads) {
+        ranks_start_threads(run, function);
+    } else {
+        ranks_fork(run, function);
+    }
+}
+
+/* --- what is left behind --------------------------------------------------------------------- */
+
+/* Entries of a directory: descriptors in /proc/self/fd (its own included), threads in
+ * /proc/self/task, names in /dev/shm. */
+__attribute__((unused)) static int
+count_entries(const char *directory)
+{
+    int count = 0;
+    DIR *entries = opendir(directory);
+    REQUIRE(entries != NULL);
+    while (readdir(entries)) {
+        count++;
+    }
+    closedir(entries);
+    return count;
+}
+
+#endif

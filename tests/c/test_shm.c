@@ -1,0 +1,776 @@
+/* The shared segment: meeting, waiting, death, departure, agreement, and nothing left behind. */
+#include <math.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "ranks.h"
+
+static const fsdpc_wait WAIT = {.op = "gather", .unit = "layers.3"};
+
+static int
+join_group(int rank, ranks_run *run, fsdpc_shm **out)
+{
+    return rank_keep(run, rank, fsdpc_shm_create(rank, run->world, run->name, run->timeout_s, out));
+}
+
+static void
+check_result(const ranks_run *run, int rank, int status, const char *part)
+{
+    CHECK_INT(run->results[rank].status, status);
+    if (strstr(run->results[rank].text, part) == NULL) {
+        TEST_FAIL("rank %d: error text '%s' lacks '%s'", rank, run->results[rank].text, part);
+    }
+}
+
+/* --- arguments and a group of one ------------------------------------------------------------ */
+
+static void
+wrong_arguments_are_refused(void)
+{
+    fsdpc_shm *shm;
+    char name[200];
+    memset(name, 'x', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    CHECK_ERROR(fsdpc_shm_create(0, 257, "a", 1, &shm), FSDPC_E_INVAL, "257");
+    CHECK_ERROR(fsdpc_shm_create(0, 0, "a", 1, &shm), FSDPC_E_INVAL, "256");
+    CHECK_ERROR(fsdpc_shm_create(2, 2, "a", 1, &shm), FSDPC_E_INVAL, "rank 2");
+    CHECK_ERROR(fsdpc_shm_create(-1, 2, "a", 1, &shm), FSDPC_E_INVAL, "rank -1");
+    CHECK_ERROR(fsdpc_shm_create(0, 1, "", 1, &shm), FSDPC_E_INVAL, "name");
+    CHECK_ERROR(fsdpc_shm_create(0, 1, NULL, 1, &shm), FSDPC_E_INVAL, "name");
+    CHECK_ERROR(fsdpc_shm_create(0, 1, name, 1, &shm), FSDPC_E_INVAL, "199");
+    CHECK_ERROR(fsdpc_shm_create(0, 1, "a", 0, &shm), FSDPC_E_INVAL, "timeout");
+    CHECK_ERROR(fsdpc_shm_create(0, 1, "a", NAN, &shm), FSDPC_E_INVAL, "timeout");
+    CHECK(shm == NULL);
+    fsdpc_shm_free(NULL);
+}
+
+static void
+one_rank_needs_nobody(void)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(fsdpc_shm_create(0, 1, "alone", 3, &shm));
+    CHECK_INT(fsdpc_shm_rank(shm), 0);
+    CHECK_INT(fsdpc_shm_world(shm), 1);
+    CHECK(fsdpc_shm_timeout(shm) == 3);
+    for (int i = 0; i < 3; i++) {
+        CHECK_INT(fsdpc_shm_barrier(shm, &WAIT), FSDPC_OK);
+        CHECK_INT(fsdpc_shm_agree(shm, "text", &WAIT), FSDPC_OK);
+    }
+    CHECK(!fsdpc_shm_left(shm, 0));
+    fsdpc_shm_leave(shm);
+    CHECK(fsdpc_shm_left(shm, 0));
+    fsdpc_shm_free(shm);
+}
+
+static void
+memory_is_handed_out_mapped_and_given_back(void)
+{
+    fsdpc_shm *shm;
+    uint64_t first, second, huge, none;
+    void *a, *b, *c;
+    size_t page = fsdpc_shm_page_bytes();
+    REQUIRE_OK(fsdpc_shm_create(0, 1, "alone", 3, &shm));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, page + 1, true, &first));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, 10, false, &second));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, 5 << 20, false, &huge));
+    CHECK(second >= first + 2 * page);
+    CHECK_INT(huge % (2 << 20), 0);
+    REQUIRE_OK(fsdpc_shm_map(shm, first, 2 * page, NULL, &a));
+    REQUIRE_OK(fsdpc_shm_map(shm, first, 2 * page, NULL, &b));
+    REQUIRE_OK(fsdpc_shm_map(shm, huge, 4 << 20, NULL, &c));
+    CHECK_INT((uintptr_t)c % (2 << 20), 0);
+    memset(a, 7, 2 * page);
+    CHECK_INT(((char *)b)[2 * page - 1], 7);
+    /* Over an existing mapping, at an address of the caller's. */
+    void *again;
+    REQUIRE_OK(fsdpc_shm_map(shm, second, page, b, &again));
+    CHECK(again == b);
+    CHECK_INT(((char *)b)[0], 0);
+    CHECK_INT(((char *)b)[page], 7);
+    REQUIRE_OK(fsdpc_shm_discard(shm, first, 2 * page));
+    CHECK_INT(((char *)a)[0], 0);
+    CHECK_ERROR(fsdpc_shm_map(shm, first + 1, page, NULL, &again), FSDPC_E_INVAL, "pages");
+    CHECK_ERROR(fsdpc_shm_map(shm, first, 0, NULL, &again), FSDPC_E_INVAL, "pages");
+    CHECK_ERROR(fsdpc_shm_map(shm, UINT64_MAX / page * page, page, NULL, &again), FSDPC_E_INVAL,
+                "pages");
+    CHECK_ERROR(fsdpc_shm_discard(shm, 3, page), FSDPC_E_INVAL, "pages");
+    CHECK_ERROR(fsdpc_shm_alloc(shm, (size_t)1 << 43, true, &none), FSDPC_E_NOMEM, "MiB are free");
+    CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM, "segment ends");
+    fsdpc_shm_free(shm);
+    /* Mappings outlive the handle. */
+    memset(a, 3, 2 * page);
+    CHECK_INT(((char *)a)[page], 3);
+    fsdpc_shm_unmap(a, 2 * page);
+    fsdpc_shm_unmap(b, 2 * page);
+    fsdpc_shm_unmap(c, 4 << 20);
+    fsdpc_shm_unmap(NULL, 0);
+}
+
+static int
+make_alone(void *argument)
+{
+    (void)argument;
+    fsdpc_shm *shm;
+    int status = fsdpc_shm_create(0, 1, "alone", 3, &shm);
+    fsdpc_shm_free(shm);
+    return status;
+}
+
+/* --- working groups -------------------------------------------------------------------------- */
+
+enum { ROUNDS = 300 };
+
+static void
+count_in_step(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    uint64_t offset, second;
+    void *map;
+    size_t page = fsdpc_shm_page_bytes();
+    rank_sleep_ms(rank == run->option ? 60 : 0); /* one comes late */
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, page, true, &offset));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, page, true, &second));
+    REQUIRE(second != offset);
+    REQUIRE_OK(fsdpc_shm_map(shm, offset, page, NULL, &map));
+    int *mine = map; /* plain memory: only the barrier orders it */
+    for (int i = 1; i <= ROUNDS; i++) {
+        mine[rank] = i * (rank + 1);
+        REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+        for (int k = 0; k < run->world; k++) {
+            CHECK_INT(mine[k], i * (k + 1));
+        }
+        REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    }
+    CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
+    CHECK_INT(fsdpc_shm_agree(shm, "same\nfor all", &WAIT), FSDPC_OK);
+    fsdpc_shm_unmap(map, page);
+    fsdpc_shm_free(shm);
+}
+
+static void
+ranks_meet_and_keep_step(bool threads)
+{
+    for (int world = 1; world <= 4; world++) {
+        ranks_run *run = ranks_new(world);
+        run->threads = threads;
+        run->option = world % 3;
+        ranks_start(run, count_in_step);
+        ranks_free(run);
+    }
+}
+
+static void
+sleep_on_a_word(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    uint64_t offset;
+    void *map;
+    size_t page = fsdpc_shm_page_bytes();
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_alloc(shm, page, true, &offset));
+    REQUIRE_OK(fsdpc_shm_map(shm, offset, page, NULL, &map));
+    _Atomic uint32_t *word = map;
+    int64_t deadline = fsdpc_shm_deadline(shm);
+    if (rank == 0) {
+        while (atomic_load(word) == 0) {
+            REQUIRE_OK(fsdpc_shm_wait_word(shm, word, 0, deadline, &WAIT));
+        }
+        CHECK_INT(fsdpc_shm_blocked_seq(shm, 0) % 2, 0);
+    } else {
+        while (fsdpc_shm_blocked_seq(shm, 0) % 2 == 0) {
+            REQUIRE(fsdpc_shm_now_ns() < deadline);
+            rank_sleep_ms(1);
+        }
+        atomic_store(word, 1);
+        fsdpc_shm_wake(word);
+    }
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    CHECK(fsdpc_shm_spins(shm) >= 0);
+    fsdpc_shm_unmap(map, page);
+    fsdpc_shm_free(shm);
+}
+
+static void
+a_sleeper_is_seen_and_woken(bool threads)
+{
+    ranks_run *run = ranks_new(2);
+    run->threads = threads;
+    ranks_start(run, sleep_on_a_word);
+    ranks_free(run);
+}
+
+static void
+say_something(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    char *text = calloc(1, 100000);
+    REQUIRE_OK(join_group(rank, run, &shm));
+    if (run->option == 0) {
+        snprintf(text, 100, "line one\nranks %d\nline three", rank == 2 ? 5 : 4);
+    } else {
+        memset(text, 'a', 90000);
+        text[run->option] = rank == 2 ? 'b' : 'a';
+    }
+    rank_keep(run, rank, fsdpc_shm_agree(shm, text, &WAIT));
+    /* A disagreement is no damage. */
+    CHECK_INT(fsdpc_shm_agree(shm, "same", &WAIT), FSDPC_OK);
+    fsdpc_shm_free(shm);
+    free(text);
+}
+
+static void
+disagreement_is_quoted_everywhere(bool threads)
+{
+    const struct {
+        int option, status;
+        const char *part;
+    } cases[] = {{0, FSDPC_E_MISMATCH, "rank 0 has \"ranks 4\", rank 2 has \"ranks 5\""},
+                 {10000, FSDPC_E_MISMATCH, "after the first 4095 bytes"},
+                 {80000, FSDPC_OK, ""}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ranks_run *run = ranks_new(3);
+        run->threads = threads;
+        run->option = cases[i].option;
+        ranks_start(run, say_something);
+        for (int rank = 0; rank < 3; rank++) {
+            check_result(run, rank, cases[i].status, cases[i].part);
+        }
+        ranks_free(run);
+    }
+}
+
+/* --- groups that do not come together ------------------------------------------------------- */
+
+static void
+come_unless_option(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    if (rank != run->option) {
+        join_group(rank, run, &shm);
+        fsdpc_shm_free(shm);
+    }
+}
+
+static void
+a_missing_rank_is_named(void)
+{
+    for (int missing = 0; missing < 3; missing += 2) {
+        char part[64];
+        ranks_run *run = ranks_new(3);
+        run->timeout_s = 0.4;
+        run->option = missing;
+        ranks_start(run, come_unless_option);
+        snprintf(part, sizeof part, "rank %d did not arrive within 0.4 s", missing);
+        check_result(run, 1, FSDPC_E_TIMEOUT, part);
+        check_result(run, missing == 0 ? 2 : 0, FSDPC_E_TIMEOUT, part);
+        ranks_free(run);
+    }
+}
+
+static void
+come_with_another_world(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    int world = rank == 1 ? 5 : 3;
+    rank_keep(run, rank, fsdpc_shm_create(rank, world, run->name, run->timeout_s, &shm));
+    fsdpc_shm_free(shm);
+}
+
+static void
+come_twice_as_one(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    int as = rank == 2 ? 1 : rank;
+    rank_keep(run, rank, fsdpc_shm_create(as, 3, run->name, run->timeout_s, &shm));
+    fsdpc_shm_free(shm);
+}
+
+static void
+wrong_company_is_refused_by_all(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, come_with_another_world);
+    check_result(run, 0, FSDPC_E_MISMATCH, "came as rank 1 of 5");
+    check_result(run, 1, FSDPC_E_MISMATCH, "group has 3 ranks");
+    ranks_free(run);
+    run = ranks_new(3);
+    ranks_start(run, come_twice_as_one);
+    for (int rank = 0; rank < 3; rank++) {
+        check_result(run, rank, FSDPC_E_MISMATCH, "two processes came as rank 1");
+    }
+    ranks_free(run);
+}
+
+static void
+second_host(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    if (rank == 1) {
+        REQUIRE(rank_await(&run->flags[0], 1));
+        rank_keep(run, 1, fsdpc_shm_create(0, 2, run->name, 5, &shm));
+        atomic_store(&run->flags[1], 1);
+        return;
+    }
+    /* A group of one would not listen; nobody comes to this one. */
+    atomic_store(&run->flags[0], 1);
+    rank_keep(run, 0, fsdpc_shm_create(0, 2, run->name, 1.0, &shm));
+}
+
+static void
+a_taken_name_is_said(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, second_host);
+    bool first = run->results[0].status == FSDPC_E_MISMATCH;
+    check_result(run, first ? 0 : 1, FSDPC_E_MISMATCH, "another process is rank 0");
+    check_result(run, first ? 1 : 0, FSDPC_E_TIMEOUT, "rank 1 did not arrive");
+    ranks_free(run);
+}
+
+/* Connects and says nonsense, as often as it gets the chance, then comes as a rank. */
+static void
+come_after_nonsense(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    if (rank == 1) {
+        struct sockaddr_un address = {.sun_family = AF_UNIX};
+        int used =
+            snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
+        socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+        int stranger = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+        for (int i = 0; connect(stranger, (struct sockaddr *)&address, bytes) != 0; i++) {
+            REQUIRE(i < 5000);
+            rank_sleep_ms(2);
+        }
+        char answer[4096];
+        REQUIRE(send(stranger, "GET / HTTP/1.1", 14, 0) == 14);
+        REQUIRE(recv(stranger, answer, sizeof answer, 0) > 0);
+        CHECK_INT(recv(stranger, answer, sizeof answer, 0), 0);
+        close(stranger);
+    }
+    REQUIRE_OK(join_group(rank, run, &shm));
+    CHECK_INT(fsdpc_shm_barrier(shm, &WAIT), FSDPC_OK);
+    fsdpc_shm_free(shm);
+}
+
+static void
+a_stranger_is_sent_away(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, come_after_nonsense);
+    ranks_free(run);
+}
+
+/* Late enough for the others to have come. */
+static int
+die_soon(void)
+{
+    static int checks;
+    if (++checks == 5) {
+        raise(SIGKILL);
+    }
+    return 0;
+}
+
+static void
+die_in_the_meeting(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    if (rank == 3) {
+        return; /* never comes, so that the meeting lasts */
+    }
+    if (rank == run->killed) {
+        fsdpc_shm_interrupt_check = die_soon;
+    }
+    join_group(rank, run, &shm);
+    fsdpc_shm_free(shm);
+}
+
+static void
+death_in_the_meeting_ends_it(void)
+{
+    for (int killed = 0; killed < 3; killed += 2) {
+        ranks_run *run = ranks_new(4);
+        run->killed = killed;
+        /* A rank that connects after rank 0's death waits for another one: not for long. */
+        run->timeout_s = 4;
+        ranks_start(run, die_in_the_meeting);
+        if (killed == 2) {
+            check_result(run, 0, FSDPC_E_PEER, "rank 2");
+            check_result(run, 1, FSDPC_E_PEER, "rank 2");
+        } else {
+            CHECK(run->results[1].status == FSDPC_E_PEER ||
+                  run->results[1].status == FSDPC_E_TIMEOUT);
+            CHECK(strstr(run->results[1].text, "rank 0") != NULL);
+        }
+        ranks_free(run);
+    }
+}
+
+/* --- death, departure, silence ---------------------------------------------------------------- */
+
+enum where { IN_BARRIER, ON_WORD };
+
+static int
+wait_somewhere(fsdpc_shm *shm, enum where where)
+{
+    if (where == IN_BARRIER) {
+        return fsdpc_shm_barrier(shm, &WAIT);
+    }
+    uint64_t offset;
+    void *map;
+    size_t page = fsdpc_shm_page_bytes();
+    REQUIRE_OK(fsdpc_shm_alloc(shm, page, true, &offset));
+    REQUIRE_OK(fsdpc_shm_map(shm, offset, page, NULL, &map));
+    int64_t deadline = fsdpc_shm_deadline(shm);
+    int status;
+    do {
+        status = fsdpc_shm_wait_word(shm, map, 0, deadline, &WAIT);
+    } while (status == FSDPC_OK);
+    fsdpc_shm_unmap(map, page);
+    return status;
+}
+
+/* The killed rank dies when all others sleep. */
+static void
+wait_for_the_killed(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    if (rank == run->killed) {
+        for (int i = 0; i < run->world; i++) {
+            while (i != rank && fsdpc_shm_blocked_seq(shm, i) % 2 == 0) {
+                rank_sleep_ms(1);
+            }
+        }
+        raise(SIGKILL);
+    }
+    rank_keep(run, rank, wait_somewhere(shm, (enum where)run->option));
+    /* What failed stays failed. */
+    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "died");
+    CHECK_ERROR(fsdpc_shm_agree(shm, "", &WAIT), FSDPC_E_PEER, "died");
+    CHECK_ERROR(fsdpc_shm_check(shm, &WAIT), FSDPC_E_PEER, "died");
+    fsdpc_shm_free(shm);
+}
+
+static void
+death_is_named_by_the_survivors(void)
+{
+    for (int option = IN_BARRIER; option <= ON_WORD; option++) {
+        for (int killed = 0; killed < 3; killed++) {
+            char part[64];
+            ranks_run *run = ranks_new(3);
+            run->killed = killed;
+            run->option = option;
+            ranks_start(run, wait_for_the_killed);
+            for (int rank = 0; rank < 3; rank++) {
+                if (rank != killed) {
+                    snprintf(part, sizeof part, "rank %d (pid ", killed);
+                    check_result(run, rank, FSDPC_E_PEER, part);
+                    snprintf(part, sizeof part, "this rank (%d) waited in gather of unit layers.3",
+                             rank);
+                    check_result(run, rank, FSDPC_E_PEER, part);
+                }
+            }
+            ranks_free(run);
+        }
+    }
+}
+
+static void
+leave_early(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    if (rank == 1) {
+        fsdpc_shm_free(shm);
+        return;
+    }
+    rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+    CHECK(fsdpc_shm_left(shm, 1));
+    /* Nobody died: only who waits for the one that left is told. */
+    CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
+    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier wait");
+    REQUIRE(rank_await(&run->flags[2 - rank], 1) || rank == 0);
+    atomic_store(&run->flags[rank], 1);
+    fsdpc_shm_free(shm);
+}
+
+static void
+departure_is_not_death(bool threads)
+{
+    ranks_run *run = ranks_new(3);
+    run->threads = threads;
+    atomic_store(&run->flags[2], 1);
+    ranks_start(run, leave_early);
+    check_result(run, 0, FSDPC_E_PEER, "rank 1 has left");
+    check_result(run, 2, FSDPC_E_PEER, "rank 1 has left");
+    ranks_free(run);
+}
+
+static void
+stay_away_from_the_barrier(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    fsdpc_wait before = {.op = "reduce", .unit = "embedding"};
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &before));
+    if (rank == 1) {
+        CHECK(rank_await(&run->flags[0], 1) && rank_await(&run->flags[2], 1));
+    } else {
+        rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier wait");
+        atomic_store(&run->flags[rank], 1);
+    }
+    fsdpc_shm_free(shm);
+}
+
+static void
+the_deadline_names_who_is_missing(bool threads)
+{
+    ranks_run *run = ranks_new(3);
+    run->threads = threads;
+    run->timeout_s = 0.5;
+    ranks_start(run, stay_away_from_the_barrier);
+    for (int rank = 0; rank < 3; rank += 2) {
+        check_result(run, rank, FSDPC_E_TIMEOUT, "0.5 s in gather of unit layers.3 for rank 1");
+        check_result(run, rank, FSDPC_E_TIMEOUT, "rank 1 (pid ");
+    }
+    ranks_free(run);
+}
+
+static void
+give_up(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    if (rank == 1) {
+        while (fsdpc_shm_blocked_seq(shm, 0) % 2 == 0) {
+            rank_sleep_ms(1);
+        }
+        fsdpc_shm_abort(shm, "a tensor had the wrong shape");
+        fsdpc_shm_abort(shm, "second words");
+    } else {
+        rank_keep(run, rank, wait_somewhere(shm, (enum where)run->option));
+        fsdpc_shm_abort(shm, "too late");
+    }
+    CHECK_ERROR(fsdpc_shm_check(shm, &WAIT), FSDPC_E_PEER, "rank 1 (pid ");
+    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "a tensor had the wrong shape");
+    fsdpc_shm_free(shm);
+}
+
+static void
+an_abort_ends_all_waits(bool threads)
+{
+    for (int option = IN_BARRIER; option <= ON_WORD; option++) {
+        ranks_run *run = ranks_new(2);
+        run->threads = threads;
+        run->option = option;
+        ranks_start(run, give_up);
+        check_result(run, 0, FSDPC_E_PEER, "a tensor had the wrong shape");
+        ranks_free(run);
+    }
+}
+
+static int
+interrupt_now(void)
+{
+    return 1;
+}
+
+static void
+be_interrupted(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    if (rank == 0) {
+        fsdpc_shm_interrupt_check = interrupt_now;
+        rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+        atomic_store(&run->flags[0], 1);
+    } else {
+        CHECK(rank_await(&run->flags[0], 1));
+    }
+    fsdpc_shm_free(shm);
+}
+
+static void
+an_interrupt_ends_a_wait(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, be_interrupted);
+    check_result(run, 0, FSDPC_E_INTERRUPT, "gather of unit layers.3");
+    ranks_free(run);
+}
+
+static void
+fork_in_between(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    int status;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    int failures = test_failures;
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "forked child");
+        fsdpc_shm_abort(shm, "not mine to end");
+        fsdpc_shm_free(shm);
+        _exit(test_failures == failures ? 0 : 1);
+    }
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK_INT(status, 0);
+    CHECK_INT(fsdpc_shm_barrier(shm, &WAIT), FSDPC_OK);
+    CHECK(!fsdpc_shm_left(shm, 1 - rank));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    fsdpc_shm_free(shm);
+}
+
+static void
+a_forked_child_is_not_the_rank(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, fork_in_between);
+    ranks_free(run);
+}
+
+/* --- nothing left behind ---------------------------------------------------------------------- */
+
+/* A joined thread may stay listed for a moment. */
+static int
+count_tasks(int expected)
+{
+    int count = count_entries("/proc/self/task");
+    for (int i = 0; i < 1000 && count != expected; i++) {
+        rank_sleep_ms(2);
+        count = count_entries("/proc/self/task");
+    }
+    return count;
+}
+
+static void
+come_once(int rank, ranks_run *run, int turn, int tasks)
+{
+    char name[96];
+    fsdpc_shm *shm;
+    snprintf(name, sizeof name, "%s-%d", run->name, turn);
+    REQUIRE_OK(fsdpc_shm_create(rank, run->world, name, run->timeout_s, &shm));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    if (tasks > 0) {
+        CHECK_INT(count_tasks(tasks), tasks);
+    }
+    fsdpc_shm_free(shm);
+}
+
+static void
+come_and_go(int rank, ranks_run *run)
+{
+    /* Once before counting: a sanitizer starts a thread of its own with the first one. */
+    come_once(rank, run, 0, 0);
+    rank_sleep_ms(20);
+    int fds = count_entries("/proc/self/fd");
+    int tasks = count_entries("/proc/self/task");
+    int64_t live = fsdpc_mem_live();
+    for (int turn = 1; turn <= 20; turn++) {
+        come_once(rank, run, turn, tasks + 1);
+    }
+    CHECK_INT(count_entries("/proc/self/fd"), fds);
+    CHECK_INT(count_tasks(tasks), tasks);
+    CHECK_INT(fsdpc_mem_live(), live);
+}
+
+/* Lines of a file that contain `part`. */
+static int
+count_traces(const char *path, const char *part)
+{
+    char line[512];
+    int count = 0;
+    FILE *file = fopen(path, "r");
+    REQUIRE(file != NULL);
+    while (fgets(line, sizeof line, file)) {
+        count += strstr(line, part) != NULL;
+    }
+    fclose(file);
+    return count;
+}
+
+static int
+count_names(const char *directory, const char *part)
+{
+    int count = 0;
+    DIR *entries = opendir(directory);
+    REQUIRE(entries != NULL);
+    for (struct dirent *entry = readdir(entries); entry; entry = readdir(entries)) {
+        count += strstr(entry->d_name, part) != NULL;
+    }
+    closedir(entries);
+    return count;
+}
+
+static void
+nothing_is_left_behind(void)
+{
+    ranks_run *run = ranks_new(3);
+    ranks_start(run, come_and_go);
+    CHECK_INT(count_traces("/proc/net/unix", run->name), 0);
+    CHECK_INT(count_names("/dev/shm", "fsdpc"), 0);
+    ranks_free(run);
+    /* Nor after deaths, which clean up nothing. */
+    run = ranks_new(2);
+    run->killed = 1;
+    ranks_start(run, wait_for_the_killed);
+    CHECK_INT(count_traces("/proc/net/unix", run->name), 0);
+    CHECK_INT(count_names("/dev/shm", "fsdpc"), 0);
+    ranks_free(run);
+}
+
+static void
+run_all_kernels(void (*test)(void))
+{
+    test();
+    fsdpc_shm_without_waitv = true;
+    test();
+    fsdpc_shm_without_pidfd = true;
+    test();
+    fsdpc_shm_without_waitv = fsdpc_shm_without_pidfd = false;
+}
+
+static void
+groups_of_processes_work(void)
+{
+    ranks_meet_and_keep_step(false);
+    a_sleeper_is_seen_and_woken(false);
+    an_abort_ends_all_waits(false);
+}
+
+int
+main(void)
+{
+    wrong_arguments_are_refused();
+    one_rank_needs_nobody();
+    memory_is_handed_out_mapped_and_given_back();
+    test_alloc_sweep(make_alone, NULL);
+    run_all_kernels(groups_of_processes_work);
+    disagreement_is_quoted_everywhere(false);
+    a_missing_rank_is_named();
+    wrong_company_is_refused_by_all();
+    a_taken_name_is_said();
+    a_stranger_is_sent_away();
+    death_in_the_meeting_ends_it();
+    run_all_kernels(death_is_named_by_the_survivors);
+    departure_is_not_death(false);
+    the_deadline_names_who_is_missing(false);
+    an_interrupt_ends_a_wait();
+    a_forked_child_is_not_the_rank();
+    nothing_is_left_behind();
+    /* Threads last: forking after them is not safe. */
+    ranks_meet_and_keep_step(true);
+    a_sleeper_is_seen_and_woken(true);
+    disagreement_is_quoted_everywhere(true);
+    an_abort_ends_all_waits(true);
+    departure_is_not_death(true);
+    the_deadline_names_who_is_missing(true);
+    return test_result();
+}
