@@ -50,13 +50,16 @@ def _global_sum(units: list[Any], others: list[torch.Tensor], norm_type: float) 
     for comm, members in _by_comm(units):
         part = combine(unit.grad_norm_sums(norm_type) for unit in members)
         if comm.world > 1:
-            scalar = np.array([part], dtype=np.float64)
-            comm.all_reduce(
-                scalar, op="max" if math.isinf(norm_type) else "sum", what="clip_grad_norm_"
-            )
-            part = float(scalar[0])
+            part = _reduce_over_ranks(comm, part, "max" if math.isinf(norm_type) else "sum")
         total = combine([total, part])
     return total
+
+
+def _reduce_over_ranks(comm: Any, part: float, op: str) -> float:
+    """Sum or maximum over ranks. NaN travels as a flag: not every backend's maximum keeps it."""
+    values = np.array([0.0 if math.isnan(part) else part, math.isnan(part)], dtype=np.float64)
+    comm.all_reduce(values, op=op, what="clip_grad_norm_")
+    return math.nan if values[1] else float(values[0])
 
 
 def _by_comm(units: list[Any]) -> list[tuple[Any, list[Any]]]:

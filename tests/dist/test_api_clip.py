@@ -1,0 +1,107 @@
+"""clip_grad_norm_: the unsharded model's norm and gradients, for any p and any mix of units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+from toys import Block, check_equal, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
+
+NORMS = [1, 2, 3, 1.5, float("inf")]
+STRATEGIES = list(ShardingStrategy)
+
+
+def averaged_reference(batch_of_rank):
+    """The unsharded model with every rank's gradients averaged."""
+    model = toy()
+    world = dist.get_world_size()
+    for rank in range(world):
+        (loss_of(model, batch_of_rank(rank)) / world).backward()
+    return model
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def strategy_options(strategy, world):
+    if "HYBRID" not in strategy.name:
+        return {"sharding_strategy": strategy}
+    mesh = init_device_mesh("cpu", (world // 2, 2))
+    return {"sharding_strategy": strategy, "device_mesh": mesh}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_norm_and_gradients(rank, world, engine, strategy, use_orig_params):
+    options = strategy_options(strategy, world)
+    sharded = wrap_blocks(engine, toy(), use_orig_params=use_orig_params, **options)
+    for norm_type in NORMS:
+        for max_norm in (0.1, 1e6):
+            reference = averaged_reference(lambda r: tokens(r, 0))
+            sharded.zero_grad()
+            loss_of(sharded, tokens(rank, 0)).backward()
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+            got = sharded.clip_grad_norm_(max_norm, norm_type)
+            assert got.dtype == torch.float32 and got.dim() == 0
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            check_equal(full_gradients(sharded), gradients(reference), "clipped", rtol=1e-5)
+
+
+@ranks(2)
+def test_units_of_different_strategies_and_unmanaged_parameters(rank, world, engine):
+    policy = CustomPolicy(
+        lambda m: {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        if isinstance(m, nn.Linear) and m.bias is not None
+        else isinstance(m, Block)
+    )
+    model = toy()
+    sharded = wrap(engine, model, auto_wrap_policy=policy, ignored_states=[model.norm.weight])
+    loss_of(sharded, tokens(0, 0)).backward()
+    expected = toy()
+    loss_of(expected, tokens(0, 0)).backward()
+    for norm_type in NORMS:
+        got = sharded.clip_grad_norm_(0.3, norm_type)
+        torch.testing.assert_close(
+            got, nn.utils.clip_grad_norm_(expected.parameters(), 0.3, norm_type), rtol=1e-5, atol=0
+        )
+    torch.testing.assert_close(model.norm.weight.grad, expected.norm.weight.grad)
+
+
+@ranks(2)
+def test_no_gradients(rank, world, engine):
+    model = wrap_blocks(engine, toy())
+    with pytest.warns(UserWarning, match="no gradients"):
+        norm = model.clip_grad_norm_(1.0)
+    assert norm.item() == 0.0 and norm.dtype == torch.float32
+
+
+@ranks(2)
+def test_a_gradient_that_is_not_finite(rank, world):
+    """NaN and infinity on one rank show in every rank's norm, and in every gradient."""
+    for value, norm_type in [("nan", 2), ("nan", float("inf")), ("inf", 1), ("inf", 2)]:
+        model = wrap_blocks("fsdpc", toy())
+        loss_of(model, tokens(rank, 0)).backward()
+        if rank == 1:
+            model.params[0].grad[0] = float(value)
+        norm = model.clip_grad_norm_(1.0, norm_type)
+        assert norm.isnan() if value == "nan" else norm.isinf()
+        expected = torch.zeros if value == "inf" else torch.ones
+        other = model.blocks[0].params[0].grad
+        assert bool((other.isnan() == expected(1, dtype=torch.bool)).all())
+
+
+@ranks(2)
+def test_only_the_root_clips_and_only_between_steps(rank, world, engine):
+    model = wrap_blocks(engine, toy())
+    model(tokens(rank, 0))
+    with pytest.raises(RuntimeError, match="root FSDP instance"):
+        model.blocks[0].clip_grad_norm_(1.0)
+    with type(model).summon_full_params(model), pytest.raises(ValueError, match="states"):
+        model.clip_grad_norm_(1.0)

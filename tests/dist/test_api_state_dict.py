@@ -1,0 +1,283 @@
+"""Full state dicts: equal to the unsharded model's in keys, order, values and metadata."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from toys import Block, loss_of, tokens, toy, wrap, wrap_blocks
+
+FULL = StateDictType.FULL_STATE_DICT
+
+
+class Mixed(nn.Module):
+    """Buffers of all kinds, a tie, 0-dim and frozen parameters, extra state, a shared module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.again = self.stage[0]
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.low = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.randn(2, 2))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.note = "kept"
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+    def forward(self, tokens):
+        x = self.stage(self.embed(tokens).mean(0)) * self.scale
+        return self.head(self.again(x)) + self.mask.sum() + self.low.sum()
+
+
+def mixed(seed=0):
+    torch.manual_seed(seed)
+    return Mixed()
+
+
+def same(got, expected):
+    assert list(got) == list(expected)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert got[key].dtype == value.dtype and got[key].shape == value.shape, key
+            assert torch.equal(got[key], value), key
+        else:
+            assert got[key] == value, key
+
+
+def stage_policy():
+    return ModuleWrapPolicy({nn.Sequential})
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_equal_to_the_unsharded_models(rank, world, use_orig_params):
+    expected = mixed().state_dict()
+    model = mixed()
+    model.again = None  # the shared module is the subject of its own test
+    expected = {k: v for k, v in expected.items() if not k.startswith("again")}
+    model = wrap("fsdpc", model, auto_wrap_policy=stage_policy(), use_orig_params=use_orig_params)
+    for _ in range(2):
+        got = model.state_dict()
+        same(got, expected)
+        assert got["head.weight"].data_ptr() == got["embed.weight"].data_ptr(), "the tie is kept"
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_module_at_two_places_is_saved_under_both_names(rank, world, use_orig_params):
+    for policy in (None, ModuleWrapPolicy({nn.Linear})):
+        plain = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 2)})
+        plain["again"] = plain["a"]
+        expected = copy.deepcopy(plain.state_dict())
+        model = wrap("fsdpc", plain, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        same(model.state_dict(), expected)
+
+
+@ranks(2)
+def test_metadata_is_the_unsharded_models(rank, world):
+    expected = toy().state_dict()._metadata
+    got = wrap_blocks("fsdpc", toy()).state_dict()._metadata
+    assert dict(got) == dict(expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+def test_round_trip_and_training_goes_on(rank, world, engine, strategy, use_orig_params):
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    model = wrap_blocks(engine, toy(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, tokens(rank, 0)).backward()
+    optimizer.step()
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    other = wrap_blocks(engine, toy(seed=1), **options)
+    result = other.load_state_dict(saved)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    same(other.state_dict(), saved)
+    plain = toy(seed=2)
+    plain.load_state_dict(saved)
+    torch.testing.assert_close(
+        loss_of(other, tokens(rank, 1)), loss_of(plain, tokens(rank, 1)), rtol=1e-6, atol=0
+    )
+    loss_of(other, tokens(rank, 1)).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_units_nested_in_a_plain_model(rank, world, engine, use_orig_params):
+    plain = toy()
+    expected = copy.deepcopy(plain.state_dict())
+    for i in range(2):
+        plain.blocks[i] = wrap(engine, plain.blocks[i], use_orig_params=use_orig_params)
+    same(plain.state_dict(), expected)
+    other = toy(seed=3).state_dict()
+    plain.load_state_dict(other)
+    same(plain.state_dict(), other)
+
+
+@ranks(2)
+def test_activation_wrappers_leave_no_trace(rank, world, engine):
+    expected = toy().state_dict()
+    inside = toy()
+    for i in range(2):
+        inside.blocks[i] = wrap(engine, checkpoint_wrapper(inside.blocks[i]))
+    outside = wrap_blocks(engine, toy())
+    apply_activation_checkpointing(outside, check_fn=lambda m: isinstance(m, Block))
+    for model in (wrap(engine, inside), outside):
+        same(model.state_dict(), expected)
+        model.load_state_dict(toy(seed=5).state_dict())
+        same(model.state_dict(), toy(seed=5).state_dict())
+
+
+@ranks(2)
+def test_rank0_only(rank, world):
+    model = toy()
+    expected = copy.deepcopy(model.state_dict())
+    model = wrap_blocks("fsdpc", model, ignored_modules=[model.norm])
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with type(model).state_dict_type(model, FULL, config):
+        got = model.state_dict()
+    same(got, expected if rank == 0 else {k: expected[k] for k in ("norm.weight", "norm.bias")})
+    same(model.state_dict(), expected)
+
+
+@ranks(2)
+def test_low_precision_buffers_come_back(rank, world, engine):
+    precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("offset", torch.tensor([1.5, 2.0]))
+            self.register_buffer("steps", torch.tensor([3]))
+
+        def forward(self, x):
+            assert self.offset.dtype == torch.bfloat16 and self.steps.dtype == torch.int64
+            return self.linear(x) + self.offset.sum()
+
+    model = wrap(engine, nn.Sequential(Buffered()), mixed_precision=precision)
+    model(torch.randn(2, 3))
+    got = model.state_dict()
+    assert got["0.offset"].dtype == torch.float32 and got["0.offset"].tolist() == [1.5, 2.0]
+    assert got["0.steps"].dtype == torch.int64
+    model.load_state_dict({**got, "0.offset": torch.tensor([4.0, 5.0])})
+    assert model.state_dict()["0.offset"].tolist() == [4.0, 5.0]
+    assert next(iter(model.buffers())).dtype == torch.bfloat16
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_strict_loading_names_keys_cleanly(rank, world, use_orig_params):
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    state = toy(seed=1).state_dict()
+    del state["blocks.1.up.bias"], state["head.weight"]
+    state["blocks.0.norm.extra"] = state["surplus"] = torch.zeros(1)
+    result = model.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["blocks.1.up.bias", "head.weight"]
+    assert sorted(result.unexpected_keys) == ["blocks.0.norm.extra", "surplus"]
+    got = model.state_dict()
+    assert torch.equal(got["head.weight"], expected["head.weight"]), "what is missing stays"
+    assert torch.equal(got["head.bias"], state["head.bias"])
+    with pytest.raises(RuntimeError, match=r'"blocks.1.up.bias", "head.weight"'):
+        model.load_state_dict(state)
+    wrong = {**expected, "blocks.0.up.weight": torch.zeros(3, 3)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
+        model.load_state_dict(wrong)
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+@ranks(2)
+def test_loading_by_assignment(rank, world):
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    params = list(model.parameters())
+    state = toy(seed=4).state_dict()
+    model.load_state_dict(state, assign=True)
+    same(model.state_dict(), state)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+
+
+@ranks(2)
+def test_inside_summon_full_params(rank, world):
+    model = wrap_blocks("fsdpc", toy())
+    with type(model).summon_full_params(model):
+        got = model.state_dict()
+    same(got, toy().state_dict())
+
+
+@ranks(2)
+def test_types_that_do_not_exist_yet_say_so(rank, world):
+    model = wrap_blocks("fsdpc", toy())
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        with type(model).state_dict_type(model, kind):
+            with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
+                model.state_dict()
+            with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
+                model.load_state_dict(toy().state_dict())
+    same(model.state_dict(), toy().state_dict())
+    for name in ("optim_state_dict", "optim_state_dict_to_load", "register_comm_hook"):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(type(model), name)(model, None)
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_state_dict_settings(rank, world, engine):
+    model = wrap_blocks(engine, toy())
+    cls = type(model)
+    assert cls.get_state_dict_type(model).state_dict_type is FULL
+    config, optim = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    before = cls.set_state_dict_type(model, FULL, config, optim)
+    assert before.state_dict_config == FullStateDictConfig()
+    settings = cls.get_state_dict_type(model)
+    assert (settings.state_dict_config, settings.optim_state_dict_config) == (config, optim)
+    with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
+        cls.set_state_dict_type(model, FULL, ShardedStateDictConfig())
+    with cls.state_dict_type(model, FULL):
+        assert cls.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
+    assert cls.get_state_dict_type(model).state_dict_config == config
+    cls.set_state_dict_type(model.blocks[0], FULL, FullStateDictConfig())
+    with pytest.raises(AssertionError, match="same state"):
+        cls.get_state_dict_type(model)
+
+
+@ranks(2)
+def test_a_failed_save_leaves_the_model_usable(rank, world):
+    model = wrap("fsdpc", toy(), auto_wrap_policy=always_wrap_policy)
+
+    def fail(*args):
+        raise OSError("disk")
+
+    handle = model.blocks[1].up.register_state_dict_pre_hook(fail)
+    with pytest.raises(OSError, match="disk"):
+        model.state_dict()
+    handle.remove()
+    same(model.state_dict(), toy().state_dict())
+    loss_of(model, tokens(rank, 0)).backward()
