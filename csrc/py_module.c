@@ -137,6 +137,13 @@ refuse_second(void)
     return 0;
 }
 
+PyDoc_STRVAR(
+    layout_doc,
+    "layout($module, specs, world, align_bytes, spans=False, /)\n--\n\n"
+    "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
+    "which part. specs: (name, numel, storage, compute, reduce, trainable) each, dtypes as\n"
+    "text. Offsets and sizes in bytes, counts in elements. ValueError, TypeError.");
+
 static int
 add_parts(PyObject *module)
 {
@@ -150,7 +157,7 @@ add_parts(PyObject *module)
     }
     if (fsdpc_py_layout != NULL) {
         static PyMethodDef layout[] = {
-            {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, NULL},
+            {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},
             {NULL, NULL, 0, NULL},
         };
         if (PyModule_AddFunctions(module, layout) < 0) {

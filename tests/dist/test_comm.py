@@ -21,7 +21,7 @@ from harness import die, ranks, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdpc
-from fsdpc import _bootstrap, _C
+from fsdpc import _C, _bootstrap
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc import _bootstrap, _C
+from fsdpc import _C, _bootstrap
 
 
 class Loopback:

@@ -1,0 +1,190 @@
+"""Times fsdpc's collectives against memory speed and against gloo, in the same run.
+
+    python benchmarks/bench_comm.py
+    python benchmarks/bench_comm.py --sizes 64k,64m --rounds 5 --json out.json
+
+Sizes are those of the whole buffer: what all_gather leaves, what the others take.
+Per size and operation there are these ways, timed in turn within each round (another first each
+round), so that a way and the floor it is divided by see the same machine within milliseconds:
+
+floor    The bytes that the operation cannot avoid, moved by NumPy on all ranks at once without
+         any communication: for all_gather a copy of the rank's own piece, for reduce_scatter of
+         two ranks STREAM add (c = a + b, float32) over arrays of one piece, for all_reduce the same
+         over whole buffers.
+direct   fsdpc on memory that the ranks share, as its units use it. all_gather includes the copy of
+         the rank's own piece into the shared buffer.
+staged   fsdpc on private memory.
+gloo     torch.distributed on the same private memory.
+
+A time is that of the slower rank, from a barrier on. Ratios are medians over rounds of the ratio
+within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+WORLD = 2
+MIB = 1 << 20
+SIZES = "64k,256k,1m,4m,16m,64m,256m"
+TIMED_BYTES = 4 * MIB  # small operations are repeated until about this much was moved
+DEADLINE_S = 120
+
+Way = tuple[str, str, Callable[[], Any]]  # operation, way, call
+
+
+def parse_size(text: str) -> int:
+    return int(text[:-1]) * {"k": 1 << 10, "m": MIB}[text[-1].lower()]
+
+
+def make_ways(comm: Any, size: int) -> list[Way]:
+    """All calls of one size. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    piece = size // 4 // WORLD
+    own = slice(comm.rank * piece, (comm.rank + 1) * piece)
+    shared = comm.buffer(size, common=True).view().view(np.float32)
+    parts = comm.buffer(size).view().view(np.float32)
+    private = np.ones(size // 4, np.float32)
+    shard, spare, third = (np.ones(piece, np.float32) for _ in range(3))
+    whole, other = np.ones(size // 4, np.float32), np.ones(size // 4, np.float32)
+    shared[own] = 1
+    parts[:] = 1
+    tensor = torch.from_numpy(private)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def gather_direct() -> None:
+        np.copyto(shared[own], shard)
+        comm.all_gather(shared)
+
+    return [
+        ("all_gather", "floor", lambda: np.copyto(spare, shard)),
+        ("all_gather", "direct", gather_direct),
+        ("all_gather", "staged", lambda: comm.all_gather(private)),
+        ("all_gather", "gloo", lambda: gather(tensor, tensor[own])),
+        ("reduce_scatter", "floor", lambda: np.add(shard, spare, out=third)),
+        ("reduce_scatter", "direct", lambda: comm.reduce_scatter(parts)),
+        ("reduce_scatter", "staged", lambda: comm.reduce_scatter(private)),
+        ("reduce_scatter", "gloo", lambda: scatter(tensor[own], tensor)),
+        ("all_reduce", "floor", lambda: np.add(private, whole, out=other)),
+        ("all_reduce", "direct", lambda: comm.all_reduce(parts)),
+        ("all_reduce", "staged", lambda: comm.all_reduce(private)),
+        ("all_reduce", "gloo", lambda: dist.all_reduce(tensor)),
+    ]
+
+
+def time_once(comm: Any, call: Callable[[], Any], repeats: int) -> float:
+    """Seconds per call on this rank. Collective."""
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats
+
+
+def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds of the slower rank, per operation and way and round. Collective."""
+    ways = make_ways(comm, size)
+    repeats = max(1, min(50, TIMED_BYTES // size))
+    for _, _, call in ways:
+        time_once(comm, call, 2)
+    seconds = np.zeros((len(ways), rounds))
+    for turn in range(rounds):
+        for i in range(len(ways)):
+            at = (i + turn) % len(ways)
+            seconds[at, turn] = time_once(comm, ways[at][2], repeats)
+    comm.all_reduce(seconds, op="max")
+    return {way[:2]: seconds[i].tolist() for i, way in enumerate(ways)}
+
+
+def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
+    """Body of a rank; rank 0 leaves its results in the folder."""
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed as dist
+
+    from fsdpc import _bootstrap
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    comm = _bootstrap.comm_for_group(dist.group.WORLD, kind="shm")
+    rows = []
+    for size in sizes:
+        seconds = time_size(comm, size, rounds)
+        rows += [
+            describe(size, operation, seconds)
+            for operation in ("all_gather", "reduce_scatter", "all_reduce")
+        ]
+        if rank == 0:
+            print("\n".join(format_row(row) for row in rows[-3:]), flush=True)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def describe(size: int, operation: str, seconds: dict[tuple[str, str], list[float]]) -> dict:
+    """Medians, quartiles (microseconds) and ratios of one operation at one size."""
+    ways = {way: values for (name, way), values in seconds.items() if name == operation}
+    row: dict[str, Any] = {"operation": operation, "bytes": size, "ranks": WORLD, "ways": {}}
+    for way, values in ways.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        row["ways"][way] = {
+            "median_us": middle * 1e6,
+            "quartiles_us": [low * 1e6, high * 1e6],
+            "rounds": len(values),
+        }
+    for way, base in (("direct", "floor"), ("staged", "floor"), ("gloo", "direct")):
+        pairs = zip(ways[way], ways[base], strict=True)
+        row[f"{way}_over_{base}"] = statistics.median(a / b for a, b in pairs)
+    return row
+
+
+def format_row(row: dict) -> str:
+    ways = "  ".join(f"{way} {x['median_us']:10.1f} us" for way, x in row["ways"].items())
+    return (
+        f"{row['operation']:14} {row['bytes'] / MIB:8.3f} MiB  {ways}  "
+        f"direct/floor {row['direct_over_floor']:6.2f}  "
+        f"gloo/direct {row['gloo_over_direct']:6.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default=SIZES, help=f"default {SIZES}")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--json", type=Path, default=None, help="default benchmarks/results/comm.json"
+    )
+    options = parser.parse_args()
+    sizes = [parse_size(text) for text in options.sizes.split(",")]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("FSDPC_TIMEOUT", str(DEADLINE_S))
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (folder, sizes, options.rounds), nprocs=WORLD)
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    path = options.json or Path(__file__).parent / "results" / "comm.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"run": common.describe_run(), "rows": rows}, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
