@@ -176,53 +176,69 @@ class Reference:
     added: [[0, 1], [2, 3]] for two replicas of two shards.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, *,
+    def __init__(self, model: nn.Module, precision: Precision = PRECISIONS[0], *,
                  groups: list[list[int]] | None = None,
                  loss_of: Callable[[nn.Module, Any], Tensor] = loss_of) -> None:
         self.master = copy.deepcopy(model)
-        self.compute = copy.deepcopy(model).to(precision.param or precision.model)
+        self.compute = copy.deepcopy(model)
+        if precision.param is not None:
+            self.compute.to(precision.param)
         self.precision = precision
         self.world = dist.get_world_size()
         self.groups = groups or [list(range(self.world))]
         self.loss_of = loss_of
         self.pending: list[Tensor | None] = [None] * len(list(self.master.parameters()))
 
-    def backward(self, batch: Any, *, sync: bool = True) -> Tensor:
+    def wire(self, parameter: Tensor) -> torch.dtype:
+        """What the gradient of this parameter of the master is reduced in."""
+        return self.precision.reduce or self.precision.param or parameter.dtype
+
+    def backward(self, batch: Any, *, sync: bool = True, times: int = 1) -> Tensor:
         """One micro-batch: gradients of all ranks are added to the master's, unless sync=False."""
-        self.compute.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for low, high in zip(self.compute.parameters(), self.master.parameters(), strict=True):
-                low.copy_(high)
-        loss = self.loss_of(self.compute, batch)
-        loss.backward()
-        for i, low in enumerate(self.compute.parameters()):
-            if low.grad is not None:
-                grad = low.grad.to(self.precision.wire).to(self.accumulate)
-                self.pending[i] = grad if self.pending[i] is None else self.pending[i] + grad
-        if sync:
-            self.reduce()
+        loss = self.forward(batch)
+        for i in range(times):
+            self.compute.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=i + 1 < times)
+            self.take_gradients()
+            if sync:
+                self.reduce()
         return loss.detach()
 
-    @property
-    def accumulate(self) -> torch.dtype:
-        return torch.float64 if self.precision.wire == torch.float64 else torch.float32
+    def forward(self, batch: Any, *, refresh: bool = True) -> Tensor:
+        """Loss of the compute copy; with `refresh` it takes over the master's values before."""
+        with torch.no_grad():
+            pairs = zip(self.compute.parameters(), self.master.parameters(), strict=True)
+            for low, high in pairs if refresh else ():
+                low.copy_(high)
+        return self.loss_of(self.compute, batch)
+
+    def take_gradients(self) -> None:
+        """Moves the compute copy's gradients to those that wait for the reduction."""
+        pairs = zip(self.compute.parameters(), self.master.parameters(), strict=True)
+        for i, (low, high) in enumerate(pairs):
+            if low.grad is not None:
+                grad = low.grad.to(accumulate_of(self.wire(high)))
+                self.pending[i] = grad if self.pending[i] is None else self.pending[i] + grad
+                low.grad = None
 
     def reduce(self) -> None:
-        masters = list(self.master.parameters())
         used = torch.tensor([float(g is not None) for g in self.pending])
         dist.all_reduce(used)
-        local = torch.cat([
-            torch.zeros(p.numel(), dtype=self.accumulate) if g is None else g.flatten()
-            for p, g in zip(masters, self.pending, strict=True)])
-        total = self.add_ranks(local) * (1.0 / self.world)
-        parts = total.split([p.numel() for p in masters])
-        for p, part, is_used in zip(masters, parts, used.tolist(), strict=True):
-            if is_used and p.requires_grad:
+        indexed = [(i, p) for i, p in enumerate(self.master.parameters()) if used[i]]
+        for wire in sorted({self.wire(p) for _, p in indexed}, key=str):
+            of_wire = [(i, p) for i, p in indexed if self.wire(p) == wire]
+            accumulate = accumulate_of(wire)
+            local = torch.cat([
+                torch.zeros(p.numel(), dtype=accumulate) if self.pending[i] is None
+                else self.pending[i].to(wire).to(accumulate).flatten() for i, p in of_wire])
+            total = self.add_ranks(local, wire) * (1.0 / self.world)
+            parts = total.split([p.numel() for _, p in of_wire])
+            for (_, p), part in zip(of_wire, parts, strict=True):
                 part = part.view(p.shape).to(p.dtype)
                 p.grad = part.clone() if p.grad is None else p.grad + part
-        self.pending = [None] * len(masters)
+        self.pending = [None] * len(self.pending)
 
-    def add_ranks(self, local: Tensor) -> Tensor:
+    def add_ranks(self, local: Tensor, wire: torch.dtype) -> Tensor:
         """Sum over ranks, in rank order, rounded to the wire's type where the wire does so."""
         everyone = [torch.empty_like(local) for _ in range(self.world)]
         dist.all_gather(everyone, local)
@@ -231,11 +247,11 @@ class Reference:
             partial = everyone[group[0]].clone()
             for rank in group[1:]:
                 partial += everyone[rank]
-            sums.append(partial.to(self.precision.wire).to(self.accumulate))
+            sums.append(partial.to(wire).to(local.dtype))
         total = sums[0]
         for partial in sums[1:]:
             total = total + partial
-        return total.to(self.precision.wire).to(self.accumulate)
+        return total.to(wire).to(local.dtype)
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.master.named_parameters()}
@@ -243,6 +259,73 @@ class Reference:
     def gradients(self) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p) if p.grad is None else p.grad
                 for name, p in self.master.named_parameters()}
+
+    def none_gradients(self) -> set[str]:
+        return {name for name, p in self.master.named_parameters() if p.grad is None}
+
+
+def accumulate_of(wire: torch.dtype) -> torch.dtype:
+    return torch.float64 if wire == torch.float64 else torch.float32
+
+
+ROUNDINGS = 4  # of the wire's type: pack, sum, scale and the second stage of a hybrid sum
+
+
+def check_gradients(engine: str, model: nn.Module, reference: Reference, what: str) -> None:
+    """Gradients equal the reference's: to the bit where nothing is rounded on the wire.
+
+    Where something is, the reference takes the engine's gradients over, so that what comes after
+    is compared by itself. Collective.
+    """
+    got, expected = full_gradients(model), reference.gradients()
+    assert got.keys() == expected.keys(), f"names differ: {sorted(got.keys() ^ expected.keys())}"
+    texts = []
+    for name, p in reference.master.named_parameters():
+        wire = reference.wire(p)
+        exact = engine == "fsdpc" and (wire in (torch.float32, torch.float64) or p.grad is None)
+        rtol = 0.0 if exact else ROUNDINGS * torch.finfo(wire).eps if p.grad is not None else 0.0
+        texts.append(difference({name: got[name]}, {name: expected[name]}, rtol=rtol))
+        if not exact and p.grad is not None:
+            p.grad.copy_(got[name])
+    text = "\n".join(t for t in texts if t)
+    assert not text, f"gradients {what}:\n{text}"
+
+
+def check_parameters(engine: str, model: nn.Module, reference: Reference, what: str) -> None:
+    """Parameters equal the reference's. Collective."""
+    check_equal(full_parameters(model), reference.parameters(), f"parameters {what}",
+                rtol=0.0 if engine == "fsdpc" else 1e-6)
+
+
+def compare_training(engine: str, model: nn.Module, sharded: Callable[[nn.Module], nn.Module],
+                     batch_of: Callable[[int], Any], *, steps: int = 3,
+                     precision: Precision = PRECISIONS[0],
+                     loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
+                     times: int = 1) -> nn.Module:
+    """Trains `sharded(model)` and the reference side by side with AdamW; returns the sharded model.
+
+    `batch_of(step)` gives this rank's batch. Which parameters have no gradient at all is compared
+    too: weight decay would move a parameter whose gradient is zero instead. Collective.
+    """
+    reference = Reference(model, precision, loss_of=loss_of)
+    model = sharded(model)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2,
+                                    weight_decay=0.1) for m in (model, reference.master)]
+    for step in range(steps):
+        loss = loss_of(model, batch_of(step))
+        for i in range(times):
+            loss.backward(retain_graph=i + 1 < times)
+        expected = reference.backward(batch_of(step), times=times)
+        if engine == "fsdpc" and precision.exact:
+            assert torch.equal(loss.detach(), expected), f"loss {loss} != {expected}, step {step}"
+        check_gradients(engine, model, reference, f"of step {step}")
+        got, without = none_gradients(model), reference.none_gradients()
+        assert got == without, f"no gradient: {sorted(got)}, expected {sorted(without)}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        check_parameters(engine, model, reference, f"after step {step}")
+    return model
 
 
 def difference(got: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 0.0,

@@ -1,0 +1,212 @@
+"""Units that run on some ranks only: a mixture of experts that routes by data.
+
+torch's FSDP trains such a model on silently wrong gradients or hangs. Here the result must be the
+unsharded model's, to the bit, whatever each rank asks for and in whatever order.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from toys import (
+    PRECISIONS,
+    Block,
+    Reference,
+    check_equal,
+    check_gradients,
+    check_parameters,
+    compare_training,
+    full_parameters,
+    wrap_blocks,
+)
+
+WIDTH, ROWS = 6, 7
+
+
+class Experts(nn.Module):
+    """forward(x, choice, order): row i goes through expert choice[i] (-1: none), in this order."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(count))
+
+    def forward(self, x, choice, order):
+        out = x * 0.5
+        for e in order:
+            rows = (choice == e).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, self.experts[e](x[rows]).to(out.dtype))
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, count: int = 4, layers: int = 1) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Experts(count) for _ in range(layers))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch):
+        x = self.enter(batch["x"].to(self.enter.weight.dtype))
+        for layer, choice, order in zip(self.layers, batch["choice"], batch["order"], strict=True):
+            x = layer(x, choice, order)
+        return self.leave(x)
+
+
+def mixture(**sizes):
+    torch.manual_seed(0)
+    return Mixture(**sizes)
+
+
+def loss_of(model, batch):
+    return model(batch).float().square().mean()
+
+
+def batch_with(seed, choices, orders):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(ROWS, WIDTH, generator=generator), "order": orders,
+            "choice": [torch.as_tensor(c) for c in choices]}
+
+
+ROUTES = {  # (rank, step) -> expert of each row
+    "each_rank_its_own": lambda rank, step: [rank] * ROWS,
+    "only_rank_0": lambda rank, step: [0, 1, 2, 3, 0, 1, 2] if rank == 0 else [-1] * ROWS,
+    "only_the_last_rank_alternates":
+        lambda rank, step: [step % 4] * ROWS if rank == dist.get_world_size() - 1 else [-1] * ROWS,
+    "nobody": lambda rank, step: [-1] * ROWS,
+    "everyone_overlapping": lambda rank, step: [(rank + i + step) % 3 for i in range(ROWS)],
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("route", ROUTES)
+def test_routes(rank, world, engine, route, use_orig_params):
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP,
+                     ShardingStrategy.NO_SHARD):
+        compare_training(
+            engine, mixture(),
+            lambda m, strategy=strategy: wrap_blocks(
+                engine, m, sharding_strategy=strategy, use_orig_params=use_orig_params),
+            lambda step: batch_with(10 * step + rank, [ROUTES[route](rank, step)], [[0, 1, 2, 3]]),
+            loss_of=loss_of)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+def test_ranks_run_experts_in_different_orders(rank, world, engine, prefetch):
+    order = [0, 1, 2, 3]
+    order = order[rank:] + order[:rank]
+    if rank % 2:
+        order = order[::-1]
+    compare_training(
+        engine, mixture(layers=2),
+        lambda m: wrap_blocks(engine, m, backward_prefetch=prefetch, forward_prefetch=True,
+                              use_orig_params=True),
+        lambda step: batch_with(10 * step + rank, [[0, 1, 2, 3, 0, 1, 2]] * 2, [order] * 2),
+        loss_of=loss_of)
+
+
+def random_batch(rank, step, layers, experts):
+    generator = torch.Generator().manual_seed(7919 * step + rank)
+    choices, orders = [], []
+    for _ in range(layers):
+        orders.append(torch.randperm(experts, generator=generator).tolist())
+        allowed = orders[-1][:int(torch.randint(experts + 1, (), generator=generator))] + [-1]
+        picks = torch.randint(len(allowed), (ROWS,), generator=generator)
+        choices.append([allowed[p] for p in picks])
+    return batch_with(step * 100 + rank, choices, orders)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("precision", PRECISIONS[:3], ids=lambda p: p.name)
+@pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
+def test_random_routing(rank, world, engine, precision, checkpoint):
+    """Many steps, each rank its own subset of experts in its own order, two layers of them."""
+    def sharded(model):
+        if checkpoint == "inside":
+            for layer in model.layers:
+                layer.experts = nn.ModuleList(checkpoint_wrapper(e) for e in layer.experts)
+        model = wrap_blocks(engine, model, use_orig_params=True, **precision.options())
+        if checkpoint == "outside":
+            for layer in model.layers:
+                layer.experts = nn.ModuleList(checkpoint_wrapper(e) for e in layer.experts)
+        return model
+
+    compare_training(engine, mixture(count=5, layers=2), sharded,
+                     lambda step: random_batch(rank, step, 2, 5), steps=8, loss_of=loss_of,
+                     precision=precision)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_accumulation_with_other_experts_in_each_micro_batch(rank, world, engine, no_sync):
+    model = mixture(count=4)
+    reference = Reference(model, loss_of=loss_of)
+    sharded = wrap_blocks(engine, model, use_orig_params=True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, reference.master)]
+    for step in range(4):
+        for micro in range(3):
+            batch = random_batch(rank, 10 * step + micro, 1, 4)
+            sync = micro == 2 or not no_sync
+            if sync:
+                loss_of(sharded, batch).backward()
+            else:
+                with sharded.no_sync():
+                    loss_of(sharded, batch).backward()
+            reference.backward(batch, sync=sync)
+        check_gradients(engine, sharded, reference, f"of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        check_parameters(engine, sharded, reference, f"after step {step}")
+
+
+@ranks(2, 3)
+def test_evaluation_with_other_experts_on_each_rank(rank, world, engine):
+    model = mixture()
+    plain = copy.deepcopy(model)
+    sharded = wrap_blocks(engine, model, use_orig_params=True)
+    for step in range(3):
+        batch = random_batch(rank, step, 1, 4)
+        with torch.no_grad():
+            check_equal({"out": sharded(batch)}, {"out": plain(batch)}, f"output of step {step}",
+                        rtol=0.0 if engine == "fsdpc" else 1e-6)
+
+
+class Skipping(nn.Module):
+    """Layer drop: a rank runs the blocks that its batch lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+
+    def forward(self, batch):
+        x = self.enter(batch["x"])
+        for i in batch["blocks"]:
+            x = self.blocks[i](x)
+        return x
+
+
+@ranks(2, 3)
+def test_ranks_drop_different_layers(rank, world, engine):
+    """Rank r leaves out another block in each step; nobody runs the last block."""
+    torch.manual_seed(1)
+    sharded = compare_training(
+        engine, Skipping(), lambda m: wrap_blocks(engine, m, use_orig_params=True),
+        lambda step: {"x": batch_with(step * 10 + rank, [], [])["x"],
+                      "blocks": [i for i in range(3) if (i + step) % (world + 1) != rank]},
+        steps=5, loss_of=loss_of)
+    torch.manual_seed(1)
+    untouched = Skipping().blocks[3].state_dict()
+    trained = full_parameters(sharded)
+    for name, value in untouched.items():
+        assert torch.equal(trained[f"blocks.3.{name}"], value), f"{name} moved though unused"
