@@ -242,6 +242,26 @@ fsdpc_exchange_slot_count(const fsdpc_exchange *x)
 }
 
 size_t
+fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
+{
+    size_t largest = 0;
+    for (int i = 0; i < x->unit_count; i++) {
+        size_t bytes = x->units[i]->direct ? 0 : x->units[i]->range.bytes;
+        largest = bytes > largest ? bytes : largest;
+    }
+    return largest;
+}
+
+int
+fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
+{
+    if (x->max_reduce_bytes == 0 || x->world == 1) {
+        return 0;
+    }
+    return x->shared ? x->reduce_slots : 1;
+}
+
+size_t
 fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 {
     return fsdpc_arena_bytes(x->arena);

@@ -67,6 +67,8 @@ int fsdpc_exchange_end(fsdpc_exchange *exchange);
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 
 int fsdpc_exchange_slot_count(const fsdpc_exchange *exchange);
+size_t fsdpc_exchange_largest_slot(const fsdpc_exchange *exchange);
+int fsdpc_exchange_reduce_slots(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);

@@ -59,8 +59,9 @@ int fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
 struct fsdpc_rank_ctl {
     _Atomic uint64_t ready;   /* tag for which this rank's masters are final */
     _Atomic uint64_t ended;   /* synchronised backwards whose gradients are all posted */
-    _Atomic uint32_t waiting; /* odd while this rank waits for others */
-    char pad[64 - 20];
+    _Atomic uint32_t waiting; /* 1 while this rank waits for others */
+    _Atomic uint32_t seen;    /* the `turn` at which it last found that it cannot go on */
+    char pad[64 - 24];
 };
 
 struct fsdpc_slot_ctl {
@@ -107,9 +108,8 @@ void fsdpc_shared_notify(fsdpc_exchange *x);
 /* A wait: begin once, step each time nothing could be done, end. */
 struct fsdpc_shared_wait {
     fsdpc_wait what;
-    int64_t start_ns, deadline_ns, stuck_ns;
+    int64_t start_ns, deadline_ns;
     bool waiting;
-    uint32_t seen[FSDPC_SHM_MAX_RANKS];
 };
 void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
                              const fsdpc_unit *unit);
@@ -117,8 +117,14 @@ void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, 
 int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32_t seen);
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            const fsdpc_unit *unit);
-/* True when every rank in `who` (NULL: all others) has been waiting for 2 ms without a break. */
-bool fsdpc_shared_stuck(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const uint8_t *who);
+/* True when every other rank waits and has found, at the same `turn` as this one (`seen`), that it
+ * cannot go on: nothing will change unless someone uses private memory. Every change that a wait
+ * may be for moves `turn` on, so this is exact, whatever the scheduler does. */
+bool fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen);
+
+/* A rank that is ahead must not wait for one behind it while it holds, ahead of need, the very slot
+ * that the other one wants: prefetched units are let go before any wait. */
+int fsdpc_shared_drop_prefetched(fsdpc_exchange *x);
 
 int fsdpc_shared_reduce_open(fsdpc_exchange *x);
 void fsdpc_shared_reduce_close(fsdpc_exchange *x);

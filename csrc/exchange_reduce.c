@@ -160,7 +160,7 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
         FSDPC_GOTO(progress(x), done);
         if (previous_post_is_done(x, unit)) {
             *slot = free_base_slot(x);
-            if (*slot < 0 && wait.waiting && fsdpc_shared_stuck(x, &wait, NULL)) {
+            if (*slot < 0 && fsdpc_shared_stuck(x, seen)) {
                 *slot = x->reduce_slots + unit->id;
                 x->shared->over_used[unit->id] = true;
             }
@@ -168,6 +168,7 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
                 goto done;
             }
         }
+        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
         FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
     }
 done:
@@ -242,7 +243,8 @@ discard_overflow(fsdpc_exchange *x)
         }
         s->over_used[u] = false;
         uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
-        FSDPC_TRY(fsdpc_shm_discard(x->shm, at, x->units[u]->layout->reduce_bytes));
+        size_t bytes = fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
     }
     return FSDPC_OK;
 }

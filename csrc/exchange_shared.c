@@ -25,7 +25,7 @@
 
 enum { CHUNK_BYTES = 1 << 20, LOCK_SPINS = 200 };
 
-static const int64_t stuck_after_ns = 2000000, slice_ns = 5000000;
+static const int64_t slice_ns = 20000000;
 
 static void
 relax(void)
@@ -54,7 +54,7 @@ fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const
     (void)x;
     wait->what = (fsdpc_wait){.op = op, .unit = unit ? unit->name : ""};
     wait->waiting = false;
-    wait->start_ns = wait->deadline_ns = wait->stuck_ns = 0;
+    wait->start_ns = wait->deadline_ns = 0;
 }
 
 static void
@@ -63,8 +63,7 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     wait->waiting = true;
     wait->start_ns = fsdpc_shm_now_ns();
     wait->deadline_ns = fsdpc_shm_deadline(x->shm);
-    atomic_fetch_add(&x->shared->ranks[x->rank].waiting, 1);
-}
+    }
 
 int
 fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32_t seen)
@@ -72,6 +71,9 @@ fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32
     if (!wait->waiting) {
         start_waiting(x, wait);
     }
+    struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank];
+    atomic_store(&own->seen, seen);
+    atomic_store(&own->waiting, 1);
     int64_t now = fsdpc_shm_now_ns();
     int64_t slice = now + slice_ns < wait->deadline_ns ? now + slice_ns : wait->deadline_ns;
     atomic_fetch_add(x->shared->sleepers, 1);
@@ -88,33 +90,22 @@ fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const f
 {
     if (wait->waiting) {
         wait->waiting = false;
-        atomic_fetch_add(&x->shared->ranks[x->rank].waiting, 1);
+        atomic_store(&x->shared->ranks[x->rank].waiting, 0);
         fsdpc_exchange_note(x, FSDPC_TRACE_WAIT, unit,
                             (uint64_t)(fsdpc_shm_now_ns() - wait->start_ns));
     }
 }
 
 bool
-fsdpc_shared_stuck(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const uint8_t *who)
+fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen)
 {
-    bool same = wait->stuck_ns != 0;
     for (int r = 0; r < x->world; r++) {
-        if (r == x->rank || (who && !who[r])) {
-            continue;
-        }
-        uint32_t now = atomic_load(&x->shared->ranks[r].waiting);
-        if (now % 2 == 0) {
-            wait->stuck_ns = 0;
+        const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
+        if (r != x->rank && (!atomic_load(&other->waiting) || atomic_load(&other->seen) != seen)) {
             return false;
         }
-        same = same && wait->seen[r] == now;
-        wait->seen[r] = now;
     }
-    if (!same) {
-        wait->stuck_ns = fsdpc_shm_now_ns();
-        return false;
-    }
-    return fsdpc_shm_now_ns() - wait->stuck_ns >= stuck_after_ns;
+    return atomic_load(x->shared->turn) == seen;
 }
 
 /* --- the slot's record ----------------------------------------------------------------------- */
@@ -265,12 +256,24 @@ hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, ui
 }
 
 /* True if waiting for the slot cannot end by itself: this rank holds it for another unit, or all
- * its holders are waiting themselves. */
+ * others wait too. */
 static bool
-slot_is_hopeless(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, struct fsdpc_shared_wait *wait)
+slot_is_hopeless(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t seen)
 {
-    uint8_t *held = slot_held(x, slot);
-    return held[x->rank] || fsdpc_shared_stuck(x, wait, held);
+    return slot_held(x, slot)[x->rank] || fsdpc_shared_stuck(x, seen);
+}
+
+static int release(fsdpc_exchange *x, fsdpc_unit *unit);
+
+int
+fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->units[u]->begun && x->units[u]->refs == 0) {
+            FSDPC_TRY(release(x, x->units[u]));
+        }
+    }
+    return FSDPC_OK;
 }
 
 /* *busy: the slot was not to be had (wait false), or only by private memory (wait true). */
@@ -291,10 +294,11 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         if (hold != BUSY) {
             goto done;
         }
-        if (!may_wait || slot_is_hopeless(x, slot, &wait)) {
+        if (!may_wait || slot_is_hopeless(x, slot, seen)) {
             *busy = true;
             goto done;
         }
+        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
         FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
     }
 done:
@@ -313,7 +317,7 @@ complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool 
     FSDPC_GOTO(fill_piece(x, unit, slot, x->rank, chunks), done);
     while (all && atomic_load(&slot->done) < slot->total) {
         uint32_t seen = atomic_load(x->shared->turn);
-        bool stuck = wait.waiting && fsdpc_shared_stuck(x, &wait, NULL);
+        bool stuck = fsdpc_shared_stuck(x, seen);
         for (int k = 1; k < x->world; k++) {
             int r = (x->rank + k) % x->world;
             if (masters_final(x, r, stuck)) {
@@ -343,7 +347,7 @@ gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
         int r = (x->rank + k) % x->world;
         while (r != x->rank) {
             uint32_t seen = atomic_load(x->shared->turn);
-            if (masters_final(x, r, fsdpc_shared_stuck(x, &wait, NULL))) {
+            if (masters_final(x, r, fsdpc_shared_stuck(x, seen))) {
                 break;
             }
             FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);

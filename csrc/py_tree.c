@@ -227,7 +227,7 @@ tree_memory(fsdpc_py_tree *self, PyObject *unused)
     (void)unused;
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(self->tree, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i}", "gather_bytes",
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i}", "gather_bytes",
                          (Py_ssize_t)memory.gather_bytes, "reduce_bytes",
                          (Py_ssize_t)memory.reduce_bytes, "master_bytes",
                          (Py_ssize_t)memory.master_bytes, "grad_bytes",
@@ -235,7 +235,9 @@ tree_memory(fsdpc_py_tree *self, PyObject *unused)
                          (Py_ssize_t)memory.local_bytes, "spare_bytes",
                          (Py_ssize_t)memory.spare_bytes, "spare_count",
                          (unsigned long long)memory.spare_count, "gather_slots",
-                         memory.gather_slots);
+                         memory.gather_slots, "gather_slot_bytes",
+                         (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots",
+                         memory.reduce_slots);
 }
 
 static PyObject *

@@ -511,6 +511,9 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         out->spare_bytes += fsdpc_exchange_spare_bytes(x);
         out->spare_count += fsdpc_exchange_spare_count(x);
         out->gather_slots += fsdpc_exchange_slot_count(x);
+        size_t largest = fsdpc_exchange_largest_slot(x);
+        out->gather_slot_bytes = largest > out->gather_slot_bytes ? largest : out->gather_slot_bytes;
+        out->reduce_slots += fsdpc_exchange_reduce_slots(x);
     }
     for (int i = 0; i < tree->count; i++) {
         const fsdpc_unit *unit = tree->nodes[i].unit;

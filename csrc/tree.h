@@ -72,7 +72,8 @@ typedef struct fsdpc_tree_memory {
     size_t master_bytes, grad_bytes, local_bytes; /* per rank */
     size_t spare_bytes;
     uint64_t spare_count;
-    int gather_slots;
+    size_t gather_slot_bytes; /* the largest slot */
+    int gather_slots, reduce_slots;
 } fsdpc_tree_memory;
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
 /* "shared", "wire" or "mixed". */
