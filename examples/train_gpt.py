@@ -39,10 +39,12 @@ else:
     from fsdpc import MixedPrecision
     from fsdpc.wrap import transformer_auto_wrap_policy
 
+Arguments = argparse.Namespace
 Batch = tuple[Tensor, Tensor]
 BITS = 1 / math.log(2)  # a loss in nats per byte, times this, is in bits per byte
 VALIDATION_EVERY = 20  # of the source files, one in so many is kept for validation
-WARMUP = 0.03  # share of the run in which the learning rate rises
+PROMPT = b"def read_"  # what the sample begins with
+WARMUP = 0.05  # share of the run in which the learning rate rises
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
@@ -54,14 +56,12 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     for index, file in enumerate(sorted(files)):
         part = validation if index % VALIDATION_EVERY == 0 else training
         part += file.read_bytes()
-    return torch.frombuffer(training, dtype=torch.uint8), torch.frombuffer(
-        validation, dtype=torch.uint8
-    )
+    if not validation:
+        raise SystemExit(f"no Python sources to train on in {root}")
+    return tuple(torch.frombuffer(part, dtype=torch.uint8) for part in (training, validation))
 
 
-def draw_batch(
-    data: Tensor, batch: int, length: int, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def draw_batch(data: Tensor, batch: int, length: int, rng: torch.Generator) -> Batch:
     """Returns inputs and targets, int64 [batch, length] each, from random places of `data`."""
     starts = torch.randint(len(data) - length, (batch, 1), generator=rng)
     window = data[starts + torch.arange(length + 1)].long()
@@ -88,33 +88,34 @@ def memory_mb() -> dict[str, float]:
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return {"rss": 0.0, "pss": 0.0}
+        return {"rss_mb": 0.0, "pss_mb": 0.0}
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return {"rss": kilobytes["Rss"] / 1000, "pss": kilobytes["Pss"] / 1000}
+    return {"rss_mb": kilobytes["Rss"] * 1024e-6, "pss_mb": kilobytes["Pss"] * 1024e-6}
 
 
 class StopRequest:
-    """Ctrl-C sets a flag, which the ranks look at together after each step; a second one exits."""
+    """Ctrl-C asks for an end, which the ranks agree on after a step; from then on it exits."""
 
     def __init__(self) -> None:
         self.wanted = False
+        self.training = True
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        if self.wanted:
+        if self.wanted or not self.training:
             os._exit(130)
         self.wanted = True
 
 
-def learning_rate(args: argparse.Namespace, progress: float) -> float:
+def learning_rate(args: Arguments, progress: float) -> float:
     """Returns the rate at this share of the run: a short linear rise, then cosine or constant."""
     rise = min(1.0, (progress + 1e-3) / WARMUP)
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if args.schedule == "cosine" else 1.0
     return args.lr * rise * (0.05 + 0.95 * fall)
 
 
-def shard(model: nn.Module, args: argparse.Namespace) -> FSDP:
+def shard(model: nn.Module, args: Arguments) -> FSDP:
     """Wraps every transformer block as a unit of its own, and the rest with the root."""
     low = getattr(torch, args.dtype)
     return FSDP(
@@ -139,63 +140,78 @@ def progress_bar(rank: int) -> tqdm:
     )
 
 
-def train(model: FSDP, data: Tensor, args: argparse.Namespace, stop: StopRequest) -> list[dict]:
+def take_step(model: FSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
+    """Takes one training step; returns this rank's loss and the norm of the whole gradient."""
+    loss = loss_of(model, batch)
+    loss.backward()
+    norm = model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+def mean_over_ranks(*values: float) -> list[float]:
+    """Returns the means over all ranks, the same numbers on each. Every rank must call it."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def train(model: FSDP, data: Tensor, args: Arguments, stop: StopRequest) -> tuple[list[dict], bool]:
     """Trains until the steps or the minutes are used up or somebody asks to stop.
 
-    Returns the history, one dict a step, with the loss averaged over the ranks.
+    Returns the history, one dict a step, and whether the run is complete.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = torch.Generator().manual_seed(args.seed * 1000 + rank)  # other data on each rank
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     history: list[dict] = []
-    start = time.perf_counter()
     bar = progress_bar(rank)
-    progress, elapsed, memory = 0.0, 0.0, memory_mb()
-    while progress < 1.0 and not stop.wanted:
+    start = time.perf_counter()
+    progress, elapsed, stopping = 0.0, 0.0, 0.0
+    while progress < 1.0 and not stopping:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, progress)
-        loss = loss_of(model, draw_batch(data, args.batch, args.seq, rng))
-        loss.backward()
-        norm = model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, norm = take_step(model, optimizer, draw_batch(data, args.batch, args.seq, rng))
 
-        # One small all-reduce a step: the ranks agree on the loss, on the time and on stopping.
-        elapsed_here = time.perf_counter() - start
-        agreed = torch.tensor([loss.item(), elapsed_here, float(stop.wanted)])
-        dist.all_reduce(agreed)
-        mean_loss, elapsed_now = (agreed[:2] / world).tolist()
-        stop.wanted = agreed[2].item() > 0
-        step_time, elapsed = elapsed_now - elapsed, elapsed_now
-        speed = world * args.batch * args.seq / step_time
-        if len(history) % 10 == 0:
+        # One small all-reduce a step: the ranks agree on loss, time and stopping.
+        before, now = elapsed, time.perf_counter() - start
+        loss, elapsed, stopping = mean_over_ranks(loss, now, stop.wanted)
+        done = len(history) + 1
+        progress = done / args.steps if args.steps else elapsed / (60 * args.minutes)
+        if done % 10 == 1:
             memory = memory_mb()
+        if rank == 0 and not history and hasattr(model, "precision_line"):
+            bar.write(model.precision_line)  # complete since the first forward
         history.append(
             {
-                "step": len(history) + 1,
+                "step": done,
                 "seconds": elapsed,
-                "loss": mean_loss,
-                "bits_per_byte": mean_loss * BITS,
-                "grad_norm": norm.item(),
-                "tokens_per_second": speed,
-                "rss_mb": memory["rss"],
-                "pss_mb": memory["pss"],
+                "loss": loss,
+                "bits_per_byte": loss * BITS,
+                "grad_norm": norm,
+                "tokens_per_second": world * args.batch * args.seq / (elapsed - before),
+                **memory,
             }
         )
-        done = len(history) / args.steps if args.steps else elapsed / (60 * args.minutes)
-        progress = min(done, 1.0)
-        bar.set_postfix_str(
-            f"step {len(history)}, loss {mean_loss:.3f}, {mean_loss * BITS:.2f} bits/byte, "
-            f"{speed:,.0f} tokens/s, {memory['rss']:.0f} MB RSS, {memory['pss']:.0f} MB PSS",
-            refresh=False,
-        )
-        bar.update(progress - bar.n)
+        show(bar, history[-1], progress)
     bar.close()
-    return history
+    return history, progress >= 1.0
 
 
-def draw_curve(history: list[dict], path: Path, title: str) -> None:
-    """Draws bits per byte over steps, each step and a running mean, as a PNG."""
+def show(bar: tqdm, entry: dict, progress: float) -> None:
+    """Moves the progress bar to this share of the run and shows the last step's figures."""
+    bar.set_postfix_str(
+        f"step {entry['step']}, loss {entry['loss']:.3f}, {entry['bits_per_byte']:.2f} bits/byte, "
+        f"{entry['tokens_per_second']:,.0f} tokens/s, "
+        f"{entry['rss_mb']:.0f} MB RSS, {entry['pss_mb']:.0f} MB PSS",
+        refresh=False,
+    )
+    bar.update(min(progress, 1.0) - bar.n)
+
+
+def draw_curve(history: list[dict], validation: float | None, path: Path, title: str) -> None:
+    """Draws bits per byte over steps as a PNG: each step, a running mean, and the last check."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -210,6 +226,8 @@ def draw_curve(history: list[dict], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(steps, bits, color="tab:blue", alpha=0.3, label="training, each step")
     axes.plot(steps, smooth, color="tab:blue", label="training, running mean")
+    if validation is not None:
+        axes.plot(steps[-1], validation, "o", color="tab:orange", label="validation, at the end")
     axes.set(title=title, xlabel="step", ylabel="bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -225,54 +243,54 @@ def load_plain(path: Path, config: GPTConfig, dtype: torch.dtype) -> GPT:
     return plain.to(dtype)
 
 
-def finish(
-    model: FSDP,
-    validation: Tensor,
-    history: list[dict],
-    args: argparse.Namespace,
-    interrupted: bool,
-) -> None:
-    """Saves everything and, unless the run was interrupted, checks the weights and samples text."""
-    rank, out, config = dist.get_rank(), Path(args.out), model.module.config
-    weights = model.state_dict()  # full weights under the plain names; every rank must take part
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        torch.save(weights, out / "weights.pt")
-    rng = torch.Generator().manual_seed(args.seed)  # the same validation batches on each rank
-    batches = [draw_batch(validation, 8, args.seq, rng) for _ in range(0 if interrupted else 8)]
-    sharded_loss = validate(model, batches) if batches else math.nan
-    if rank != 0:
-        return
-
-    result = {"args": vars(args), "world": dist.get_world_size(), "interrupted": interrupted}
-    if batches:
-        plain = load_plain(out / "weights.pt", config, getattr(torch, args.dtype))
-        plain_loss = validate(plain, batches)
-        print(
-            f"validation: {sharded_loss * BITS:.4f} bits/byte sharded, "
-            f"{plain_loss * BITS:.4f} with weights.pt in the plain model"
-        )
-        if abs(plain_loss - sharded_loss) > 1e-3:
-            raise SystemExit("the saved weights do not give the sharded model's loss")
-        result |= {
-            "validation_bits_per_byte": sharded_loss * BITS,
-            "plain_validation_bits_per_byte": plain_loss * BITS,
-        }
-        text = generate(plain, b"def read_", 240, config.context, args.seed)
-        (out / "sample.txt").write_bytes(text)
-        print(f"sample:\n{text.decode(errors='replace')}\n")
-    result["history"] = history
-    (out / "history.json").write_text(json.dumps(result, indent=1))
-    if history:
-        draw_curve(
-            history,
-            out / "loss.png",
-            f"byte-level GPT on the Python library, {args.dtype}, {result['world']} ranks",
-        )
-    print(f"wrote {', '.join(sorted(f.name for f in out.iterdir()))} to {out}/")
+def save_weights(model: FSDP, path: Path) -> None:
+    """Writes the full weights under the plain model's names. Every rank must take part."""
+    weights = model.state_dict()
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(weights, path)
 
 
-def parse_args() -> argparse.Namespace:
+def check_and_sample(sharded_loss: float, batches: list[Batch], args: Arguments) -> dict:
+    """Loads the weights into the plain model, which must have the same loss, and samples text."""
+    out, config = Path(args.out), GPTConfig()
+    plain = load_plain(out / "weights.pt", config, getattr(torch, args.dtype))
+    plain_loss = validate(plain, batches)
+    print(
+        f"validation: {sharded_loss * BITS:.4f} bits/byte sharded, "
+        f"{plain_loss * BITS:.4f} with the saved weights in the plain model"
+    )
+    if abs(plain_loss - sharded_loss) > 1e-3:
+        raise SystemExit("the saved weights do not give the sharded model's loss")
+    text = generate(plain, PROMPT, 240, config.context, args.seed)
+    (out / "sample.txt").write_bytes(text)
+    rule = "-" * 80
+    print(f"sample:\n{rule}\n{text.decode(errors='replace')}\n{rule}")
+    return {
+        "validation_bits_per_byte": sharded_loss * BITS,
+        "plain_validation_bits_per_byte": plain_loss * BITS,
+    }
+
+
+def finish(model: FSDP, data: Tensor, history: list[dict], args: Arguments, complete: bool) -> None:
+    """Saves weights, history and curve; after a complete run also validates and samples."""
+    out = Path(args.out)
+    save_weights(model, out / "weights.pt")
+    result = {"args": vars(args), "ranks": dist.get_world_size(), "complete": complete}
+    if complete:
+        rng = torch.Generator().manual_seed(args.seed)  # the same batches on each rank
+        batches = [draw_batch(data, 8, args.seq, rng) for _ in range(8)]
+        loss = validate(model, batches)  # every rank must take part
+        if dist.get_rank() == 0:
+            result |= check_and_sample(loss, batches, args)
+    if dist.get_rank() == 0:
+        (out / "history.json").write_text(json.dumps({**result, "history": history}, indent=1))
+        title = f"byte-level GPT on the Python library, {args.dtype}, {result['ranks']} ranks"
+        draw_curve(history, result.get("validation_bits_per_byte"), out / "loss.png", title)
+        print(f"wrote {', '.join(sorted(file.name for file in out.iterdir()))} to {out}/")
+
+
+def parse_args() -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--dtype",
@@ -284,12 +302,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train this many steps instead of --minutes")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence, at most 256")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="demo-out", help="folder for what comes out")
     parser.add_argument("--ranks", type=int, default=2, help="processes, if not under torchrun")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not 1 <= args.seq <= GPTConfig.context:
+        parser.error(f"--seq must be 1 to {GPTConfig.context}")
+    if args.minutes <= 0 or (args.steps is not None and args.steps < 1) or args.ranks < 1:
+        parser.error("--minutes, --steps and --ranks must be positive")
+    return args
 
 
 def main() -> int:
@@ -304,10 +327,11 @@ def main() -> int:
         print(
             f"{len(training) / 1e6:.1f} MB to train on, {len(validation) / 1e6:.1f} MB to validate"
         )
-    history = train(model, training, args, stop)
-    finish(model, validation, history, args, stop.wanted)
+    history, complete = train(model, training, args, stop)
+    stop.training = False
+    finish(model, validation, history, args, complete)
     dist.destroy_process_group()
-    return 130 if stop.wanted else 0
+    return 0 if complete else 130
 
 
 def launch(ranks: int) -> int:
@@ -320,8 +344,8 @@ def launch(ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     try:
         run.main(["--standalone", f"--nproc-per-node={ranks}", *sys.argv])
-    except SignalException:  # Ctrl-C: the ranks have been told and have ended
-        return 130
+    except SignalException as error:  # Ctrl-C: the ranks have been told and have ended
+        return 128 + error.sigval
     except ChildFailedError as error:  # the rank itself has printed why
         return next(iter(error.failures.values())).exitcode
     return 0
