@@ -192,9 +192,6 @@ fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans)
         "spans", owned);
 }
 
-/* layout(specs, world, align_bytes, spans=False) -> dict; METH_FASTCALL. */
-PyObject *fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-
 PyObject *
 fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

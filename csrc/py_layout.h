@@ -18,5 +18,7 @@ int fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out);
 void fsdpc_py_specs_release(fsdpc_py_specs *list);
 /* The dictionary that fsdpc._C.layout returns. */
 PyObject *fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans);
+/* layout(specs, world, align_bytes, spans=False) -> dict; METH_FASTCALL. */
+PyObject *fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

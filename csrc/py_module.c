@@ -10,23 +10,11 @@
 
 #include <string.h>
 
-#include "py_inspect.h"
-
-#if __has_include("py_kernels.h")
-#include "py_kernels.h"
-#define HAVE_KERNELS 1
-#endif
-#if __has_include("py_engine.h")
-#include "py_engine.h"
-#define HAVE_ENGINE 1
-#endif
-#if __has_include("py_comm.h")
 #include "py_comm.h"
-#define HAVE_COMM 1
-#endif
-
-extern PyObject *fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t count)
-    __attribute__((weak));
+#include "py_engine.h"
+#include "py_inspect.h"
+#include "py_kernels.h"
+#include "py_layout.h"
 
 static fsdpc_py_module_state *current_state;
 
@@ -144,37 +132,22 @@ PyDoc_STRVAR(
     "which part. specs: (name, numel, storage, compute, reduce, trainable) each, dtypes as\n"
     "text. Offsets and sizes in bytes, counts in elements. ValueError, TypeError.");
 
+static PyMethodDef layout_methods[] = {
+    {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static int
 add_parts(PyObject *module)
 {
-#ifdef HAVE_COMM
-    if (fsdpc_py_comm_exec(module) < 0) {
-        return -1;
-    }
-#endif
-    if (PyModule_AddFunctions(module, fsdpc_py_inspect_methods) < 0) {
-        return -1;
-    }
-    if (fsdpc_py_layout != NULL) {
-        static PyMethodDef layout[] = {
-            {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},
-            {NULL, NULL, 0, NULL},
-        };
-        if (PyModule_AddFunctions(module, layout) < 0) {
+    PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
+                                      fsdpc_py_kernel_methods};
+    for (int i = 0; i < 3; i++) {
+        if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;
         }
     }
-#ifdef HAVE_KERNELS
-    if (PyModule_AddFunctions(module, fsdpc_py_kernel_methods) < 0) {
-        return -1;
-    }
-#endif
-#ifdef HAVE_ENGINE
-    if (fsdpc_py_engine_exec(module) < 0) {
-        return -1;
-    }
-#endif
-    return 0;
+    return fsdpc_py_comm_exec(module) < 0 ? -1 : fsdpc_py_engine_exec(module);
 }
 
 static int
