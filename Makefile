@@ -174,7 +174,7 @@ bench: build
 
 demo: build
 	$(call say,training on 2 ranks; Ctrl-C ends it; results go to demo-out/)
-	@$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py $(ARGS)
+	@$(PY) examples/train_gpt.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fsdpc/*.so
