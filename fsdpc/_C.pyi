@@ -89,3 +89,34 @@ def layout(
     spans: bool = False,
     /,
 ) -> dict[str, Any]: ...
+def get_num_threads() -> int: ...
+def set_num_threads(threads: int, /) -> None: ...
+def kernel_names() -> list[str]: ...
+def kernel_cast(
+    dst: _Array,
+    dst_dtype: str,
+    src: _Array,
+    src_dtype: str,
+    scale: float = 1.0,
+    kernels: str | None = None,
+) -> None: ...
+def kernel_accumulate(
+    dst: _Array,
+    dst_dtype: str,
+    src: _Array,
+    src_dtype: str,
+    scale: float = 1.0,
+    kernels: str | None = None,
+) -> None: ...
+def kernel_reduce(
+    acc: _Array,
+    acc_dtype: str,
+    src: Sequence[_Array | None],
+    src_dtype: str,
+    scale: float = 1.0,
+    add: bool = False,
+    kernels: str | None = None,
+) -> None: ...
+def kernel_norm2(
+    src: _Array, dtype: str, kernels: str | None = None
+) -> tuple[float, float, bool]: ...
