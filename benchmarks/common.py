@@ -1,0 +1,94 @@
+"""What all benchmarks share: a description of the run, medians with spread, result files.
+
+Figures are medians of interleaved rounds with their quartiles, as neighbours on a shared machine
+come and go. Compare figures of one result file only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def commit() -> str:
+    """Returns the short commit id, with "+" when tracked sources differ from it."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(HERE), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    sources = ("../csrc", "../kernels", "../fsdpc")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def machine() -> str:
+    """Returns processor, processors usable by this process, and the kernel."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs, Linux {platform.release()}"
+
+
+def describe_run() -> dict[str, Any]:
+    """Returns where, when and with what a benchmark runs; take it before measuring."""
+    import numpy
+    import torch
+
+    return {
+        "commit": commit(),
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns {"median", "q1", "q3"}; all the same for a single value."""
+    if len(values) < 2:
+        return dict.fromkeys(("median", "q1", "q3"), values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "q1": low, "q3": high}
+
+
+def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Calls each case once a round, in an order that rotates, and returns its values by name."""
+    values: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for round_ in range(rounds):
+        for k in range(len(names)):
+            name = names[(k + round_) % len(names)]
+            values[name].append(cases[name]())
+    return values
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Writes one result file; relative paths are below benchmarks/results."""
+    target = RESULTS / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Prints a table with the first column to the left and the others to the right."""
+    lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join(cells))
