@@ -1,0 +1,760 @@
+/* The communicators: every collective against plain loops, failures, shared buffers, callbacks. */
+#include <math.h>
+
+#include "comm.h"
+#include "ranks.h"
+
+static fsdpc_device *device;
+
+/* --- values ---------------------------------------------------------------------------------- */
+
+static const fsdpc_dtype TYPES[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+/* The last is above a chunk of the stage (128 Ki floats); none is divisible by all world sizes. */
+static const int64_t COUNTS[] = {1, 17, 1000, 43691, 131075};
+enum { LARGEST = 131075 };
+/* The thread sanitizer sees nothing new in more types, but is slow. */
+#ifdef __SANITIZE_THREAD__
+enum { ALL_TYPES = 2 };
+#else
+enum { ALL_TYPES = 4 };
+#endif
+
+/* Fractions that no 16-bit type holds exactly, of mixed signs and sizes. */
+static double
+value_of(int rank, int64_t i)
+{
+    double base = (double)((i * 7919 + rank * 104729) % 10007) / 1000.0 - 5.0;
+    return i % 5 == 0 ? base * 1e-3 : base;
+}
+
+static void
+put(void *buffer, fsdpc_dtype dtype, int64_t i, double value)
+{
+    switch (dtype) {
+    case FSDPC_F64:
+        ((double *)buffer)[i] = value;
+        break;
+    case FSDPC_F32:
+        ((float *)buffer)[i] = (float)value;
+        break;
+    case FSDPC_BF16:
+        ((uint16_t *)buffer)[i] = fsdpc_f32_to_bf16((float)value);
+        break;
+    default:
+        ((uint16_t *)buffer)[i] = fsdpc_f32_to_f16((float)value);
+    }
+}
+
+static double
+get(const void *buffer, fsdpc_dtype dtype, int64_t i)
+{
+    switch (dtype) {
+    case FSDPC_F64:
+        return ((const double *)buffer)[i];
+    case FSDPC_F32:
+        return ((const float *)buffer)[i];
+    case FSDPC_BF16:
+        return fsdpc_bf16_to_f32(((const uint16_t *)buffer)[i]);
+    default:
+        return fsdpc_f16_to_f32(((const uint16_t *)buffer)[i]);
+    }
+}
+
+static void
+fill(void *buffer, fsdpc_dtype dtype, int64_t n, int rank)
+{
+    for (int64_t i = 0; i < n; i++) {
+        put(buffer, dtype, i, value_of(rank, i));
+    }
+}
+
+/* What a rank's element is after it has been stored in `dtype`. */
+static double
+stored(fsdpc_dtype dtype, int rank, int64_t i)
+{
+    double item;
+    put(&item, dtype, 0, value_of(rank, i));
+    return get(&item, dtype, 0);
+}
+
+/* The reduction in rank order, in F32 (F64 for F64), rounded to dtype at the end. */
+static double
+expected(fsdpc_dtype dtype, enum fsdpc_op op, int world, int64_t i)
+{
+    double result = stored(dtype, 0, i);
+    for (int rank = 1; rank < world; rank++) {
+        double next = stored(dtype, rank, i);
+        if (op == FSDPC_SUM) {
+            result = dtype == FSDPC_F64 ? result + next : (double)((float)result + (float)next);
+        } else if (op == FSDPC_MAX ? next > result : next < result) {
+            result = next;
+        }
+    }
+    double item;
+    put(&item, dtype, 0, result);
+    return get(&item, dtype, 0);
+}
+
+static void
+check_range(const void *buffer, fsdpc_dtype dtype, enum fsdpc_op op, int world, int64_t from,
+            int64_t to)
+{
+    for (int64_t i = from; i < to; i++) {
+        double got = get(buffer, dtype, i);
+        double want = expected(dtype, op, world, i);
+        if (got != want) {
+            TEST_FAIL("%s, op %d, %d ranks: element %lld is %.9g, expected %.9g",
+                      fsdpc_dtype_name(dtype), (int)op, world, (long long)i, got, want);
+            return;
+        }
+    }
+    atomic_fetch_add(&test_checks, 1);
+}
+
+/* --- collectives on a buffer, private or shared ------------------------------------------------- */
+
+static void
+try_all_gather(fsdpc_comm *comm, unsigned char *buffer, size_t piece)
+{
+    int world = fsdpc_comm_world(comm), rank = fsdpc_comm_rank(comm);
+    size_t wrong = 0;
+    for (size_t i = 0; i < piece * (size_t)world; i++) {
+        bool own = i / piece == (size_t)rank;
+        buffer[i] = own ? (unsigned char)(i * 31 + i / piece * 7) : 255;
+    }
+    REQUIRE_OK(fsdpc_comm_all_gather(comm, buffer, piece, "gather of unit a"));
+    for (size_t i = 0; i < piece * (size_t)world; i++) {
+        wrong += buffer[i] != (unsigned char)(i * 31 + i / piece * 7);
+    }
+    CHECK_INT(wrong, 0);
+}
+
+static void
+try_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece, fsdpc_dtype dtype)
+{
+    int world = fsdpc_comm_world(comm), rank = fsdpc_comm_rank(comm);
+    fill(buffer, dtype, piece * world, rank);
+    REQUIRE_OK(fsdpc_comm_reduce_scatter(comm, buffer, piece, dtype, "reduce of unit a"));
+    check_range(buffer, dtype, FSDPC_SUM, world, piece * rank, piece * (rank + 1));
+}
+
+static void
+try_all_reduce(fsdpc_comm *comm, void *buffer, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op)
+{
+    fill(buffer, dtype, n, fsdpc_comm_rank(comm));
+    REQUIRE_OK(fsdpc_comm_all_reduce(comm, buffer, n, dtype, op, "norm"));
+    check_range(buffer, dtype, op, fsdpc_comm_world(comm), 0, n);
+}
+
+static void
+try_broadcast(fsdpc_comm *comm, unsigned char *buffer, size_t bytes, int root)
+{
+    size_t wrong = 0;
+    for (size_t i = 0; i < bytes; i++) {
+        buffer[i] = fsdpc_comm_rank(comm) == root ? (unsigned char)(i * 13 + 5) : 0;
+    }
+    REQUIRE_OK(fsdpc_comm_broadcast(comm, buffer, bytes, root, "states"));
+    for (size_t i = 0; i < bytes; i++) {
+        wrong += buffer[i] != (unsigned char)(i * 13 + 5);
+    }
+    CHECK_INT(wrong, 0);
+}
+
+/* `room` bytes at `buffer`; only the first `types` of TYPES, where time is dear. */
+static void
+try_all(fsdpc_comm *comm, void *buffer, size_t room, size_t types)
+{
+    int world = fsdpc_comm_world(comm);
+    for (size_t c = 0; c < sizeof COUNTS / sizeof *COUNTS; c++) {
+        int64_t n = COUNTS[c];
+        REQUIRE((size_t)(n * world) * sizeof(double) <= room);
+        for (size_t t = 0; t < types; t++) {
+            fsdpc_dtype dtype = TYPES[t];
+            try_reduce_scatter(comm, buffer, n, dtype);
+            try_all_reduce(comm, buffer, n, dtype, (enum fsdpc_op)(t % 3));
+            try_all_reduce(comm, buffer, n, dtype, FSDPC_SUM);
+        }
+        try_all_gather(comm, buffer, (size_t)n * 5);
+        try_broadcast(comm, buffer, (size_t)n * 5, (int)c % world);
+    }
+    CHECK_INT(fsdpc_comm_all_gather(comm, NULL, 0, NULL), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_reduce(comm, NULL, 0, FSDPC_F32, FSDPC_SUM, NULL), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter(comm, NULL, 0, FSDPC_F32, NULL), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_broadcast(comm, NULL, 0, 0, NULL), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_barrier(comm, NULL), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_agree(comm, "world", "options"), FSDPC_OK);
+}
+
+static void
+try_common(fsdpc_comm *comm, fsdpc_comm_buffer *common)
+{
+    int world = fsdpc_comm_world(comm), rank = fsdpc_comm_rank(comm);
+    int *all = fsdpc_comm_buffer_view(common, 0);
+    CHECK(fsdpc_comm_buffer_view(common, world - 1) == all);
+    for (int i = 1; i < 50; i++) {
+        all[rank] = i * 10 + rank;
+        REQUIRE_OK(fsdpc_comm_all_gather(comm, all, sizeof *all, "gather"));
+        for (int k = 0; k < world; k++) {
+            CHECK_INT(all[k], i * 10 + k);
+        }
+        REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
+    }
+    all[world] = rank == world - 1 ? 77 : all[world];
+    REQUIRE_OK(fsdpc_comm_broadcast(comm, &all[world], 4, world - 1, "states"));
+    CHECK_INT(all[world], 77);
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
+}
+
+static void
+shm_rank(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_buffer *parts, *common;
+    size_t room = (size_t)run->world * LARGEST * 8;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    CHECK_STR(fsdpc_comm_kind(comm), "shm");
+    CHECK_INT(fsdpc_comm_rank(comm), rank);
+    CHECK_INT(fsdpc_comm_world(comm), run->world);
+    CHECK(fsdpc_comm_device(comm) == device && fsdpc_comm_segment(comm) != NULL);
+    void *private = malloc(room);
+    REQUIRE(private != NULL);
+    try_all(comm, private, room, run->threads ? 2 : ALL_TYPES);
+    REQUIRE_OK(fsdpc_comm_buffer_new(comm, room, false, &parts));
+    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 4096, true, &common));
+    try_all(comm, fsdpc_comm_buffer_view(parts, rank), room, run->threads ? 2 : ALL_TYPES);
+    try_common(comm, common);
+    free(private);
+    fsdpc_comm_buffer_free(parts);
+    fsdpc_comm_free(comm);
+    /* A buffer outlives its group. */
+    ((char *)fsdpc_comm_buffer_view(common, rank))[rank] = 1;
+    fsdpc_comm_buffer_free(common);
+}
+
+static void
+collectives_equal_plain_loops(bool threads)
+{
+    for (int world = threads ? 2 : 1; world <= (threads ? 3 : 4); world++) {
+        ranks_run *run = ranks_new(world);
+        run->threads = threads;
+        ranks_start(run, shm_rank);
+        ranks_free(run);
+    }
+}
+
+/* --- extremes with NaN ------------------------------------------------------------------------- */
+
+static void
+reduce_nans(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    for (size_t t = 0; t < sizeof TYPES / sizeof *TYPES; t++) {
+        double store[4];
+        for (int op = FSDPC_MAX; op <= FSDPC_MIN; op++) {
+            put(store, TYPES[t], 0, rank == 1 ? (double)NAN : 3);
+            put(store, TYPES[t], 1, rank == 1 ? INFINITY : 3);
+            put(store, TYPES[t], 2, rank == 1 ? -INFINITY : 3);
+            REQUIRE_OK(fsdpc_comm_all_reduce(comm, store, 3, TYPES[t], (enum fsdpc_op)op, "flags"));
+            CHECK(isnan(get(store, TYPES[t], 0)));
+            CHECK(get(store, TYPES[t], 1) == (op == FSDPC_MAX ? INFINITY : 3));
+            CHECK(get(store, TYPES[t], 2) == (op == FSDPC_MAX ? 3 : -INFINITY));
+        }
+    }
+    fsdpc_comm_free(comm);
+}
+
+static void
+nan_wins_over_numbers(void)
+{
+    ranks_run *run = ranks_new(3);
+    ranks_start(run, reduce_nans);
+    ranks_free(run);
+}
+
+/* --- arguments, self ----------------------------------------------------------------------------- */
+
+static void
+one_rank_has_nothing_to_do(void)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_buffer *buffer;
+    float x[4] = {1, 2, 3, 4};
+    REQUIRE_OK(fsdpc_comm_self(device, &comm));
+    CHECK_STR(fsdpc_comm_kind(comm), "self");
+    CHECK(fsdpc_comm_segment(comm) == NULL);
+    CHECK_INT(fsdpc_comm_all_gather(comm, x, sizeof x, "a"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter(comm, x, 4, FSDPC_F32, "a"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_reduce(comm, x, 4, FSDPC_F32, FSDPC_SUM, "a"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_broadcast(comm, x, sizeof x, 0, "a"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_barrier(comm, "a"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_agree(comm, "text", "a"), FSDPC_OK);
+    for (int i = 0; i < 4; i++) {
+        CHECK(x[i] == (float)(i + 1));
+    }
+    CHECK_ERROR(fsdpc_comm_buffer_new(comm, 10, true, &buffer), FSDPC_E_UNAVAILABLE, "self");
+    CHECK(buffer == NULL);
+
+    CHECK_ERROR(fsdpc_comm_all_gather(comm, NULL, 4, "unit b"), FSDPC_E_INVAL, "unit b");
+    CHECK_ERROR(fsdpc_comm_reduce_scatter(comm, x, -1, FSDPC_F32, "u"), FSDPC_E_INVAL, "-1");
+    CHECK_ERROR(fsdpc_comm_reduce_scatter(comm, x, 4, FSDPC_BYTES, "u"), FSDPC_E_INVAL, "uint8");
+    CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, 4, (fsdpc_dtype)99, FSDPC_SUM, "u"), FSDPC_E_INVAL,
+                "unknown");
+    CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, INT64_MAX, FSDPC_F32, FSDPC_SUM, "u"), FSDPC_E_INVAL,
+                "no size");
+    CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, 4, FSDPC_F32, (enum fsdpc_op)7, "u"), FSDPC_E_INVAL,
+                "7");
+    CHECK_ERROR(fsdpc_comm_broadcast(comm, x, 4, 1, "u"), FSDPC_E_INVAL, "root 1");
+    CHECK_ERROR(fsdpc_comm_agree(comm, NULL, "u"), FSDPC_E_INVAL, "NULL");
+    /* A wrong argument breaks nothing; an abort does. */
+    CHECK_INT(fsdpc_comm_barrier(comm, NULL), FSDPC_OK);
+    fsdpc_comm_abort(comm, "no more");
+    fsdpc_comm_abort(comm, "again");
+    CHECK_ERROR(fsdpc_comm_barrier(comm, NULL), FSDPC_E_COMM, "no more");
+    CHECK_ERROR(fsdpc_comm_all_gather(comm, x, 4, NULL), FSDPC_E_COMM, "no more");
+    fsdpc_comm_free(comm);
+    fsdpc_comm_free(NULL);
+    fsdpc_comm_buffer_free(NULL);
+}
+
+/* --- failures in a group -------------------------------------------------------------------------- */
+
+static int
+run_collective(fsdpc_comm *comm, int which, void *buffer)
+{
+    switch (which) {
+    case 0:
+        return fsdpc_comm_all_gather(comm, buffer, 1 << 20, "gather of unit x");
+    case 1:
+        return fsdpc_comm_reduce_scatter(comm, buffer, 1 << 18, FSDPC_F32, "reduce of unit x");
+    case 2:
+        return fsdpc_comm_all_reduce(comm, buffer, 1 << 18, FSDPC_F32, FSDPC_SUM, "norm of x");
+    case 3:
+        return fsdpc_comm_broadcast(comm, buffer, 1 << 20, 0, "states of x");
+    default:
+        return fsdpc_comm_barrier(comm, "barrier of x");
+    }
+}
+
+static void
+die_in_a_collective(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    void *buffer = calloc((size_t)run->world, 1 << 20);
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    REQUIRE_OK(run_collective(comm, run->option, buffer));
+    if (rank == run->killed) {
+        raise(SIGKILL);
+    }
+    int status;
+    do {
+        status = run_collective(comm, run->option, buffer);
+    } while (status == FSDPC_OK);
+    rank_keep(run, rank, status);
+    /* The same words again, from whatever is called. */
+    CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_PEER, run->results[rank].text);
+    fsdpc_comm_free(comm);
+    free(buffer);
+}
+
+static void
+survivors_name_the_dead(void)
+{
+    for (int option = 0; option < 5; option++) {
+        ranks_run *run = ranks_new(3);
+        run->killed = option % 3;
+        run->option = option;
+        ranks_start(run, die_in_a_collective);
+        for (int rank = 0; rank < 3; rank++) {
+            char part[32];
+            snprintf(part, sizeof part, "rank %d (pid", run->killed);
+            if (rank != run->killed) {
+                CHECK_INT(run->results[rank].status, FSDPC_E_PEER);
+                CHECK(strstr(run->results[rank].text, part) != NULL);
+                CHECK(strstr(run->results[rank].text, " of ") != NULL);
+            }
+        }
+        ranks_free(run);
+    }
+}
+
+static void
+call_something_else(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    void *buffer = calloc((size_t)run->world, 1 << 20);
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    rank_keep(run, rank, run_collective(comm, rank == 1 ? run->option : 0, buffer));
+    CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_MISMATCH, "different collectives");
+    fsdpc_comm_free(comm);
+    free(buffer);
+}
+
+static void
+different_collectives_are_noticed(bool threads)
+{
+    for (int option = 1; option < 5; option++) {
+        ranks_run *run = ranks_new(2);
+        run->threads = threads;
+        run->option = option;
+        ranks_start(run, call_something_else);
+        for (int rank = 0; rank < 2; rank++) {
+            CHECK_INT(run->results[rank].status, FSDPC_E_MISMATCH);
+            CHECK(strstr(run->results[rank].text, "rank 0 all_gather(1048576 bytes)") != NULL);
+        }
+        ranks_free(run);
+    }
+}
+
+static void
+stay_away(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    float x = 1;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "start"));
+    if (rank == 1) {
+        CHECK(rank_await(&run->flags[0], 1));
+    } else {
+        rank_keep(run, rank,
+                  fsdpc_comm_all_reduce(comm, &x, 1, FSDPC_F32, FSDPC_SUM, "norm of step 4"));
+        CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_TIMEOUT, "norm of step 4");
+        atomic_store(&run->flags[0], 1);
+    }
+    fsdpc_comm_free(comm);
+}
+
+static void
+the_deadline_names_the_missing(void)
+{
+    ranks_run *run = ranks_new(2);
+    run->timeout_s = 0.4;
+    ranks_start(run, stay_away);
+    CHECK_INT(run->results[0].status, FSDPC_E_TIMEOUT);
+    CHECK(strstr(run->results[0].text, "for rank 1") != NULL);
+    ranks_free(run);
+}
+
+static void
+give_up(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    if (rank == 1) {
+        fsdpc_comm_abort(comm, "loss is NaN");
+        CHECK_ERROR(fsdpc_comm_barrier(comm, "x"), FSDPC_E_COMM, "loss is NaN");
+        CHECK(rank_await(&run->flags[0], 1));
+    } else {
+        rank_keep(run, rank, fsdpc_comm_barrier(comm, "x"));
+        atomic_store(&run->flags[0], 1);
+    }
+    fsdpc_comm_free(comm);
+}
+
+static void
+an_abort_reaches_the_others(bool threads)
+{
+    ranks_run *run = ranks_new(2);
+    run->threads = threads;
+    ranks_start(run, give_up);
+    CHECK_INT(run->results[0].status, FSDPC_E_PEER);
+    CHECK(strstr(run->results[0].text, "loss is NaN") != NULL);
+    ranks_free(run);
+}
+
+static void
+disagree(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    rank_keep(run, rank, fsdpc_comm_agree(comm, rank ? "a\nlr 2" : "a\nlr 1", "the options"));
+    CHECK_INT(fsdpc_comm_barrier(comm, "still sound"), FSDPC_OK);
+    fsdpc_comm_free(comm);
+}
+
+static void
+disagreement_breaks_nothing(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, disagree);
+    for (int rank = 0; rank < 2; rank++) {
+        CHECK_INT(run->results[rank].status, FSDPC_E_MISMATCH);
+        CHECK(strstr(run->results[rank].text,
+                     "the options: rank 0 has \"lr 1\", rank 1 has \"lr 2\"") != NULL);
+    }
+    ranks_free(run);
+}
+
+/* --- shared buffers -------------------------------------------------------------------------------- */
+
+static uint64_t
+file_blocks(void)
+{
+    /* The segment is the only memfd of this process. */
+    uint64_t blocks = 0;
+    for (int fd = 0; fd < 64; fd++) {
+        char path[64], target[64] = "";
+        struct stat file;
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        if (readlink(path, target, sizeof target - 1) > 0 && strstr(target, "memfd:fsdpc") &&
+            fstat(fd, &file) == 0) {
+            blocks += (uint64_t)file.st_blocks;
+        }
+    }
+    return blocks;
+}
+
+static void
+make_buffers(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_buffer *buffer, *big;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    for (int i = 0; i < 5; i++) {
+        REQUIRE_OK(fsdpc_comm_buffer_new(comm, 8 << 20, false, &buffer));
+        CHECK(file_blocks() * 512 >= (uint64_t)run->world * (8 << 20));
+        ((char *)fsdpc_comm_buffer_view(buffer, rank))[5] = (char)rank;
+        REQUIRE_OK(fsdpc_comm_barrier(comm, "written"));
+        for (int k = 0; k < run->world; k++) {
+            CHECK_INT(((char *)fsdpc_comm_buffer_view(buffer, k))[5], k);
+        }
+        REQUIRE_OK(fsdpc_comm_barrier(comm, "read"));
+        fsdpc_comm_buffer_free(buffer);
+        REQUIRE_OK(fsdpc_comm_barrier(comm, "freed"));
+        CHECK(file_blocks() * 512 < 8 << 20);
+    }
+    /* Too much is an error on every rank and breaks nothing. */
+    CHECK_ERROR(fsdpc_comm_buffer_new(comm, (size_t)1 << 42, true, &big), FSDPC_E_NOMEM, "MiB");
+    CHECK_ERROR(fsdpc_comm_buffer_new(comm, SIZE_MAX, false, &big), FSDPC_E_NOMEM, "");
+    CHECK(big == NULL);
+    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 0, true, &buffer));
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "still sound"));
+    fsdpc_comm_buffer_free(buffer);
+    /* Summing one copy of all would be nonsense. */
+    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 64, true, &buffer));
+    CHECK_ERROR(fsdpc_comm_all_reduce(comm, fsdpc_comm_buffer_view(buffer, 0), 4, FSDPC_F32,
+                                      FSDPC_SUM, "norm"),
+                FSDPC_E_INVAL, "common");
+    fsdpc_comm_buffer_free(buffer);
+    fsdpc_comm_free(comm);
+}
+
+static void
+buffers_come_and_go(void)
+{
+    for (int world = 1; world <= 3; world++) {
+        ranks_run *run = ranks_new(world);
+        ranks_start(run, make_buffers);
+        ranks_free(run);
+    }
+}
+
+static void
+ask_for_another_size(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_buffer *buffer;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    CHECK_ERROR(fsdpc_comm_buffer_new(comm, rank ? 4096 : 8192, true, &buffer), FSDPC_E_MISMATCH,
+                "new buffer(8192 bytes");
+    CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_MISMATCH, "new buffer");
+    fsdpc_comm_free(comm);
+}
+
+static void
+buffers_of_different_sizes_are_noticed(void)
+{
+    ranks_run *run = ranks_new(2);
+    ranks_start(run, ask_for_another_size);
+    ranks_free(run);
+}
+
+/* --- callbacks --------------------------------------------------------------------------------------- */
+
+typedef struct carrier {
+    fsdpc_comm *inner;
+    int calls, released, fail_at, fail_status;
+} carrier;
+
+static int
+count_call(carrier *self)
+{
+    if (++self->calls == self->fail_at) {
+        return self->fail_status < 0 ? fsdpc_error(self->fail_status, "the wire broke")
+                                     : self->fail_status;
+    }
+    return FSDPC_OK;
+}
+
+static int
+carry_all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    carrier *self = context;
+    FSDPC_TRY(count_call(self));
+    return fsdpc_comm_all_gather(self->inner, buffer, piece_bytes, what);
+}
+
+static int
+carry_reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+                     const char *what)
+{
+    carrier *self = context;
+    FSDPC_TRY(count_call(self));
+    return fsdpc_comm_reduce_scatter(self->inner, buffer, piece_numel, dtype, what);
+}
+
+static int
+carry_all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+                 const char *what)
+{
+    carrier *self = context;
+    FSDPC_TRY(count_call(self));
+    return fsdpc_comm_all_reduce(self->inner, buffer, numel, dtype, op, what);
+}
+
+static int
+carry_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
+{
+    carrier *self = context;
+    FSDPC_TRY(count_call(self));
+    return fsdpc_comm_broadcast(self->inner, buffer, bytes, root, what);
+}
+
+static int
+carry_barrier(void *context, const char *what)
+{
+    carrier *self = context;
+    FSDPC_TRY(count_call(self));
+    return fsdpc_comm_barrier(self->inner, what);
+}
+
+static void
+carry_release(void *context)
+{
+    ((carrier *)context)->released++;
+}
+
+static fsdpc_comm_callbacks
+callbacks_of(carrier *self)
+{
+    return (fsdpc_comm_callbacks){.context = self,
+                                  .all_gather = carry_all_gather,
+                                  .reduce_scatter = carry_reduce_scatter,
+                                  .all_reduce = carry_all_reduce,
+                                  .broadcast = carry_broadcast,
+                                  .barrier = carry_barrier,
+                                  .release = carry_release};
+}
+
+static void
+c10d_rank(int rank, ranks_run *run)
+{
+    carrier self = {0};
+    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm *comm;
+    size_t room = (size_t)run->world * LARGEST * 8;
+    void *buffer = malloc(room);
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &self.inner));
+    REQUIRE_OK(fsdpc_comm_c10d(device, rank, run->world, &calls, &comm));
+    memset(&calls, 0, sizeof calls); /* they were copied */
+    CHECK_STR(fsdpc_comm_kind(comm), "c10d");
+    try_all(comm, buffer, room, 1);
+    CHECK(self.calls > 0);
+    if (run->world > 1) {
+        CHECK_ERROR(fsdpc_comm_agree(comm, rank == 1 ? "x 1" : "x 2", "the model"),
+                    FSDPC_E_MISMATCH, "rank 0 has \"x 2\", rank 1 has \"x 1\"");
+    }
+    fsdpc_comm_free(comm);
+    CHECK_INT(self.released, 1);
+    fsdpc_comm_free(self.inner);
+    free(buffer);
+}
+
+static void
+callbacks_carry_everything(void)
+{
+    for (int world = 1; world <= 2; world++) {
+        ranks_run *run = ranks_new(world);
+        ranks_start(run, c10d_rank);
+        ranks_free(run);
+    }
+}
+
+static void
+a_failed_callback_breaks_the_communicator(void)
+{
+    const int statuses[] = {FSDPC_E_TIMEOUT, 5};
+    for (int i = 0; i < 2; i++) {
+        carrier self = {.fail_at = 2, .fail_status = statuses[i]};
+        fsdpc_comm_callbacks calls = callbacks_of(&self);
+        fsdpc_comm *comm;
+        float x[2] = {0};
+        REQUIRE_OK(fsdpc_comm_self(device, &self.inner));
+        REQUIRE_OK(fsdpc_comm_c10d(device, 0, 1, &calls, &comm));
+        CHECK_INT(fsdpc_comm_barrier(comm, "a"), FSDPC_OK);
+        int status = statuses[i] < 0 ? statuses[i] : FSDPC_E_INTERNAL;
+        const char *part = statuses[i] < 0 ? "the wire broke" : "returned 5";
+        CHECK_ERROR(fsdpc_comm_all_gather(comm, x, 4, "b"), status, part);
+        CHECK_ERROR(fsdpc_comm_barrier(comm, "c"), status, part);
+        CHECK_ERROR(fsdpc_comm_agree(comm, "t", "c"), status, part);
+        CHECK_INT(self.calls, 2); /* nothing was called after the failure */
+        fsdpc_comm_free(comm);
+        fsdpc_comm_free(self.inner);
+    }
+    fsdpc_comm *comm;
+    carrier self = {0};
+    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    CHECK_ERROR(fsdpc_comm_c10d(device, 2, 2, &calls, &comm), FSDPC_E_INVAL, "rank 2");
+    calls.broadcast = NULL;
+    CHECK_ERROR(fsdpc_comm_c10d(device, 0, 2, &calls, &comm), FSDPC_E_INVAL, "callbacks");
+    CHECK_ERROR(fsdpc_comm_c10d(device, 0, 2, NULL, &comm), FSDPC_E_INVAL, "callbacks");
+}
+
+/* --- allocations -------------------------------------------------------------------------------------- */
+
+static int
+make_local_ones(void *argument)
+{
+    (void)argument;
+    carrier self = {0};
+    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm *alone = NULL, *called = NULL, *shared = NULL;
+    fsdpc_comm_buffer *buffer = NULL;
+    int status = FSDPC_OK;
+    FSDPC_GOTO(fsdpc_comm_self(device, &alone), end);
+    self.inner = alone;
+    FSDPC_GOTO(fsdpc_comm_c10d(device, 0, 1, &calls, &called), end);
+    FSDPC_GOTO(fsdpc_comm_agree(called, "text", "x"), end);
+    FSDPC_GOTO(fsdpc_comm_shm(device, 0, 1, "alone", 5, &shared), end);
+    FSDPC_GOTO(fsdpc_comm_buffer_new(shared, 100, false, &buffer), end);
+end:
+    fsdpc_comm_buffer_free(buffer);
+    fsdpc_comm_free(shared);
+    fsdpc_comm_free(called);
+    fsdpc_comm_free(alone);
+    return status;
+}
+
+int
+main(void)
+{
+    REQUIRE_OK(fsdpc_device_cpu(&device));
+    one_rank_has_nothing_to_do();
+    test_alloc_sweep(make_local_ones, NULL);
+    collectives_equal_plain_loops(false);
+    nan_wins_over_numbers();
+    survivors_name_the_dead();
+    different_collectives_are_noticed(false);
+    the_deadline_names_the_missing();
+    an_abort_reaches_the_others(false);
+    disagreement_breaks_nothing();
+    buffers_come_and_go();
+    buffers_of_different_sizes_are_noticed();
+    callbacks_carry_everything();
+    a_failed_callback_breaks_the_communicator();
+    /* Threads last: forking after them is not safe. */
+    collectives_equal_plain_loops(true);
+    different_collectives_are_noticed(true);
+    an_abort_reaches_the_others(true);
+    return test_result();
+}
