@@ -80,8 +80,8 @@ pytest: build
 
 # C tests: one program per tests/c/test_*.c, linked with the core. SAN= picks the sanitizers.
 SAN :=
-CDIR := build/c/$(if $(SAN),$(subst $(comma),-,$(SAN)),plain)
 comma := ,
+CDIR := build/c/$(if $(SAN),$(subst $(comma),-,$(SAN)),plain)
 CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
 CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%)
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
@@ -132,7 +132,7 @@ TSAN_TESTS := shm comm arena trace device
 TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))
 tsan:
 	$(call say,C tests with threads under TSan)
-	@$(MAKE) -j$(JOBS) ctest-run SAN=thread T="$(TSAN_FILES:tests/c/test_%.c=%)"
+	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) ctest-run SAN=thread T="$(TSAN_FILES:tests/c/test_%.c=%)"
 
 # --- looks ---------------------------------------------------------------------------------------
 C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch])
