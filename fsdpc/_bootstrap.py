@@ -215,15 +215,20 @@ def _prepare_end() -> None:
         util.Finalize(None, _end_of_child, exitpriority=100)
 
 
+def _own_comms() -> list[_C.Comm]:
+    """Communicators that this process may speak for: a forked child may not for its parent."""
+    return list(_live) if _prepared_pid == os.getpid() else []
+
+
 def _leave() -> None:
-    for comm in list(_live):
+    for comm in _own_comms():
         comm.close()
 
 
 def _abort(error: BaseException) -> None:
     lines = str(error).splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-    for comm in list(_live):
+    for comm in _own_comms():
         comm.abort(text)
 
 

@@ -289,6 +289,20 @@ def test_timeout_names_who_is_missing(rank, world):
         time.sleep(1.0)
 
 
+@ranks(2)
+def test_a_forked_child_does_not_speak_for_its_rank(rank, world):
+    comm = connect("shm")
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            _bootstrap._leave()
+            sys.excepthook(ValueError, ValueError("of the child"), None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    comm.barrier()
+    comm.barrier()
+
+
 # --- ranks that end --------------------------------------------------------------------------
 
 
