@@ -16,16 +16,16 @@ direct   fsdpc on memory that the ranks share, as its units use it. all_gather i
 staged   fsdpc on private memory.
 gloo     torch.distributed on the same private memory.
 
-A time is that of the slower rank, from a barrier on. Ratios are medians over rounds of the ratio
-within a round.
+A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
+quartiles are over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -97,18 +97,17 @@ def time_once(comm: Any, call: Callable[[], Any], repeats: int) -> float:
 
 
 def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of the slower rank, per operation and way and round. Collective."""
+    """Microseconds of the slower rank, per operation and way and round. Collective."""
     ways = make_ways(comm, size)
     repeats = max(1, min(50, TIMED_BYTES // size))
     for _, _, call in ways:
         time_once(comm, call, 2)
-    seconds = np.zeros((len(ways), rounds))
-    for turn in range(rounds):
-        for i in range(len(ways)):
-            at = (i + turn) % len(ways)
-            seconds[at, turn] = time_once(comm, ways[at][2], repeats)
-    comm.all_reduce(seconds, op="max")
-    return {way[:2]: seconds[i].tolist() for i, way in enumerate(ways)}
+    cases = {(operation, way): functools.partial(time_once, comm, call, repeats)
+             for operation, way, call in ways}
+    times = common.interleave(cases, rounds)
+    slower = np.array(list(times.values())) * 1e6
+    comm.all_reduce(slower, op="max")
+    return dict(zip(times, slower.tolist(), strict=True))
 
 
 def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
@@ -130,38 +129,37 @@ def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
             describe(size, operation, seconds)
             for operation in ("all_gather", "reduce_scatter", "all_reduce")
         ]
-        if rank == 0:
-            print("\n".join(format_row(row) for row in rows[-3:]), flush=True)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def describe(size: int, operation: str, seconds: dict[tuple[str, str], list[float]]) -> dict:
-    """Medians, quartiles (microseconds) and ratios of one operation at one size."""
-    ways = {way: values for (name, way), values in seconds.items() if name == operation}
-    row: dict[str, Any] = {"operation": operation, "bytes": size, "ranks": WORLD, "ways": {}}
-    for way, values in ways.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        row["ways"][way] = {
-            "median_us": middle * 1e6,
-            "quartiles_us": [low * 1e6, high * 1e6],
-            "rounds": len(values),
-        }
+def describe(size: int, operation: str, times: dict[tuple[str, str], list[float]]) -> dict:
+    """Times in microseconds and ratios of one operation at one size."""
+    ways = {way: values for (name, way), values in times.items() if name == operation}
+    row: dict[str, Any] = {
+        "operation": operation, "bytes": size, "ranks": WORLD,
+        "us": {way: common.spread(values) for way, values in ways.items()},
+    }
     for way, base in (("direct", "floor"), ("staged", "floor"), ("gloo", "direct")):
         pairs = zip(ways[way], ways[base], strict=True)
-        row[f"{way}_over_{base}"] = statistics.median(a / b for a, b in pairs)
+        row[f"{way}_over_{base}"] = common.spread([a / b for a, b in pairs])
     return row
 
 
-def format_row(row: dict) -> str:
-    ways = "  ".join(f"{way} {x['median_us']:10.1f} us" for way, x in row["ways"].items())
-    return (
-        f"{row['operation']:14} {row['bytes'] / MIB:8.3f} MiB  {ways}  "
-        f"direct/floor {row['direct_over_floor']:6.2f}  "
-        f"gloo/direct {row['gloo_over_direct']:6.2f}"
-    )
+HEAD = ("operation", "MiB", "floor us", "direct us", "staged us", "gloo us", "direct/floor",
+        "q1..q3", "gloo/direct")
+
+
+def table_row(row: dict) -> list[str]:
+    over = row["direct_over_floor"]
+    return [
+        row["operation"], f"{row['bytes'] / MIB:g}",
+        *(f"{row['us'][way]['median']:.1f}" for way in ("floor", "direct", "staged", "gloo")),
+        f"{over['median']:.2f}", f"{over['q1']:.2f}..{over['q3']:.2f}",
+        f"{row['gloo_over_direct']['median']:.1f}",
+    ]
 
 
 def main() -> None:
@@ -177,13 +175,12 @@ def main() -> None:
     os.environ.setdefault("FSDPC_TIMEOUT", str(DEADLINE_S))
     import torch.multiprocessing as mp
 
+    run = common.describe_run()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, sizes, options.rounds), nprocs=WORLD)
         rows = json.loads(Path(folder, "rows.json").read_text())
-    path = options.json or Path(__file__).parent / "results" / "comm.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"run": common.describe_run(), "rows": rows}, indent=1) + "\n")
-    print(f"wrote {path}")
+    common.print_table(HEAD, [table_row(row) for row in rows])
+    common.write_json(options.json.resolve(), {"run": run, "rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -123,6 +124,24 @@ def test_shm_arguments(args, error):
 def test_shm_peer_that_never_comes():
     with pytest.raises(fsdpc.CommTimeout, match="rank 1"):
         _C.Comm.shm(0, 2, "fsdpc-test-lonely", 0.2)
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_signal_handler_ends_a_wait():
+    def ring(number, frame):
+        raise Alarm("now")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(Alarm, match="now"):
+            _C.Comm.shm(0, 2, "fsdpc-test-alarm", 20.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_not_made_by_hand():
