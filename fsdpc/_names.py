@@ -4,6 +4,9 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 FSDP_WRAPPED = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED + "."
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -25,3 +28,24 @@ def join(prefix: str, name: str) -> str:
 def flat_param_name(index: int) -> str:
     """Registered name of a unit's ``index``-th flat parameter (torch knows only the first)."""
     return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"
+
+
+_announced: list[str] = []
+
+
+@contextmanager
+def announced(name: str) -> Iterator[None]:
+    """Tell the next unit that is constructed in this block its name in the model being wrapped.
+
+    The constructor has torch's signature, which has no place for it.
+    """
+    _announced[:] = [name]
+    try:
+        yield
+    finally:
+        _announced.clear()
+
+
+def take_announced(default: str) -> str:
+    """The announced name, once; ``default`` for a unit that the user constructs by hand."""
+    return _announced.pop() if _announced else default

@@ -106,9 +106,10 @@ def _placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
 def _prepare_member(member: Any, name: str) -> None:
     """Settings that depend on the place in the tree: unit name, input casts, buffer dtypes."""
     if member._unit is not None:
-        member._unit.name = name or "root"
+        member._unit.name = name or member._unit.name
     mixed = member.mixed_precision
-    casts = mixed.cast_forward_inputs or (member._is_root and mixed.cast_root_forward_inputs)
+    casts = mixed.cast_forward_inputs and member._unit is not None
+    casts = casts or (member._is_root and mixed.cast_root_forward_inputs)
     member._cast_inputs_to = mixed.param_dtype if casts else None
     changed = cast_buffers(member._fsdp_wrapped_module, member._ignored.modules, mixed.buffer_dtype)
     member._buffer_dtypes.update(changed)

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdpc._collect import Ignored, is_unit_module
 from fsdpc._mixed import FullPrecisionHooks
+from fsdpc._names import announced, join
 from fsdpc.api import MixedPrecision
 from fsdpc.wrap import _Policy
 
@@ -96,22 +97,23 @@ class _TreeRewriter:
         self.done: dict[nn.Module, nn.Module] = {root: root}
 
     def run(self) -> None:
-        self._children(self.root)
+        self._children(self.root, "")
 
-    def _children(self, parent: nn.Module) -> None:
+    def _children(self, parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent._modules.items()):
             if child is not None:
-                replacement = self._visit(child)
+                replacement = self._visit(child, join(prefix, name))
                 if replacement is not child:
                     setattr(parent, name, replacement)
 
-    def _visit(self, module: nn.Module) -> nn.Module:
+    def _visit(self, module: nn.Module, name: str) -> nn.Module:
         if module not in self.done:
             self.done[module] = module  # a cycle back to here leaves the module as it is
-            self._children(module)
+            self._children(module, name)
             kwargs = self.targets.get(module)
             if kwargs is not None:
-                self.done[module] = self.wrapper(module, **kwargs)
+                with announced(name):
+                    self.done[module] = self.wrapper(module, **kwargs)
         return self.done[module]
 
 
@@ -134,7 +136,7 @@ class _Recursion:
         self.done: dict[nn.Module, nn.Module] = {}
 
     def run(self, root: nn.Module) -> None:
-        self._children(root, self._ask(root, recurse=True, numel=self._numel(root)))
+        self._children(root, "", self._ask(root, recurse=True, numel=self._numel(root)))
 
     def _numel(self, module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if p not in self.ignored.params)
@@ -142,7 +144,7 @@ class _Recursion:
     def _ask(self, module: nn.Module, *, recurse: bool, numel: int) -> bool:
         return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
-    def _children(self, parent: nn.Module, allowed: bool) -> int:
+    def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> int:
         """Visit the children; returns how many of their elements are in units now.
 
         Where the policy forbade to look inside (``allowed`` is False) only full-precision classes
@@ -154,21 +156,21 @@ class _Recursion:
         for name, child in list(parent.named_children()):
             if child in self.ignored.modules:
                 continue
-            replacement, numel = self._visit(child, allowed)
+            replacement, numel = self._visit(child, join(prefix, name), allowed)
             if replacement is not child:
                 setattr(parent, name, replacement)
             wrapped += numel
         return wrapped
 
-    def _visit(self, module: nn.Module, allowed: bool) -> tuple[nn.Module, int]:
+    def _visit(self, module: nn.Module, name: str, allowed: bool) -> tuple[nn.Module, int]:
         if module in self.done:
             return self.done[module], 0
         total = self._numel(module)
         look_inside = allowed and self._ask(module, recurse=True, numel=total)
-        wrapped = self._children(module, look_inside)
+        wrapped = self._children(module, name, look_inside)
         result = module
         if self._wanted(module, look_inside, total - wrapped):
-            result, wrapped = self._wrap(module), total
+            result, wrapped = self._wrap(module, name), total
         self.done[module] = result
         return result, wrapped
 
@@ -177,8 +179,9 @@ class _Recursion:
             return True
         return allowed and self._ask(module, recurse=False, numel=numel)
 
-    def _wrap(self, module: nn.Module) -> nn.Module:
+    def _wrap(self, module: nn.Module, name: str) -> nn.Module:
         kwargs = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
         if isinstance(module, self.full_precision):
             kwargs["mixed_precision"] = None
-        return self.wrapper(module, **kwargs)
+        with announced(name):
+            return self.wrapper(module, **kwargs)

@@ -25,7 +25,7 @@ from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
 from fsdpc._materialize import materialize
 from fsdpc._mixed import cast_arguments
-from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED
+from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
 from fsdpc._unit import ParamInfo, Unit
 from fsdpc._wrap import auto_wrap
 from fsdpc.api import (
@@ -104,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        self._name = take_announced(type(module).__name__)
         _args.check_module(module)
         _args.check_options(
             sharding_strategy,
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(nn.Module):
             self.compute_device,
             warn_unwritten=not writes_follow,
         )
-        infos = collect_infos(module, self._ignored, type(module).__name__)
+        infos = collect_infos(module, self._ignored, self._name)
         if self._sync_module_states:
             sync_states(module, infos, self._groups)
         if infos:
@@ -207,7 +208,7 @@ class FullyShardedDataParallel(nn.Module):
             handle.remove()
         mixed = self.mixed_precision
         unit = Unit(
-            type(self._fsdp_wrapped_module).__name__,
+            self._name,
             infos,
             self._groups,
             param_dtype=mixed.param_dtype,
@@ -400,6 +401,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def _shown_name(self, name: str) -> str:
         return name.replace(FSDP_PREFIX, "") if self._summoned else name
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded module cannot be copied or pickled (unit {self._name!r}): save "
+            "state_dict(), or copy the plain module before wrapping it"
+        )
 
     def extra_repr(self) -> str:
         elements = 0 if self._unit is None else sum(shape.numel() for shape in self._unit.shapes)

@@ -4,14 +4,21 @@ sync_module_states, repr, marks."""
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import functools
+import pickle
 
 import pytest
 import torch
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+)
 from toys import (
     Block,
     check_equal,
@@ -109,20 +116,23 @@ def test_which_units_cast(rank, world, engine, root_casts, all_cast):
     )
 
     class Outer(nn.Module):
-        def __init__(self):
+        def __init__(self, has_own):
             super().__init__()
             self.first, self.inner = Spy(), Spy()
+            self.own = nn.Parameter(torch.ones(1)) if has_own else None
 
         def forward(self, x):
             self.seen = x.dtype
             return self.inner(self.first(x).float())
 
-    policy = ModuleWrapPolicy({Spy})
-    model = wrap(engine, Outer(), mixed_precision=mixed, auto_wrap_policy=policy)
-    model(torch.ones(1, 2))
-    assert model.module.seen == (BF16 if root_casts or all_cast else torch.float32)
-    inner = model.module.inner.module.seen[0].dtype
-    assert inner == (BF16 if all_cast else torch.float32)
+    for has_own in (True, False):
+        policy = ModuleWrapPolicy({Spy})
+        model = wrap(engine, Outer(has_own), mixed_precision=mixed, auto_wrap_policy=policy)
+        model(torch.ones(1, 2))
+        casts = root_casts or (all_cast and has_own)
+        assert model.module.seen == (BF16 if casts else torch.float32)
+        inner = model.module.inner.module.seen[0].dtype
+        assert inner == (BF16 if all_cast else torch.float32)
 
 
 @ranks(2)
@@ -277,6 +287,30 @@ def test_names_and_repr(rank, world, engine, use_orig_params):
             "blocks.1._flat_param",
         ]
     assert "Block" in repr(model)
+
+
+@ranks(2)
+def test_units_are_named_by_their_place(rank, world):
+    def names(model):
+        return [m._handle.name for m in type(model).fsdp_modules(model)]
+
+    by_callable = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: type(m) is Block)
+    for policy in (ModuleWrapPolicy({Block}), by_callable):
+        model = wrap("fsdpc", toy(), auto_wrap_policy=policy)
+        assert names(model) == ["Toy", "blocks.0", "blocks.1"]
+        model.check_is_root()
+        assert names(model) == ["Toy", "blocks.0", "blocks.1"]
+    model = toy()
+    model.blocks[1] = wrap("fsdpc", model.blocks[1])
+    assert names(wrap("fsdpc", model)) == ["Toy", "Block"]
+
+
+@ranks(2)
+def test_copies_are_refused_in_one_sentence(rank, world):
+    model = wrap_blocks("fsdpc", toy())
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict"):
+            attempt(model)
 
 
 @ranks(2)
