@@ -216,7 +216,7 @@ def _default_group() -> dist.ProcessGroup:
             "torch.distributed.init_process_group() before FullyShardedDataParallel, or pass "
             "process_group"
         )
-    return dist.group.WORLD
+    return dist.distributed_c10d._get_default_group()
 
 
 def groups_by_host() -> GroupChoice:

@@ -220,7 +220,7 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any) -> None:
     """Broadcast parameters and buffers from the first rank. Collective over the unit's groups,
     replicas first, so that afterwards every rank of every shard group holds rank 0's values.
     """
-    tensors = [(info.name, info.param) for info in infos]
+    tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
     tensors += list(_unsynced_buffers(root))
     for comm in (groups.replicate, groups.shard):
         if comm is None or comm.world == 1:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdpc._collect import is_unit_module, unit_modules
@@ -25,12 +24,7 @@ from fsdpc.api import BackwardPrefetch
 
 logger = logging.getLogger("fsdpc")
 
-_DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PREFETCH = {
     BackwardPrefetch.BACKWARD_PRE: "pre",
     BackwardPrefetch.BACKWARD_POST: "post",
@@ -150,43 +144,40 @@ def no_sync(root: Any) -> Iterator[None]:
 def precision_line(root: Any) -> str:
     """One line that says which dtype does what, for the log and for ``model.precision_line``."""
     units = tree_units(root)
-    storage = _names({dtype for unit in units for dtype in storage_dtypes(unit)})
-    mixed = root.mixed_precision
-    compute = _DTYPES.get(mixed.param_dtype, storage)
-    reduce = _DTYPES.get(mixed.reduce_dtype or mixed.param_dtype, storage)
+    segments = [segment for unit in units for segment in unit.flat.layout()["segments"]]
+    trained = [segment for segment in segments if segment["trainable"]]
     divide = units[0].groups.divide if units else 1
     parts = [
-        f"fsdpc: storage {storage}",
-        f"compute {compute}",
-        f"reduce {reduce}",
-        f"accumulate {storage}",
-        f"optimizer {storage}",
+        f"fsdpc: storage {_dtypes(segments, 'storage')}",
+        f"compute {_dtypes(segments, 'compute')}",
+        f"reduce {_dtypes(trained, 'reduce')}",
+        f"accumulate {_dtypes(trained, 'accumulate')}",
+        f"optimizer {_dtypes(trained, 'storage')}",
         f"gradients / {divide:g}",
-        f"{len(units)} units" + _slots(root),
+        f"{_count(len(units), 'unit')}{_slots(root)}",
     ]
     return " | ".join(parts)
 
 
-def storage_dtypes(unit: Any) -> set[torch.dtype]:
-    """Dtypes of a unit's master values."""
-    return {param.dtype for param in unit.shard_params}
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return "+".join(sorted(_DTYPES.get(d, str(d).removeprefix("torch.")) for d in dtypes)) or "none"
+def _dtypes(segments: list[dict[str, Any]], role: str) -> str:
+    """Short names of the dtypes in one role, e.g. ``fp32`` or ``bf16+fp32``."""
+    names = sorted({_SHORT.get(segment[role], segment[role]) for segment in segments})
+    return "+".join(names) or "none"
 
 
 def _slots(root: Any) -> str:
-    """``, 2 gather slots of 436 MB, 1 reduce slot`` as far as the engine reports them."""
-    stats = root._tree.memory_stats() if root._tree is not None else {}
-    text = ""
-    if stats.get("gather_slots"):
-        text += (
-            f", {stats['gather_slots']} gather slots of {stats['gather_slot_bytes'] / 1e6:.3g} MB"
-        )
-    if stats.get("reduce_slots"):
-        text += f", {stats['reduce_slots']} reduce slot" + "s" * (stats["reduce_slots"] > 1)
-    return text
+    """``, 2 gather slots of 436 MB, 1 reduce slot``."""
+    if root._tree is None:
+        return ""
+    stats = root._tree.memory_stats()
+    megabytes = stats["gather_slot_bytes"] / 1e6
+    size = f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+    gather = f"{_count(stats['gather_slots'], 'gather slot')} of {size}"
+    return f", {gather}, {_count(stats['reduce_slots'], 'reduce slot')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:

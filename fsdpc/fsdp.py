@@ -121,7 +121,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._device_mesh = device_mesh
         if auto_wrap_policy is not None:
-            child_kwargs = {
+            child_kwargs: dict[str, Any] = {
                 "process_group": process_group,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
@@ -236,7 +236,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             if self._cast_inputs_to is not None:
                 args, kwargs = cast_arguments(self._cast_inputs_to, args, kwargs)
-            return self._modules[FSDP_WRAPPED](*args, **kwargs)
+            return self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             if self._unit is not None:
                 self._unit.forward_failed()
@@ -318,7 +318,7 @@ class FullyShardedDataParallel(nn.Module):
 
     # --- state dicts ---
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The unsharded model's state dict under clean names. Collective: every rank must call it.
 
         ``FullStateDictConfig(rank0_only=True)`` leaves the other ranks with unmanaged parameters
@@ -371,7 +371,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module; an activation wrapper directly inside is looked through."""
-        wrapped = self._modules[FSDP_WRAPPED]
+        wrapped: Any = self._modules[FSDP_WRAPPED]
         return wrapped._modules.get(CHECKPOINT_WRAPPED, wrapped)
 
     def __getattr__(self, name: str) -> Any:
