@@ -75,6 +75,22 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
     return 0;
 }
 
+static int
+bind_grad(fsdpc_py_seen *seen, PyObject *grad)
+{
+    fsdpc_py_view view;
+    if (grad == Py_None) {
+        return 0;
+    }
+    if (fsdpc_py_torch_view(grad, &view) < 0) {
+        return -1;
+    }
+    seen->grad = Py_NewRef(grad);
+    seen->grad_data = view.data;
+    seen->alias = PyObject_CallMethodNoArgs(grad, fsdpc_py_name.detach);
+    return seen->alias ? 0 : -1;
+}
+
 /* (param, grad tensor or None, (param numbers)) each. */
 static int
 bind_seen(fsdpc_py_flat *flat, PyObject *list)
@@ -93,9 +109,8 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
         }
         fsdpc_py_seen *seen = &flat->seen[i];
         seen->param = Py_NewRef(param);
-        seen->grad = grad == Py_None ? NULL : Py_NewRef(grad);
         flat->seen_count++;
-        if (bind_covers(flat, seen, indices) < 0) {
+        if (bind_grad(seen, grad) < 0 || bind_covers(flat, seen, indices) < 0) {
             return -1;
         }
         seen->requires_grad = seen->grad != NULL;
@@ -145,6 +160,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     for (int i = 0; i < flat->seen_count; i++) {
         Py_CLEAR(flat->seen[i].param);
         Py_CLEAR(flat->seen[i].grad);
+        Py_CLEAR(flat->seen[i].alias);
         fsdpc_mem_free(flat->seen[i].covers);
     }
     fsdpc_mem_free(flat->sites);
@@ -275,6 +291,32 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
             return -1;
         }
     }
+    return 0;
+}
+
+/* Our gradient tensor, but the user may have pointed it at other memory (grad.data = ...). */
+static int
+check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+{
+    fsdpc_py_view view;
+    if (fsdpc_py_torch_view(seen->grad, &view) < 0) {
+        return -1;
+    }
+    if (view.data == seen->grad_data || view.numel == 0) {
+        return 0;
+    }
+    if (take_foreign(flat, seen, seen->grad) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias);
+}
+
+static int
+replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    if (take_foreign(flat, seen, grad) < 0) {
+        return -1;
+    }
     return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
 }
 
@@ -286,7 +328,8 @@ look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
         return GRAD_ERROR;
     }
     enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
-    if (grad != Py_None && grad != seen->grad && take_foreign(flat, seen, grad) < 0) {
+    if (grad != Py_None && (grad == seen->grad ? check_ours(flat, seen)
+                                               : replace_foreign(flat, seen, grad)) < 0) {
         state = GRAD_ERROR;
     }
     Py_DECREF(grad);
@@ -315,29 +358,22 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
     }
     flat->prepared = true;
     bool any_ours = false;
-    uint8_t fresh[64] = {0};
-    uint8_t *states = flat->seen_count <= 64 ? fresh
-                                             : fsdpc_mem_calloc((size_t)flat->seen_count, 1);
-    int result = states ? 0 : -1;
-    if (!states) {
-        PyErr_NoMemory();
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        enum grad_state state = seen->grad ? look_at(flat, seen) : GRAD_NONE;
+        if (state == GRAD_ERROR) {
+            return -1;
+        }
+        seen->cleared = seen->grad && state == GRAD_NONE;
+        any_ours = any_ours || state == GRAD_OURS;
     }
-    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
-        enum grad_state state = flat->seen[i].grad ? look_at(flat, &flat->seen[i]) : GRAD_OURS;
-        result = state == GRAD_ERROR ? -1 : 0;
-        states[i] = state == GRAD_NONE;
-        any_ours = any_ours || (flat->seen[i].grad && state == GRAD_OURS);
-    }
-    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
-        if (states[i]) {
-            result = start_from_zero(flat, &flat->seen[i], any_ours);
+    for (int i = 0; i < flat->seen_count; i++) {
+        if (flat->seen[i].cleared && start_from_zero(flat, &flat->seen[i], any_ours) < 0) {
+            return -1;
         }
     }
     flat->unit->add = any_ours;
-    if (states != fresh) {
-        fsdpc_mem_free(states);
-    }
-    return result;
+    return 0;
 }
 
 static bool
@@ -355,15 +391,7 @@ any_used(const fsdpc_py_seen *seen, const uint8_t *used)
 static int
 show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
 {
-    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
-    if (!grad) {
-        return -1;
-    }
-    bool none = grad == Py_None;
-    Py_DECREF(grad);
-    if (!none) {
-        return 0;
-    }
+    seen->cleared = false;
     for (int c = 0; !sync && c < seen->cover_count; c++) {
         if (fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
             fsdpc_py_raise(FSDPC_E_INTERNAL);
@@ -381,7 +409,7 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
     int result = 0;
     for (int i = 0; result == 0 && i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        if (seen->grad && any_used(seen, used)) {
+        if (seen->cleared && any_used(seen, used)) {
             result = show_one(flat, seen, sync);
         }
     }

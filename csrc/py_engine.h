@@ -17,9 +17,12 @@ typedef struct fsdpc_py_site {
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
 typedef struct fsdpc_py_seen {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
+    PyObject *alias;        /* a second tensor over it: the user may point `grad` elsewhere */
+    const void *grad_data;
     int *covers;
     int cover_count;
     bool requires_grad; /* as last seen */
+    bool cleared;       /* had no gradient when this backward came to it */
 } fsdpc_py_seen;
 
 typedef struct fsdpc_py_flat {
@@ -59,7 +62,8 @@ typedef struct fsdpc_py_tree {
 
 /* Strings made once. */
 typedef struct fsdpc_py_names {
-    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields;
+    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields,
+        *data, *detach;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 

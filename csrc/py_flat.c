@@ -109,6 +109,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     for (int i = 0; i < self->seen_count; i++) {
         Py_VISIT(self->seen[i].param);
         Py_VISIT(self->seen[i].grad);
+        Py_VISIT(self->seen[i].alias);
     }
     return 0;
 }
@@ -871,6 +872,8 @@ make_names(void)
         {&fsdpc_py_name.grad_fn, "grad_fn"},
         {&fsdpc_py_name.requires_grad, "requires_grad"},
         {&fsdpc_py_name.register_prehook, "register_prehook"},
+        {&fsdpc_py_name.data, "data"},
+        {&fsdpc_py_name.detach, "detach"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
