@@ -29,7 +29,8 @@ STORAGE = {
 }
 ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}
 SIZES = [0, 1, 7, 16, 33, 1000, 4099]
-BIG = (1 << 19) + 5  # enough for the destination to be streamed past the caches
+BIG = (1 << 16) + 5
+STREAMED = (1 << 23) + 5  # enough for a destination of any type to go past the caches
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -140,7 +141,7 @@ def test_cast_scales_in_float32(src: str, dst: str, kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", TABLES)
 def test_copy_keeps_every_bit(kernels: str) -> None:
-    for n in (5, 4099, 3_000_001):
+    for n in (5, 4099, 4 * STREAMED):
         data = np.frombuffer(np.random.default_rng(n).bytes(n), np.uint8)
         out = np.zeros(n + 3, np.uint8)
         _C.kernel_cast(out[2:-1], "uint8", data, "uint8", 1.0, kernels)
@@ -184,11 +185,21 @@ def test_reduce_is_torchs_sum_in_list_order(count: int, src: str, kernels: str, 
 
 
 @pytest.mark.parametrize("kernels", TABLES)
-def test_reduce_into_one_of_its_sources(kernels: str) -> None:
-    first, second = (numbers(BIG, "float32", seed=s) for s in (1, 2))
-    want = (torch.from_numpy(first) + torch.from_numpy(second)) * 0.5
-    _C.kernel_reduce(second, "float32", [first, second], "float32", 0.5, False, kernels)
-    assert_same(second, want, "float32")
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_destinations_beyond_the_caches(narrow: str, kernels: str) -> None:
+    kind = getattr(torch, narrow)
+    wide, other = (numbers(STREAMED, "float32", seed=s) for s in (1, 2))
+    out = np.empty(STREAMED + 1, np.uint16)[1:]
+    _C.kernel_cast(out, narrow, wide, "float32", 1.0, kernels)
+    assert_same(out, torch.from_numpy(wide).to(kind), narrow)
+    back = np.empty(STREAMED + 3, np.float32)[3:]
+    _C.kernel_cast(back, "float32", out, narrow, 1.0, kernels)
+    assert_same(back, as_torch(out, narrow).float(), "float32")
+    want = (torch.from_numpy(wide) + torch.from_numpy(other)) * 0.5
+    _C.kernel_reduce(back, "float32", [wide, other], "float32", 0.5, False, kernels)
+    assert_same(back, want, "float32")
+    _C.kernel_reduce(other, "float32", [wide, other], "float32", 0.5, False, kernels)
+    assert_same(other, want, "float32")
 
 
 @pytest.mark.parametrize("kernels", TABLES)
