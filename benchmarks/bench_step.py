@@ -10,17 +10,21 @@ time    All engines live in the same two ranks, and rounds go through them in tu
         seconds. A round times a few steps from a barrier until the slower rank is done. Before it,
         three steps on fixed data warm up and compare the losses; there the local copies average
         their gradients, in the timed rounds they talk to nobody.
-memory  Memory has to be an engine's own, so each gets two fresh ranks. This process, which does
-        not import torch, reads both ranks' PSS every few milliseconds during four steps.
-host    One process, forward and backward without communication: FSDP1 and FSDP2 on torch's fake
-        process group of two ranks, fsdpc on a group of one rank; what the plain module takes is
-        subtracted and the rest divided by the number of units.
+memory  Memory has to be an engine's own, so each gets two fresh ranks. This process reads both
+        ranks' PSS every few milliseconds during four steps. Shown is what
+        lies above the PSS of a process that has imported everything; a page that both ranks map
+        counts half in each.
+host    Forward and backward without communication and waiting; what the plain module takes in the
+        same round is subtracted and the rest divided by the number of units. FSDP1 and FSDP2 run
+        on torch's fake process group of two ranks, whose collectives do nothing. fsdpc runs on two
+        real ranks over shared memory, less the time that its trace says it waited; the copies and
+        sums of its collectives are still in the figure. `fsdpc-c10d` is fsdpc on the fake group,
+        where it calls torch.distributed for each collective.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import statistics
@@ -31,7 +35,6 @@ import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import common
 
@@ -41,6 +44,7 @@ DEFAULT_PARTS = {
     "85m": "time,memory",
     "tiny": "time,host",
 }
+MEMORY_KEYS = ("steady", "peak")  # between two steps, and the most during steps
 WARMUP_STEPS = 3
 MEMORY_STEPS = 4
 SAMPLE_SECONDS = 0.005
@@ -197,7 +201,7 @@ def memory_job(rank: int, world: int, folder: str, out: Connection, model: str, 
         dist.barrier()
 
     work = WORKLOADS[model]
-    build_baseline(name)
+    import_all(name)
     phase("baseline")
     training = build(name, work)
     for step in range(WARMUP_STEPS):
@@ -209,14 +213,13 @@ def memory_job(rank: int, world: int, folder: str, out: Connection, model: str, 
     end_rank()
 
 
-def build_baseline(name: str) -> None:
+def import_all(name: str) -> None:
     """Imports what the engine imports and runs a tiny matmul, so that libraries do not count."""
     import torch
+    import torch.distributed.fsdp
 
     if name == "fsdpc":
-        import fsdpc  # noqa: F401
-    else:
-        import torch.distributed.fsdp  # noqa: F401
+        import fsdpc.fsdp  # noqa: F401
     torch.ones(64, 64) @ torch.ones(64, 64)
 
 
@@ -239,43 +242,59 @@ def watch_memory(pids: list[int], connection: Connection) -> dict:
 # host
 
 
-def host_job(
+def fake_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
-    """The part `host`: seconds of forward + backward per engine, in turn, on one rank."""
+    """Host time on a process group whose collectives do nothing: all engines in one process."""
     start_rank(rank, 2, folder, backend="fake")
-    import torch.distributed as dist
-    from engines import WORKLOADS, Training, build, fsdpc, random_batch
+    from engines import WORKLOADS, build
 
-    work, alone = WORKLOADS[model], dist.new_group([0])
-
-    def make(name: str) -> Training:
-        if name == "fsdpc":
-            return fsdpc(work, process_group=alone)
-        return build(name, work)
-
-    trainings = {name: make(name) for name in names}
-    batch = random_batch(work, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + WARMUP_STEPS):
-        for name, training in trainings.items():
-            begin = time.perf_counter()
-            training.backward(batch)
-            elapsed = time.perf_counter() - begin
-            training.optimizer.zero_grad()
-            if turn >= WARMUP_STEPS:
-                seconds[name].append(elapsed)
-    out.send({"seconds": seconds, "units": work.config.layers + 1})
+    work = WORKLOADS[model]
+    trainings = {name: build(name.removesuffix("-c10d"), work) for name in names}
+    out.send({"seconds": host_rounds(trainings, work, rounds), "units": work.config.layers + 1})
     os._exit(0)
 
 
+def shared_job(
+    rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
+) -> None:
+    """Host time of one of two real ranks over shared memory; rank 0 reports its own."""
+    start_rank(rank, world, folder)
+    from engines import WORKLOADS, build
+
+    work = WORKLOADS[model]
+    trainings = {name: build(name, work) for name in names}
+    seconds = host_rounds(trainings, work, rounds)
+    if rank == 0:
+        out.send({"seconds": seconds, "units": work.config.layers + 1})
+    end_rank()
+
+
+def host_rounds(trainings: dict, work: object, rounds: int) -> dict[str, list[float]]:
+    """Returns seconds of forward + backward, less waiting, for each engine in turn."""
+    import torch.distributed as dist
+    from engines import random_batch
+
+    batch = random_batch(work, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    for turn in range(rounds + WARMUP_STEPS):
+        for name, training in trainings.items():
+            tree = getattr(training.model, "_tree", None)  # fsdpc's, after the first forward
+            if tree is not None:
+                tree.clear_trace()
+            dist.barrier()
+            begin = time.perf_counter()
+            training.backward(batch)
+            elapsed = time.perf_counter() - begin
+            if tree is not None:
+                elapsed -= 1e-9 * sum(e["bytes"] for e in tree.trace() if e["op"] == "wait")
+            training.optimizer.zero_grad()
+            if turn >= WARMUP_STEPS:
+                seconds[name].append(elapsed)
+    return seconds
+
+
 # reports
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Returns median, quartiles and least value."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return {"median": middle, "q1": low, "q3": high, "min": min(values)}
 
 
 def report_time(result: dict, tokens: int) -> dict:
@@ -283,14 +302,14 @@ def report_time(result: dict, tokens: int) -> dict:
     engines = {}
     for name, seconds in result["seconds"].items():
         engines[name] = {
-            "step_ms": spread([1e3 * value for value in seconds]),
+            "step_ms": common.spread([1e3 * value for value in seconds]),
             "tokens_per_second": tokens / statistics.median(seconds),
             "losses": result["losses"][name],
         }
         if "local" in result["seconds"]:
             floor = result["seconds"]["local"]
             ratios = [value / base for value, base in zip(seconds, floor, strict=True)]
-            engines[name]["ratio"] = spread(ratios)
+            engines[name]["ratio"] = common.spread(ratios)
     return engines
 
 
@@ -300,8 +319,8 @@ def report_host(result: dict) -> dict:
     for name, seconds in result["seconds"].items():
         extra = [1e6 * (a - b) / units for a, b in zip(seconds, floor, strict=True)]
         engines[name] = {
-            "host_ms": spread([1e3 * value for value in seconds]),
-            "host_us_per_unit": spread(extra),
+            "host_ms": common.spread([1e3 * value for value in seconds]),
+            "host_us_per_unit": common.spread(extra),
         }
     return engines
 
@@ -314,42 +333,40 @@ def loss_difference(engines: dict) -> float | None:
     return max(max(column) - min(column) for column in zip(*curves, strict=True))
 
 
-def table(engines: dict) -> str:
-    """Lays the figures out as text, one engine a line."""
-    rows = [
-        [
-            "engine",
-            "step ms",
-            "q1..q3",
-            "x local",
-            "q1..q3",
-            "tokens/s",
-            "PSS MB",
-            "peak MB",
-            "host us/unit",
-        ]
+def print_engines(engines: dict) -> None:
+    """Prints medians and quartiles, one engine a line."""
+    head = [
+        "engine",
+        "step ms",
+        "q1..q3",
+        "x local",
+        "q1..q3",
+        "tokens/s",
+        "MB",
+        "peak MB",
+        "us/unit",
     ]
+    rows = []
     for name, figures in engines.items():
-        step, ratio = figures.get("step_ms"), figures.get("ratio")
         memory, host = figures.get("memory_mb"), figures.get("host_us_per_unit")
         rows.append(
             [
                 name,
-                f"{step['median']:.1f}" if step else "-",
-                f"{step['q1']:.1f}..{step['q3']:.1f}" if step else "-",
-                f"{ratio['median']:.3f}" if ratio else "-",
-                f"{ratio['q1']:.3f}..{ratio['q3']:.3f}" if ratio else "-",
-                f"{figures['tokens_per_second']:,.0f}" if step else "-",
-                f"{memory['steady'] - memory['baseline']:.0f}" if memory else "-",
-                f"{memory['peak'] - memory['baseline']:.0f}" if memory else "-",
+                *median_and_quartiles(figures.get("step_ms"), 1),
+                *median_and_quartiles(figures.get("ratio"), 3),
+                f"{figures['tokens_per_second']:,.0f}" if "step_ms" in figures else "-",
+                *(f"{memory[k] - memory['baseline']:.0f}" if memory else "-" for k in MEMORY_KEYS),
                 f"{host['median']:.1f}" if host else "-",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+    common.print_table(head, rows)
+
+
+def median_and_quartiles(values: dict | None, digits: int) -> tuple[str, str]:
+    """Shows a spread as two cells."""
+    if values is None:
+        return "-", "-"
+    return f"{values['median']:.{digits}f}", f"{values['q1']:.{digits}f}..{values['q3']:.{digits}f}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -386,33 +403,43 @@ def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict
             figures = run_ranks(memory_job, 2, model, name, watch=watch_memory)
             engines[name]["memory_mb"] = figures
     if "host" in parts:
-        merge(engines, report_host(run_ranks(host_job, 1, model, names, 10 * rounds)))
+        merge(engines, measure_host(model, names, 10 * rounds))
     return {**sizes, "loss_difference": loss_difference(engines), "engines": engines}
+
+
+def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
+    """Runs the part `host`: fsdpc on real ranks, all of them on a fake process group."""
+    fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names]
+    figures = report_host(run_ranks(fake_job, 1, model, fake, rounds))
+    if "fsdpc" in names:
+        shared = report_host(run_ranks(shared_job, 2, model, ["fsdpc", "local"], rounds))
+        figures["fsdpc"] = shared["fsdpc"]
+    return figures
 
 
 def merge(engines: dict[str, dict], more: dict[str, dict]) -> None:
     """Adds one part's figures to those of the other parts."""
     for name, figures in more.items():
-        engines[name] |= figures
+        engines.setdefault(name, {}).update(figures)
 
 
 def main() -> None:
     args = parse_args()
     for model in args.model.split(","):
         parts = (args.parts or DEFAULT_PARTS.get(model, "time,memory")).split(",")
-        record = common.describe_run()
+        run = common.describe_run()
         result = measure(model, args.engines.split(","), parts, args.rounds)
-        print(f"{model}: {', '.join(parts)}\n{table(result['engines'])}")
+        print(f"{model}: {', '.join(parts)}")
+        print_engines(result["engines"])
         if result["loss_difference"] is not None:
             print(
                 f"largest difference of losses in the first {WARMUP_STEPS} steps: "
                 f"{result['loss_difference']:.1e}"
             )
         if args.json is not None:
-            path = args.json or Path(__file__).parent / f"results/step_{model}.json"
             head = {"benchmark": "step", "model": model, "rounds": args.rounds, "note": args.note}
-            content = {**head, "world": 2, "threads_per_rank": 1, **record, **result}
-            Path(path).write_text(json.dumps(content, indent=1) + "\n")
+            content = {**head, "ranks": 2, "threads_per_rank": 1, "run": run, **result}
+            common.write_json(args.json or f"step_{model}.json", content)
 
 
 if __name__ == "__main__":

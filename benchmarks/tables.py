@@ -1,0 +1,119 @@
+"""Prints benchmarks/results/*.json as Markdown tables, and with --write puts them into README.md.
+
+python benchmarks/tables.py            # to look at
+python benchmarks/tables.py --write    # between the marks in benchmarks/README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """Lays out one table; the first column is text, the others are figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def figure(values: dict | None, digits: int) -> str:
+    """Shows a median with its quartiles."""
+    if values is None:
+        return "-"
+    median, low, high = (f"{values[key]:,.{digits}f}" for key in ("median", "q1", "q3"))
+    return f"{median} ({low}..{high})"
+
+
+def run_line(result: dict) -> str:
+    """Says where, when and at which commit a result was measured, and what disturbed it."""
+    run = result["run"]
+    parts = [run["machine"], f"torch {run['torch']}", run["date"], f"commit {run['commit']}"]
+    parts += [result["note"]] if result.get("note") else []
+    return f"*{'; '.join(parts)}*"
+
+
+def step_tables(result: dict) -> str:
+    """Tables of one result of bench_step.py: the steps, and the host time if it was measured."""
+    title = f"### Training step, {result['model']}"
+    sizes = "2 ranks"
+    if "seq" in result:
+        sizes = f"2 ranks, batch {result['batch_per_rank']} x {result['seq']} bytes each"
+    blocks = [title, f"{sizes}, one thread per rank. {run_line(result)}"]
+    engines = result["engines"]
+    if any("step_ms" in engine for engine in engines.values()):
+        blocks.append(
+            markdown(
+                ["engine", "step, ms", "x local step", "tokens/s", "memory, MB", "peak, MB"],
+                (step_row(name, engine) for name, engine in engines.items()),
+            )
+        )
+        blocks.append(
+            "Largest difference between the engines' losses in the first steps: "
+            f"{result['loss_difference']:.1e}."
+        )
+    if any("host_us_per_unit" in engine for engine in engines.values()):
+        blocks.append(
+            markdown(
+                ["engine", "forward + backward, ms", "us per unit over the plain module"],
+                (host_row(name, engine) for name, engine in engines.items()),
+            )
+        )
+    return "\n\n".join(blocks)
+
+
+def step_row(name: str, engine: dict) -> list[str]:
+    """One engine's line: time, ratio, speed and memory over the process's own."""
+    memory = engine.get("memory_mb")
+    above = [
+        f"{memory[key] - memory['baseline']:,.0f}" if memory else "-" for key in ("steady", "peak")
+    ]
+    return [
+        name,
+        figure(engine.get("step_ms"), 1),
+        figure(engine.get("ratio"), 3),
+        f"{engine['tokens_per_second']:,.0f}" if "tokens_per_second" in engine else "-",
+        *above,
+    ]
+
+
+def host_row(name: str, engine: dict) -> list[str]:
+    """One engine's line of host time."""
+    return [
+        name,
+        figure(engine.get("host_ms"), 2),
+        figure(engine.get("host_us_per_unit"), 1) if name != "local" else "0",
+    ]
+
+
+TABLES: dict[str, Callable[[dict], str]] = {"step": step_tables}
+
+
+def all_tables() -> str:
+    """Returns the tables of all results in the order of their file names."""
+    blocks = []
+    for path in sorted((HERE / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        if result.get("benchmark") in TABLES:
+            blocks.append(TABLES[result["benchmark"]](result))
+    return "\n\n".join(blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="update benchmarks/README.md")
+    if not parser.parse_args().write:
+        print(all_tables())
+        return
+    readme = HERE / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    readme.write_text(f"{before}{BEGIN}\n\n{all_tables()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
