@@ -31,7 +31,7 @@ def figure(values: dict | None, digits: int) -> str:
 
 def run_line(result: dict) -> str:
     """Says where, when and at which commit a result was measured, and what disturbed it."""
-    run = result["run"]
+    run = result.get("run", result)
     parts = [run["machine"], f"torch {run['torch']}", run["date"], f"commit {run['commit']}"]
     parts += [result["note"]] if result.get("note") else []
     return f"*{'; '.join(parts)}*"
@@ -90,17 +90,58 @@ def host_row(name: str, engine: dict) -> list[str]:
     ]
 
 
-TABLES: dict[str, Callable[[dict], str]] = {"step": step_tables}
+def comm_tables(result: dict) -> str:
+    """The table of bench_comm.py: microseconds, and the ratios that matter."""
+    rows = []
+    for row in result["rows"]:
+        ways = (f"{row['ways'][way]['median_us']:,.0f}" for way in ("floor", "direct", "gloo"))
+        ratios = (f"{row[key]:.2f}" for key in ("direct_over_floor", "gloo_over_direct"))
+        rows.append([f"{row['operation']}, {size_text(row['bytes'])}", *ways, *ratios])
+    head = ["collective, 2 ranks", "floor, us", "fsdpc, us", "gloo, us", "x floor", "gloo / fsdpc"]
+    return "\n\n".join(["### Collectives", run_line(result), markdown(head, rows)])
+
+
+def size_text(count: int) -> str:
+    """Shows a number of bytes as KiB or MiB."""
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def kernel_tables(result: dict) -> str:
+    """The table of bench_kernels.py: share of memcpy bandwidth by size, best table of this CPU."""
+    sizes = result["sizes_mib"]
+    names = list(next(iter(sizes.values()))["kernels"])
+    rows = [
+        [name, *(kernel_cell(size["kernels"].get(name)) for size in sizes.values())]
+        for name in names
+    ]
+    head = ["kernel, x memcpy", *(f"{float(size):g} MiB" for size in sizes)]
+    speeds = ["memcpy, GB/s", *(f"{size['memcpy_gbps']['median']:.1f}" for size in sizes.values())]
+    return "\n\n".join(["### Kernels", run_line(result), markdown(head, [speeds, *rows])])
+
+
+def kernel_cell(by_table: dict | None) -> str:
+    """The share of memcpy of the best table that is not torch's."""
+    shares = [
+        figures["of_memcpy"]["median"]
+        for name, figures in (by_table or {}).items()
+        if name != "torch"
+    ]
+    return f"{max(shares):.2f}" if shares else "-"
+
+
+TABLES: dict[str, Callable[[dict], str]] = {
+    "step": step_tables,
+    "comm": comm_tables,
+    "kernels": kernel_tables,
+}
 
 
 def all_tables() -> str:
     """Returns the tables of all results in the order of their file names."""
-    blocks = []
-    for path in sorted((HERE / "results").glob("*.json")):
-        result = json.loads(path.read_text())
-        if result.get("benchmark") in TABLES:
-            blocks.append(TABLES[result["benchmark"]](result))
-    return "\n\n".join(blocks)
+    paths = sorted((HERE / "results").glob("*.json"))
+    return "\n\n".join(
+        TABLES[path.stem.split("_")[0]](json.loads(path.read_text())) for path in paths
+    )
 
 
 def main() -> None:

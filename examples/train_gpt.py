@@ -275,6 +275,8 @@ def check_and_sample(sharded_loss: float, batches: list[Batch], args: Arguments)
 def finish(model: FSDP, data: Tensor, history: list[dict], args: Arguments, complete: bool) -> None:
     """Saves weights, history and curve; after a complete run also validates and samples."""
     out = Path(args.out)
+    if dist.get_rank() == 0 and not complete:
+        print(f"interrupted after step {len(history)}: saving what there is", flush=True)
     save_weights(model, out / "weights.pt")
     result = {"args": vars(args), "ranks": dist.get_world_size(), "complete": complete}
     if complete:
