@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "mem.h"
+#include "room.h"
 #include "status.h"
 
 struct slot {
@@ -89,6 +90,7 @@ grow_private_file(fsdpc_arena *arena, size_t bytes, uint64_t *offset)
             return fsdpc_error_errno(errno, "cannot make a memory file for gather slots");
         }
     }
+    FSDPC_TRY(fsdpc_room_check(bytes, "a gather slot"));
     int error = posix_fallocate(arena->file, (off_t)arena->file_bytes, (off_t)bytes);
     if (error) {
         return fsdpc_error_errno(error, "cannot get %zu bytes for a gather slot", bytes);

@@ -13,6 +13,7 @@
 
 #include "mem.h"
 #include "shm_impl.h"
+#include "room.h"
 #include "status.h"
 
 #define HUGE_BYTES ((size_t)1 << 21)
@@ -29,84 +30,19 @@ fsdpc_shm_page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* --- how much is free ----------------------------------------------------------------------- */
-
-static uint64_t
-read_number(const char *path)
-{
-    unsigned long long value;
-    FILE *file = fopen(path, "re");
-    if (!file) {
-        return UINT64_MAX;
-    }
-    /* "max" and anything else that is no number mean no limit. */
-    int fields = fscanf(file, "%llu", &value);
-    fclose(file);
-    return fields == 1 ? value : UINT64_MAX;
-}
-
-static uint64_t
-free_on_host(void)
-{
-    char line[128];
-    uint64_t bytes = UINT64_MAX;
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (!file) {
-        return bytes;
-    }
-    while (fgets(line, sizeof line, file)) {
-        unsigned long long kib;
-        if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) {
-            bytes = (uint64_t)kib * 1024;
-            break;
-        }
-    }
-    fclose(file);
-    return bytes;
-}
-
-/* The root of the control group file system is this process's own group inside a container, which
- * is where a limit below the host's memory is usual. */
-static uint64_t
-free_in_group(void)
-{
-    uint64_t limit = read_number("/sys/fs/cgroup/memory.max");
-    uint64_t used = read_number("/sys/fs/cgroup/memory.current");
-    if (limit == UINT64_MAX) {
-        limit = read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes");
-        used = read_number("/sys/fs/cgroup/memory/memory.usage_in_bytes");
-    }
-    if (limit == UINT64_MAX || used == UINT64_MAX) {
-        return UINT64_MAX;
-    }
-    return used < limit ? limit - used : 0;
-}
-
-static int
-check_free(const fsdpc_shm *shm, size_t bytes)
-{
-    uint64_t host = free_on_host();
-    uint64_t group = free_in_group();
-    if (bytes <= host && bytes <= group) {
-        return FSDPC_OK;
-    }
-    return fsdpc_error(
-        FSDPC_E_NOMEM, "rank %d wants %.1f MiB of shared memory, but %.1f MiB are free %s",
-        shm->rank, (double)bytes / 1048576, (double)(host < group ? host : group) / 1048576,
-        host < group ? "on this host" : "under this control group's limit");
-}
-
 static int
 allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
-    FSDPC_TRY(check_free(shm, bytes));
+    char who[32];
+    snprintf(who, sizeof who, "rank %d", shm->rank);
+    FSDPC_TRY(fsdpc_room_check(bytes, who));
     while (fallocate(shm->fd, 0, (off_t)offset, (off_t)bytes) != 0) {
         if (errno != EINTR) {
             return fsdpc_error_errno(errno,
                                      "rank %d: reserving %.1f MiB of shared memory (%.1f MiB are "
                                      "free on this host)",
                                      shm->rank, (double)bytes / 1048576,
-                                     (double)free_on_host() / 1048576);
+                                     (double)fsdpc_room_free() / 1048576);
         }
         FSDPC_TRY(fsdpc_shm_interrupted(&RESERVING));
     }

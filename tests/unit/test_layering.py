@@ -21,6 +21,7 @@ LAYERS = (
     ("layout", "trace", "agree", "pool"),
     ("kernels", "convert", "vector"),
     ("device",),
+    ("room",),
     ("shm",),
     ("comm",),
     ("arena",),

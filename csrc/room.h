@@ -1,0 +1,17 @@
+/* How much memory can still be had, asked before it is taken.
+ *
+ * Pages of a memory file are taken from the host until there are none, and then the kernel ends
+ * some process: a request that cannot fit must be refused before, with the numbers.
+ */
+#ifndef FSDPC_ROOM_H
+#define FSDPC_ROOM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Bytes free on the host and under this process's control group, the smaller of both. */
+uint64_t fsdpc_room_free(void);
+/* FSDPC_E_NOMEM naming `who`, the bytes wanted and the bytes free, when they do not fit. */
+int fsdpc_room_check(size_t bytes, const char *who);
+
+#endif
