@@ -262,12 +262,65 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
                              (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
+static char *
+own_sum(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    *length = span.length;
+    return (char *)unit->grad + seg->grad_offset +
+           (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
+}
+
 int
 fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype)
 {
     const fsdpc_segment *seg = segment_of(unit, param);
-    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
-    size_t item = fsdpc_dtype_bytes(seg->accumulate);
-    char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
-    return fsdpc_device_cast(unit->device, acc, seg->accumulate, values, dtype, span.length, 1.0);
+    int64_t length;
+    char *acc = own_sum(unit, param, &length);
+    FSDPC_TRY(fsdpc_device_cast(unit->device, acc, seg->accumulate, values, dtype, length, 1.0));
+    if (!unit->grad_out) {
+        return FSDPC_OK;
+    }
+    void *seen = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_cast(unit->device, seen, seg->storage, values, dtype, length, 1.0);
+}
+
+/* Elements of the sum whose seen value was changed take the seen value; the others keep the digits
+ * that the narrower dtype does not show. */
+static int
+reload(fsdpc_unit *unit, int param, char *shown)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    size_t narrow = fsdpc_dtype_bytes(seg->storage), wide = fsdpc_dtype_bytes(seg->accumulate);
+    int64_t length;
+    char *acc = own_sum(unit, param, &length);
+    const char *seen = fsdpc_unit_grad_part(unit, param, &length);
+    FSDPC_TRY(fsdpc_device_cast(unit->device, shown, seg->storage, acc, seg->accumulate, length,
+                                1.0));
+    for (int64_t i = 0; i < length; i++) {
+        if (memcmp(shown + (size_t)i * narrow, seen + (size_t)i * narrow, narrow) != 0) {
+            FSDPC_TRY(fsdpc_device_cast(unit->device, acc + (size_t)i * wide, seg->accumulate,
+                                        seen + (size_t)i * narrow, seg->storage, 1, 1.0));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_unit_reload_grad(fsdpc_unit *unit, int param)
+{
+    int64_t length;
+    if (!unit->grad_out) {
+        return FSDPC_OK;
+    }
+    fsdpc_unit_grad_part(unit, param, &length);
+    size_t bytes = (size_t)length * fsdpc_dtype_bytes(segment_of(unit, param)->storage);
+    char *shown = fsdpc_mem_calloc(bytes, 1);
+    if (!shown) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare gradients of unit %s", unit->name);
+    }
+    int status = reload(unit, param, shown);
+    fsdpc_mem_free(shown);
+    return status;
 }

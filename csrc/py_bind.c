@@ -294,6 +294,19 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
     return 0;
 }
 
+static int
+reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        int status = fsdpc_unit_reload_grad(flat->unit, seen->covers[c]);
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Our gradient tensor, but the user may have pointed it at other memory (grad.data = ...). */
 static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
@@ -303,7 +316,7 @@ check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
         return -1;
     }
     if (view.data == seen->grad_data || view.numel == 0) {
-        return 0;
+        return reload_seen(flat, seen);
     }
     if (take_foreign(flat, seen, seen->grad) < 0) {
         return -1;
@@ -348,6 +361,18 @@ start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
         }
     }
     return 0;
+}
+
+PyObject *
+fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
+{
+    (void)unused;
+    for (int i = 0; i < flat->seen_count; i++) {
+        if (flat->seen[i].grad && look_at(flat, &flat->seen[i]) == GRAD_ERROR) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
 }
 
 int

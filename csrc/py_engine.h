@@ -89,6 +89,8 @@ int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 /* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
  * sets up accumulation accordingly. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
+/* Makes gradients that the user put in place the unit's own. */
+PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. */
 int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
 /* Views of the gathered tensors' gradients; grads[i].data NULL where there is none. `held` gets a

@@ -807,6 +807,8 @@ static PyMethodDef methods[] = {
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
     {"scale_grads", FAST(scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
+    {"adopt_grads", FAST(fsdpc_py_flat_adopt), METH_NOARGS,
+     "adopt_grads()\n--\n\nCopies gradients that the user put into .grad into the unit's own."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
      "bind(full, sites, seen)\n--\n\nThe torch objects that this unit stands for."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},

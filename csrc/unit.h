@@ -74,5 +74,7 @@ int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
 /* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
 int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
+/* Before sums are added to: what was changed in the seen gradient goes into the sum. */
+int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 
 #endif

@@ -241,7 +241,7 @@ class Unit:
 
     def gather_full_grads(self) -> list[Tensor | None]:
         """Full gradients, None where no rank has one. Collective over the shard group."""
-        self._adopt_grads()
+        self.flat.adopt_grads()
         have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
         if len(have) and self.is_sharded:
             self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
@@ -285,13 +285,6 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _adopt_grads(self) -> None:
-        """A gradient tensor that the user put in place becomes ours."""
-        for param, view, _ in self._seen:
-            if view is not None and param.grad is not None and param.grad is not view:
-                view.copy_(param.grad)
-                param.grad = view
-
     def _grad_mask(self) -> bytes:
         mask = bytearray(len(self.infos))
         for param, view, covers in self._seen:
@@ -305,7 +298,7 @@ class Unit:
 
     def grad_norm_sums(self, norm_type: float) -> float:
         """sum |g|^p over this rank's part (max |g| for inf); each element once per shard group."""
-        self._adopt_grads()
+        self.flat.adopt_grads()
         mask = self._grad_mask()
         if norm_type == float("inf"):
             return self.flat.grad_norm(mask, 2.0)[1]
@@ -313,5 +306,5 @@ class Unit:
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies this rank's gradients in place."""
-        self._adopt_grads()
+        self.flat.adopt_grads()
         self.flat.scale_grads(self._grad_mask(), factor)
