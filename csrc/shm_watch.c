@@ -3,7 +3,8 @@
  * It polls the peers' pidfds, or, where there are none, the sockets of the rendezvous (rank 0 holds
  * one to each peer and finds all deaths; the others find rank 0's). A peer that has marked itself
  * as having left is dropped in silence. The thread takes no signals and holds no locks. Watching
- * sockets has a limit: a rank's forked children hold copies, so its death is seen when they end too.
+ * sockets has a limit: a rank's forked children hold copies, so its death is seen only when they
+ * have ended, too.
  */
 #include <errno.h>
 #include <poll.h>

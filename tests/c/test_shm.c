@@ -542,6 +542,43 @@ the_deadline_names_who_is_missing(bool threads)
 }
 
 static void
+stop_and_go_on(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm;
+    REQUIRE_OK(join_group(rank, run, &shm));
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
+    if (rank == 1) {
+        atomic_store(&run->counter, (uint64_t)getpid());
+        raise(SIGSTOP);
+        CHECK(rank_await(&run->flags[0], 1));
+        rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+    } else {
+        rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+        fsdpc_shm_free(shm);
+        shm = NULL;
+        atomic_store(&run->flags[0], 1);
+        /* Again and again: it may not have stopped yet. */
+        for (int i = 0; i < 50; i++) {
+            kill((pid_t)atomic_load(&run->counter), SIGCONT);
+            rank_sleep_ms(10);
+        }
+    }
+    fsdpc_shm_free(shm);
+}
+
+static void
+a_stopped_rank_is_late_not_dead(void)
+{
+    ranks_run *run = ranks_new(2);
+    run->timeout_s = 0.5;
+    ranks_start(run, stop_and_go_on);
+    check_result(run, 0, FSDPC_E_TIMEOUT, "for rank 1");
+    /* It came when rank 0 was gone: it completes the barrier that rank 0 had entered. */
+    CHECK_INT(run->results[1].status, FSDPC_OK);
+    ranks_free(run);
+}
+
+static void
 give_up(int rank, ranks_run *run)
 {
     fsdpc_shm *shm;
@@ -762,6 +799,7 @@ main(void)
     run_all_kernels(death_is_named_by_the_survivors);
     departure_is_not_death(false);
     the_deadline_names_who_is_missing(false);
+    a_stopped_rank_is_late_not_dead();
     an_interrupt_ends_a_wait();
     a_forked_child_is_not_the_rank();
     nothing_is_left_behind();

@@ -256,6 +256,7 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
         fields["error_types"] = tuple(c.__name__ for c in type(error).__mro__)
         fields["traceback"] = traceback.format_exc()
         report = pickle.dumps(("report", fields))
+        sys.excepthook(type(error), error, error.__traceback__)  # as if it ended the process
     sys.stdout.flush()
     sys.stderr.flush()
     send(channel, report)
@@ -483,6 +484,8 @@ def template_main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=fd)
     import torch
+    import torch._dynamo  # seconds that the first optimizer of every rank would pay otherwise
+    import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
     import torch.distributed.fsdp  # noqa: F401
 
     torch.set_num_threads(1)

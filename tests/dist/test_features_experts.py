@@ -24,6 +24,7 @@ from toys import (
     check_parameters,
     compare_training,
     full_parameters,
+    sharding_groups,
     wrap_blocks,
 )
 
@@ -96,7 +97,7 @@ def test_routes(rank, world, engine, route, use_orig_params):
             lambda m, strategy=strategy: wrap_blocks(
                 engine, m, sharding_strategy=strategy, use_orig_params=use_orig_params),
             lambda step: batch_with(10 * step + rank, [ROUTES[route](rank, step)], [[0, 1, 2, 3]]),
-            loss_of=loss_of)
+            loss_of=loss_of, groups=sharding_groups(strategy, world))
 
 
 @ranks(2, 4)

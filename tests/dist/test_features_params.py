@@ -20,6 +20,7 @@ from toys import (
     loss_of,
     no_sync_if,
     none_gradients,
+    sharding_groups,
     tokens,
     toy,
     wrap,
@@ -91,12 +92,12 @@ class SeveralTypes(nn.Module):
         super().__init__()
         self.low = nn.Linear(6, 5, dtype=torch.bfloat16)
         self.single = nn.Linear(5, 7)
-        self.half = nn.Parameter(torch.randn(7).half())
-        self.double = nn.Linear(7, 3, dtype=torch.float64)
+        self.sixteen = nn.Parameter(torch.randn(7).half())
+        self.wide = nn.Linear(7, 3, dtype=torch.float64)
 
     def forward(self, x):
         x = self.single(self.low(x.bfloat16()).float())
-        return self.double((x * self.half.float()).double())
+        return self.wide((x * self.sixteen.float()).double())
 
 
 @ranks(1, 2, 3)
@@ -201,7 +202,7 @@ def test_unused_parameters_keep_no_gradient(rank, world, engine, use_orig_params
         engine, Partial(),
         lambda m: wrap(engine, m, use_orig_params=True, sharding_strategy=strategy),
         lambda step: (vectors(rank, step), [0] if rank else [0, 1 + step % 2]),
-        loss_of=square_loss, steps=4)
+        loss_of=square_loss, steps=4, groups=sharding_groups(strategy, world))
 
 
 class Tied(nn.Module):
@@ -239,8 +240,9 @@ class Strided(nn.Module):
         self.image = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
 
     def forward(self, x):
-        x = x.sum(0) * self.turned * self.sliced
-        return x.sum() * self.image
+        # contiguous() lets the reference add in the same order as the gathered copies.
+        x = x.sum(0) * self.turned.contiguous() * self.sliced.contiguous()
+        return x.sum() * self.image.contiguous()
 
 
 @ranks(1, 2, 3)
@@ -287,7 +289,7 @@ def test_zero_grad_both_ways(rank, world, engine, use_orig_params, to_none, no_s
                          ids=lambda s: s.name)
 def test_optimizer_built_before_wrapping(rank, world, engine, strategy):
     model = toy()
-    reference = Reference(model)
+    reference = Reference(model, groups=sharding_groups(strategy, world))
     originals = list(model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference.master)]
     sharded = wrap_blocks(engine, model, use_orig_params=True, sharding_strategy=strategy)

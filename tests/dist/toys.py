@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 
 class Block(nn.Module):
@@ -111,9 +112,10 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def none_gradients(model: nn.Module) -> set[str]:
-    """Names of the parameters that have no gradient on any rank. Collective."""
+    """Names of the parameters, empty ones aside, that have no gradient on any rank. Collective."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
-        return {name for name, value in full_parameters(model).items() if not value.any()}
+        return {name for name, value in full_parameters(model).items()
+                if value.numel() and not value.any()}
 
 
 @contextmanager
@@ -169,11 +171,20 @@ PRECISIONS = [
 ]
 
 
+def sharding_groups(strategy: Any, world: int) -> list[list[int]]:
+    """`groups` of a Reference for a strategy; hybrid ones are two replicas."""
+    if strategy.name == "NO_SHARD":
+        return [[rank] for rank in range(world)]
+    if "HYBRID" in strategy.name:
+        return [list(range(world // 2)), list(range(world // 2, world))]
+    return [list(range(world))]
+
+
 class Reference:
     """The unsharded copy that this rank trains in step with the others.
 
-    `groups` are the sets of ranks whose gradients are added first, before the groups' sums are
-    added: [[0, 1], [2, 3]] for two replicas of two shards.
+    `groups` are the sharding groups, whose gradients are added before those of the replicas:
+    [[0, 1], [2, 3]] for two replicas of two shards, [[0], [1]] when nothing is sharded.
     """
 
     def __init__(self, model: nn.Module, precision: Precision = PRECISIONS[0], *,
@@ -210,7 +221,11 @@ class Reference:
             pairs = zip(self.compute.parameters(), self.master.parameters(), strict=True)
             for low, high in pairs if refresh else ():
                 low.copy_(high)
-        return self.loss_of(self.compute, batch)
+        return self.loss_of(self.compute, tree_map(self.cast_input, batch))
+
+    def cast_input(self, value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.precision.param) if floating and self.precision.param else value
 
     def take_gradients(self) -> None:
         """Moves the compute copy's gradients to those that wait for the reduction."""
@@ -231,7 +246,7 @@ class Reference:
             local = torch.cat([
                 torch.zeros(p.numel(), dtype=accumulate) if self.pending[i] is None
                 else self.pending[i].to(wire).to(accumulate).flatten() for i, p in of_wire])
-            total = self.add_ranks(local, wire) * (1.0 / self.world)
+            total = self.add_ranks(local, wire)
             parts = total.split([p.numel() for _, p in of_wire])
             for (_, p), part in zip(of_wire, parts, strict=True):
                 part = part.view(p.shape).to(p.dtype)
@@ -239,19 +254,17 @@ class Reference:
         self.pending = [None] * len(self.pending)
 
     def add_ranks(self, local: Tensor, wire: torch.dtype) -> Tensor:
-        """Sum over ranks, in rank order, rounded to the wire's type where the wire does so."""
+        """Mean over ranks: sums in rank order, multiplied once, when the values are first added."""
         everyone = [torch.empty_like(local) for _ in range(self.world)]
         dist.all_gather(everyone, local)
-        sums = []
+        total = None
         for group in self.groups:
             partial = everyone[group[0]].clone()
             for rank in group[1:]:
                 partial += everyone[rank]
-            sums.append(partial.to(wire).to(local.dtype))
-        total = sums[0]
-        for partial in sums[1:]:
-            total = total + partial
-        return total.to(wire).to(local.dtype)
+            partial = partial * (1.0 / self.world)
+            total = partial if total is None else total + partial
+        return total
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.master.named_parameters()}
@@ -261,7 +274,8 @@ class Reference:
                 for name, p in self.master.named_parameters()}
 
     def none_gradients(self) -> set[str]:
-        return {name for name, p in self.master.named_parameters() if p.grad is None}
+        return {name for name, p in self.master.named_parameters()
+                if p.numel() and p.grad is None}
 
 
 def accumulate_of(wire: torch.dtype) -> torch.dtype:
@@ -301,16 +315,17 @@ def compare_training(engine: str, model: nn.Module, sharded: Callable[[nn.Module
                      batch_of: Callable[[int], Any], *, steps: int = 3,
                      precision: Precision = PRECISIONS[0],
                      loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
-                     times: int = 1) -> nn.Module:
+                     times: int = 1, groups: list[list[int]] | None = None) -> nn.Module:
     """Trains `sharded(model)` and the reference side by side with AdamW; returns the sharded model.
 
     `batch_of(step)` gives this rank's batch. Which parameters have no gradient at all is compared
     too: weight decay would move a parameter whose gradient is zero instead. Collective.
     """
-    reference = Reference(model, precision, loss_of=loss_of)
+    reference = Reference(model, precision, loss_of=loss_of, groups=groups)
     model = sharded(model)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2,
-                                    weight_decay=0.1) for m in (model, reference.master)]
+                                    weight_decay=0.1, eps=1e-3)  # not 0 as a fp16
+                  for m in (model, reference.master)]
     for step in range(steps):
         loss = loss_of(model, batch_of(step))
         for i in range(times):

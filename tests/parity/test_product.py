@@ -26,6 +26,7 @@ from toys import (
     check_parameters,
     loss_of,
     no_sync_if,
+    sharding_groups,
     tokens,
     toy,
     wrap_blocks,
@@ -68,7 +69,7 @@ def test_every_combination(rank, world, engine, precision):
             **({"device_mesh": hybrid_mesh} if strategy in HYBRID else {}))
         try:
             train(engine, rank, options, precision, accumulation, OPTIMIZERS[optimizer],
-                  seed=number, groups=[[0, 1], [2, 3]] if strategy in HYBRID else None)
+                  seed=number, groups=sharding_groups(strategy, world))
         except AssertionError as error:  # the same on all ranks: they compare full values
             failures.append(f"{name}\n    {str(error)[:600]}")
         except BaseException as error:
