@@ -94,8 +94,8 @@ def comm_tables(result: dict) -> str:
     """The table of bench_comm.py: microseconds, and the ratios that matter."""
     rows = []
     for row in result["rows"]:
-        ways = (f"{row['ways'][way]['median_us']:,.0f}" for way in ("floor", "direct", "gloo"))
-        ratios = (f"{row[key]:.2f}" for key in ("direct_over_floor", "gloo_over_direct"))
+        ways = (figure(row["us"][way], 0) for way in ("floor", "direct", "gloo"))
+        ratios = (figure(row[key], 2) for key in ("direct_over_floor", "gloo_over_direct"))
         rows.append([f"{row['operation']}, {size_text(row['bytes'])}", *ways, *ratios])
     head = ["collective, 2 ranks", "floor, us", "fsdpc, us", "gloo, us", "x floor", "gloo / fsdpc"]
     return "\n\n".join(["### Collectives", run_line(result), markdown(head, rows)])
