@@ -59,11 +59,12 @@ def describe_run() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns {"median", "q1", "q3"}; all the same for a single value."""
-    if len(values) < 2:
-        return dict.fromkeys(("median", "q1", "q3"), values[0])
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": middle, "q1": low, "q3": high}
+    """Returns {"median", "q1", "q3"} to six digits; all the same for a single value."""
+    low = middle = high = values[0]
+    if len(values) > 1:
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    named = {"median": middle, "q1": low, "q3": high}
+    return {name: float(f"{value:.6g}") for name, value in named.items()}
 
 
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
