@@ -12,11 +12,12 @@ floor    The bytes that the operation cannot avoid, moved by NumPy on all ranks 
          two ranks STREAM add (c = a + b, float32) over arrays of one piece, for all_reduce the same
          over whole buffers.
 direct   fsdpc on memory that the ranks share, as its units use it. all_gather includes the copy of
-         the rank's own piece into the shared buffer.
+         the rank's own piece into the shared buffer, by fsdpc's kernel.
 staged   fsdpc on private memory.
 gloo     torch.distributed on the same private memory.
 
-A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
+On a machine that others use, "chrt -f 1" in front keeps them from stretching every wait; the result
+file says so ("scheduler"). A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
 quartiles are over rounds.
 """
 
@@ -41,6 +42,7 @@ MIB = 1 << 20
 SIZES = "64k,256k,1m,4m,16m,64m,256m"
 TIMED_BYTES = 4 * MIB  # small operations are repeated until about this much was moved
 DEADLINE_S = 120
+SCHEDULERS = {os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
 
 Way = tuple[str, str, Callable[[], Any]]  # operation, way, call
 
@@ -53,6 +55,8 @@ def make_ways(comm: Any, size: int) -> list[Way]:
     """All calls of one size. Collective."""
     import torch
     import torch.distributed as dist
+
+    from fsdpc import _C
 
     piece = size // 4 // WORLD
     own = slice(comm.rank * piece, (comm.rank + 1) * piece)
@@ -68,7 +72,7 @@ def make_ways(comm: Any, size: int) -> list[Way]:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def gather_direct() -> None:
-        np.copyto(shared[own], shard)
+        _C.kernel_cast(shared[own], "float32", shard, "float32")  # as a unit does, without the cast
         comm.all_gather(shared)
 
     return [
@@ -140,7 +144,7 @@ def describe(size: int, operation: str, times: dict[tuple[str, str], list[float]
     ways = {way: values for (name, way), values in times.items() if name == operation}
     row: dict[str, Any] = {
         "operation": operation, "bytes": size, "ranks": WORLD,
-        "us": {way: common.spread(values) for way, values in ways.items()},
+        "us": {way: common.spread(values) | {"min": min(values)} for way, values in ways.items()},
     }
     for way, base in (("direct", "floor"), ("staged", "floor"), ("gloo", "direct")):
         pairs = zip(ways[way], ways[base], strict=True)
@@ -175,7 +179,7 @@ def main() -> None:
     os.environ.setdefault("FSDPC_TIMEOUT", str(DEADLINE_S))
     import torch.multiprocessing as mp
 
-    run = common.describe_run()
+    run = common.describe_run() | {"scheduler": SCHEDULERS.get(os.sched_getscheduler(0), "other")}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, sizes, options.rounds), nprocs=WORLD)
         rows = json.loads(Path(folder, "rows.json").read_text())
