@@ -108,6 +108,9 @@ void
 fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
                     uint64_t bytes)
 {
+    if (unit && unit->layout->param_count == 0) {
+        return; /* it only marks a pass */
+    }
     fsdpc_trace_add(x->trace, op, x->phase, x->step, unit ? x->trace_ids[unit->id] : -1, bytes);
 }
 

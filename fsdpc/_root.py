@@ -20,6 +20,7 @@ from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._mixed import cast_buffers
 from fsdpc._names import clean_fqn, join
 from fsdpc._tree import Tree
+from fsdpc._unit import Unit
 from fsdpc.api import BackwardPrefetch
 
 logger = logging.getLogger("fsdpc")
@@ -48,12 +49,47 @@ def lazy_init(root: Any) -> None:
         member._is_root = member is root
         member._root = weakref.ref(root)
         _prepare_member(member, name)
-    _attach_tree(
-        root, [(depth, member._unit) for _, depth, member in placed if member._unit is not None]
-    )
+    units = [(depth, member._unit) for _, depth, member in placed if member._unit is not None]
+    if root._unit is None and units:
+        units = [(0, _pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
+    _attach_tree(root, units)
     root.precision_line = precision_line(root)
     if root.rank == 0:
         logger.info(root.precision_line)
+
+
+def _pass_unit(root: Any) -> Unit:
+    """A unit without parameters for a root that has none of its own: its hooks mark where a pass
+    through the tree begins and ends.
+    """
+    if root._pass_unit is None:
+        unit = Unit(
+            root._name,
+            [],
+            root._groups,
+            param_dtype=None,
+            reduce_dtype=None,
+            reshard_after_forward=True,
+            use_orig_params=root._use_orig_params,
+        )
+        root._pass_unit = unit
+        this = weakref.ref(root)
+        unit.on_unattached = lambda: lazy_init(this())
+        root._pass_hooks = [
+            root.register_forward_pre_hook(unit.pre_forward_hook),
+            root.register_forward_hook(unit.post_forward_hook),
+        ]
+    return root._pass_unit
+
+
+def enter_first_pass(root: Any) -> None:
+    """The first forward has initialised the tree from a hook: hooks registered in there run from
+    the next forward on, so this one's beginning is told by hand.
+    """
+    had = root._pass_unit
+    lazy_init(root)
+    if root._pass_unit is not None and root._pass_unit is not had:
+        root._pass_unit.pre_forward_hook(root, ())
 
 
 def release_tree(root: Any) -> None:
@@ -62,6 +98,9 @@ def release_tree(root: Any) -> None:
     """
     if root._tree is not None:
         root._tree.detach()
+    for handle in root._pass_hooks:
+        handle.remove()
+    root._pass_unit, root._pass_hooks = None, []
     for member in unit_modules(root):
         member._is_root = member._root = member._tree = None
 

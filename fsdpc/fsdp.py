@@ -168,6 +168,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def _init_state(self) -> None:
         self._unit: Unit | None = None
+        self._pass_unit: Unit | None = None
+        self._pass_hooks: list[Any] = []
         self._unit_hooks: list[Any] = []
         self._tree: Any = None
         self._root: weakref.ref[FullyShardedDataParallel] | None = None
@@ -238,8 +240,9 @@ class FullyShardedDataParallel(nn.Module):
                 args, kwargs = cast_arguments(self._cast_inputs_to, args, kwargs)
             return self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            if self._unit is not None:
-                self._unit.forward_failed()
+            unit = self._unit or self._pass_unit
+            if unit is not None:
+                unit.forward_failed()
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -469,7 +472,7 @@ class FullyShardedDataParallel(nn.Module):
 def _lazy_init_hook(member: Any, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of an instance without parameters, which has no unit to do this for it."""
     if member._is_root is None:
-        _root.lazy_init(member)
+        _root.enter_first_pass(member)
 
 
 FSDP = FullyShardedDataParallel
