@@ -16,9 +16,9 @@ direct   fsdpc on memory that the ranks share, as its units use it. all_gather i
 staged   fsdpc on private memory.
 gloo     torch.distributed on the same private memory.
 
-On a machine that others use, "chrt -f 1" in front keeps them from stretching every wait; the result
-file says so ("scheduler"). A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
-quartiles are over rounds.
+A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
+quartiles are over rounds. On a machine that others use, "chrt -f 1" in front keeps them from
+stretching every wait; the result file says so ("scheduler").
 """
 
 from __future__ import annotations
