@@ -28,6 +28,46 @@ def test_importing_is_silent_and_loads_nothing_else():
     assert result.stderr == ""
 
 
+CORE_PROBE = """
+import importlib.abc, os, sys
+
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(name)
+
+def seen():
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if ".so" in line}
+    return files, len(os.listdir("/proc/self/task")), set(os.listdir("/proc/self/fd"))
+
+sys.meta_path.insert(0, NoTorch())
+import numpy
+modules, (files, threads, descriptors) = set(sys.modules), seen()
+import fsdpc, fsdpc._C
+new_files, new_threads, new_descriptors = seen()
+print(sorted(set(sys.modules) - modules))
+print([os.path.basename(f).split(".")[0] for f in new_files - files])
+print(new_threads - threads, new_descriptors - descriptors)
+array = numpy.arange(4, dtype="f4")
+fsdpc._C.Comm.self_().all_reduce(array)
+print(array.tolist(), issubclass(fsdpc.PeerError, fsdpc.CommError))
+"""
+
+
+def test_the_core_needs_numpy_only():
+    """No torch, no thread, no open file and no other library, a CUDA one least of all."""
+    command = [sys.executable, "-W", "error", "-c", CORE_PROBE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == [
+        "['fsdpc', 'fsdpc._C']",
+        "['_C']",
+        "0 set()",
+        "[0.0, 1.0, 2.0, 3.0] True",
+    ]
+
+
 def test_every_public_name_exists():
     assert len(set(fsdpc.__all__)) == len(fsdpc.__all__)
     for name in fsdpc.__all__:
