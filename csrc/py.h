@@ -68,6 +68,9 @@ PyObject *fsdpc_py_raise(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
+/* For waits, without the GIL: runs Python's signal handlers (on the main thread, elsewhere it does
+ * nothing). Non-zero if one raised; that stays set and is found by fsdpc_py_raise. */
+int fsdpc_py_check_signals(void);
 
 /* --- arguments (py_args.c) ------------------------------------------------------------------- */
 

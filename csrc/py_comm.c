@@ -267,6 +267,30 @@ run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floa
     return result;
 }
 
+typedef struct arguments {
+    PyObject *const *values;
+    Py_ssize_t count;
+    PyObject *keywords;
+} arguments;
+
+/* A method (array, what='') whose array holds one piece a rank. */
+static PyObject *
+run_pieces(PyObject *self, const char *method, const arguments *given, int (*collective)(job *),
+           bool floats)
+{
+    PyObject *array = NULL;
+    job work = {.comm = usable((comm_object *)self), .what = ""};
+    const fsdpc_py_arg table[] = {
+        {"array", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &array},
+        {"what", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &work.what},
+    };
+    if (work.comm == NULL ||
+        fsdpc_py_args(method, table, 2, given->values, given->count, given->keywords) < 0) {
+        return NULL;
+    }
+    return run(&work, array, collective, true, floats);
+}
+
 PyDoc_STRVAR(all_gather_doc,
              "all_gather($self, array, what='')\n--\n\n"
              "In place: the array holds one piece a rank; this rank's is there before, all are\n"
@@ -275,16 +299,8 @@ PyDoc_STRVAR(all_gather_doc,
 static PyObject *
 comm_all_gather(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
-    PyObject *array = NULL;
-    job work = {.comm = usable((comm_object *)self), .what = ""};
-    const fsdpc_py_arg table[] = {
-        {"array", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &array},
-        {"what", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &work.what},
-    };
-    if (work.comm == NULL || fsdpc_py_args("all_gather", table, 2, values, count, keywords) < 0) {
-        return NULL;
-    }
-    return run(&work, array, run_all_gather, true, false);
+    arguments given = {values, count, keywords};
+    return run_pieces(self, "all_gather", &given, run_all_gather, false);
 }
 
 PyDoc_STRVAR(reduce_scatter_doc,
@@ -295,17 +311,8 @@ PyDoc_STRVAR(reduce_scatter_doc,
 static PyObject *
 comm_reduce_scatter(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
-    PyObject *array = NULL;
-    job work = {.comm = usable((comm_object *)self), .what = ""};
-    const fsdpc_py_arg table[] = {
-        {"array", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &array},
-        {"what", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &work.what},
-    };
-    if (work.comm == NULL ||
-        fsdpc_py_args("reduce_scatter", table, 2, values, count, keywords) < 0) {
-        return NULL;
-    }
-    return run(&work, array, run_reduce_scatter, true, true);
+    arguments given = {values, count, keywords};
+    return run_pieces(self, "reduce_scatter", &given, run_reduce_scatter, true);
 }
 
 static int
@@ -571,29 +578,10 @@ static PyType_Spec comm_spec = {
     .slots = comm_slots,
 };
 
-/* fsdpc_shm_interrupt_check: runs Python's signal handlers (on the main thread, elsewhere it does
- * nothing). What they raise stays set and is found by fsdpc_py_raise. */
-static int
-check_signals(void)
-{
-    if (fsdpc_py_finalizing()) {
-        return 0;
-    }
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    int interrupted = PyErr_CheckSignals() < 0;
-    if (type != NULL) {
-        PyErr_Restore(type, value, trace);
-    }
-    PyGILState_Release(gil);
-    return interrupted;
-}
-
 int
 fsdpc_py_comm_exec(PyObject *module)
 {
-    fsdpc_shm_interrupt_check = check_signals;
+    fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
         return -1;

@@ -139,3 +139,20 @@ fsdpc_py_exception_text(char *buffer, size_t bytes)
     }
     return buffer;
 }
+
+int
+fsdpc_py_check_signals(void)
+{
+    if (fsdpc_py_finalizing()) {
+        return 0;
+    }
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    int interrupted = PyErr_CheckSignals() < 0;
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+    }
+    PyGILState_Release(gil);
+    return interrupted;
+}
