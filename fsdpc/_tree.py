@@ -47,7 +47,10 @@ class Tree:
                 f"{len(units)} units",
                 f"backward_prefetch {backward_prefetch}, forward_prefetch {forward_prefetch}",
                 f"gather slots {gather_slots}, reduce slots {reduce_slots}",
-                *(f"unit {u.name or '(root)'} at depth {d}" for u, d in zip(units, depths)),
+                *(
+                    f"unit {u.name or '(root)'} at depth {d}"
+                    for u, d in zip(units, depths, strict=True)
+                ),
             ]
         )
         for comm in {id(u.groups.shard): u.groups.shard for u in units}.values():
@@ -67,12 +70,12 @@ class Tree:
 
     @property
     def training_state(self) -> str:
-        """"idle", "forward" or "backward"."""
+        """Where the step is: "idle", "forward" or "backward"."""
         return self.core.phase
 
     @property
     def kind(self) -> str:
-        """"shared" (ranks share memory), "wire" or "mixed"."""
+        """How ranks reach each other: "shared" (they share memory), "wire" or "mixed"."""
         return self.core.kind
 
     def memory_stats(self) -> dict[str, int]:
