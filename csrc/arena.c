@@ -171,6 +171,8 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     }
     FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
     range->slot = slot;
+    /* An arena before this one may have left private memory; it is unmapped now. */
+    range->spare = false;
     return FSDPC_OK;
 }
 

@@ -48,7 +48,8 @@ size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
 size_t fsdpc_arena_spare_bytes(const fsdpc_arena *arena);
 uint64_t fsdpc_arena_spare_count(const fsdpc_arena *arena);
 
-/* Shows `slot` behind the range (slot bytes >= range bytes). */
+/* Shows `slot` behind the range (slot bytes >= range bytes), in place of whatever an arena showed
+ * there before. Not while this arena's spare memory is there. */
 int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
 /* Puts private, zeroed memory behind the range; restore goes back to the bound slot. */
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
