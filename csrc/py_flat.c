@@ -668,6 +668,35 @@ flat_forward_failed(fsdpc_py_flat *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* enter_forward(), leave_forward(): a reference without any module's forward, for those who gather
+ * several units ahead of use. */
+static PyObject *
+flat_enter(fsdpc_py_flat *self, PyObject *unused)
+{
+    (void)unused;
+    int status;
+    if (!self->tree) {
+        return fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree",
+                                          fsdpc_unit_name(self->unit)));
+    }
+    fsdpc_tree *tree = self->tree->tree;
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_forward_enter(tree, self->id);
+    Py_END_ALLOW_THREADS
+    return run_core(status);
+}
+
+static PyObject *
+flat_leave(fsdpc_py_flat *self, PyObject *unused)
+{
+    (void)unused;
+    int status = FSDPC_OK;
+    if (self->tree) {
+        status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
+    }
+    return run_core(status);
+}
+
 static PyObject *
 hook_of(fsdpc_py_flat *self, PyObject *args)
 {
@@ -812,6 +841,9 @@ static PyMethodDef methods[] = {
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
      "bind(full, sites, seen)\n--\n\nThe torch objects that this unit stands for."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
+    {"enter_forward", FAST(flat_enter), METH_NOARGS,
+     "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
+    {"leave_forward", FAST(flat_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
     {"forward_failed", FAST(flat_forward_failed), METH_NOARGS,
      "forward_failed()\n--\n\nTo be called when the module's forward raised."},
     {NULL, NULL, 0, NULL},

@@ -284,6 +284,14 @@ tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
 }
 
 static PyObject *
+tree_defer(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_tree_defer_reduces(self->tree, true);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 get_phase(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
@@ -315,6 +323,8 @@ static PyMethodDef methods[] = {
      "trace()\n--\n\nWhat happened, oldest first: dicts with op, phase, step, unit, bytes, "
      "time_ns."},
     {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
+    {"defer_reduces", FAST(tree_defer), METH_NOARGS,
+     "defer_reduces()\n--\n\nOn a wire, reduce at the end of backward only (units that run by data)."},
     {"detach", FAST(tree_detach), METH_NOARGS,
      "detach()\n--\n\nLets the units go; another tree may take them."},
     {NULL, NULL, 0, NULL},

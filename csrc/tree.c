@@ -315,7 +315,7 @@ next_in_turn(fsdpc_tree *tree, bool at_end)
             fsdpc_exchange_any_order(node->exchange)) {
             continue;
         }
-        return node->complete || at_end ? tree->order[k] : -1;
+        return (node->complete && !tree->defer_reduces) || at_end ? tree->order[k] : -1;
     }
     for (int i = 0; at_end && i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
@@ -466,6 +466,12 @@ int
 fsdpc_tree_abandon_backward(fsdpc_tree *tree)
 {
     return fsdpc_tree_end_backward(tree, true);
+}
+
+void
+fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
+{
+    tree->defer_reduces = defer;
 }
 
 /* --- reading --------------------------------------------------------------------------------- */

@@ -60,6 +60,10 @@ int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
 /* Clears a backward that broke off; with `sync` other ranks are told that no more will come. */
 int fsdpc_tree_abandon_backward(fsdpc_tree *tree);
 
+/* On a wire, units that run on some ranks only must not move the others' collectives: with `defer`
+ * all reductions wait for the end of backward. */
+void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
+
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
 enum fsdpc_phase fsdpc_tree_phase(const fsdpc_tree *tree);

@@ -29,7 +29,7 @@ struct fsdpc_tree {
     int *last_order; /* of the pass before: what forward prefetch follows */
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
-    bool in_backward;
+    bool in_backward, defer_reduces;
     enum fsdpc_phase phase;
     fsdpc_trace *trace;
 };

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._marks import attach_marked
 from fsdpc._mixed import cast_buffers
 from fsdpc._names import clean_fqn, join
 from fsdpc._tree import Tree
@@ -53,6 +54,11 @@ def lazy_init(root: Any) -> None:
     if root._unit is None and units:
         units = [(0, _pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
     _attach_tree(root, units)
+    if root._tree is not None and root._tree.kind != "shared" and root.world_size > 1:
+        marked = attach_marked(root)
+        if marked:
+            root._tree.core.defer_reduces()
+        root._pass_hooks += marked
     root.precision_line = precision_line(root)
     if root.rank == 0:
         logger.info(root.precision_line)
