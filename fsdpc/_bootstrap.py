@@ -24,6 +24,7 @@ import sys
 import uuid
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -70,7 +71,7 @@ def make_groups(
         if replicate_pg is not None:
             raise ValueError("NO_SHARD replicates over the process group itself: give one group")
         shard_pg, replicate_pg = None, shard_pg
-    shard = _C.Comm.self_() if shard_pg is None else comm_for_group(shard_pg)
+    shard = _alone() if shard_pg is None else comm_for_group(shard_pg)
     replicate = None
     if replicate_pg is not None and replicate_pg.size() > 1:
         replicate = comm_for_group(replicate_pg)
@@ -94,9 +95,17 @@ def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm
     return comm
 
 
+@cache
+def _alone() -> _C.Comm:
+    """The communicator of one rank: the same for all groups, so that their units share a tree's
+    slots.
+    """
+    return _C.Comm.self_()
+
+
 def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float) -> _C.Comm:
     if pg.size() == 1:
-        return _C.Comm.self_()
+        return _alone()
     if dist.get_backend(pg) == "fake":
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
     mine = (wanted, timeout, _place(), uuid.uuid4().hex)
