@@ -126,12 +126,15 @@ def time_job(
         name: warm_up(training, work, name == "local") for name, training in trainings.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    processor: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            seconds[name].append(time_round(trainings[name], work, turn))
+            wall, cpu = time_round(trainings[name], work, turn)
+            seconds[name].append(wall)
+            processor[name].append(cpu)
     if rank == 0:
         sizes = {"batch_per_rank": work.batch, "seq": work.seq, "steps_per_round": work.steps}
-        out.send({"losses": losses, "seconds": seconds, "sizes": sizes})
+        out.send({"losses": losses, "seconds": seconds, "cpu": processor, "sizes": sizes})
     end_rank()
 
 
@@ -159,20 +162,24 @@ def warm_up(training: object, work: object, average: bool) -> list[float]:
     return losses
 
 
-def time_round(training: object, work: object, turn: int) -> float:
-    """Returns seconds per step, from a barrier to the end of the slower rank."""
+def time_round(training: object, work: object, turn: int) -> tuple[float, float]:
+    """Returns seconds per step, from a barrier to the end of the slower rank, and processor seconds
+    per step and rank, which other processes on the machine do not add to.
+    """
     import torch
     import torch.distributed as dist
     from engines import random_batch
 
     batch = random_batch(work, 1000 * turn + dist.get_rank())
     dist.barrier()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     for _ in range(work.steps):
         training.step(batch)
     elapsed = torch.tensor(time.perf_counter() - begin)
+    used = torch.tensor(time.process_time() - begin_cpu)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item() / work.steps
+    dist.all_reduce(used)
+    return elapsed.item() / work.steps, used.item() / work.steps / dist.get_world_size()
 
 
 def end_rank() -> None:
@@ -303,6 +310,7 @@ def report_time(result: dict, tokens: int) -> dict:
     for name, seconds in result["seconds"].items():
         engines[name] = {
             "step_ms": common.spread([1e3 * value for value in seconds]),
+            "cpu_ms": common.spread([1e3 * value for value in result["cpu"][name]]),
             "tokens_per_second": tokens / statistics.median(seconds),
             "losses": result["losses"][name],
         }
@@ -335,17 +343,8 @@ def loss_difference(engines: dict) -> float | None:
 
 def print_engines(engines: dict) -> None:
     """Prints medians and quartiles, one engine a line."""
-    head = [
-        "engine",
-        "step ms",
-        "q1..q3",
-        "x local",
-        "q1..q3",
-        "tokens/s",
-        "MB",
-        "peak MB",
-        "us/unit",
-    ]
+    head = ["engine", "step ms", "q1..q3", "x local", "q1..q3", "cpu ms", "tokens/s"]
+    head += ["MB", "peak MB", "us/unit"]
     rows = []
     for name, figures in engines.items():
         memory, host = figures.get("memory_mb"), figures.get("host_us_per_unit")
@@ -354,6 +353,7 @@ def print_engines(engines: dict) -> None:
                 name,
                 *median_and_quartiles(figures.get("step_ms"), 1),
                 *median_and_quartiles(figures.get("ratio"), 3),
+                f"{figures['cpu_ms']['median']:.1f}" if "step_ms" in figures else "-",
                 f"{figures['tokens_per_second']:,.0f}" if "step_ms" in figures else "-",
                 *(f"{memory[k] - memory['baseline']:.0f}" if memory else "-" for k in MEMORY_KEYS),
                 f"{host['median']:.1f}" if host else "-",

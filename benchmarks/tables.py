@@ -48,7 +48,7 @@ def step_tables(result: dict) -> str:
     if any("step_ms" in engine for engine in engines.values()):
         blocks.append(
             markdown(
-                ["engine", "step, ms", "x local step", "tokens/s", "memory, MB", "peak, MB"],
+                ["engine", "step, ms", "x local", "cpu, ms", "tokens/s", "memory, MB", "peak, MB"],
                 (step_row(name, engine) for name, engine in engines.items()),
             )
         )
@@ -76,6 +76,7 @@ def step_row(name: str, engine: dict) -> list[str]:
         name,
         figure(engine.get("step_ms"), 1),
         figure(engine.get("ratio"), 3),
+        figure(engine.get("cpu_ms"), 1),
         f"{engine['tokens_per_second']:,.0f}" if "tokens_per_second" in engine else "-",
         *above,
     ]
