@@ -199,7 +199,9 @@ try_common(fsdpc_comm *comm, fsdpc_comm_buffer *common)
         }
         REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
     }
-    all[world] = rank == world - 1 ? 77 : all[world];
+    if (rank == world - 1) {
+        all[world] = 77;
+    }
     REQUIRE_OK(fsdpc_comm_broadcast(comm, &all[world], 4, world - 1, "states"));
     CHECK_INT(all[world], 77);
     REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
