@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,13 +39,12 @@ def strategy_options(strategy, world):
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_norm_and_gradients(rank, world, engine, strategy, use_orig_params):
+def test_norm_and_gradients(rank, world, engine, strategy):
     options = strategy_options(strategy, world)
-    sharded = wrap_blocks(engine, toy(), use_orig_params=use_orig_params, **options)
-    for norm_type in NORMS:
-        for max_norm in (0.1, 1e6):
+    for use_orig_params in (True, False):
+        sharded = wrap_blocks(engine, toy(), use_orig_params=use_orig_params, **options)
+        for norm_type, max_norm in itertools.product(NORMS, [0.1, 1e6]):
             reference = averaged_reference(lambda r: tokens(r, 0))
             sharded.zero_grad()
             loss_of(sharded, tokens(rank, 0)).backward()

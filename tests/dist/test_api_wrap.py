@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import warnings
 
 import pytest
@@ -85,10 +86,10 @@ def units_of(engine, module, **options):
 
 
 @ranks(2)
-@pytest.mark.parametrize("mixed", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_modules_are_wrapped(rank, world, policy, mixed):
-    for build in MODELS.values():
+def test_the_same_modules_are_wrapped(rank, world, policy):
+    precisions = [None, MixedPrecision(param_dtype=torch.bfloat16)]
+    for build, mixed in itertools.product(MODELS.values(), precisions):
         if mixed and (policy == "size of leaves" or (policy == "size" and build is Attention)):
             continue  # torch looks into forced leaves then, see the test of full-precision classes
         got, expected = (
