@@ -123,6 +123,14 @@ fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot)
     return FSDPC_OK;
 }
 
+void
+fsdpc_arena_discard(fsdpc_arena *arena)
+{
+    for (int i = 0; arena->shm && i < arena->slot_count; i++) {
+        (void)fsdpc_shm_discard(arena->shm, arena->slots[i].offset, arena->slots[i].bytes);
+    }
+}
+
 int
 fsdpc_arena_slot_count(const fsdpc_arena *arena)
 {

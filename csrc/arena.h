@@ -41,6 +41,8 @@ int fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out);
 void fsdpc_arena_free(fsdpc_arena *arena);
 /* New slot; its number goes to *slot. With a segment: same calls on all ranks. */
 int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
+/* Gives the memory of all slots back to the kernel; nobody may use them any more. */
+void fsdpc_arena_discard(fsdpc_arena *arena);
 int fsdpc_arena_slot_count(const fsdpc_arena *arena);
 /* Bytes of all slots. */
 size_t fsdpc_arena_bytes(const fsdpc_arena *arena);

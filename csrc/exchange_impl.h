@@ -87,6 +87,7 @@ struct fsdpc_shared {
     size_t ctl_bytes;
     _Atomic uint32_t *turn;     /* grows whenever something changed that others may wait for */
     _Atomic uint32_t *sleepers; /* ranks asleep on turn */
+    _Atomic uint32_t *closed;   /* ranks that have closed the exchange */
     struct fsdpc_rank_ctl *ranks;
     char *slots;
     size_t slot_stride;
@@ -95,7 +96,7 @@ struct fsdpc_shared {
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
     int reduce_total;       /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
-    uint64_t over_offset;
+    uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
     size_t base_bytes, over_bytes, base_stride, over_stride;
     size_t *over_at; /* per unit */
     int next_base;
@@ -127,7 +128,8 @@ bool fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen);
 int fsdpc_shared_drop_prefetched(fsdpc_exchange *x);
 
 int fsdpc_shared_reduce_open(fsdpc_exchange *x);
-void fsdpc_shared_reduce_close(fsdpc_exchange *x);
+/* `last`: no rank uses the memory any more. */
+void fsdpc_shared_reduce_close(fsdpc_exchange *x, bool last);
 int fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_shared_end(fsdpc_exchange *x);
 struct fsdpc_post_ctl *fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank);

@@ -305,7 +305,6 @@ static int
 map_reduce_memory(fsdpc_exchange *x)
 {
     struct fsdpc_shared *s = x->shared;
-    uint64_t offset;
     void *map;
     s->base_stride = x->max_reduce_bytes * (size_t)x->reduce_slots;
     s->base_bytes = s->base_stride * (size_t)x->world;
@@ -314,8 +313,8 @@ map_reduce_memory(fsdpc_exchange *x)
     if (s->base_bytes == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->base_bytes, true, &offset));
-    FSDPC_TRY(fsdpc_shm_map(x->shm, offset, s->base_bytes, NULL, &map));
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->base_bytes, true, &s->base_offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, s->base_offset, s->base_bytes, NULL, &map));
     s->base_map = map;
     FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->over_bytes, false, &s->over_offset));
     FSDPC_TRY(fsdpc_shm_map(x->shm, s->over_offset, s->over_bytes, NULL, &map));
@@ -346,9 +345,13 @@ fsdpc_shared_reduce_open(fsdpc_exchange *x)
 }
 
 void
-fsdpc_shared_reduce_close(fsdpc_exchange *x)
+fsdpc_shared_reduce_close(fsdpc_exchange *x, bool last)
 {
     struct fsdpc_shared *s = x->shared;
+    if (last && s->over_map) {
+        (void)fsdpc_shm_discard(x->shm, s->base_offset, s->base_bytes);
+        (void)fsdpc_shm_discard(x->shm, s->over_offset, s->over_bytes);
+    }
     if (s->base_map) {
         fsdpc_shm_unmap(s->base_map, s->base_bytes);
     }

@@ -227,7 +227,7 @@ static bool
 masters_final(fsdpc_exchange *x, int r, bool stuck)
 {
     uint64_t ready = atomic_load(&x->shared->ranks[r].ready);
-    return ready >= x->tag || (stuck && ready >> 20 >= x->tag >> 20);
+    return ready >= x->tag || (stuck && ready >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS);
 }
 
 /* --- gather ---------------------------------------------------------------------------------- */
@@ -463,13 +463,13 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     size_t slots_at, posts_at, acks_at;
     s->ctl_bytes = fsdpc_round_up(plan_ctl(x, plan->slot_count, &slots_at, &posts_at, &acks_at),
                                   fsdpc_shm_page_bytes());
-    uint64_t offset;
     void *map;
-    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->ctl_bytes, true, &offset));
-    FSDPC_TRY(fsdpc_shm_map(x->shm, offset, s->ctl_bytes, NULL, &map));
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->ctl_bytes, true, &s->ctl_offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, s->ctl_offset, s->ctl_bytes, NULL, &map));
     s->ctl = map;
     s->turn = (_Atomic uint32_t *)s->ctl;
     s->sleepers = s->turn + 1;
+    s->closed = s->turn + 2;
     s->ranks = (struct fsdpc_rank_ctl *)(s->ctl + 64);
     s->slots = s->ctl + slots_at;
     s->posts = s->ctl + posts_at;
@@ -491,7 +491,12 @@ close_shared(fsdpc_exchange *x)
     if (!s) {
         return;
     }
-    fsdpc_shared_reduce_close(x);
+    bool last = s->ctl && atomic_fetch_add(s->closed, 1) + 1 == (uint32_t)x->world;
+    fsdpc_shared_reduce_close(x, last);
+    if (last) {
+        fsdpc_arena_discard(x->arena);
+        (void)fsdpc_shm_discard(x->shm, s->ctl_offset, s->ctl_bytes);
+    }
     if (s->ctl) {
         fsdpc_shm_unmap(s->ctl, s->ctl_bytes);
     }

@@ -37,9 +37,9 @@ map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
     size_t page = fsdpc_shm_page_bytes();
     unit->master_stride = fsdpc_round_up(unit->layout->shard_bytes, page);
     unit->master_map_bytes = unit->master_stride * (size_t)unit->world;
-    uint64_t offset;
-    FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &offset));
-    FSDPC_TRY(fsdpc_shm_map(shm, offset, unit->master_map_bytes, NULL, &unit->master_map));
+    FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &unit->master_offset));
+    FSDPC_TRY(fsdpc_shm_map(shm, unit->master_offset, unit->master_map_bytes, NULL,
+                            &unit->master_map));
     for (int r = 0; r < unit->world; r++) {
         unit->peers[r] = (char *)unit->master_map + unit->master_stride * (size_t)r;
     }
@@ -167,6 +167,11 @@ fsdpc_unit_free(fsdpc_unit *unit)
         }
     }
     if (unit->master_map) {
+        /* Each rank gives its own part back; a peer that still uses the unit waits for this rank
+         * before it reads. */
+        (void)fsdpc_shm_discard(fsdpc_comm_segment(unit->shard),
+                                unit->master_offset + unit->master_stride * (uint64_t)unit->rank,
+                                unit->master_stride);
         fsdpc_shm_unmap(unit->master_map, unit->master_map_bytes);
     }
     fsdpc_layout_free(unit->layout);

@@ -19,6 +19,7 @@ struct fsdpc_unit {
     void *master;
     void **peers;
     void *master_map;
+    uint64_t master_offset; /* in the segment */
     size_t master_map_bytes, master_stride;
 
     void *grad; /* this rank's shard gradient, accumulate dtype */
