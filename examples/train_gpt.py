@@ -300,7 +300,7 @@ def parse_args() -> Arguments:
         default="float32",
         help="dtype of the gathered weights and of the computation",
     )
-    parser.add_argument("--minutes", type=float, default=2.5, help="training time")
+    parser.add_argument("--minutes", type=float, default=3.0, help="training time")
     parser.add_argument("--steps", type=int, help="train this many steps instead of --minutes")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence, at most 256")
