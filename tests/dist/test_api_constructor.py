@@ -6,6 +6,7 @@ The table of mistakes runs against either engine (`--engine torch` shows that it
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 
 import pytest
@@ -288,6 +289,13 @@ def test_the_precision_line(rank, world):
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = wrap_blocks("fsdpc", toy(), mixed_precision=mixed)
     assert model.precision_line == ""
-    model(tokens(rank, 0))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fsdpc").addHandler(handler)
+    logging.getLogger("fsdpc").setLevel(logging.INFO)
+    for _ in range(2):
+        model(tokens(rank, 0))
+    assert lines == [model.precision_line] * (rank == 0)
     for part in ("storage fp32", "compute bf16", "reduce fp32", "gradients / 2", "3 units"):
         assert part in model.precision_line

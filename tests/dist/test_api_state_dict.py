@@ -269,6 +269,23 @@ def test_state_dict_settings(rank, world, engine):
 
 
 @ranks(2)
+def test_units_are_unsharded_one_chain_at_a_time(rank, world):
+    model = wrap_blocks("fsdpc", toy(blocks=4))
+    members = type(model).fsdp_modules(model)
+    seen = []
+
+    def look(*args):
+        seen.append([m._handle.state == "summoned" for m in members])
+
+    for block in model.blocks:
+        block.module.up.register_state_dict_pre_hook(look)
+    model.state_dict()
+    expected = [[True, *(i == j for j in range(4))] for i in range(4)]
+    assert seen == expected
+    assert not any(m._handle.state == "summoned" for m in members)
+
+
+@ranks(2)
 def test_a_failed_save_leaves_the_model_usable(rank, world):
     model = wrap("fsdpc", toy(), auto_wrap_policy=always_wrap_policy)
 
