@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fsdpc._collect import unit_modules
-
 M = TypeVar("M", bound=nn.Module)
 
 DATA_DEPENDENT = "_fsdpc_data_dependent"
@@ -37,6 +35,8 @@ def attach_marked(root: nn.Module) -> list[Any]:
     requests: around a marked forward all its units are gathered in module order on every rank, and
     again when the first gradient reaches an output. Returns the handles. Local.
     """
+    from fsdpc._collect import unit_modules  # with it comes torch.distributed.fsdp
+
     handles = []
     for module in root.modules():
         if getattr(module, DATA_DEPENDENT, False):
@@ -77,4 +77,3 @@ class _Marked:
     def gather(self, gradients: tuple[Tensor | None, ...]) -> None:
         for hook in self.backward:
             hook(gradients)
-
