@@ -29,7 +29,7 @@ def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning "
             "the total norm in the default dtype torch.float32",
-            stacklevel=3,
+            stacklevel=4,
         )
         return torch.tensor(total, dtype=torch.float32)
     factor = _clip_factor(total, max_norm)

@@ -167,7 +167,7 @@ def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> 
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
             "result in all parameters being ignored and is not well-supported: "
             f"{type(root).__name__}",
-            stacklevel=4,
+            stacklevel=3,
         )
     ignored.params = set(params)
     for module in ignored.modules:

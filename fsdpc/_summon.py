@@ -58,7 +58,7 @@ def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> 
             "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters "
             "being redundantly copied to CPU memory for GPUs sharing the same CPU memory, which "
             "risks CPU OOM. We recommend using offload_to_cpu=True with rank0_only=True.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -69,7 +69,7 @@ def _full_precision_classes(
             "wrapped module has submodules of "
             f"type:\n{ {type(module) for module in found} }\nThese modules will be wrapped as "
             "separate FSDP instances with mixed precision disabled.",
-            stacklevel=5,
+            stacklevel=4,
         )
     return classes
 

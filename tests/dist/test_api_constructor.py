@@ -157,6 +157,27 @@ def test_strategy_warnings(rank, world, engine):
 
 
 @ranks(2)
+def test_warnings_point_at_the_callers_line(rank, world):
+    from fsdpc import FSDP
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    norms = nn.Sequential(nn.BatchNorm1d(2))
+    model = toy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+        FSDP(model, ignored_modules=[model])
+        FSDP(toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        FSDP(norms, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed)
+        model = FSDP(toy())
+        model.clip_grad_norm_(1.0)
+        with FSDP.summon_full_params(model, offload_to_cpu=True):
+            pass
+    assert len(caught) == 6
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@ranks(2)
 def test_container_warnings(rank, world, engine):
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         _, texts = messages_of(engine, UserWarning, container)
