@@ -120,7 +120,7 @@ asan-c:
 ASAN_TESTS := tests/unit tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_*)
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
     LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
-    PYTHONPATH=build/asan FSDPC_ASAN=1
+    PYTHONPATH=build/asan
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
 	@rm -rf build/asan && mkdir -p build

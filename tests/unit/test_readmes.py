@@ -1,0 +1,69 @@
+"""The folders' READMEs: every file has its row, every row its file, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAPPED = ("csrc", "kernels", "tests/c")
+CODE_SUFFIXES = {".c", ".h", ".inc", ".py", ".sh"}
+
+
+def tokens(text: str) -> set[str]:
+    """What stands in backticks in rows of tables."""
+    rows = re.findall(r"^\|(?:[^|]*\|)*", text, re.MULTILINE)
+    return {token for row in rows for token in re.findall(r"`([^`]+)`", row)}
+
+
+def names(token: str, file: str) -> bool:
+    """`shm.c`, `shm` (with its header) and `py_comm*` name files."""
+    return fnmatch(file, token) or Path(file).stem == token
+
+
+def without_row(text: str, files: Iterable[str]) -> list[str]:
+    return [f for f in files if not any(names(t, f) for t in tokens(text))]
+
+
+def rows_without_file(text: str, files: Iterable[str]) -> list[str]:
+    looks_like_file = re.compile(r"[\w*]+\.(c|h|inc|py|sh)")
+    files = list(files)
+    found = (t for t in tokens(text) if looks_like_file.fullmatch(t))
+    return sorted(t for t in found if not any(names(t, f) for f in files))
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+    return [t for t in targets if "://" not in t and not (folder / t).exists()]
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_every_file_has_a_row(folder: str):
+    text = (ROOT / folder / "README.md").read_text()
+    files = [p.name for p in (ROOT / folder).iterdir() if p.suffix in CODE_SUFFIXES]
+    assert files
+    assert without_row(text, files) == []
+    assert rows_without_file(text, files) == []
+
+
+def test_links_lead_somewhere():
+    documents = [
+        p
+        for pattern in ("*.md", "docs/**/*.md", "*/README.md", "tests/c/README.md")
+        for p in ROOT.glob(pattern)
+    ]
+    assert documents
+    broken = {str(p): broken_links(p.read_text(), p.parent) for p in documents}
+    assert {p: links for p, links in broken.items() if links} == {}
+
+
+def test_planted_faults_are_found(tmp_path: Path):
+    text = "| `a.c`, `gone.c` | x |\n| `b` | [here](a.c) [there](none.md) [net](http://x/y) |\n"
+    (tmp_path / "a.c").touch()
+    assert without_row(text, ["a.c", "b.h", "c.c"]) == ["c.c"]
+    assert rows_without_file(text, ["a.c", "b.h"]) == ["gone.c"]
+    assert broken_links(text, tmp_path) == ["none.md"]
