@@ -26,6 +26,10 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     for (int i = 0; i < plan->unit_count; i++) {
         fsdpc_unit *unit = plan->units[i];
         unit->id = i;
+        /* An exchange before this one may have ended in the middle of a pass. */
+        unit->refs = 0;
+        unit->begun = unit->ready = false;
+        unit->posted = unit->consumed = 0;
         x->units[i] = unit;
         x->trace_ids[i] = plan->unit_ids[i];
         size_t bytes = fsdpc_round_up(unit->layout->reduce_bytes, fsdpc_shm_page_bytes());
@@ -132,6 +136,16 @@ fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 {
     x->tag = tag;
     return x->ops->begin(x, tag);
+}
+
+int
+fsdpc_exchange_leave(fsdpc_exchange *x)
+{
+    if (!x->ops->leave) {
+        return FSDPC_OK;
+    }
+    int status = x->ops->leave(x);
+    return status == FSDPC_OK ? status : fsdpc_error_prepend(status, "end of forward");
 }
 
 int

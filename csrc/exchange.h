@@ -10,8 +10,8 @@
  * wire    Each rank has its own slots and the communicator's collectives carry the values
  *         (exchange_wire.c). Units must be asked for in the same order on all ranks.
  *
- * Time is told by tags: (number of finished synchronised backwards) << 20 | (root forwards since).
- * A rank's master shard does not change while its tag stands.
+ * Time is told by tags: (number of finished synchronised backwards) << FSDPC_TAG_BITS | (root
+ * forwards since). A rank's master shard does not change while its tag stands.
  */
 #ifndef FSDPC_EXCHANGE_H
 #define FSDPC_EXCHANGE_H
@@ -21,6 +21,8 @@
 #include "unit.h"
 
 typedef struct fsdpc_exchange fsdpc_exchange;
+
+enum { FSDPC_TAG_BITS = 32 };
 
 typedef struct fsdpc_exchange_plan {
     fsdpc_comm *comm;    /* borrowed */
@@ -44,6 +46,9 @@ void fsdpc_exchange_free(fsdpc_exchange *exchange);
 void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
 /* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
+/* A forward that no backward follows has ended on this rank. Returns when the other ranks have
+ * ended theirs (or wait for this rank elsewhere): from then on this rank may change its masters. */
+int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 
 /* One more reference to the unit's values; returns when they are readable. */
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
@@ -53,12 +58,13 @@ int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
 int fsdpc_unit_refs(const fsdpc_unit *unit);
 
-/* This rank's gradients of a unit are complete for this backward: packs and sends them. The sum
+/* This rank's gradients of a unit are complete for now: packs and sends them; what follows a first
+ * time in the same backward is added up here and sent by fsdpc_exchange_end. The sum
  * arrives in the shard gradient at the latest in fsdpc_exchange_end. grads[i] per parameter, NULL:
  * only what waits from no_sync. Sources may be freed on return. */
 int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdpc_tensor *grads);
 /* True if units may be reduced in any order; false if all ranks must call reduce for every
- * trainable unit, once per backward, in one order. */
+ * trainable unit, first calls in one order. */
 bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, unit's `used`
  * bytes tell which parameters got a gradient on some rank. Every rank calls it. */

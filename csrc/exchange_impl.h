@@ -13,6 +13,7 @@ struct fsdpc_exchange_i {
     int (*open)(fsdpc_exchange *x, const fsdpc_exchange_plan *plan);
     void (*close)(fsdpc_exchange *x);
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
+    int (*leave)(fsdpc_exchange *x); /* (optional) nothing to wait for */
     /* Makes the unit readable, or with wait false starts it if possible (unit->begun). */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
@@ -58,10 +59,12 @@ int fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
 
 struct fsdpc_rank_ctl {
     _Atomic uint64_t ready;   /* tag for which this rank's masters are final */
+    _Atomic uint64_t first;   /* synchronised backwards of which no unit's first post is to come */
     _Atomic uint64_t ended;   /* synchronised backwards whose gradients are all posted */
     _Atomic uint32_t waiting; /* 1 while this rank waits for others */
     _Atomic uint32_t seen;    /* the `turn` at which it last found that it cannot go on */
-    char pad[64 - 24];
+    _Atomic uint64_t left;    /* tag of its last forward that no backward follows */
+    char pad[64 - 40];
 };
 
 struct fsdpc_slot_ctl {
@@ -76,7 +79,7 @@ struct fsdpc_slot_ctl {
 };
 
 struct fsdpc_post_ctl {
-    _Atomic uint64_t round; /* backward << 8 | n-th post of this unit in it, from 1 */
+    _Atomic uint64_t round; /* backward << 8 | n-th post of this unit in it, 1 or 2 */
     uint32_t slot;          /* which of the rank's reduce slots */
     char pad[64 - 12];
     /* followed by: uint8_t used[param_count] */

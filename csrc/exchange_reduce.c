@@ -10,6 +10,11 @@
  *   rank 0  pack A | pack B        | pack C | ended
  *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
  *
+ * A unit whose gradients become complete several times in one backward is posted twice at most:
+ * what follows the first time is added up on this rank and posted at the end, once every rank has
+ * said ("first") which units it has posted. So a rank never waits in the middle of a backward for
+ * others to pass the same unit, which they may do later, or never.
+ *
  * If all others wait too while a slot is needed (ranks run units in different order), the unit's
  * own overflow slot is used: sparse memory that is given back afterwards.
  */
@@ -61,8 +66,9 @@ static bool
 round_is_complete(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     for (int r = 0; r < x->world; r++) {
+        const struct fsdpc_rank_ctl *ctl = &x->shared->ranks[r];
         if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) < round &&
-            atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            atomic_load(round == round_tag(x, 1) ? &ctl->first : &ctl->ended) <= x->backwards) {
             return false;
         }
     }
@@ -104,15 +110,31 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     return FSDPC_OK;
 }
 
-/* Sums what this rank has posted and all others have too. */
+static bool
+anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) == round) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Sums what nobody will add to any more. Units that this rank did not run are looked at only once
+ * it has said so: before, their rounds are not complete. */
 static int
 progress(fsdpc_exchange *x)
 {
+    bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        while (unit->consumed < unit->posted &&
-               round_is_complete(x, unit, round_tag(x, unit->consumed + 1))) {
-            FSDPC_TRY(consume(x, unit, round_tag(x, unit->consumed + 1)));
+        while (unit->consumed < unit->posted || absent_too) {
+            uint64_t round = round_tag(x, unit->consumed + 1);
+            if (!anyone_posted(x, unit, round) || !round_is_complete(x, unit, round)) {
+                break;
+            }
+            FSDPC_TRY(consume(x, unit, round));
         }
     }
     return FSDPC_OK;
@@ -176,8 +198,8 @@ done:
     return status;
 }
 
-int
-fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+static int
+post(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     int slot;
     FSDPC_TRY(acquire_slot(x, unit, &slot));
@@ -193,6 +215,12 @@ fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
     return progress(x);
 }
 
+int
+fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    return unit->posted == 0 ? post(x, unit, grads) : fsdpc_grad_keep_local(unit, grads);
+}
+
 /* --- the end of a backward ------------------------------------------------------------------- */
 
 static bool
@@ -206,29 +234,13 @@ all_ended(fsdpc_exchange *x)
     return true;
 }
 
-static bool
-anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
-{
-    for (int r = 0; r < x->world; r++) {
-        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) == round) {
-            return true;
-        }
-    }
-    return false;
-}
 
-/* Units that this rank did not run but others did. */
-static int
-consume_absent(fsdpc_exchange *x)
+static void
+forget_rounds(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        fsdpc_unit *unit = x->units[u];
-        while (anyone_posted(x, unit, round_tag(x, unit->consumed + 1))) {
-            FSDPC_TRY(consume(x, unit, round_tag(x, unit->consumed + 1)));
-        }
-        unit->posted = unit->consumed = 0;
+        x->units[u]->posted = x->units[u]->consumed = 0;
     }
-    return FSDPC_OK;
 }
 
 /* Overflow memory whose posts were all acknowledged goes back to the kernel. */
@@ -249,12 +261,13 @@ discard_overflow(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
+/* Units with local gradients that were posted `times` times so far. */
 static int
-post_what_waits(fsdpc_exchange *x)
+post_what_waits(fsdpc_exchange *x, uint64_t times)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->local_any) {
-            FSDPC_TRY(fsdpc_shared_reduce(x, x->units[u], NULL));
+        if (x->units[u]->local_any && x->units[u]->posted == times) {
+            FSDPC_TRY(post(x, x->units[u], NULL));
         }
     }
     return FSDPC_OK;
@@ -279,20 +292,23 @@ fsdpc_shared_end(fsdpc_exchange *x)
 {
     int status = FSDPC_OK;
     struct fsdpc_shared_wait wait;
-    FSDPC_TRY(post_what_waits(x));
+    FSDPC_TRY(post_what_waits(x, 0));
+    atomic_store(&x->shared->ranks[x->rank].first, x->backwards + 1);
+    fsdpc_shared_notify(x);
+    FSDPC_TRY(post_what_waits(x, 1));
     atomic_store(&x->shared->ranks[x->rank].ended, x->backwards + 1);
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
     for (;;) {
         uint32_t seen = atomic_load(x->shared->turn);
+        bool last_look = all_ended(x);
         FSDPC_GOTO(progress(x), done);
-        if (all_ended(x)) {
+        if (last_look) {
             break;
         }
         FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
     }
-    FSDPC_GOTO(progress(x), done);
-    FSDPC_GOTO(consume_absent(x), done);
+    forget_rounds(x);
     FSDPC_GOTO(discard_overflow(x), done);
 done:
     fsdpc_shared_wait_end(x, &wait, NULL);

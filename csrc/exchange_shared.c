@@ -63,7 +63,7 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     wait->waiting = true;
     wait->start_ns = fsdpc_shm_now_ns();
     wait->deadline_ns = fsdpc_shm_deadline(x->shm);
-    }
+}
 
 int
 fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32_t seen)
@@ -286,6 +286,10 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
     fsdpc_shared_wait_begin(x, &wait, "gather", unit);
     uint32_t chunks = chunks_of_unit(unit);
     *busy = false;
+    if (may_wait && slot_held(x, slot)[x->rank]) {
+        /* Perhaps only for a unit that was expected to come next. */
+        FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
+    }
     for (;;) {
         uint32_t seen = atomic_load(x->shared->turn);
         FSDPC_GOTO(lock_slot(x, slot, &wait.what), done);
@@ -426,6 +430,40 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
+static bool
+all_left(const fsdpc_exchange *x)
+{
+    for (int r = 0; r < x->world; r++) {
+        const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
+        if (atomic_load(&other->left) < x->tag && atomic_load(&other->ready) <= x->tag) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* A late rank may still read this rank's masters for the forward that has ended here; they must not
+ * change before it has. In a forward that a backward follows the end of that backward sees to it. */
+static int
+leave(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    atomic_store(&x->shared->ranks[x->rank].left, x->tag);
+    fsdpc_shared_notify(x);
+    fsdpc_shared_wait_begin(x, &wait, "end of forward", NULL);
+    for (;;) {
+        uint32_t seen = atomic_load(x->shared->turn);
+        if (all_left(x) || fsdpc_shared_stuck(x, seen)) {
+            break;
+        }
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+    }
+done:
+    fsdpc_shared_wait_end(x, &wait, NULL);
+    return status;
+}
+
 /* --- set-up ---------------------------------------------------------------------------------- */
 
 static size_t
@@ -512,6 +550,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_shared = {
     .open = open_shared,
     .close = close_shared,
     .begin = begin,
+    .leave = leave,
     .gather = gather,
     .release = release,
     .reduce = fsdpc_shared_reduce,

@@ -150,17 +150,31 @@ take_sums(fsdpc_exchange *x, fsdpc_unit *unit)
 }
 
 static int
-reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    if (x->world == 1) {
-        FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
-        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
-        return FSDPC_OK;
+    int status = FSDPC_OK;
+    uint8_t *bits = fsdpc_mem_calloc((size_t)unit->layout->param_count, 1);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
     }
+    FSDPC_GOTO(fsdpc_grad_pack(unit, grads, x->reduce_buffer, bits), done);
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= bits[i];
+    }
+done:
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+/* The gradients of one unit; every rank calls it at the same time. */
+static int
+send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
     char what[WHAT_BYTES];
     snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    unit->posted++;
     FSDPC_TRY(compare_turns(x, unit, true, what));
-    FSDPC_TRY(fsdpc_grad_pack(unit, grads, x->reduce_buffer, unit->used));
+    FSDPC_TRY(pack(x, unit, grads));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
     for (int s = 0; s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
@@ -175,23 +189,39 @@ reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return FSDPC_OK;
 }
 
-/* Which parameters got a gradient on any rank. */
 static int
-share_used(fsdpc_exchange *x)
+reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (x->world == 1) {
+        FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
+        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+        return FSDPC_OK;
+    }
+    if (unit->posted > 0) {
+        return fsdpc_grad_keep_local(unit, grads);
+    }
+    return send(x, unit, grads);
+}
+
+/* Which parameters got a gradient on any rank. What some rank kept back, because its unit had been
+ * sent before, is sent now (*again: so the bits must be shared once more). */
+static int
+share_used(fsdpc_exchange *x, bool *again)
 {
     int status = FSDPC_OK;
-    size_t count = 0, at = 0;
+    size_t count = (size_t)x->unit_count, at = 0;
     for (int u = 0; u < x->unit_count; u++) {
         count += (size_t)x->units[u]->layout->param_count;
     }
     float *bits = fsdpc_mem_calloc(count, sizeof *bits);
     if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of %zu parameters", count);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for %zu used bits", count);
     }
     for (int u = 0; u < x->unit_count; u++) {
         for (int i = 0; i < x->units[u]->layout->param_count; i++) {
             bits[at++] = x->units[u]->used[i];
         }
+        bits[at++] = x->units[u]->local_any;
     }
     FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
                                      "used bits at the end of backward"),
@@ -201,6 +231,10 @@ share_used(fsdpc_exchange *x)
         for (int i = 0; i < x->units[u]->layout->param_count; i++) {
             x->units[u]->used[i] = bits[at++] > 0;
         }
+        if (bits[at++] > 0) {
+            *again = true;
+            FSDPC_GOTO(send(x, x->units[u], NULL), done);
+        }
     }
 done:
     fsdpc_mem_free(bits);
@@ -208,14 +242,30 @@ done:
 }
 
 static int
-end(fsdpc_exchange *x)
+end_alone(fsdpc_exchange *x)
 {
-    for (int u = 0; x->world == 1 && u < x->unit_count; u++) {
+    for (int u = 0; u < x->unit_count; u++) {
         if (x->units[u]->local_any) {
             FSDPC_TRY(reduce(x, x->units[u], NULL));
         }
     }
-    return x->world == 1 ? FSDPC_OK : share_used(x);
+    return FSDPC_OK;
+}
+
+static int
+end(fsdpc_exchange *x)
+{
+    if (x->world == 1) {
+        return end_alone(x);
+    }
+    for (bool again = true; again;) {
+        again = false;
+        FSDPC_TRY(share_used(x, &again));
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        x->units[u]->posted = 0;
+    }
+    return FSDPC_OK;
 }
 
 const struct fsdpc_exchange_i fsdpc_exchange_wire = {

@@ -105,10 +105,36 @@ fsdpc_grad_drop_local(fsdpc_unit *unit, int param)
     unit->local_used[param] = 0;
 }
 
+/* Reduce buffers serve many units in turn. What an earlier one left between the parameters must not
+ * come into the gradient: a view of a whole segment shows it. */
+static int
+zero_padding(fsdpc_unit *unit, int segment, char *buffer)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    size_t item = fsdpc_dtype_bytes(seg->reduce);
+    char *piece = buffer + seg->reduce_offset;
+    int64_t at = 0;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        const fsdpc_param_place *place = &unit->layout->params[i];
+        if (place->segment == segment) {
+            FSDPC_TRY(fsdpc_device_zero(unit->device, piece + (size_t)at * item,
+                                        (size_t)(place->offset - at) * item));
+            at = place->offset + place->numel;
+        }
+    }
+    return fsdpc_device_zero(unit->device, piece + (size_t)at * item,
+                             (size_t)(seg->piece_numel * unit->world - at) * item);
+}
+
 int
 fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits)
 {
     static const fsdpc_tensor absent;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        if (unit->layout->segments[s].trainable) {
+            FSDPC_TRY(zero_padding(unit, s, buffer));
+        }
+    }
     for (int i = 0; i < unit->layout->param_count; i++) {
         if (unit->layout->params[i].trainable_index < 0) {
             continue;
@@ -180,7 +206,7 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
         size_t item = fsdpc_dtype_bytes(seg->accumulate);
         char *acc = target + seg->grad_offset + (size_t)place->offset * item;
         bool have = grads && grads[i].data;
-        bits[i] = have || unit->local_used[i];
+        bits[i] |= have || unit->local_used[i];
         bool add_this = add;
         if (unit->local_used[i]) {
             FSDPC_TRY((add_this ? fsdpc_device_accumulate : fsdpc_device_cast)(

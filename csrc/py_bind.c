@@ -446,14 +446,32 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
 
 /* --- gradients that autograd made ------------------------------------------------------------ */
 
+/* A lazily negated gradient (complex arithmetic makes them) is written out first. */
+static int
+view_grad(fsdpc_py_flat *flat, int i)
+{
+    if (fsdpc_py_torch_view(flat->held[i], &flat->views[i]) == 0) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_BufferError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    PyObject *plain = PyObject_CallMethod(flat->held[i], "resolve_neg", NULL);
+    if (!plain) {
+        return -1;
+    }
+    Py_SETREF(flat->held[i], plain);
+    return fsdpc_py_torch_view(plain, &flat->views[i]);
+}
+
 int
-fsdpc_py_collect_grads(fsdpc_py_flat *flat, fsdpc_tensor *grads, fsdpc_py_view *views,
-                       PyObject **held)
+fsdpc_py_collect_grads(fsdpc_py_flat *flat)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
     for (int i = 0; i < layout->param_count; i++) {
-        grads[i].data = NULL;
-        held[i] = NULL;
+        fsdpc_py_view *view = &flat->views[i];
+        flat->grads[i].data = NULL;
         if (!flat->full[i] || layout->params[i].trainable_index < 0) {
             continue;
         }
@@ -465,22 +483,32 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat, fsdpc_tensor *grads, fsdpc_py_view *
             Py_DECREF(grad);
             continue;
         }
-        held[i] = grad;
-        if (fsdpc_py_torch_view(grad, &views[i]) < 0) {
+        flat->held[i] = grad;
+        if (view_grad(flat, i) < 0) {
             return -1;
         }
-        grads[i] = (fsdpc_tensor){views[i].data,  views[i].dtype,   views[i].ndim,
-                                  views[i].shape, views[i].strides, views[i].contiguous};
+        flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,
+                                        view->shape, view->strides, view->contiguous};
     }
     return 0;
 }
 
-int
-fsdpc_py_clear_full_grads(fsdpc_py_flat *flat)
+void
+fsdpc_py_drop_held(fsdpc_py_flat *flat)
 {
     int count = fsdpc_unit_layout(flat->unit)->param_count;
     for (int i = 0; i < count; i++) {
-        if (flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0 &&
+        Py_CLEAR(flat->held[i]);
+    }
+}
+
+int
+fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    for (int i = 0; i < count; i++) {
+        bool trains = flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0;
+        if (trains && (all || flat->held[i]) &&
             PyObject_SetAttr(flat->full[i], fsdpc_py_name.grad, Py_None) < 0) {
             return -1;
         }

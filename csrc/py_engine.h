@@ -38,6 +38,10 @@ typedef struct fsdpc_py_flat {
     int site_count;
     fsdpc_py_seen *seen;
     int seen_count;
+    /* Room for the gradients of one reduction, per parameter. */
+    fsdpc_tensor *grads;
+    fsdpc_py_view *views;
+    PyObject **held;
     int installed; /* how many users want the gathered tensors in the modules */
     bool hold_installed;
     bool sync; /* false inside no_sync */
@@ -93,11 +97,13 @@ int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. */
 int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
-/* Views of the gathered tensors' gradients; grads[i].data NULL where there is none. `held` gets a
- * reference to each gradient (or NULL). `views` is room for one view per parameter. */
-int fsdpc_py_collect_grads(fsdpc_py_flat *flat, fsdpc_tensor *grads, fsdpc_py_view *views,
-                           PyObject **held);
-int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat);
+/* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
+ * reference to each gradient in flat->held. */
+int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
+/* Drops those references. */
+void fsdpc_py_drop_held(fsdpc_py_flat *flat);
+/* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
+int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
 
 /* --- py_hooks.c ------------------------------------------------------------------------------ */
 

@@ -52,7 +52,10 @@ make_unit(fsdpc_py_flat *self, const char *name, double divide, bool reshard, Py
     }
     self->full = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->full);
     self->arrived = fsdpc_mem_calloc((size_t)specs.count, 1);
-    if (!self->full || !self->arrived) {
+    self->grads = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->grads);
+    self->views = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->views);
+    self->held = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->held);
+    if (!self->full || !self->arrived || !self->grads || !self->views || !self->held) {
         PyErr_NoMemory();
         goto done;
     }
@@ -131,6 +134,9 @@ flat_dealloc(fsdpc_py_flat *self)
     flat_clear(self);
     fsdpc_mem_free(self->full);
     fsdpc_mem_free(self->arrived);
+    fsdpc_mem_free(self->grads);
+    fsdpc_mem_free(self->views);
+    fsdpc_mem_free(self->held);
     fsdpc_unit_free(self->unit);
     Py_XDECREF(self->shard_comm);
     Py_XDECREF(self->replicate_comm);

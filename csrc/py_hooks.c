@@ -13,7 +13,8 @@
  *   input_done    for units without trainable parameters: the gradient of the input exists.
  *   end           after backward: units with partial gradients, the ranks' common end, .grad.
  *
- * The GIL is let go around everything that copies, casts or waits.
+ * The GIL is let go around everything that copies, casts or waits; a release is a few stores and
+ * keeps it.
  */
 #include "py_engine.h"
 
@@ -117,7 +118,7 @@ clear_broken_backward(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         if (fsdpc_py_uninstall_all(tree->units[i]) < 0 ||
-            fsdpc_py_clear_full_grads(tree->units[i]) < 0 ||
+            fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
             fsdpc_py_prepare_grads(tree->units[i]) < 0) {
             return -1;
         }
@@ -357,7 +358,10 @@ post_forward(hook *self, PyObject *const *args, Py_ssize_t count)
         return -1;
     }
     int status;
-    CORE(status, fsdpc_tree_forward_leave(tree->tree, flat->id, hooked > 0));
+    status = fsdpc_tree_forward_leave(tree->tree, flat->id, hooked > 0);
+    if (status == FSDPC_OK && tree->forward_depth == 0 && !tree->recompute && hooked == 0) {
+        CORE(status, fsdpc_tree_end_forward(tree->tree));
+    }
     return checked(status);
 }
 
@@ -414,44 +418,23 @@ end_hold(fsdpc_py_flat *flat)
     return fsdpc_py_uninstall(flat);
 }
 
-static void
-drop_held(PyObject **held, int count)
-{
-    for (int i = 0; i < count; i++) {
-        Py_CLEAR(held[i]);
-    }
-}
-
 /* Packs and sends (or, with sync false, keeps) the gradients that autograd has made. */
 static int
 send_grads(fsdpc_py_flat *flat, bool sync)
 {
-    int count = fsdpc_unit_layout(flat->unit)->param_count, result = -1, status;
+    int status, result = -1;
     fsdpc_tree *tree = flat->tree->tree;
-    fsdpc_tensor *grads = fsdpc_mem_calloc((size_t)count, sizeof *grads);
-    fsdpc_py_view *views = fsdpc_mem_calloc((size_t)count, sizeof *views);
-    PyObject **held = fsdpc_mem_calloc((size_t)count, sizeof *held);
-    if (!grads || !views || !held) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    if (fsdpc_py_prepare_grads(flat) < 0 ||
-        fsdpc_py_collect_grads(flat, grads, views, held) < 0) {
+    if (fsdpc_py_prepare_grads(flat) < 0 || fsdpc_py_collect_grads(flat) < 0) {
         goto done;
     }
     if (sync) {
-        CORE(status, fsdpc_tree_reduce(tree, flat->id, grads));
+        CORE(status, fsdpc_tree_reduce(tree, flat->id, flat->grads));
     } else {
-        CORE(status, fsdpc_tree_keep_local(tree, flat->id, grads));
+        CORE(status, fsdpc_tree_keep_local(tree, flat->id, flat->grads));
     }
-    result = checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat);
+    result = checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
 done:
-    if (held) {
-        drop_held(held, count);
-    }
-    fsdpc_mem_free(grads);
-    fsdpc_mem_free(views);
-    fsdpc_mem_free(held);
+    fsdpc_py_drop_held(flat);
     return result;
 }
 
@@ -480,7 +463,7 @@ finish_unit(fsdpc_py_flat *flat)
         return -1;
     }
     int status;
-    CORE(status, fsdpc_tree_backward_done(tree->tree, flat->id, flat->sync));
+    status = fsdpc_tree_backward_done(tree->tree, flat->id, flat->sync);
     if (checked(status) < 0) {
         return -1;
     }
@@ -525,7 +508,7 @@ input_done(fsdpc_py_flat *flat)
         return -1;
     }
     int status;
-    CORE(status, fsdpc_tree_drop_hold(tree->tree, flat->id));
+    status = fsdpc_tree_drop_hold(tree->tree, flat->id);
     return checked(status);
 }
 

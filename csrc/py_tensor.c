@@ -147,8 +147,9 @@ static int
 ask(PyObject *object, PyObject *name)
 {
     PyObject *answer = PyObject_CallMethodNoArgs(object, name);
-    if (answer == NULL) {
-        return -1;
+    if (answer == NULL || answer == Py_False) {
+        Py_XDECREF(answer);
+        return answer == NULL ? -1 : 0;
     }
     int truth = PyObject_IsTrue(answer);
     Py_DECREF(answer);

@@ -7,7 +7,7 @@
 #include "status.h"
 #include "tree_impl.h"
 
-enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2, TAG_BITS = 20 };
+enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2 };
 
 /* --- set-up ---------------------------------------------------------------------------------- */
 
@@ -141,7 +141,7 @@ set_phase(fsdpc_tree *tree, enum fsdpc_phase phase)
 static int
 publish_tag(fsdpc_tree *tree)
 {
-    uint64_t tag = tree->backwards << TAG_BITS | tree->forwards;
+    uint64_t tag = tree->backwards << FSDPC_TAG_BITS | tree->forwards;
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], tag));
     }
@@ -238,6 +238,18 @@ fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 }
 
 int
+fsdpc_tree_end_forward(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        /* Prefetched units are not left to later passes. */
+        FSDPC_TRY(fsdpc_exchange_drop(tree->exchanges[i]));
+        FSDPC_TRY(fsdpc_exchange_leave(tree->exchanges[i]));
+    }
+    set_phase(tree, FSDPC_PHASE_IDLE);
+    return FSDPC_OK;
+}
+
+int
 fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
@@ -331,7 +343,9 @@ int
 fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
 {
     for (int i = 0; i < tree->count; i++) {
-        if (tree->nodes[i].complete && fsdpc_exchange_any_order(tree->nodes[i].exchange)) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        /* A further time in one backward nothing is sent yet: no turn to wait for. */
+        if (node->complete && (node->reduced || fsdpc_exchange_any_order(node->exchange))) {
             return i;
         }
     }

@@ -41,6 +41,8 @@ int fsdpc_tree_begin_forward(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
+/* The outermost forward has ended and no backward will follow. May wait for other ranks. */
+int fsdpc_tree_end_forward(fsdpc_tree *tree);
 /* The forward broke off inside this unit. */
 int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
 /* Idempotent within one backward. */

@@ -52,7 +52,7 @@ struct fsdpc_unit {
     int refs;
     bool ready;    /* all values are in place */
     bool begun;    /* holds its slot, values may be incomplete (prefetch) */
-    uint64_t posted, consumed; /* rounds of reduction */
+    uint64_t posted, consumed; /* rounds of reduction in this backward */
 };
 
 /* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
@@ -70,7 +70,7 @@ int fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
 /* Sums this rank's pieces: sources[r] is rank r's reduce buffer or NULL if it has nothing. */
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
-/* One rank, no wire: gradients go straight into the shard gradient. */
+/* One rank, no wire: gradients go straight into the shard gradient; bits are only added. */
 int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
 /* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
 void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
