@@ -298,7 +298,7 @@ companion(hook *self, enum fsdpc_py_hook_kind kind)
 
 /* Units whose backward cannot be seen to end by their own gradients watch their inputs'. */
 static int
-watch_inputs(hook *self, fsdpc_py_flat *flat, PyObject *inputs)
+watch_inputs(hook *self, fsdpc_py_flat *flat, PyObject *const *inputs, Py_ssize_t count)
 {
     bool adaptive = flat->incomplete && fsdpc_exchange_any_order(
                                             flat->tree->tree->nodes[flat->id].exchange);
@@ -310,7 +310,12 @@ watch_inputs(hook *self, fsdpc_py_flat *flat, PyObject *inputs)
         return grad;
     }
     PyObject *done = companion(self, FSDPC_HOOK_INPUT_DONE);
-    return done && walk(flat->tree, inputs, hook_node, done, 0) >= 0 ? 0 : -1;
+    for (Py_ssize_t i = 0; done && i < count; i++) {
+        if (walk(flat->tree, inputs[i], hook_node, done, 0) < 0) {
+            return -1;
+        }
+    }
+    return done ? 0 : -1;
 }
 
 static int
@@ -334,7 +339,8 @@ pre_forward(hook *self, PyObject *const *args, Py_ssize_t count)
         return -1;
     }
     tree->forward_depth++;
-    return count > 1 && !tree->recompute ? watch_inputs(self, flat, args[1]) : 0;
+    /* (module, args) or (module, args, kwargs) */
+    return count > 1 && !tree->recompute ? watch_inputs(self, flat, args + 1, count - 1) : 0;
 }
 
 static int

@@ -58,7 +58,7 @@ def lazy_init(root: Any) -> None:
         marked = attach_marked(root)
         if marked:
             root._tree.core.defer_reduces()
-        root._pass_hooks += marked
+        root._mark_handles += marked
     root.precision_line = precision_line(root)
     if root.rank == 0:
         logger.info(root.precision_line)
@@ -81,21 +81,16 @@ def _pass_unit(root: Any) -> Unit:
         root._pass_unit = unit
         this = weakref.ref(root)
         unit.on_unattached = lambda: lazy_init(this())
-        root._pass_hooks = [
-            root.register_forward_pre_hook(unit.pre_forward_hook),
-            root.register_forward_hook(unit.post_forward_hook),
-        ]
+        root._enter, root._leave = unit.pre_forward_hook, unit.post_forward_hook
     return root._pass_unit
 
 
-def enter_first_pass(root: Any) -> None:
-    """The first forward has initialised the tree from a hook: hooks registered in there run from
-    the next forward on, so this one's beginning is told by hand.
-    """
-    had = root._pass_unit
-    lazy_init(root)
-    if root._pass_unit is not None and root._pass_unit is not had:
-        root._pass_unit.pre_forward_hook(root, ())
+def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Beginning of a forward of an instance without parameters, which has no unit to do this."""
+    if member._is_root is None:
+        lazy_init(member)
+        if member._pass_unit is not None:
+            member._enter(member, args, kwargs)
 
 
 def release_tree(root: Any) -> None:
@@ -104,9 +99,12 @@ def release_tree(root: Any) -> None:
     """
     if root._tree is not None:
         root._tree.detach()
-    for handle in root._pass_hooks:
+    for handle in root._mark_handles:
         handle.remove()
-    root._pass_unit, root._pass_hooks = None, []
+    root._mark_handles = []
+    if root._pass_unit is not None:
+        root._pass_unit = None
+        root.forget_unit_hooks()
     for member in unit_modules(root):
         member._is_root = member._root = member._tree = None
 

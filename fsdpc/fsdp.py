@@ -169,8 +169,8 @@ class FullyShardedDataParallel(nn.Module):
     def _init_state(self) -> None:
         self._unit: Unit | None = None
         self._pass_unit: Unit | None = None
-        self._pass_hooks: list[Any] = []
-        self._unit_hooks: list[Any] = []
+        self._mark_handles: list[Any] = []
+        self.forget_unit_hooks()
         self._tree: Any = None
         self._root: weakref.ref[FullyShardedDataParallel] | None = None
         self._is_root: bool | None = None
@@ -201,13 +201,14 @@ class FullyShardedDataParallel(nn.Module):
             sync_states(module, infos, self._groups)
         if infos:
             self._shard(infos)
-        else:
-            self.register_forward_pre_hook(_lazy_init_hook)
+
+    def forget_unit_hooks(self) -> None:
+        """What runs around ``forward`` while there is no unit. Local."""
+        self._enter: Callable[..., Any] = _root.enter_without_unit
+        self._leave: Callable[..., Any] = _leave_without_unit
 
     def _shard(self, infos: list[ParamInfo]) -> None:
-        """Make the engine's unit from full parameters and register its hooks. Collective."""
-        for handle in self._unit_hooks:
-            handle.remove()
+        """Make the engine's unit from full parameters and take over its hooks. Collective."""
         mixed = self.mixed_precision
         unit = Unit(
             self._name,
@@ -223,10 +224,7 @@ class FullyShardedDataParallel(nn.Module):
         this = weakref.ref(self)
         unit.on_unattached = lambda: _root.lazy_init(this())
         self._unit = unit
-        self._unit_hooks = [
-            self.register_forward_pre_hook(unit.pre_forward_hook),
-            self.register_forward_hook(unit.post_forward_hook),
-        ]
+        self._enter, self._leave = unit.pre_forward_hook, unit.post_forward_hook
         _summon.show_flat_params(self)
 
     # --- the step ---
@@ -235,15 +233,18 @@ class FullyShardedDataParallel(nn.Module):
         """Run the wrapped module on full parameters. Floating inputs are cast where mixed precision
         asks for it.
         """
+        self._enter(self, args, kwargs)
         try:
             if self._cast_inputs_to is not None:
                 args, kwargs = cast_arguments(self._cast_inputs_to, args, kwargs)
-            return self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
+            output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             unit = self._unit or self._pass_unit
             if unit is not None:
                 unit.forward_failed()
             raise
+        self._leave(output)
+        return output
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward leaves gradients unreduced, to be reduced by the first backward
@@ -469,10 +470,8 @@ class FullyShardedDataParallel(nn.Module):
         return flat[0] if flat else None
 
 
-def _lazy_init_hook(member: Any, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of an instance without parameters, which has no unit to do this for it."""
-    if member._is_root is None:
-        _root.enter_first_pass(member)
+def _leave_without_unit(output: Any) -> None:
+    """End of a forward of an instance without parameters: nothing to release."""
 
 
 FSDP = FullyShardedDataParallel
