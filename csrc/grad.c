@@ -82,6 +82,9 @@ done:
 int
 fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
+    if (!grads) {
+        return FSDPC_OK;
+    }
     FSDPC_TRY(make_local(unit));
     for (int i = 0; i < unit->layout->param_count; i++) {
         if (!grads[i].data || unit->layout->params[i].trainable_index < 0) {

@@ -153,6 +153,8 @@ typedef struct shared_mapping {
 
 enum { MAPPINGS = 256 };
 static shared_mapping ranks_mappings[MAPPINGS];
+/* Mappings at an address of the caller's stay there, each thread's its own: gather slots. */
+static bool ranks_keep_addresses;
 static pthread_mutex_t ranks_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static shared_mapping *
@@ -173,6 +175,9 @@ static void *
 ranks_mmap(void *address, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     struct stat file;
+    if (address && ranks_keep_addresses) {
+        return mmap(address, bytes, prot, flags, fd, offset);
+    }
     REQUIRE(fstat(fd, &file) == 0);
     pthread_mutex_lock(&ranks_lock);
     shared_mapping *mapping = ranks_find_mapping(file.st_ino, offset, bytes);
@@ -196,14 +201,15 @@ ranks_mmap(void *address, size_t bytes, int prot, int flags, int fd, off_t offse
 static int
 ranks_munmap(void *address, size_t bytes)
 {
-    int status = 0;
+    bool gone = true;
     pthread_mutex_lock(&ranks_lock);
     for (int i = 0; i < MAPPINGS; i++) {
         shared_mapping *mapping = &ranks_mappings[i];
-        if (mapping->users && mapping->address == address && --mapping->users == 0) {
-            status = munmap(address, bytes);
+        if (mapping->users && mapping->address == address) {
+            gone = --mapping->users == 0;
         }
     }
+    int status = gone ? munmap(address, bytes) : 0;
     pthread_mutex_unlock(&ranks_lock);
     return status;
 }

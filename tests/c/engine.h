@@ -1,0 +1,417 @@
+/* Units with known values, for the tests of the engine.
+ *
+ * Every element of a gathered unit has a value that follows from its unit, segment, position and a
+ * version, exact in every dtype; a test moves the version on wherever a training step would change
+ * the parameters, so that a stale or missing element shows. Gradients are fractions that depend on
+ * the rank, so that sums taken in another order or without a rank differ in their last bits.
+ */
+#ifndef FSDPC_TEST_ENGINE_H
+#define FSDPC_TEST_ENGINE_H
+
+#include "ranks.h"
+#include "tree.h"
+#include "unit_impl.h"
+
+static fsdpc_device *engine_device;
+
+__attribute__((constructor)) static void
+engine_start(void)
+{
+    if (fsdpc_device_cpu(&engine_device) != FSDPC_OK) {
+        abort();
+    }
+}
+
+/* --- items ----------------------------------------------------------------------------------- */
+
+static double
+engine_get(const void *buffer, fsdpc_dtype dtype, int64_t i)
+{
+    switch (dtype) {
+    case FSDPC_F64:
+        return ((const double *)buffer)[i];
+    case FSDPC_F32:
+        return ((const float *)buffer)[i];
+    case FSDPC_BF16:
+        return fsdpc_bf16_to_f32(((const uint16_t *)buffer)[i]);
+    case FSDPC_F16:
+        return fsdpc_f16_to_f32(((const uint16_t *)buffer)[i]);
+    default:
+        return ((const uint8_t *)buffer)[i];
+    }
+}
+
+static void
+engine_put(void *buffer, fsdpc_dtype dtype, int64_t i, double value)
+{
+    switch (dtype) {
+    case FSDPC_F64:
+        ((double *)buffer)[i] = value;
+        break;
+    case FSDPC_F32:
+        ((float *)buffer)[i] = (float)value;
+        break;
+    case FSDPC_BF16:
+        ((uint16_t *)buffer)[i] = fsdpc_f32_to_bf16((float)value);
+        break;
+    case FSDPC_F16:
+        ((uint16_t *)buffer)[i] = fsdpc_f32_to_f16((float)value);
+        break;
+    default:
+        ((uint8_t *)buffer)[i] = (uint8_t)value;
+    }
+}
+
+/* What `value` is once stored in `dtype`. */
+__attribute__((unused)) static double
+engine_stored(fsdpc_dtype dtype, double value)
+{
+    double item;
+    engine_put(&item, dtype, 0, value);
+    return engine_get(&item, dtype, 0);
+}
+
+/* --- values ---------------------------------------------------------------------------------- */
+
+/* A whole number below 251: exact in bfloat16 and in a byte. */
+static double
+engine_value(int unit, int segment, int64_t position, int version)
+{
+    return (double)((position * 7 + unit * 31 + segment * 13 + version * 3) % 251);
+}
+
+/* Fills this rank's pieces, what pads them included. */
+__attribute__((unused)) static void
+engine_set_masters(fsdpc_unit *unit, int number, int version)
+{
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        char *piece = (char *)unit->master + seg->shard_offset;
+        for (int64_t i = 0; i < seg->piece_numel; i++) {
+            engine_put(piece, seg->storage, i,
+                       engine_value(number, s, seg->piece_numel * unit->rank + i, version));
+        }
+    }
+}
+
+/* Number of elements of the gathered unit that differ from the version's. */
+__attribute__((unused)) static int64_t
+engine_count_wrong(fsdpc_unit *unit, int number, int version)
+{
+    int64_t wrong = 0;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        const char *full = (const char *)fsdpc_unit_full(unit) + seg->full_offset;
+        for (int64_t i = 0; i < seg->piece_numel * unit->world; i++) {
+            wrong += engine_get(full, seg->compute, i) != engine_value(number, s, i, version);
+        }
+    }
+    return wrong;
+}
+
+__attribute__((unused)) static double
+engine_grad(int rank, int unit, int param, int64_t i, int step, int round)
+{
+    int64_t mixed = i * 7919 + rank * 104729 + unit * 3101 + param * 1777 + step * 911 + round * 57;
+    return (float)((double)(mixed % 10007) / 1000.0 - 5.0);
+}
+
+/* --- kinds of units -------------------------------------------------------------------------- */
+
+enum { ENGINE_KINDS = 6, ENGINE_PARAMS = 4 };
+
+#define ENGINE_SPEC(n, numel, storage, compute, reduce, trainable) \
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable}
+
+/* plain; mixed precision with frozen parameters and bytes; low precision with a double; large
+ * enough for several chunks; frozen; nearly nothing. */
+static const fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
+    {ENGINE_SPEC("a", 1000, F32, F32, F32, true), ENGINE_SPEC("b", 37, F32, F32, F32, true)},
+    {ENGINE_SPEC("a", 601, F32, BF16, F32, true), ENGINE_SPEC("frozen", 130, F32, BF16, F32, false),
+     ENGINE_SPEC("bytes", 77, BYTES, BYTES, BYTES, false),
+     ENGINE_SPEC("b", 3, F32, BF16, F32, true)},
+    {ENGINE_SPEC("a", 515, BF16, BF16, BF16, true), ENGINE_SPEC("b", 41, F64, F64, F64, true),
+     ENGINE_SPEC("c", 260, F16, F32, F32, true)},
+    {ENGINE_SPEC("a", 700001, F32, F32, BF16, true), ENGINE_SPEC("b", 5, F32, F32, BF16, true)},
+    {ENGINE_SPEC("a", 300, F32, F32, F32, false)},
+    {ENGINE_SPEC("a", 0, F32, F32, F32, true), ENGINE_SPEC("b", 1, F32, F32, F32, true)},
+};
+static const int engine_spec_counts[ENGINE_KINDS] = {2, 4, 3, 2, 1, 2};
+
+__attribute__((unused)) static fsdpc_unit *
+engine_unit(fsdpc_comm *comm, int kind, const char *name, bool reshard)
+{
+    fsdpc_unit *unit;
+    fsdpc_unit_options options = {
+        .name = name, .shard = comm, .divide = fsdpc_comm_world(comm), .reshard = reshard};
+    REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[kind], engine_spec_counts[kind], &unit));
+    return unit;
+}
+
+/* --- gradients ------------------------------------------------------------------------------- */
+
+static uint64_t
+engine_mix(uint64_t value)
+{
+    value = (value ^ (value >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    value = (value ^ (value >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return value ^ (value >> 31);
+}
+
+__attribute__((unused)) static uint64_t
+engine_random(uint64_t *state)
+{
+    *state += UINT64_C(0x9e3779b97f4a7c15);
+    return engine_mix(*state);
+}
+
+/* Three of four parameters get a gradient. */
+static bool
+engine_present(int rank, int unit, int param, int step, int round)
+{
+    return engine_mix(
+               (uint64_t)(rank * 1000003 + unit * 10007 + param * 1009 + step * 101 + round + 1)) %
+               4 !=
+           0;
+}
+
+typedef struct engine_grads {
+    fsdpc_tensor tensors[ENGINE_PARAMS];
+    int64_t shape[ENGINE_PARAMS];
+    float *memory;
+} engine_grads;
+
+/* This rank's gradients of one round. */
+__attribute__((unused)) static void
+engine_make_grads(const fsdpc_unit *unit, int number, int step, int round, engine_grads *out)
+{
+    static const int64_t one = 1;
+    const fsdpc_layout *layout = unit->layout;
+    size_t total = 0;
+    memset(out, 0, sizeof *out);
+    for (int i = 0; i < layout->param_count; i++) {
+        total += (size_t)layout->params[i].numel;
+    }
+    float *next = out->memory = malloc(total * sizeof *next + 1);
+    REQUIRE(next != NULL);
+    for (int i = 0; i < layout->param_count; i++) {
+        int64_t numel = layout->params[i].numel;
+        out->shape[i] = numel;
+        if (layout->params[i].trainable_index < 0 ||
+            !engine_present(unit->rank, number, i, step, round)) {
+            continue;
+        }
+        for (int64_t k = 0; k < numel; k++) {
+            next[k] = (float)engine_grad(unit->rank, number, i, k, step, round);
+        }
+        out->tensors[i] = (fsdpc_tensor){next, FSDPC_F32, 1, &out->shape[i], &one, true};
+        next += numel;
+    }
+}
+
+/* What rank r sends of an element: its first gradient as it is, further ones added up. */
+static double
+engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int unit, int param,
+            int64_t k, int step, bool first)
+{
+    double wide = 0;
+    float narrow = 0;
+    for (int round = first ? 0 : 1; round < (first && rounds > 1 ? 1 : rounds); round++) {
+        if (engine_present(rank, unit, param, step, round)) {
+            double value = engine_grad(rank, unit, param, k, step, round);
+            wide += value;
+            narrow += (float)value;
+        }
+    }
+    double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
+    return travels ? engine_stored(seg->reduce, sum) : sum;
+}
+
+/* What `step` leaves in the gradient when rank r took part in rounds[r] rounds: ranks in order. */
+static double
+engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param, int64_t k,
+                int step, bool wire)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[unit->layout->params[param].segment];
+    double all = 0;
+    for (int sending = 0; sending < 2; sending++) {
+        double wide = 0;
+        float narrow = 0;
+        for (int r = 0; r < unit->world; r++) {
+            double sent = engine_sent(seg, unit->world > 1, r, rounds[r], number, param, k, step,
+                                      sending == 0);
+            wide += sent;
+            narrow += (float)sent;
+        }
+        double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
+        sum = wire ? engine_stored(seg->reduce, sum) : sum;
+        float scaled = (float)sum * (float)unit->scale;
+        all = seg->accumulate == FSDPC_F64 ? all + sum * unit->scale : (float)all + scaled;
+    }
+    return all;
+}
+
+static bool
+engine_used(const fsdpc_unit *unit, const int *rounds, int number, int param, int step)
+{
+    for (int r = 0; r < unit->world; r++) {
+        for (int round = 0; round < rounds[r]; round++) {
+            if (engine_present(r, number, param, step, round)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Elements of this rank's gradient that are not what they must be; padding must be zero. */
+__attribute__((unused)) static int64_t
+engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, int step, bool wire)
+{
+    int64_t wrong = 0;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        const char *sums = (char *)unit->grad + seg->grad_offset;
+        for (int64_t k = 0; seg->trainable && k < seg->piece_numel; k++) {
+            int64_t at = seg->piece_numel * unit->rank + k;
+            double expected = 0;
+            for (int i = 0; i < unit->layout->param_count; i++) {
+                const fsdpc_param_place *place = &unit->layout->params[i];
+                if (place->segment == s && at >= place->offset &&
+                    at < place->offset + place->numel) {
+                    expected =
+                        engine_expected(unit, rounds, number, i, at - place->offset, step, wire);
+                }
+            }
+            wrong += engine_get(sums, seg->accumulate, k) != expected;
+        }
+    }
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        bool used = unit->layout->params[i].trainable_index >= 0 &&
+                    engine_used(unit, rounds, number, i, step);
+        wrong += unit->used[i] != used;
+    }
+    return wrong;
+}
+
+/* --- communicators --------------------------------------------------------------------------- */
+
+/* A "c10d" communicator whose callbacks use one over a shared segment. */
+static int
+engine_all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    return fsdpc_comm_all_gather(context, buffer, piece_bytes, what);
+}
+
+static int
+engine_reduce_scatter(void *context, void *buffer, int64_t piece, fsdpc_dtype dtype,
+                      const char *what)
+{
+    return fsdpc_comm_reduce_scatter(context, buffer, piece, dtype, what);
+}
+
+static int
+engine_all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+                  const char *what)
+{
+    return fsdpc_comm_all_reduce(context, buffer, numel, dtype, op, what);
+}
+
+static int
+engine_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
+{
+    return fsdpc_comm_broadcast(context, buffer, bytes, root, what);
+}
+
+static int
+engine_barrier(void *context, const char *what)
+{
+    return fsdpc_comm_barrier(context, what);
+}
+
+static void
+engine_release(void *context)
+{
+    fsdpc_comm_free(context);
+}
+
+/* The group of a run: a shared segment, or (`wire`) a carrier that hides it. */
+__attribute__((unused)) static fsdpc_comm *
+engine_join(int rank, ranks_run *run, bool wire)
+{
+    fsdpc_comm *comm, *outer;
+    if (run->world == 1) {
+        REQUIRE_OK(fsdpc_comm_self(engine_device, &comm));
+        return comm;
+    }
+    REQUIRE_OK(fsdpc_comm_shm(engine_device, rank, run->world, run->name, run->timeout_s, &comm));
+    if (!wire) {
+        return comm;
+    }
+    fsdpc_comm_callbacks callbacks = {
+        .context = comm,
+        .all_gather = engine_all_gather,
+        .reduce_scatter = engine_reduce_scatter,
+        .all_reduce = engine_all_reduce,
+        .broadcast = engine_broadcast,
+        .barrier = engine_barrier,
+        .release = engine_release,
+    };
+    REQUIRE_OK(fsdpc_comm_c10d(engine_device, rank, run->world, &callbacks, &outer));
+    return outer;
+}
+
+static int
+engine_silent_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    (void)context, (void)buffer, (void)piece_bytes, (void)what;
+    return FSDPC_OK;
+}
+
+static int
+engine_silent_scatter(void *context, void *buffer, int64_t piece, fsdpc_dtype dtype,
+                      const char *what)
+{
+    (void)context, (void)buffer, (void)piece, (void)dtype, (void)what;
+    return FSDPC_OK;
+}
+
+static int
+engine_silent_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                     enum fsdpc_op op, const char *what)
+{
+    (void)context, (void)buffer, (void)numel, (void)dtype, (void)op, (void)what;
+    return FSDPC_OK;
+}
+
+static int
+engine_silent_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
+{
+    (void)context, (void)buffer, (void)bytes, (void)root, (void)what;
+    return FSDPC_OK;
+}
+
+static int
+engine_silent_barrier(void *context, const char *what)
+{
+    (void)context, (void)what;
+    return FSDPC_OK;
+}
+
+/* One rank of a group that is not there: for what a rank does alone. */
+__attribute__((unused)) static fsdpc_comm *
+engine_pretend(int rank, int world)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_callbacks callbacks = {
+        .all_gather = engine_silent_gather,
+        .reduce_scatter = engine_silent_scatter,
+        .all_reduce = engine_silent_reduce,
+        .broadcast = engine_silent_broadcast,
+        .barrier = engine_silent_barrier,
+    };
+    REQUIRE_OK(fsdpc_comm_c10d(engine_device, rank, world, &callbacks, &comm));
+    return comm;
+}
+
+#endif

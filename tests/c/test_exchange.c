@@ -1,0 +1,770 @@
+/* Gathers and reductions among ranks: exact values in every schedule that a rank may legally run.
+ *
+ * The ranks of a group draw their schedules from seeds, the same or different ones; how often a
+ * rank reduces a unit follows from (seed, rank, unit, step), so that everybody knows what each sum
+ * must be. Masters change after every backward: values of an earlier step would be seen.
+ */
+#include "engine.h"
+
+enum { UNITS = 6, MAX_EVENTS = 64 };
+
+static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
+static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4", "u5"};
+
+/* Of the group that a test starts next. */
+static struct setup {
+    uint64_t seed;
+    int steps, slots, reduce_slots;
+    bool poison, wire;
+    bool own_order;  /* each rank draws its own schedule */
+    bool own_choice; /* ranks skip units, and forwards */
+    bool prefetch;
+    bool nest;       /* two units live at once */
+    int most_rounds; /* reductions of one unit in one backward */
+    int slow_rank;   /* sleeps now and then, or -1 */
+} setup;
+
+typedef struct group {
+    int rank, world, step, forwards;
+    uint64_t state, naps; /* of the schedule, of sleeps */
+    fsdpc_comm *comm;
+    fsdpc_unit *units[UNITS];
+    fsdpc_trace *trace;
+    fsdpc_exchange *x;
+    uint64_t digest;
+} group;
+
+/* --- a group --------------------------------------------------------------------------------- */
+
+static void
+change_masters(group *g)
+{
+    for (int u = 0; u < UNITS; u++) {
+        engine_set_masters(g->units[u], u, g->step);
+        g->units[u]->add = false;
+        memset(g->units[u]->used, 0, (size_t)g->units[u]->layout->param_count);
+    }
+}
+
+static void
+open_group(group *g, int rank, ranks_run *run)
+{
+    static const int ids[UNITS] = {0, 1, 2, 3, 4, 5};
+    int slot_of[UNITS];
+    size_t slot_bytes[UNITS] = {0};
+    *g = (group){.rank = rank, .world = run->world};
+    g->state = setup.seed + (setup.own_order ? (uint64_t)rank * 7919 : 0);
+    g->comm = engine_join(rank, run, setup.wire);
+    for (int u = 0; u < UNITS; u++) {
+        g->units[u] = engine_unit(g->comm, kinds[u], names[u], true);
+        bool direct = fsdpc_unit_is_direct(g->units[u]);
+        slot_of[u] = direct ? -1 : u % setup.slots;
+        size_t bytes = direct ? 0 : g->units[u]->range.bytes;
+        size_t *slot = &slot_bytes[u % setup.slots];
+        *slot = bytes > *slot ? bytes : *slot;
+    }
+    REQUIRE_OK(fsdpc_trace_new(1 << 12, &g->trace));
+    fsdpc_exchange_plan plan = {
+        .comm = g->comm,
+        .units = g->units,
+        .unit_ids = ids,
+        .unit_count = UNITS,
+        .slot_of = slot_of,
+        .slot_bytes = slot_bytes,
+        .slot_count = setup.slots,
+        .reduce_slots = setup.reduce_slots,
+        .poison = setup.poison,
+        .trace = g->trace,
+    };
+    REQUIRE_OK(fsdpc_exchange_new(&plan, &g->x));
+    change_masters(g);
+}
+
+static void
+close_group(group *g)
+{
+    fsdpc_exchange_free(g->x);
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit_free(g->units[u]);
+    }
+    fsdpc_trace_free(g->trace);
+    fsdpc_comm_free(g->comm);
+}
+
+static int
+draw(group *g, int below)
+{
+    return (int)(engine_random(&g->state) % (uint64_t)below);
+}
+
+static void
+dawdle(group *g)
+{
+    if (g->rank == setup.slow_rank && engine_random(&g->naps) % 4 == 0) {
+        rank_sleep_ms(3);
+    }
+}
+
+static void
+check_values(group *g, int u)
+{
+    int64_t wrong = engine_count_wrong(g->units[u], u, g->step);
+    if (wrong) {
+        TEST_FAIL("rank %d of %d, step %d, unit %d: %lld wrong elements (seed %llu)", g->rank,
+                  g->world, g->step, u, (long long)wrong, (unsigned long long)setup.seed);
+    }
+}
+
+/* --- steps: errors are returned, for ranks whose peers die ------------------------------------ */
+
+static int
+begin_pass(group *g)
+{
+    FSDPC_TRY(fsdpc_exchange_drop(g->x));
+    g->forwards++;
+    return fsdpc_exchange_begin(g->x, (uint64_t)g->step << FSDPC_TAG_BITS | (uint64_t)g->forwards);
+}
+
+static int
+prefetch_any(group *g)
+{
+    return setup.prefetch && draw(g, 2) ? fsdpc_exchange_prefetch(g->x, g->units[draw(g, UNITS)])
+                                        : FSDPC_OK;
+}
+
+static int
+use(group *g, int u, bool nest)
+{
+    FSDPC_TRY(fsdpc_exchange_gather(g->x, g->units[u]));
+    check_values(g, u);
+    FSDPC_TRY(prefetch_any(g));
+    dawdle(g);
+    if (nest) {
+        FSDPC_TRY(use(g, draw(g, UNITS), false));
+        check_values(g, u);
+    }
+    return fsdpc_exchange_release(g->x, g->units[u]);
+}
+
+static int
+random_forward(group *g)
+{
+    FSDPC_TRY(begin_pass(g));
+    int uses = 2 + draw(g, 8);
+    for (int i = 0; i < uses; i++) {
+        int u = draw(g, UNITS);
+        FSDPC_TRY(use(g, u, setup.nest && draw(g, 3) == 0));
+    }
+    return FSDPC_OK;
+}
+
+static int
+rounds_of(int rank, int unit, int step)
+{
+    if (kinds[unit] == 4) {
+        return 0;
+    }
+    if (!setup.own_choice) {
+        return setup.most_rounds;
+    }
+    return (int)(engine_mix(setup.seed * 31 + (uint64_t)(rank * 400 + unit * 20 + step)) %
+                 (uint64_t)(setup.most_rounds + 1));
+}
+
+static void
+shuffle(group *g, int *events, int count)
+{
+    for (int i = count - 1; i > 0; i--) {
+        int k = draw(g, i + 1), other = events[k];
+        events[k] = events[i];
+        events[i] = other;
+    }
+}
+
+static int
+reduce_one(group *g, int u, int round)
+{
+    engine_grads grads;
+    engine_make_grads(g->units[u], u, g->step, round, &grads);
+    int status = fsdpc_exchange_reduce(g->x, g->units[u], grads.tensors);
+    free(grads.memory);
+    return status;
+}
+
+static int
+random_backward(group *g)
+{
+    int events[MAX_EVENTS], done[UNITS] = {0}, count = 0;
+    for (int u = 0; u < UNITS; u++) {
+        for (int round = 0; round < rounds_of(g->rank, u, g->step); round++) {
+            events[count++] = u;
+        }
+    }
+    shuffle(g, events, count);
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(use(g, events[i], setup.nest && draw(g, 3) == 0));
+        FSDPC_TRY(reduce_one(g, events[i], done[events[i]]++));
+        dawdle(g);
+    }
+    FSDPC_TRY(fsdpc_exchange_drop(g->x));
+    return fsdpc_exchange_end(g->x);
+}
+
+static void
+check_sums(group *g)
+{
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit *unit = g->units[u];
+        int rounds[RANKS_MAX] = {0}, most = 0;
+        for (int r = 0; r < g->world; r++) {
+            rounds[r] = rounds_of(r, u, g->step);
+            most = rounds[r] > most ? rounds[r] : most;
+        }
+        int64_t wrong =
+            most ? engine_count_wrong_grads(unit, rounds, u, g->step, setup.wire && g->world > 1)
+                 : 0;
+        if (wrong) {
+            TEST_FAIL("rank %d of %d, step %d, unit %d: %lld wrong sums or used bits (seed %llu)",
+                      g->rank, g->world, g->step, u, (long long)wrong,
+                      (unsigned long long)setup.seed);
+        }
+        const uint8_t *bytes = unit->grad;
+        for (size_t i = 0; i < unit->layout->grad_bytes; i++) {
+            g->digest = (g->digest ^ bytes[i]) * UINT64_C(0x100000001b3);
+        }
+    }
+}
+
+static void
+next_step(group *g)
+{
+    check_sums(g);
+    g->step++;
+    g->forwards = 0;
+    change_masters(g);
+}
+
+static int
+random_step(group *g)
+{
+    int forwards = 1 + (setup.own_choice ? (g->step + g->rank) % 3 : draw(g, 2));
+    for (int f = 0; f < forwards; f++) {
+        FSDPC_TRY(random_forward(g));
+    }
+    FSDPC_TRY(random_backward(g));
+    next_step(g);
+    return FSDPC_OK;
+}
+
+/* --- random schedules ------------------------------------------------------------------------ */
+
+static void
+run_random_steps(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    for (int i = 0; i < setup.steps; i++) {
+        REQUIRE_OK(random_step(&g));
+    }
+    CHECK_INT(fsdpc_exchange_spare_bytes(g.x), 0);
+    atomic_fetch_add(&run->counter, engine_mix(g.digest + (uint64_t)rank));
+    close_group(&g);
+}
+
+static uint64_t
+digest_of_run(int world, bool threads)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    run->threads = threads;
+    ranks_start(run, run_random_steps);
+    uint64_t digest = run->counter;
+    ranks_free(run);
+    return digest;
+}
+
+/* One schedule on all ranks, each rank its own, ranks that skip units and forwards. */
+static void
+values_and_sums_are_exact(int world, uint64_t seeds, bool threads)
+{
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        setup = (struct setup){.seed = seed + (uint64_t)world * 100,
+                               .steps = 6,
+                               .slots = 1 + (int)seed % 3,
+                               .reduce_slots = 1 + (int)seed % 2,
+                               .poison = seed % 4 == 0,
+                               .prefetch = seed % 2 == 0,
+                               .nest = true,
+                               .most_rounds = 1,
+                               .slow_rank = (int)seed % (world + 1) - 1};
+        digest_of_run(world, threads);
+        setup.own_order = true;
+        digest_of_run(world, threads);
+        setup.own_choice = true;
+        setup.most_rounds = 1 + (int)seed % 3;
+        uint64_t first = digest_of_run(world, threads);
+        setup.slow_rank = -1;
+        CHECK(digest_of_run(world, threads) == first);
+    }
+}
+
+/* --- the plain schedule ---------------------------------------------------------------------- */
+
+static int
+count_trace(group *g, int u, enum fsdpc_trace_op op)
+{
+    fsdpc_trace_entry entries[1 << 12];
+    size_t total = fsdpc_trace_copy(g->trace, entries, 1 << 12);
+    int count = 0;
+    for (size_t i = 0; i < total; i++) {
+        count += entries[i].unit == u && entries[i].op == op;
+    }
+    return count;
+}
+
+static int
+plain_step(group *g)
+{
+    FSDPC_TRY(begin_pass(g));
+    for (int u = 0; u < UNITS; u++) {
+        FSDPC_TRY(fsdpc_exchange_gather(g->x, g->units[u]));
+        if (u + 1 < UNITS) {
+            FSDPC_TRY(fsdpc_exchange_prefetch(g->x, g->units[u + 1]));
+        }
+        check_values(g, u);
+        dawdle(g);
+        FSDPC_TRY(fsdpc_exchange_release(g->x, g->units[u]));
+    }
+    for (int u = UNITS - 1; u >= 0; u--) {
+        FSDPC_TRY(fsdpc_exchange_gather(g->x, g->units[u]));
+        check_values(g, u);
+        FSDPC_TRY(fsdpc_exchange_release(g->x, g->units[u]));
+        FSDPC_TRY(reduce_one(g, u, 0));
+        dawdle(g);
+    }
+    FSDPC_TRY(fsdpc_exchange_end(g->x));
+    next_step(g);
+    return FSDPC_OK;
+}
+
+static void
+run_plain_steps(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    size_t bytes = fsdpc_exchange_gather_bytes(g.x);
+    for (int i = 0; i < 8; i++) {
+        REQUIRE_OK(plain_step(&g));
+    }
+    CHECK_INT(fsdpc_exchange_spare_count(g.x), 0);
+    CHECK_INT(fsdpc_exchange_gather_bytes(g.x), bytes);
+    CHECK_STR(fsdpc_exchange_kind(g.x), setup.wire || run->world == 1 ? "wire" : "shared");
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_INT(count_trace(&g, u, FSDPC_TRACE_GATHER), 16);
+        CHECK_INT(count_trace(&g, u, FSDPC_TRACE_REDUCE), kinds[u] == 4 ? 0 : 8);
+        CHECK_INT(count_trace(&g, u, FSDPC_TRACE_JOIN), 0);
+        CHECK_INT(count_trace(&g, u, FSDPC_TRACE_ABSENT), 0);
+    }
+    close_group(&g);
+}
+
+static void
+one_order_needs_no_spare_memory(int world, bool wire, bool threads)
+{
+    for (int slow = -1; slow < (world > 1 ? 2 : 0); slow++) {
+        ranks_run *run = ranks_new(world);
+        run->timeout_s = 20;
+        run->threads = threads;
+        setup = (struct setup){.seed = 5,
+                               .slots = 2,
+                               .reduce_slots = 2,
+                               .wire = wire,
+                               .most_rounds = 1,
+                               .slow_rank = slow};
+        ranks_start(run, run_plain_steps);
+        ranks_free(run);
+    }
+}
+
+/* A prefetched unit that turns out not to come next gives its slot up. */
+static void
+run_wrong_guess(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    REQUIRE_OK(begin_pass(&g));
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
+    REQUIRE_OK(fsdpc_exchange_prefetch(g.x, g.units[0]));
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[2])); /* the slot of 0 */
+    check_values(&g, 2);
+    check_values(&g, 1);
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
+    check_values(&g, 0);
+    CHECK_INT(fsdpc_exchange_spare_count(g.x), 1); /* 0 and 2 are both live now */
+    REQUIRE_OK(fsdpc_exchange_drop(g.x));
+    REQUIRE_OK(fsdpc_exchange_end(g.x));
+    close_group(&g);
+}
+
+static void
+a_wrong_guess_costs_no_spare_memory(void)
+{
+    ranks_run *run = ranks_new(2);
+    run->timeout_s = 20;
+    setup = (struct setup){.slots = 2, .reduce_slots = 2, .slow_rank = -1};
+    ranks_start(run, run_wrong_guess);
+    ranks_free(run);
+}
+
+/* --- chosen schedules ------------------------------------------------------------------------ */
+
+static void
+run_two_live(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    for (int i = 0; i < 3; i++) {
+        REQUIRE_OK(begin_pass(&g));
+        REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
+        REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
+        REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
+        CHECK_INT(fsdpc_exchange_spare_bytes(g.x), g.units[1]->range.bytes);
+        CHECK_INT(fsdpc_unit_refs(g.units[1]), 2);
+        check_values(&g, 0);
+        check_values(&g, 1);
+        REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[1]));
+        check_values(&g, 1);
+        REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[1]));
+        CHECK_INT(fsdpc_exchange_spare_bytes(g.x), 0);
+        check_values(&g, 0);
+        REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[0]));
+        CHECK_ERROR(fsdpc_exchange_release(g.x, g.units[0]), FSDPC_E_STATE, "unit u0");
+        REQUIRE_OK(fsdpc_exchange_end(g.x));
+        g.step++;
+        change_masters(&g);
+    }
+    CHECK_INT(fsdpc_exchange_spare_count(g.x), 3);
+    CHECK_INT(count_trace(&g, 1, FSDPC_TRACE_SPARE), 3);
+    CHECK_INT(count_trace(&g, 1, FSDPC_TRACE_JOIN), 3);
+    close_group(&g);
+}
+
+static void
+two_live_units_of_one_slot(int world, bool wire)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    setup = (struct setup){.slots = 1, .reduce_slots = 1, .wire = wire, .slow_rank = -1};
+    ranks_start(run, run_two_live);
+    ranks_free(run);
+}
+
+static void
+run_poison(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    REQUIRE_OK(begin_pass(&g));
+    for (int u = 0; u < 2; u++) {
+        REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[u]));
+        check_values(&g, u);
+        REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[u]));
+        REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
+        for (int s = 0; s < g.units[u]->layout->segment_count; s++) {
+            const fsdpc_segment *seg = &g.units[u]->layout->segments[s];
+            const char *full = (char *)fsdpc_unit_full(g.units[u]) + seg->full_offset;
+            for (int64_t i = 0; i < seg->piece_numel * g.world; i++) {
+                double value = engine_get(full, seg->compute, i);
+                CHECK(seg->compute == FSDPC_BYTES ? value == 255 : value != value);
+            }
+        }
+        REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
+    }
+    /* Gathered again in the same pass: the values, not what was left in the slot. */
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
+    check_values(&g, 1);
+    REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[1]));
+    REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
+    close_group(&g);
+}
+
+static void
+released_values_are_poisoned(int world, bool wire)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    setup = (struct setup){
+        .slots = 2, .reduce_slots = 1, .poison = true, .wire = wire, .slow_rank = -1};
+    ranks_start(run, run_poison);
+    ranks_free(run);
+}
+
+/* Rank 0 runs a unit many times in one backward, the others once or not at all. */
+static void
+run_lone_rounds(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    int rounds = rank == 0 ? run->option : rank == 1 ? 0 : 1;
+    for (int step = 0; step < 2; step++) {
+        REQUIRE_OK(begin_pass(&g));
+        for (int round = 0; round < rounds; round++) {
+            REQUIRE_OK(reduce_one(&g, 3, round));
+        }
+        REQUIRE_OK(fsdpc_exchange_end(g.x));
+        int all[RANKS_MAX] = {run->option, 0, 1, 1};
+        CHECK_INT(engine_count_wrong_grads(g.units[3], all, 3, g.step, false), 0);
+        CHECK(fsdpc_exchange_reduce_bytes(g.x) > 0);
+        g.step++;
+        change_masters(&g);
+    }
+    close_group(&g);
+}
+
+static void
+a_unit_may_run_many_rounds(int world, int rounds)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    run->option = rounds;
+    setup = (struct setup){.slots = 2, .reduce_slots = 1, .slow_rank = -1};
+    ranks_start(run, run_lone_rounds);
+    ranks_free(run);
+}
+
+/* Rank 0 posts everything before rank 1 begins; rank 1 then goes the other way round. */
+static void
+run_far_ahead(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    for (int step = 0; step < 3; step++) {
+        REQUIRE_OK(begin_pass(&g));
+        if (rank == step % 2) {
+            rank_sleep_ms(60);
+        }
+        for (int i = 0; i < UNITS; i++) {
+            int u = rank == 0 ? i : UNITS - 1 - i;
+            REQUIRE_OK(reduce_one(&g, u, 0));
+        }
+        REQUIRE_OK(fsdpc_exchange_end(g.x));
+        next_step(&g);
+    }
+    close_group(&g);
+}
+
+static void
+more_reductions_in_flight_than_slots(int world)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    setup = (struct setup){.slots = 2, .reduce_slots = 1, .most_rounds = 1, .slow_rank = -1};
+    ranks_start(run, run_far_ahead);
+    ranks_free(run);
+}
+
+/* Several chunks of a piece, filled by whoever comes first. */
+static void
+run_large(int rank, ranks_run *run)
+{
+    group g = {.rank = rank, .world = run->world};
+    static const int ids[] = {0};
+    int slot = 0;
+    g.comm = engine_join(rank, run, setup.wire);
+    g.units[0] = engine_unit(g.comm, 3, "large", true);
+    size_t bytes = g.units[0]->range.bytes;
+    REQUIRE_OK(fsdpc_trace_new(64, &g.trace));
+    fsdpc_exchange_plan plan = {.comm = g.comm,
+                                .units = g.units,
+                                .unit_ids = ids,
+                                .unit_count = 1,
+                                .slot_of = &slot,
+                                .slot_bytes = &bytes,
+                                .slot_count = 1,
+                                .reduce_slots = 1,
+                                .trace = g.trace};
+    REQUIRE_OK(fsdpc_exchange_new(&plan, &g.x));
+    const int rounds[RANKS_MAX] = {1, 1, 1, 1};
+    for (; g.step < 3; g.step++) {
+        engine_set_masters(g.units[0], 0, g.step);
+        g.units[0]->add = false;
+        memset(g.units[0]->used, 0, 2);
+        REQUIRE_OK(begin_pass(&g));
+        if (rank == g.step) {
+            rank_sleep_ms(20);
+        }
+        REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
+        CHECK_INT(engine_count_wrong(g.units[0], 0, g.step), 0);
+        REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[0]));
+        REQUIRE_OK(reduce_one(&g, 0, 0));
+        REQUIRE_OK(fsdpc_exchange_end(g.x));
+        CHECK_INT(engine_count_wrong_grads(g.units[0], rounds, 0, g.step, setup.wire), 0);
+    }
+    fsdpc_exchange_free(g.x);
+    fsdpc_unit_free(g.units[0]);
+    fsdpc_trace_free(g.trace);
+    fsdpc_comm_free(g.comm);
+}
+
+static void
+large_units_are_filled_together(int world, bool wire)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    setup = (struct setup){.wire = wire, .slow_rank = -1};
+    ranks_start(run, run_large);
+    ranks_free(run);
+}
+
+/* --- the wire -------------------------------------------------------------------------------- */
+
+static void
+run_mismatch(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    REQUIRE_OK(begin_pass(&g));
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
+    if (run->option == 0) {
+        CHECK_ERROR(fsdpc_exchange_gather(g.x, g.units[1 + rank]), FSDPC_E_MISMATCH,
+                    rank == 0 ? "rank 0 is at the gather of unit u1 while rank 1 is at the gather "
+                                "of unit u2"
+                              : "rank 1 is at the gather of unit u2 while rank 0 is at the gather "
+                                "of unit u1");
+    } else {
+        int status = rank == 0 ? reduce_one(&g, 0, 0) : fsdpc_exchange_gather(g.x, g.units[2]);
+        CHECK_INT(status, FSDPC_E_MISMATCH);
+        CHECK(strstr(fsdpc_error_text(), "reduce of unit u0") &&
+              strstr(fsdpc_error_text(), "gather of unit u2"));
+    }
+    close_group(&g);
+}
+
+static void
+ranks_at_different_units_are_told(int option)
+{
+    ranks_run *run = ranks_new(2);
+    run->timeout_s = 20;
+    run->option = option;
+    setup = (struct setup){.slots = 2, .reduce_slots = 1, .wire = true, .slow_rank = -1};
+    ranks_start(run, run_mismatch);
+    ranks_free(run);
+}
+
+static void
+the_wire_is_exact_too(int world, uint64_t seeds)
+{
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        setup = (struct setup){.seed = seed,
+                               .steps = 5,
+                               .slots = 1 + (int)seed % 3,
+                               .reduce_slots = 1,
+                               .poison = seed % 2 == 0,
+                               .prefetch = seed % 3 == 0,
+                               .nest = true,
+                               .wire = true,
+                               .most_rounds = 1,
+                               .slow_rank = world - 1};
+        uint64_t first = digest_of_run(world, false);
+        CHECK(digest_of_run(world, false) == first);
+    }
+}
+
+/* --- death ----------------------------------------------------------------------------------- */
+
+static void
+die_now(int signal)
+{
+    (void)signal;
+    kill(getpid(), SIGKILL);
+}
+
+static void
+run_until_death(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    if (rank == run->killed) {
+        signal(SIGALRM, die_now);
+        ualarm((useconds_t)run->option, 0);
+    }
+    int status = FSDPC_OK;
+    while (status == FSDPC_OK) {
+        status = random_step(&g);
+    }
+    CHECK_INT(status, FSDPC_E_PEER);
+    char who[32];
+    snprintf(who, sizeof who, "rank %d", run->killed);
+    CHECK(strstr(fsdpc_error_text(), who) != NULL);
+    /* What is cleared away afterwards waits for nobody. */
+    fsdpc_exchange_drop(g.x);
+    /* A rank that goes gives its part of the memory back: not before all have seen the death. */
+    atomic_fetch_add(&run->flags[0], 1);
+    CHECK(rank_await(&run->flags[0], (uint32_t)run->world - 1));
+    close_group(&g);
+}
+
+static void
+death_ends_all_others(int world, uint64_t seeds)
+{
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        ranks_run *run = ranks_new(world);
+        uint64_t state = seed * 977;
+        run->timeout_s = 20;
+        run->killed = (int)(engine_random(&state) % (uint64_t)world);
+        run->option = 500 + (int)(engine_random(&state) % 60000);
+        setup = (struct setup){.seed = seed,
+                               .slots = 2,
+                               .reduce_slots = 1,
+                               .own_order = seed % 2 == 0,
+                               .own_choice = seed % 2 == 0,
+                               .prefetch = true,
+                               .nest = true,
+                               .most_rounds = 1,
+                               .slow_rank = -1};
+        ranks_start(run, run_until_death);
+        ranks_free(run);
+    }
+}
+
+/* --- main ------------------------------------------------------------------------------------ */
+
+static void
+chosen_schedules_work(void)
+{
+    for (int world = 2; world <= 3; world++) {
+        one_order_needs_no_spare_memory(world, false, false);
+        two_live_units_of_one_slot(world, false);
+        released_values_are_poisoned(world, false);
+        more_reductions_in_flight_than_slots(world);
+        a_unit_may_run_many_rounds(world, 3);
+        large_units_are_filled_together(world, false);
+    }
+    a_wrong_guess_costs_no_spare_memory();
+    a_unit_may_run_many_rounds(2, 300);
+}
+
+int
+main(void)
+{
+    chosen_schedules_work();
+    for (int world = 2; world <= 4; world++) {
+        values_and_sums_are_exact(world, 3, false);
+    }
+    one_order_needs_no_spare_memory(1, false, false);
+    one_order_needs_no_spare_memory(2, true, false);
+    two_live_units_of_one_slot(2, true);
+    released_values_are_poisoned(2, true);
+    large_units_are_filled_together(2, true);
+    ranks_at_different_units_are_told(0);
+    ranks_at_different_units_are_told(1);
+    the_wire_is_exact_too(1, 2);
+    the_wire_is_exact_too(3, 3);
+    death_ends_all_others(2, 4);
+    death_ends_all_others(4, 4);
+    /* Threads last: forking after them is not safe. */
+    ranks_keep_addresses = true;
+    one_order_needs_no_spare_memory(2, false, true);
+    values_and_sums_are_exact(3, 2, true);
+    return test_result();
+}

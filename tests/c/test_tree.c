@@ -1,0 +1,467 @@
+/* Training steps through a tree: which unit is gathered, kept, reduced and let go when. */
+#include "engine.h"
+
+enum { UNITS = 5, ROOT = 0 };
+
+static const int kinds[UNITS] = {0, 1, 2, 5, 4};
+static const int depths[UNITS] = {0, 1, 1, 1, 1};
+static const char *const names[UNITS] = {"root", "a", "b", "c", "frozen"};
+
+static struct setup {
+    fsdpc_tree_options options;
+    bool wire;
+    bool own_order;
+} setup;
+
+typedef struct model {
+    int rank, world, version;
+    fsdpc_comm *comm, *replicate;
+    fsdpc_unit *units[UNITS];
+    fsdpc_tree *tree;
+} model;
+
+/* --- a model --------------------------------------------------------------------------------- */
+
+static void
+set_version(model *m, int version)
+{
+    m->version = version;
+    for (int u = 0; u < UNITS; u++) {
+        engine_set_masters(m->units[u], u, version);
+        m->units[u]->add = false;
+        memset(m->units[u]->used, 0, (size_t)m->units[u]->layout->param_count);
+    }
+}
+
+static void
+make_units(model *m)
+{
+    for (int u = 0; u < UNITS; u++) {
+        m->units[u] = engine_unit(m->comm, kinds[u], names[u], u != ROOT);
+    }
+    set_version(m, 0);
+}
+
+static void
+open_model(model *m, int rank, ranks_run *run)
+{
+    *m = (model){.rank = rank, .world = run->world};
+    m->comm = engine_join(rank, run, setup.wire);
+    make_units(m);
+    REQUIRE_OK(fsdpc_tree_new(m->units, depths, UNITS, &setup.options, &m->tree));
+}
+
+static void
+close_model(model *m)
+{
+    /* A rank that goes gives memory back that others may still read. */
+    REQUIRE_OK(fsdpc_comm_barrier(m->comm, "close"));
+    fsdpc_tree_free(m->tree);
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit_free(m->units[u]);
+    }
+    fsdpc_comm_free(m->replicate);
+    fsdpc_comm_free(m->comm);
+}
+
+static void
+check_values(model *m, int u)
+{
+    int64_t wrong = engine_count_wrong(m->units[u], u, m->version);
+    if (wrong) {
+        TEST_FAIL("rank %d of %d, version %d: %lld wrong elements of unit %s", m->rank, m->world,
+                  m->version, (long long)wrong, names[u]);
+    }
+}
+
+static int
+child(const model *m, int position)
+{
+    int shift = setup.own_order ? m->rank : 0;
+    return 1 + (position + shift) % (UNITS - 1);
+}
+
+static int
+forward(model *m, bool grad)
+{
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    CHECK_INT(fsdpc_tree_phase(m->tree), FSDPC_PHASE_FORWARD);
+    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
+    for (int i = 0; i < UNITS - 1; i++) {
+        int u = child(m, i);
+        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
+        check_values(m, u);
+        FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, u, grad));
+        CHECK(!fsdpc_tree_is_held(m->tree, u));
+    }
+    check_values(m, ROOT);
+    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
+    CHECK(fsdpc_tree_is_held(m->tree, ROOT) == grad);
+    return grad ? FSDPC_OK : fsdpc_tree_end_forward(m->tree);
+}
+
+static int
+send_due(model *m, int step, bool at_end)
+{
+    for (;;) {
+        int u = fsdpc_tree_next_due(m->tree, at_end);
+        if (u < 0) {
+            return FSDPC_OK;
+        }
+        engine_grads grads;
+        engine_make_grads(m->units[u], u, step, 0, &grads);
+        int status = fsdpc_tree_reduce(m->tree, u, grads.tensors);
+        free(grads.memory);
+        FSDPC_TRY(status);
+    }
+}
+
+static int
+finish(model *m, int u, int step, bool sync)
+{
+    FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, sync));
+    CHECK(!fsdpc_tree_is_held(m->tree, u));
+    if (sync) {
+        return send_due(m, step, false);
+    }
+    engine_grads grads;
+    engine_make_grads(m->units[u], u, step, 0, &grads);
+    int status = fsdpc_tree_keep_local(m->tree, u, grads.tensors);
+    free(grads.memory);
+    return status;
+}
+
+static int
+backward(model *m, int step, bool sync)
+{
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    CHECK(fsdpc_tree_in_backward(m->tree));
+    FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
+    for (int i = UNITS - 2; i >= 0; i--) {
+        int u = child(m, i);
+        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
+        check_values(m, u);
+        if (kinds[u] == 4) {
+            FSDPC_TRY(fsdpc_tree_drop_hold(m->tree, u));
+        } else {
+            FSDPC_TRY(finish(m, u, step, sync));
+        }
+    }
+    check_values(m, ROOT);
+    FSDPC_TRY(finish(m, ROOT, step, sync));
+    FSDPC_TRY(sync ? send_due(m, step, true) : FSDPC_OK);
+    FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
+    CHECK(!fsdpc_tree_in_backward(m->tree));
+    CHECK_INT(fsdpc_tree_phase(m->tree), FSDPC_PHASE_IDLE);
+    return FSDPC_OK;
+}
+
+static void
+check_sums(model *m, int step)
+{
+    const int rounds[RANKS_MAX] = {1, 1, 1, 1};
+    for (int u = 0; u < UNITS; u++) {
+        bool wire = setup.wire && m->world > 1;
+        CHECK_INT(engine_count_wrong_grads(m->units[u], rounds, u, step, wire), 0);
+    }
+}
+
+static int
+count_trace(const model *m, int u, enum fsdpc_trace_op op)
+{
+    fsdpc_trace_entry entries[1024];
+    size_t total = fsdpc_trace_copy(fsdpc_tree_trace(m->tree), entries, 1024);
+    int count = 0;
+    for (size_t i = 0; i < total; i++) {
+        count += entries[i].unit == u && entries[i].op == op;
+    }
+    return count;
+}
+
+static void
+start(int world, rank_function function)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    ranks_start(run, function);
+    ranks_free(run);
+}
+
+/* --- the usual step -------------------------------------------------------------------------- */
+
+static void
+run_steps(int rank, ranks_run *run)
+{
+    model m;
+    open_model(&m, rank, run);
+    fsdpc_tree_memory before, after;
+    fsdpc_tree_get_memory(m.tree, &before);
+    for (int step = 0; step < 5; step++) {
+        fsdpc_trace_clear(fsdpc_tree_trace(m.tree));
+        REQUIRE_OK(forward(&m, true));
+        REQUIRE_OK(backward(&m, step, true));
+        check_sums(&m, step);
+        for (int u = 0; u < UNITS; u++) {
+            CHECK_INT(count_trace(&m, u, FSDPC_TRACE_GATHER), u == ROOT ? 1 : 2);
+            CHECK_INT(count_trace(&m, u, FSDPC_TRACE_REDUCE), kinds[u] == 4 ? 0 : 1);
+            CHECK_INT(count_trace(&m, u, FSDPC_TRACE_ABSENT), 0);
+        }
+        set_version(&m, step + 1);
+    }
+    CHECK_INT(fsdpc_tree_backwards(m.tree), 5);
+    fsdpc_tree_get_memory(m.tree, &after);
+    CHECK(memcmp(&before, &after, sizeof before) == 0 || setup.own_order);
+    CHECK(setup.own_order || after.spare_count == 0);
+    CHECK_INT(after.spare_bytes, 0);
+    CHECK_STR(fsdpc_tree_kind(m.tree), setup.wire || run->world == 1 ? "wire" : "shared");
+    close_model(&m);
+}
+
+static void
+steps_are_exact_whatever_is_prefetched(int world, bool wire)
+{
+    for (int kind = FSDPC_PREFETCH_NONE; kind <= FSDPC_PREFETCH_POST; kind++) {
+        setup = (struct setup){.options = {.backward_prefetch = (enum fsdpc_prefetch)kind,
+                                           .forward_prefetch = kind != FSDPC_PREFETCH_NONE,
+                                           .gather_slots = kind,
+                                           .poison = kind == FSDPC_PREFETCH_PRE},
+                               .wire = wire};
+        start(world, run_steps);
+        if (!wire && world > 1) {
+            setup.own_order = true;
+            start(world, run_steps);
+        }
+    }
+}
+
+/* --- other steps ----------------------------------------------------------------------------- */
+
+static void
+check_doubled(model *m, int step)
+{
+    /* The same gradients kept once and sent once: each sum doubles, which is exact. */
+    const int rounds[RANKS_MAX] = {1, 1, 1, 1};
+    for (int u = 0; u < 2; u++) {
+        fsdpc_unit *unit = m->units[u];
+        for (int s = 0; s < unit->layout->segment_count; s++) {
+            const fsdpc_segment *seg = &unit->layout->segments[s];
+            char *sums = (char *)unit->grad + seg->grad_offset;
+            for (int64_t k = 0; seg->trainable && k < seg->piece_numel; k++) {
+                engine_put(sums, seg->accumulate, k, engine_get(sums, seg->accumulate, k) / 2);
+            }
+        }
+        CHECK_INT(engine_count_wrong_grads(unit, rounds, u, step, false), 0);
+    }
+}
+
+static void
+run_unusual_steps(int rank, ranks_run *run)
+{
+    model m;
+    open_model(&m, rank, run);
+    /* Evaluation, then masters that change without a backward. */
+    for (int i = 1; i < 4; i++) {
+        REQUIRE_OK(forward(&m, false));
+        set_version(&m, i);
+    }
+    /* A forward that breaks off inside of a unit, entered twice; the next pass clears it away. */
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
+    check_values(&m, 1);
+    REQUIRE_OK(fsdpc_tree_forward_failed(m.tree, 1));
+    CHECK_INT(fsdpc_unit_refs(m.units[1]), 1);
+    /* Accumulation on this rank, then a backward that sends both. */
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(backward(&m, 9, false));
+    CHECK_INT(fsdpc_tree_backwards(m.tree), 0);
+    fsdpc_tree_memory memory;
+    fsdpc_tree_get_memory(m.tree, &memory);
+    CHECK(memory.local_bytes > 0);
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(backward(&m, 9, true));
+    check_doubled(&m, 9);
+    set_version(&m, 4);
+    /* A second backward without a forward between; a recomputation inside of it. */
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(backward(&m, 10, true));
+    check_sums(&m, 10);
+    set_version(&m, 4);
+    REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2));
+    check_values(&m, 2);
+    REQUIRE_OK(fsdpc_tree_forward_leave(m.tree, 2, true));
+    CHECK(fsdpc_tree_is_held(m.tree, 2));
+    REQUIRE_OK(backward(&m, 11, true));
+    check_sums(&m, 11);
+    set_version(&m, 5);
+    /* A backward that is given up in the middle: nothing is held, the next step is right. */
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+    REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 1));
+    REQUIRE_OK(fsdpc_tree_abandon_backward(m.tree));
+    CHECK(!fsdpc_tree_is_held(m.tree, 1) && !fsdpc_tree_is_held(m.tree, ROOT));
+    CHECK_INT(fsdpc_unit_refs(m.units[1]), 0);
+    set_version(&m, 6);
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(backward(&m, 12, true));
+    check_sums(&m, 12);
+    close_model(&m);
+}
+
+static void
+unusual_steps_work(int world)
+{
+    setup = (struct setup){.options = {.backward_prefetch = FSDPC_PREFETCH_PRE}};
+    start(world, run_unusual_steps);
+}
+
+/* A tree that went in the middle of a pass leaves units that the next one can use. */
+static void
+run_second_tree(int rank, ranks_run *run)
+{
+    model m;
+    open_model(&m, rank, run);
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot: private memory */
+    check_values(&m, 2);
+    REQUIRE_OK(fsdpc_comm_barrier(m.comm, "before the tree goes"));
+    fsdpc_tree_free(m.tree);
+    REQUIRE_OK(fsdpc_tree_new(m.units, depths, UNITS, &setup.options, &m.tree));
+    for (int step = 0; step < 2; step++) {
+        set_version(&m, step + 1);
+        REQUIRE_OK(forward(&m, true));
+        REQUIRE_OK(backward(&m, step, true));
+        check_sums(&m, step);
+    }
+    fsdpc_tree_memory memory;
+    fsdpc_tree_get_memory(m.tree, &memory);
+    CHECK_INT(memory.spare_count, 0);
+    close_model(&m);
+}
+
+static void
+units_outlive_their_tree(int world)
+{
+    setup = (struct setup){.options = {.gather_slots = 1}};
+    start(world, run_second_tree);
+}
+
+/* --- replicas -------------------------------------------------------------------------------- */
+
+/* Two shard groups of two ranks; the sums over all four arrive everywhere. */
+static void
+run_replicas(int rank, ranks_run *run)
+{
+    model m = {.rank = rank % 2, .world = 2};
+    char name[128];
+    snprintf(name, sizeof name, "%s-shard-%d", run->name, rank / 2);
+    REQUIRE_OK(fsdpc_comm_shm(engine_device, rank % 2, 2, name, run->timeout_s, &m.comm));
+    snprintf(name, sizeof name, "%s-replica-%d", run->name, rank % 2);
+    REQUIRE_OK(fsdpc_comm_shm(engine_device, rank / 2, 2, name, run->timeout_s, &m.replicate));
+    fsdpc_unit_options options = {
+        .name = "u", .shard = m.comm, .replicate = m.replicate, .divide = 4, .reshard = true};
+    REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[0], 2, &m.units[0]));
+    int depth = 0;
+    REQUIRE_OK(fsdpc_tree_new(m.units, &depth, 1, &setup.options, &m.tree));
+    for (int step = 0; step < 3; step++) {
+        m.units[0]->add = false;
+        memset(m.units[0]->used, 0, 2);
+        REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+        REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+        /* In step 1 only replica 1 has gradients. */
+        bool absent = step == 1 && rank < 2;
+        int64_t numel[] = {1000, 37}, one = 1;
+        float first[1000], second[37];
+        for (int i = 0; i < 1000; i++) {
+            first[i] = (float)engine_grad(rank, 0, 0, i, step, 0);
+            second[i % 37] = (float)(rank + i % 37);
+        }
+        fsdpc_tensor grads[2] = {{absent ? NULL : first, FSDPC_F32, 1, &numel[0], &one, true},
+                                 {step == 2 ? NULL
+                                  : absent  ? NULL
+                                            : second,
+                                  FSDPC_F32, 1, &numel[1], &one, true}};
+        REQUIRE_OK(fsdpc_tree_backward_done(m.tree, 0, true));
+        CHECK_INT(fsdpc_tree_next_due(m.tree, false), 0);
+        REQUIRE_OK(fsdpc_tree_reduce(m.tree, 0, grads));
+        REQUIRE_OK(fsdpc_tree_end_backward(m.tree, true));
+        CHECK_INT(m.units[0]->used[0], 1);
+        CHECK_INT(m.units[0]->used[1], step != 2);
+        int64_t length;
+        const float *own = fsdpc_unit_grad_part(m.units[0], 0, &length);
+        int64_t begin = fsdpc_layout_span(m.units[0]->layout, 0, m.rank).param_begin;
+        for (int64_t k = 0; k < length; k++) {
+            float halves[2] = {0, 0};
+            for (int r = 0; r < 4; r++) {
+                bool has = !(step == 1 && r < 2);
+                halves[r / 2] += has ? (float)engine_grad(r, 0, 0, begin + k, step, 0) : 0;
+            }
+            CHECK(own[k] == halves[0] * 0.25f + halves[1] * 0.25f);
+        }
+    }
+    REQUIRE_OK(fsdpc_comm_barrier(m.comm, "close"));
+    fsdpc_tree_free(m.tree);
+    fsdpc_unit_free(m.units[0]);
+    fsdpc_comm_free(m.replicate);
+    fsdpc_comm_free(m.comm);
+}
+
+static void
+replicas_are_summed(void)
+{
+    setup = (struct setup){0};
+    start(4, run_replicas);
+}
+
+/* --- failures -------------------------------------------------------------------------------- */
+
+static int
+make_alone(void *argument)
+{
+    model *m = argument;
+    fsdpc_tree *tree;
+    int status = fsdpc_tree_new(m->units, depths, UNITS, &setup.options, &tree);
+    fsdpc_tree_free(tree);
+    return status;
+}
+
+static void
+memory_may_run_out(void)
+{
+    model m = {.world = 1};
+    setup = (struct setup){0};
+    REQUIRE_OK(fsdpc_comm_self(engine_device, &m.comm));
+    make_units(&m);
+    test_alloc_sweep(make_alone, &m);
+    int files = count_entries("/proc/self/fd");
+    for (int i = 0; i < 20; i++) {
+        REQUIRE_OK(make_alone(&m));
+    }
+    CHECK_INT(count_entries("/proc/self/fd"), files);
+    REQUIRE_OK(fsdpc_tree_new(m.units, depths, UNITS, &setup.options, &m.tree));
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(backward(&m, 0, true));
+    check_sums(&m, 0);
+    close_model(&m);
+    fsdpc_tree_free(NULL);
+}
+
+int
+main(void)
+{
+    memory_may_run_out();
+    for (int world = 1; world <= 4; world++) {
+        steps_are_exact_whatever_is_prefetched(world, false);
+        unusual_steps_work(world);
+        units_outlive_their_tree(world);
+    }
+    steps_are_exact_whatever_is_prefetched(2, true);
+    steps_are_exact_whatever_is_prefetched(3, true);
+    replicas_are_summed();
+    return test_result();
+}
