@@ -119,25 +119,51 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
     return 0;
 }
 
+/* Numbers of the parameters whose gathered tensors get a gradient hook to begin with. */
+static int
+bind_watched(fsdpc_py_flat *flat, PyObject *list)
+{
+    Py_ssize_t count = PyList_GET_SIZE(list);
+    flat->watched = fsdpc_mem_calloc((size_t)count, sizeof *flat->watched);
+    if (!flat->watched) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t w = 0; w < count; w++) {
+        long index = PyLong_AsLong(PyList_GET_ITEM(list, w));
+        if (index < 0 || index >= fsdpc_unit_layout(flat->unit)->param_count) {
+            PyErr_SetString(PyExc_ValueError, "bind: no such parameter");
+            return -1;
+        }
+        flat->watched[w] = (int)index;
+        flat->watched_count++;
+    }
+    flat->watch_all = flat->watched_count >= fsdpc_unit_layout(flat->unit)->trainable_count;
+    return 0;
+}
+
 PyObject *
 fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
-    PyObject *full, *sites, *seen;
+    PyObject *full, *sites, *seen, *watched;
     const fsdpc_py_arg table[] = {
         {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
         {"sites", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sites},
         {"seen", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &seen},
+        {"watched", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &watched},
     };
-    if (fsdpc_py_args("bind", table, 3, args, count, keywords) < 0) {
+    if (fsdpc_py_args("bind", table, 4, args, count, keywords) < 0) {
         return NULL;
     }
-    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen)) {
-        PyErr_SetString(PyExc_TypeError, "bind takes three lists");
+    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen) ||
+        !PyList_Check(watched)) {
+        PyErr_SetString(PyExc_TypeError, "bind takes four lists");
         return NULL;
     }
     fsdpc_py_flat_unbind(flat);
-    if (bind_full(flat, full) < 0 || bind_sites(flat, sites) < 0 || bind_seen(flat, seen) < 0) {
+    if (bind_full(flat, full) < 0 || bind_sites(flat, sites) < 0 || bind_seen(flat, seen) < 0 ||
+        bind_watched(flat, watched) < 0) {
         fsdpc_py_flat_unbind(flat);
         return NULL;
     }
@@ -163,6 +189,9 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
         Py_CLEAR(flat->seen[i].alias);
         fsdpc_mem_free(flat->seen[i].covers);
     }
+    fsdpc_mem_free(flat->watched);
+    flat->watched = NULL;
+    flat->watched_count = 0;
     fsdpc_mem_free(flat->sites);
     fsdpc_mem_free(flat->seen);
     flat->sites = NULL;
@@ -215,6 +244,35 @@ fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
     }
     flat->installed = 0;
     return put_back(flat);
+}
+
+int
+fsdpc_py_watch_all(fsdpc_py_flat *flat)
+{
+    if (flat->watch_all) {
+        return 0;
+    }
+    flat->watch_all = true;
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    for (int i = 0; i < layout->param_count; i++) {
+        bool has = !flat->full[i] || layout->params[i].trainable_index < 0;
+        for (int w = 0; w < flat->watched_count; w++) {
+            has = has || flat->watched[w] == i;
+        }
+        if (has) {
+            continue;
+        }
+        PyObject *hook = fsdpc_py_hook_new(FSDPC_HOOK_GRAD, (PyObject *)flat, i);
+        PyObject *handle = hook ? PyObject_CallMethod(flat->full[i],
+                                                      "register_post_accumulate_grad_hook", "N",
+                                                      hook)
+                                : NULL;
+        if (!handle) {
+            return -1;
+        }
+        Py_DECREF(handle);
+    }
+    return 0;
 }
 
 /* --- flags ----------------------------------------------------------------------------------- */
@@ -469,6 +527,10 @@ int
 fsdpc_py_collect_grads(fsdpc_py_flat *flat)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    if (flat->collected) {
+        return 0;
+    }
+    flat->collected = true;
     for (int i = 0; i < layout->param_count; i++) {
         fsdpc_py_view *view = &flat->views[i];
         flat->grads[i].data = NULL;
@@ -497,9 +559,42 @@ void
 fsdpc_py_drop_held(fsdpc_py_flat *flat)
 {
     int count = fsdpc_unit_layout(flat->unit)->param_count;
+    flat->collected = false;
     for (int i = 0; i < count; i++) {
         Py_CLEAR(flat->held[i]);
     }
+}
+
+int
+fsdpc_py_count_held(const fsdpc_py_flat *flat)
+{
+    int held = 0;
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        held += flat->held[i] != NULL;
+    }
+    return held;
+}
+
+int
+fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    for (int k = 0; k < count; k++) {
+        int i = params ? params[k] : k;
+        if (!flat->full[i] || layout->params[i].trainable_index < 0) {
+            continue;
+        }
+        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        if (!grad) {
+            return -1;
+        }
+        bool some = grad != Py_None;
+        Py_DECREF(grad);
+        if (some != all) {
+            return some;
+        }
+    }
+    return all;
 }
 
 int

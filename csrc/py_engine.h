@@ -45,7 +45,14 @@ typedef struct fsdpc_py_flat {
     int installed; /* how many users want the gathered tensors in the modules */
     bool hold_installed;
     bool sync; /* false inside no_sync */
+    /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
+     * whose gradients come last, or all (see [Note: watched parameters] in py_hooks.c). */
+    int *watched;
+    int watched_count;
+    bool watch_all;
     /* Of the backward in progress. */
+    bool collected; /* `grads` and `held` are filled */
+    bool entered;   /* was gathered for this backward */
     uint8_t *arrived;
     int arrived_count, expected;
     bool prepared;   /* the state of the seen gradients has been looked at */
@@ -88,6 +95,8 @@ void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 int fsdpc_py_install(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* Puts a gradient hook on every trainable gathered tensor from now on. */
+int fsdpc_py_watch_all(fsdpc_py_flat *flat);
 /* Carries requires_grad of the seen parameters over to the gathered ones. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 /* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
@@ -98,8 +107,13 @@ PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. */
 int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
 /* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
- * reference to each gradient in flat->held. */
+ * reference to each gradient in flat->held. Does nothing when they are there already. */
 int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
+/* How many of the parameters that should get a gradient have been collected one. */
+int fsdpc_py_count_held(const fsdpc_py_flat *flat);
+/* Among `params` (NULL: the first `count`): with `all`, 1 if every gathered tensor has a gradient;
+ * without, 1 if any has. 0 otherwise, -1 with an exception. */
+int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all);
 /* Drops those references. */
 void fsdpc_py_drop_held(fsdpc_py_flat *flat);
 /* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */

@@ -845,7 +845,7 @@ static PyMethodDef methods[] = {
     {"adopt_grads", FAST(fsdpc_py_flat_adopt), METH_NOARGS,
      "adopt_grads()\n--\n\nCopies gradients that the user put into .grad into the unit's own."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, seen)\n--\n\nThe torch objects that this unit stands for."},
+     "bind(full, sites, seen, watched)\n--\n\nThe torch objects that this unit stands for."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
     {"enter_forward", FAST(flat_enter), METH_NOARGS,
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},

@@ -13,6 +13,12 @@
  *   input_done    for units without trainable parameters: the gradient of the input exists.
  *   end           after backward: units with partial gradients, the ranks' common end, .grad.
  *
+ * [Note: watched parameters] A gradient hook costs half a microsecond of torch's time, so not every
+ * parameter has one. Those of the module that is registered first run first in forward as a rule,
+ * and get their gradients last: when they have arrived and every other parameter has its gradient
+ * too, the unit is done. Where that is not so (other order, parameters unused) every parameter is
+ * watched and counted from then on; what no hook has told of is found at the end of backward.
+ *
  * The GIL is let go around everything that copies, casts or waits; a release is a few stores and
  * keeps it.
  */
@@ -109,7 +115,7 @@ forget_backward(fsdpc_py_flat *flat)
 {
     memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
     flat->arrived_count = 0;
-    flat->prepared = false;
+    flat->prepared = flat->entered = false;
 }
 
 /* A backward that raised: its half-made gradients are dropped and the peers are told. */
@@ -117,6 +123,7 @@ static int
 clear_broken_backward(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_drop_held(tree->units[i]);
         if (fsdpc_py_uninstall_all(tree->units[i]) < 0 ||
             fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
             fsdpc_py_prepare_grads(tree->units[i]) < 0) {
@@ -407,6 +414,7 @@ pre_backward(fsdpc_py_flat *flat)
     if (checked(status) < 0) {
         return -1;
     }
+    flat->entered = true;
     if (flat->hold_installed) {
         return 0;
     }
@@ -458,6 +466,18 @@ send_what_is_due(fsdpc_py_tree *tree, bool at_end)
     }
 }
 
+static int
+not_gathered(const fsdpc_py_flat *flat, int param)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "a gradient of parameter %s of unit %s was computed while the unit was not "
+                 "gathered: something that its forward computed reaches the loss without being "
+                 "returned from forward (an attribute, a global, a custom class). Return it, "
+                 "or wrap the module that uses it as well",
+                 fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
 /* The unit has all gradients that it will get for now. */
 static int
 finish_unit(fsdpc_py_flat *flat)
@@ -476,6 +496,51 @@ finish_unit(fsdpc_py_flat *flat)
     return flat->sync ? send_what_is_due(tree, false) : send_grads(flat, false);
 }
 
+/* Another order than supposed: hooks put on the parameters now still see what is to come. */
+static void
+count_from_now_on(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        flat->arrived[i] = flat->held[i] != NULL;
+        flat->arrived_count += flat->arrived[i];
+    }
+    fsdpc_py_drop_held(flat);
+}
+
+/* See [Note: watched parameters]. */
+static int
+watched_arrived(fsdpc_py_flat *flat)
+{
+    int all = fsdpc_py_full_grads(flat, flat->watched, flat->watched_count, true);
+    if (all <= 0) {
+        return all;
+    }
+    if (fsdpc_py_collect_grads(flat) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_count_held(flat) >= flat->expected) {
+        return finish_unit(flat);
+    }
+    count_from_now_on(flat);
+    return fsdpc_py_watch_all(flat);
+}
+
+/* Gradients that no hook has told of. */
+static int
+find_unwatched(fsdpc_py_flat *flat)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    int some = flat->watch_all ? 0 : fsdpc_py_full_grads(flat, NULL, count, false);
+    if (some <= 0 || flat->collected) {
+        return some < 0 ? -1 : 0;
+    }
+    if (!flat->entered) {
+        return not_gathered(flat, 0);
+    }
+    flat->arrived_count = 1;
+    return fsdpc_py_watch_all(flat);
+}
+
 static int
 grad_arrived(hook *self)
 {
@@ -484,14 +549,10 @@ grad_arrived(hook *self)
         return flat->tree ? -1 : 0;
     }
     if (fsdpc_unit_refs(flat->unit) == 0) {
-        PyErr_Format(fsdpc_py_current()->state_error,
-                     "a gradient of parameter %s of unit %s was computed while the unit was not "
-                     "gathered: something that its forward computed reaches the loss without being "
-                     "returned from forward (an attribute, a global, a custom class). Return it, "
-                     "or wrap the module that uses it as well",
-                     fsdpc_unit_layout(flat->unit)->params[self->param].name,
-                     fsdpc_unit_name(flat->unit));
-        return -1;
+        return not_gathered(flat, self->param);
+    }
+    if (!flat->watch_all) {
+        return watched_arrived(flat);
     }
     if (!flat->arrived[self->param]) {
         flat->arrived[self->param] = 1;
@@ -507,8 +568,12 @@ input_done(fsdpc_py_flat *flat)
     if (!tree || !fsdpc_tree_is_held(tree->tree, flat->id)) {
         return 0;
     }
-    if (flat->arrived_count > 0) {
-        return finish_unit(flat);
+    int some = flat->arrived_count > 0;
+    if (!some && !flat->watch_all) {
+        some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
+    }
+    if (some != 0) {
+        return some < 0 ? -1 : finish_unit(flat);
     }
     if (end_hold(flat) < 0) {
         return -1;
@@ -526,6 +591,9 @@ finish_partial_units(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
+        if (find_unwatched(flat) < 0) {
+            return -1;
+        }
         flat->incomplete = flat->arrived_count > 0;
         if ((flat->arrived_count > 0 && finish_unit(flat) < 0) || end_hold(flat) < 0) {
             return -1;

@@ -140,9 +140,13 @@ class Unit:
             tensor.__dict__.update(info.param.__dict__)
         else:
             tensor.requires_grad_(self.trainable[i])
-        if self.trainable[i]:
-            tensor.register_post_accumulate_grad_hook(self.flat.hook("grad", i))
         return tensor
+
+    def _watched(self) -> list[int]:
+        """Trainable parameters of the module that is registered first: the last to get gradients."""
+        trainable = [i for i in range(len(self.infos)) if self.trainable[i]]
+        owners = [self.infos[i].sites[0][0] for i in trainable]
+        return [i for i, owner in zip(trainable, owners, strict=True) if owner is owners[0]]
 
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
@@ -179,7 +183,10 @@ class Unit:
             for i, info in enumerate(self.infos):
                 for module, attribute in info.sites:
                     sites.append((module._parameters, attribute, i, info.param))
-        self.flat.bind(list(self.full), sites, list(self._seen))
+        watched = self._watched()
+        for i in watched:
+            self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
+        self.flat.bind(list(self.full), sites, list(self._seen), watched)
 
     # --- what the wrapper reads ------------------------------------------------------------------
 
