@@ -23,9 +23,9 @@
 
 typedef struct fsdpc_range {
     void *address;
-    size_t bytes;  /* whole pages */
-    int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
-    bool spare;    /* private memory is mapped at the moment */
+    size_t bytes; /* whole pages */
+    int slot;     /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
+    bool spare;   /* private memory is mapped at the moment */
 } fsdpc_range;
 
 typedef struct fsdpc_arena fsdpc_arena;

@@ -11,18 +11,18 @@
 #include <stdint.h>
 
 /* X(name, value, item bytes, text, DLPack code, DLPack bits) */
-#define FSDPC_DTYPE_TABLE(X)                                                   \
-    X(F32, 0, 4, "float32", 2, 32)                                             \
-    X(BF16, 1, 2, "bfloat16", 4, 16)                                           \
-    X(F16, 2, 2, "float16", 2, 16)                                             \
-    X(F64, 3, 8, "float64", 2, 64)                                             \
+#define FSDPC_DTYPE_TABLE(X)         \
+    X(F32, 0, 4, "float32", 2, 32)   \
+    X(BF16, 1, 2, "bfloat16", 4, 16) \
+    X(F16, 2, 2, "float16", 2, 16)   \
+    X(F64, 3, 8, "float64", 2, 64)   \
     X(BYTES, 4, 1, "uint8", 1, 8)
 
 typedef enum fsdpc_dtype {
 #define FSDPC_DTYPE_ENUM(name, value, bytes, text, code, bits) FSDPC_##name = value,
     FSDPC_DTYPE_TABLE(FSDPC_DTYPE_ENUM)
 #undef FSDPC_DTYPE_ENUM
-    FSDPC_DTYPE_COUNT
+        FSDPC_DTYPE_COUNT
 } fsdpc_dtype;
 
 /* Bytes of one item; 0 for an unknown value. */

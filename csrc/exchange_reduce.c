@@ -153,8 +153,8 @@ static bool
 previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
-    return atomic_load(&post->round) == 0 ||
-           x->shared->slot_user[post->slot] != unit->id || slot_is_free(x, (int)post->slot);
+    return atomic_load(&post->round) == 0 || x->shared->slot_user[post->slot] != unit->id ||
+           slot_is_free(x, (int)post->slot);
 }
 
 /* A free base slot, or -1. */
@@ -233,7 +233,6 @@ all_ended(fsdpc_exchange *x)
     }
     return true;
 }
-
 
 static void
 forget_rounds(fsdpc_exchange *x)

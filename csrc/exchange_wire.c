@@ -22,8 +22,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     if (x->world == 1 || x->max_reduce_bytes == 0) {
         return FSDPC_OK;
     }
-    return fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes,
-                              &x->reduce_buffer);
+    return fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes, &x->reduce_buffer);
 }
 
 static void

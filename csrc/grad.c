@@ -36,8 +36,8 @@ make_local(fsdpc_unit *unit)
         const fsdpc_segment *seg = &unit->layout->segments[s];
         unit->local_offset[s] = bytes;
         if (seg->trainable) {
-            bytes += (size_t)seg->piece_numel * (size_t)unit->world *
-                     fsdpc_dtype_bytes(seg->accumulate);
+            bytes +=
+                (size_t)seg->piece_numel * (size_t)unit->world * fsdpc_dtype_bytes(seg->accumulate);
         }
     }
     unit->local_bytes = bytes;
@@ -64,15 +64,15 @@ add_one(fsdpc_unit *unit, int param, const fsdpc_tensor *grad, void *acc, double
     const fsdpc_segment *seg = segment_of(unit, param);
     int64_t numel = unit->layout->params[param].numel;
     if (grad->contiguous) {
-        return fsdpc_device_accumulate(unit->device, acc, seg->accumulate, grad->data,
-                                       grad->dtype, numel, scale);
+        return fsdpc_device_accumulate(unit->device, acc, seg->accumulate, grad->data, grad->dtype,
+                                       numel, scale);
     }
     size_t bytes = (size_t)numel * fsdpc_dtype_bytes(seg->accumulate);
     void *packed = NULL;
     FSDPC_GOTO(fsdpc_device_alloc(unit->device, bytes, &packed), done);
     FSDPC_GOTO(pack_one(unit, param, grad, packed, seg->accumulate, 1.0), done);
-    FSDPC_GOTO(fsdpc_device_accumulate(unit->device, acc, seg->accumulate, packed,
-                                       seg->accumulate, numel, scale),
+    FSDPC_GOTO(fsdpc_device_accumulate(unit->device, acc, seg->accumulate, packed, seg->accumulate,
+                                       numel, scale),
                done);
 done:
     fsdpc_device_free(unit->device, packed, bytes);
@@ -152,8 +152,8 @@ fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8
             if (grad->data) {
                 FSDPC_TRY(add_one(unit, i, grad, acc, 1.0));
             }
-            FSDPC_TRY(fsdpc_device_cast(unit->device, dst, seg->reduce, acc, seg->accumulate,
-                                        numel, 1.0));
+            FSDPC_TRY(fsdpc_device_cast(unit->device, dst, seg->reduce, acc, seg->accumulate, numel,
+                                        1.0));
             unit->local_used[i] = 0;
         } else if (grad->data) {
             FSDPC_TRY(pack_one(unit, i, grad, dst, seg->reduce, 1.0));
@@ -268,8 +268,8 @@ fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
         }
         int64_t length;
         void *own = fsdpc_unit_grad_part(unit, i, &length);
-        FSDPC_TRY(fsdpc_device_scale(unit->device, own, fsdpc_unit_grad_dtype(unit, i), length,
-                                     factor));
+        FSDPC_TRY(
+            fsdpc_device_scale(unit->device, own, fsdpc_unit_grad_dtype(unit, i), length, factor));
     }
     return FSDPC_OK;
 }
@@ -287,8 +287,7 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
     }
     int64_t length;
     void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_zero(unit->device, seen,
-                             (size_t)length * fsdpc_dtype_bytes(seg->storage));
+    return fsdpc_device_zero(unit->device, seen, (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
 static char *
@@ -325,8 +324,8 @@ reload(fsdpc_unit *unit, int param, char *shown)
     int64_t length;
     char *acc = own_sum(unit, param, &length);
     const char *seen = fsdpc_unit_grad_part(unit, param, &length);
-    FSDPC_TRY(fsdpc_device_cast(unit->device, shown, seg->storage, acc, seg->accumulate, length,
-                                1.0));
+    FSDPC_TRY(
+        fsdpc_device_cast(unit->device, shown, seg->storage, acc, seg->accumulate, length, 1.0));
     for (int64_t i = 0; i < length; i++) {
         if (memcmp(shown + (size_t)i * narrow, seen + (size_t)i * narrow, narrow) != 0) {
             FSDPC_TRY(fsdpc_device_cast(unit->device, acc + (size_t)i * wide, seg->accumulate,

@@ -54,10 +54,10 @@ typedef struct fsdpc_layout {
     int param_count, segment_count, trainable_count;
     fsdpc_param_place *params;
     fsdpc_segment *segments;
-    size_t full_bytes;    /* gathered unit */
-    size_t shard_bytes;   /* one rank's master shard */
-    size_t grad_bytes;    /* one rank's shard gradient */
-    size_t reduce_bytes;  /* one rank's packed full gradient */
+    size_t full_bytes;     /* gathered unit */
+    size_t shard_bytes;    /* one rank's master shard */
+    size_t grad_bytes;     /* one rank's shard gradient */
+    size_t reduce_bytes;   /* one rank's packed full gradient */
     int64_t padding_bytes; /* of full_bytes, those that hold no parameter */
 } fsdpc_layout;
 

@@ -39,8 +39,8 @@ bind_sites(fsdpc_py_flat *flat, PyObject *sites)
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *dict, *key, *sharded;
         int param;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(sites, i), "O!OiO", &PyDict_Type, &dict, &key,
-                              &param, &sharded)) {
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(sites, i), "O!OiO", &PyDict_Type, &dict, &key, &param,
+                              &sharded)) {
             return -1;
         }
         if (param < 0 || param >= fsdpc_unit_layout(flat->unit)->param_count) {
@@ -263,10 +263,10 @@ fsdpc_py_watch_all(fsdpc_py_flat *flat)
             continue;
         }
         PyObject *hook = fsdpc_py_hook_new(FSDPC_HOOK_GRAD, (PyObject *)flat, i);
-        PyObject *handle = hook ? PyObject_CallMethod(flat->full[i],
-                                                      "register_post_accumulate_grad_hook", "N",
-                                                      hook)
-                                : NULL;
+        PyObject *handle =
+            hook ? PyObject_CallMethod(flat->full[i], "register_post_accumulate_grad_hook", "N",
+                                       hook)
+                 : NULL;
         if (!handle) {
             return -1;
         }
@@ -399,8 +399,8 @@ look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
         return GRAD_ERROR;
     }
     enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
-    if (grad != Py_None && (grad == seen->grad ? check_ours(flat, seen)
-                                               : replace_foreign(flat, seen, grad)) < 0) {
+    if (grad != Py_None &&
+        (grad == seen->grad ? check_ours(flat, seen) : replace_foreign(flat, seen, grad)) < 0) {
         state = GRAD_ERROR;
     }
     Py_DECREF(grad);
@@ -602,7 +602,8 @@ fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all)
 {
     int count = fsdpc_unit_layout(flat->unit)->param_count;
     for (int i = 0; i < count; i++) {
-        bool trains = flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0;
+        bool trains =
+            flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0;
         if (trains && (all || flat->held[i]) &&
             PyObject_SetAttr(flat->full[i], fsdpc_py_name.grad, Py_None) < 0) {
             return -1;

@@ -43,10 +43,9 @@ make_unit(fsdpc_py_flat *self, const char *name, double divide, bool reshard, Py
         goto done;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit);
+    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
+    {
         fsdpc_py_raise(status);
         goto done;
     }
@@ -210,10 +209,18 @@ full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count)
     int ndim = (int)PyTuple_GET_SIZE(args[1]);
     for (int d = 0; d < ndim; d++) {
         shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], d));
-        if (shape[d] == -1 && PyErr_Occurred()) {
+        if (shape[d] < 0) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "parameter %s of unit %s: a dimension of %lld",
+                             fsdpc_unit_layout(self->unit)->params[i].name,
+                             fsdpc_unit_name(self->unit), (long long)shape[d]);
+            }
             return NULL;
         }
-        numel *= shape[d];
+        if (__builtin_mul_overflow(numel, shape[d], &numel)) {
+            numel = -1;
+            break;
+        }
     }
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     if (numel != layout->params[i].numel) {
@@ -234,7 +241,9 @@ parse_segment(const fsdpc_py_flat *self, PyObject *object, int *out)
     long index = PyLong_AsLong(object);
     if (index < 0 || index >= fsdpc_unit_layout(self->unit)->segment_count) {
         if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_IndexError, "there is no segment %ld", index);
+            PyErr_Format(PyExc_IndexError, "unit %s has %d segments, there is no number %ld",
+                         fsdpc_unit_name(self->unit),
+                         fsdpc_unit_layout(self->unit)->segment_count, index);
         }
         return -1;
     }
@@ -406,16 +415,13 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
     }
     for (; held < count; held++) {
         PyObject *tensor = PyTuple_GET_ITEM(tensors, held);
-        if (tensor != Py_None &&
-            check_full_tensor(self, which, held, tensor, &views[held]) < 0) {
+        if (tensor != Py_None && check_full_tensor(self, which, held, tensor, &views[held]) < 0) {
             goto done;
         }
         full[held] = views[held].data;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_read(self->unit, which, full);
-    Py_END_ALLOW_THREADS
-    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_read(self->unit, which, full);
+    Py_END_ALLOW_THREADS result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 done:
     for (int i = 0; i < held; i++) {
         if (views[i].owner) {
@@ -481,10 +487,9 @@ grad_norm(fsdpc_py_flat *self, PyObject *args)
     }
     fsdpc_norm norm;
     int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_grad_norm(self->unit, mask, p, &norm);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_grad_norm(self->unit, mask, p, &norm);
+    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
+    {
         return fsdpc_py_raise(status);
     }
     return Py_BuildValue("ddO", norm.sum, norm.max, norm.nonfinite ? Py_True : Py_False);
@@ -503,10 +508,9 @@ scale_grads(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_scale_grads(self->unit, mask, factor);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_scale_grads(self->unit, mask, factor);
+    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
+    {
         return fsdpc_py_raise(status);
     }
     Py_RETURN_NONE;
@@ -556,15 +560,14 @@ flat_gather(fsdpc_py_flat *self, PyObject *unused)
     }
     int status = FSDPC_OK;
     fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS
-    if (fsdpc_unit_refs(self->unit) == 0) {
+    Py_BEGIN_ALLOW_THREADS if (fsdpc_unit_refs(self->unit) == 0)
+    {
         status = fsdpc_tree_begin_forward(tree);
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree, 0);
     }
-    Py_END_ALLOW_THREADS
-    return run_core(status);
+    Py_END_ALLOW_THREADS return run_core(status);
 }
 
 static PyObject *
@@ -577,10 +580,8 @@ flat_release(fsdpc_py_flat *self, PyObject *unused)
                                     fsdpc_unit_name(self->unit)));
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
-    Py_END_ALLOW_THREADS
-    return run_core(status);
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
+    Py_END_ALLOW_THREADS return run_core(status);
 }
 
 static int
@@ -607,6 +608,12 @@ view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tens
                          "the gradient of parameter %s of unit %s has %lld elements, not %lld",
                          layout->params[i].name, fsdpc_unit_name(self->unit),
                          (long long)views[i].numel, (long long)layout->params[i].numel);
+            result = -1;
+        } else if (result == 0 && views[i].dtype == FSDPC_BYTES &&
+                   layout->params[i].trainable_index >= 0) {
+            PyErr_Format(PyExc_ValueError,
+                         "the gradient of parameter %s of unit %s is not of a floating dtype",
+                         layout->params[i].name, fsdpc_unit_name(self->unit));
             result = -1;
         }
         grads[i] = (fsdpc_tensor){views[i].data,  views[i].dtype,   views[i].ndim,
@@ -637,13 +644,11 @@ flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObje
     } else if (view_grads(self, list, views, grads) == 0) {
         fsdpc_tree *tree = self->tree->tree;
         self->unit->add = add;
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_tree_begin_backward(tree);
+        Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_begin_backward(tree);
         status = status ? status : fsdpc_tree_backward_done(tree, 0, true);
         status = status ? status : fsdpc_tree_reduce(tree, 0, grads);
         status = status ? status : fsdpc_tree_end_backward(tree, true);
-        Py_END_ALLOW_THREADS
-        result = run_core(status);
+        Py_END_ALLOW_THREADS result = run_core(status);
     }
     for (int i = 0; views && i < params; i++) {
         if (views[i].owner) {
@@ -682,14 +687,12 @@ flat_enter(fsdpc_py_flat *self, PyObject *unused)
     (void)unused;
     int status;
     if (!self->tree) {
-        return fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree",
-                                          fsdpc_unit_name(self->unit)));
+        return fsdpc_py_raise(
+            fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
     }
     fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_forward_enter(tree, self->id);
-    Py_END_ALLOW_THREADS
-    return run_core(status);
+    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_enter(tree, self->id);
+    Py_END_ALLOW_THREADS return run_core(status);
 }
 
 static PyObject *
@@ -708,8 +711,8 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
 {
     const char *kind;
     int param = -1;
-    static const char *const names[] = {"pre_forward", "post_forward", "pre_backward",
-                                        "input_done", "grad"};
+    static const char *const names[] = {"pre_forward", "post_forward", "pre_backward", "input_done",
+                                        "grad"};
     if (!PyArg_ParseTuple(args, "s|i:hook", &kind, &param)) {
         return NULL;
     }

@@ -42,11 +42,10 @@ typedef struct hook {
     PyObject *again; /* the pre_backward or input_done hook that this one registers, made once */
 } hook;
 
-#define CORE(status, expression)                                               \
-    do {                                                                       \
-        Py_BEGIN_ALLOW_THREADS                                                 \
-        (status) = (expression);                                               \
-        Py_END_ALLOW_THREADS                                                   \
+#define CORE(status, expression)                       \
+    do {                                               \
+        Py_BEGIN_ALLOW_THREADS(status) = (expression); \
+        Py_END_ALLOW_THREADS                           \
     } while (0)
 
 static int
@@ -156,8 +155,7 @@ begin_forward(fsdpc_py_tree *tree)
         return -1;
     }
     for (int i = 0; i < tree->count; i++) {
-        if (fsdpc_py_uninstall_all(tree->units[i]) < 0 ||
-            fsdpc_py_sync_flags(tree->units[i]) < 0) {
+        if (fsdpc_py_uninstall_all(tree->units[i]) < 0 || fsdpc_py_sync_flags(tree->units[i]) < 0) {
             return -1;
         }
     }
@@ -265,8 +263,8 @@ walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *argumen
         PyType_IsSubtype(type, tree->tensor_type)) {
         return visit(tree, value, argument);
     }
-    if (value == Py_None || PyLong_Check(value) || PyUnicode_Check(value) ||
-        PyFloat_Check(value) || depth > 64) {
+    if (value == Py_None || PyLong_Check(value) || PyUnicode_Check(value) || PyFloat_Check(value) ||
+        depth > 64) {
         return 0;
     }
     if (PyTuple_Check(value) || PyList_Check(value)) {
@@ -285,8 +283,7 @@ hook_node(fsdpc_py_tree *tree, PyObject *tensor, PyObject *argument)
         Py_XDECREF(node);
         return node ? 0 : -1;
     }
-    PyObject *handle =
-        PyObject_CallMethodOneArg(node, fsdpc_py_name.register_prehook, argument);
+    PyObject *handle = PyObject_CallMethodOneArg(node, fsdpc_py_name.register_prehook, argument);
     Py_DECREF(node);
     Py_XDECREF(handle);
     return handle ? 1 : -1;
@@ -307,8 +304,8 @@ companion(hook *self, enum fsdpc_py_hook_kind kind)
 static int
 watch_inputs(hook *self, fsdpc_py_flat *flat, PyObject *const *inputs, Py_ssize_t count)
 {
-    bool adaptive = flat->incomplete && fsdpc_exchange_any_order(
-                                            flat->tree->tree->nodes[flat->id].exchange);
+    bool adaptive =
+        flat->incomplete && fsdpc_exchange_any_order(flat->tree->tree->nodes[flat->id].exchange);
     if (flat->expected > 0 && !adaptive) {
         return 0;
     }
@@ -718,9 +715,12 @@ static PyMemberDef members[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_dealloc, hook_dealloc}, {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_repr, hook_repr},       {Py_tp_members, members},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_repr, hook_repr},
+    {Py_tp_members, members},
     {Py_tp_doc, "A C callable that torch calls; made by FlatParameter.hook()."},
     {0, NULL},
 };

@@ -202,7 +202,8 @@ fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (parse_request(args, nargs, &request) == 0) {
         int status = fsdpc_layout_build(request.list.specs, request.list.count, request.world,
                                         request.align_bytes, &layout);
-        result = status == FSDPC_OK ? fsdpc_py_layout_dict(layout, request.spans) : fsdpc_py_raise(status);
+        result = status == FSDPC_OK ? fsdpc_py_layout_dict(layout, request.spans)
+                                    : fsdpc_py_raise(status);
     }
     fsdpc_layout_free(layout);
     fsdpc_py_specs_release(&request.list);

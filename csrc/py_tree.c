@@ -58,10 +58,10 @@ make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *optio
         units[i] = self->units[i]->unit;
         levels[i] = (int)depth;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
+    Py_BEGIN_ALLOW_THREADS status =
+        fsdpc_tree_new(units, levels, self->count, options, &self->tree);
+    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
+    {
         fsdpc_py_raise(status);
         goto done;
     }
@@ -95,8 +95,9 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
 static int
 parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"units",        "depths",       "torch",  "backward_prefetch",
-                            "forward_prefetch", "gather_slots", "reduce_slots", "poison", NULL};
+    static char *names[] = {
+        "units",        "depths", "torch", "backward_prefetch", "forward_prefetch", "gather_slots",
+        "reduce_slots", "poison", NULL};
     PyObject *unit_list, *depth_list, *torch = Py_None;
     int backward_prefetch = 0, forward_prefetch = 0, poison = 0;
     fsdpc_tree_options options = {0};
@@ -227,17 +228,14 @@ tree_memory(fsdpc_py_tree *self, PyObject *unused)
     (void)unused;
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(self->tree, &memory);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i}", "gather_bytes",
-                         (Py_ssize_t)memory.gather_bytes, "reduce_bytes",
-                         (Py_ssize_t)memory.reduce_bytes, "master_bytes",
-                         (Py_ssize_t)memory.master_bytes, "grad_bytes",
-                         (Py_ssize_t)memory.grad_bytes, "local_bytes",
-                         (Py_ssize_t)memory.local_bytes, "spare_bytes",
-                         (Py_ssize_t)memory.spare_bytes, "spare_count",
-                         (unsigned long long)memory.spare_count, "gather_slots",
-                         memory.gather_slots, "gather_slot_bytes",
-                         (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots",
-                         memory.reduce_slots);
+    return Py_BuildValue(
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i}", "gather_bytes",
+        (Py_ssize_t)memory.gather_bytes, "reduce_bytes", (Py_ssize_t)memory.reduce_bytes,
+        "master_bytes", (Py_ssize_t)memory.master_bytes, "grad_bytes",
+        (Py_ssize_t)memory.grad_bytes, "local_bytes", (Py_ssize_t)memory.local_bytes, "spare_bytes",
+        (Py_ssize_t)memory.spare_bytes, "spare_count", (unsigned long long)memory.spare_count,
+        "gather_slots", memory.gather_slots, "gather_slot_bytes",
+        (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots", memory.reduce_slots);
 }
 
 static PyObject *
@@ -247,9 +245,8 @@ entry_dict(fsdpc_py_tree *self, const fsdpc_trace_entry *entry)
                          ? Py_NewRef(Py_None)
                          : PyUnicode_FromString(fsdpc_unit_name(self->units[entry->unit]->unit));
     return Py_BuildValue("{s:s,s:s,s:I,s:N,s:K,s:L}", "op", fsdpc_trace_op_name(entry->op), "phase",
-                         fsdpc_phase_name(entry->phase), "step", entry->step, "unit", unit,
-                         "bytes", (unsigned long long)entry->bytes, "time_ns",
-                         (long long)entry->time_ns);
+                         fsdpc_phase_name(entry->phase), "step", entry->step, "unit", unit, "bytes",
+                         (unsigned long long)entry->bytes, "time_ns", (long long)entry->time_ns);
 }
 
 static PyObject *
@@ -324,7 +321,8 @@ static PyMethodDef methods[] = {
      "time_ns."},
     {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
-     "defer_reduces()\n--\n\nOn a wire, reduce at the end of backward only (units that run by data)."},
+     "defer_reduces()\n--\n\nOn a wire, reduce at the end of backward only (units that run by "
+     "data)."},
     {"detach", FAST(tree_detach), METH_NOARGS,
      "detach()\n--\n\nLets the units go; another tree may take them."},
     {NULL, NULL, 0, NULL},

@@ -70,8 +70,8 @@ fsdpc_room_check(size_t bytes, const char *who)
     if (bytes <= host && bytes <= group) {
         return FSDPC_OK;
     }
-    return fsdpc_error(
-        FSDPC_E_NOMEM, "%s wants %.1f MiB of shared memory, but %.1f MiB are free %s", who,
-        (double)bytes / 1048576, (double)(host < group ? host : group) / 1048576,
-        host < group ? "on this host" : "under this control group's limit");
+    return fsdpc_error(FSDPC_E_NOMEM,
+                       "%s wants %.1f MiB of shared memory, but %.1f MiB are free %s", who,
+                       (double)bytes / 1048576, (double)(host < group ? host : group) / 1048576,
+                       host < group ? "on this host" : "under this control group's limit");
 }

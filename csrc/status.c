@@ -15,8 +15,8 @@ const char *
 fsdpc_status_text(int status)
 {
     switch (status) {
-#define CASE(name, value, text, cls)                                           \
-    case value:                                                                \
+#define CASE(name, value, text, cls) \
+    case value:                      \
         return text;
         FSDPC_STATUS_TABLE(CASE)
 #undef CASE
@@ -29,8 +29,8 @@ const char *
 fsdpc_status_class(int status)
 {
     switch (status) {
-#define CASE(name, value, text, cls)                                           \
-    case value:                                                                \
+#define CASE(name, value, text, cls) \
+    case value:                      \
         return cls;
         FSDPC_STATUS_TABLE(CASE)
 #undef CASE

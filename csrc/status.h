@@ -11,20 +11,20 @@
 #include <stddef.h>
 
 /* X(name, value, text, Python class) */
-#define FSDPC_STATUS_TABLE(X)                                                  \
-    X(OK, 0, "success", NULL)                                                  \
-    X(E_INVAL, -1, "invalid argument", "ValueError")                           \
-    X(E_TYPE, -2, "wrong type", "TypeError")                                   \
-    X(E_NOMEM, -3, "out of host memory", "MemoryError")                        \
-    X(E_DEVMEM, -4, "out of device memory", "OutOfMemoryError")                \
-    X(E_STATE, -5, "call out of order", "StateError")                          \
-    X(E_COMM, -6, "communication failed", "CommError")                         \
-    X(E_PEER, -7, "a rank died", "PeerError")                                  \
-    X(E_TIMEOUT, -8, "deadline passed", "CommTimeout")                         \
-    X(E_MISMATCH, -9, "ranks disagree", "MismatchError")                       \
-    X(E_IO, -10, "system call failed", "OSError")                              \
-    X(E_UNAVAILABLE, -11, "not available here", "NotImplementedError")         \
-    X(E_INTERRUPT, -12, "interrupted", "KeyboardInterrupt")                    \
+#define FSDPC_STATUS_TABLE(X)                                          \
+    X(OK, 0, "success", NULL)                                          \
+    X(E_INVAL, -1, "invalid argument", "ValueError")                   \
+    X(E_TYPE, -2, "wrong type", "TypeError")                           \
+    X(E_NOMEM, -3, "out of host memory", "MemoryError")                \
+    X(E_DEVMEM, -4, "out of device memory", "OutOfMemoryError")        \
+    X(E_STATE, -5, "call out of order", "StateError")                  \
+    X(E_COMM, -6, "communication failed", "CommError")                 \
+    X(E_PEER, -7, "a rank died", "PeerError")                          \
+    X(E_TIMEOUT, -8, "deadline passed", "CommTimeout")                 \
+    X(E_MISMATCH, -9, "ranks disagree", "MismatchError")               \
+    X(E_IO, -10, "system call failed", "OSError")                      \
+    X(E_UNAVAILABLE, -11, "not available here", "NotImplementedError") \
+    X(E_INTERRUPT, -12, "interrupted", "KeyboardInterrupt")            \
     X(E_INTERNAL, -13, "internal error", "RuntimeError")
 
 enum fsdpc_status {
@@ -53,26 +53,26 @@ void fsdpc_error_clear(void);
 
 /* TRY returns at once: only while nothing is held. GOTO jumps to the unwinding label with `status`
  * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error wins. */
-#define FSDPC_TRY(expr)                                                        \
-    do {                                                                       \
-        int try_status_ = (expr);                                              \
-        if (try_status_ != FSDPC_OK) {                                         \
-            return try_status_;                                                \
-        }                                                                      \
+#define FSDPC_TRY(expr)                \
+    do {                               \
+        int try_status_ = (expr);      \
+        if (try_status_ != FSDPC_OK) { \
+            return try_status_;        \
+        }                              \
     } while (0)
-#define FSDPC_GOTO(expr, label)                                                \
-    do {                                                                       \
-        status = (expr);                                                       \
-        if (status != FSDPC_OK) {                                              \
-            goto label;                                                        \
-        }                                                                      \
+#define FSDPC_GOTO(expr, label)   \
+    do {                          \
+        status = (expr);          \
+        if (status != FSDPC_OK) { \
+            goto label;           \
+        }                         \
     } while (0)
-#define FSDPC_KEEP(expr)                                                       \
-    do {                                                                       \
-        int keep_status_ = (expr);                                             \
-        if (status == FSDPC_OK) {                                              \
-            status = keep_status_;                                             \
-        }                                                                      \
+#define FSDPC_KEEP(expr)           \
+    do {                           \
+        int keep_status_ = (expr); \
+        if (status == FSDPC_OK) {  \
+            status = keep_status_; \
+        }                          \
     } while (0)
 
 #endif

@@ -12,39 +12,39 @@
 typedef struct fsdpc_trace fsdpc_trace;
 
 /* X(NAME, text) */
-#define FSDPC_TRACE_TABLE(X)                                                   \
-    X(STEP, "step")           /* a root forward began; bytes = its number */   \
-    X(GATHER, "gather")       /* unit's values asked for and made readable */  \
-    X(JOIN, "join")           /* was readable already: no bytes moved */       \
-    X(PREFETCH, "prefetch")   /* gather begun ahead of need */                 \
-    X(RELEASE, "release")     /* last reference dropped */                     \
-    X(SPARE, "spare")         /* slot conflict: private memory was mapped */   \
-    X(PACK, "pack")           /* gradients packed into a reduce slot */        \
-    X(REDUCE, "reduce")       /* own slice summed into the shard gradient */   \
-    X(ABSENT, "absent")       /* reduced without this rank's contribution */   \
-    X(WAIT, "wait")           /* waited for others; bytes = nanoseconds */     \
+#define FSDPC_TRACE_TABLE(X)                                                \
+    X(STEP, "step")         /* a root forward began; bytes = its number */  \
+    X(GATHER, "gather")     /* unit's values asked for and made readable */ \
+    X(JOIN, "join")         /* was readable already: no bytes moved */      \
+    X(PREFETCH, "prefetch") /* gather begun ahead of need */                \
+    X(RELEASE, "release")   /* last reference dropped */                    \
+    X(SPARE, "spare")       /* slot conflict: private memory was mapped */  \
+    X(PACK, "pack")         /* gradients packed into a reduce slot */       \
+    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */  \
+    X(ABSENT, "absent")     /* reduced without this rank's contribution */  \
+    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */    \
     X(BACKWARD_END, "backward_end")
 
 enum fsdpc_trace_op {
 #define FSDPC_TRACE_ENUM(name, text) FSDPC_TRACE_##name,
     FSDPC_TRACE_TABLE(FSDPC_TRACE_ENUM)
 #undef FSDPC_TRACE_ENUM
-    FSDPC_TRACE_OP_COUNT
+        FSDPC_TRACE_OP_COUNT
 };
 
 /* X(NAME, text) */
-#define FSDPC_PHASE_TABLE(X)                                                   \
-    X(IDLE, "idle")                                                            \
-    X(FORWARD, "forward")                                                      \
-    X(BACKWARD, "backward")                                                    \
-    X(RECOMPUTE, "recompute")                                                  \
+#define FSDPC_PHASE_TABLE(X)  \
+    X(IDLE, "idle")           \
+    X(FORWARD, "forward")     \
+    X(BACKWARD, "backward")   \
+    X(RECOMPUTE, "recompute") \
     X(OTHER, "other")
 
 enum fsdpc_phase {
 #define FSDPC_PHASE_ENUM(name, text) FSDPC_PHASE_##name,
     FSDPC_PHASE_TABLE(FSDPC_PHASE_ENUM)
 #undef FSDPC_PHASE_ENUM
-    FSDPC_PHASE_COUNT
+        FSDPC_PHASE_COUNT
 };
 
 typedef struct fsdpc_trace_entry {

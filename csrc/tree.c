@@ -254,8 +254,7 @@ fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     int floor = node->held ? 1 : 0;
-    return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit)
-                                    : FSDPC_OK;
+    return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
 }
 
 /* --- backward -------------------------------------------------------------------------------- */
@@ -384,9 +383,9 @@ reduce_replicas_of(fsdpc_unit *unit)
     for (int i = 0; i < count; i++) {
         bits[i] = unit->used[i];
     }
-    FSDPC_GOTO(fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX,
-                                     unit->name),
-               done);
+    FSDPC_GOTO(
+        fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
+        done);
     for (int i = 0; i < count; i++) {
         unit->used[i] = bits[i] > 0;
         any = any || unit->used[i];
@@ -532,7 +531,8 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         out->spare_count += fsdpc_exchange_spare_count(x);
         out->gather_slots += fsdpc_exchange_slot_count(x);
         size_t largest = fsdpc_exchange_largest_slot(x);
-        out->gather_slot_bytes = largest > out->gather_slot_bytes ? largest : out->gather_slot_bytes;
+        out->gather_slot_bytes =
+            largest > out->gather_slot_bytes ? largest : out->gather_slot_bytes;
         out->reduce_slots += fsdpc_exchange_reduce_slots(x);
     }
     for (int i = 0; i < tree->count; i++) {

@@ -73,8 +73,8 @@ uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 
 typedef struct fsdpc_tree_memory {
-    size_t gather_bytes; /* slots, once per host on shared memory */
-    size_t reduce_bytes; /* packed gradients, per rank */
+    size_t gather_bytes;                          /* slots, once per host on shared memory */
+    size_t reduce_bytes;                          /* packed gradients, per rank */
     size_t master_bytes, grad_bytes, local_bytes; /* per rank */
     size_t spare_bytes;
     uint64_t spare_count;

@@ -9,10 +9,10 @@ struct fsdpc_node {
     fsdpc_unit *unit;
     fsdpc_exchange *exchange;
     int depth;
-    bool held;      /* one reference is kept until the unit's backward is done */
-    bool complete;  /* gradients are complete, reduction is due or waits for its turn */
-    bool reduced;   /* in this backward */
-    int order;      /* position in `order`, -1 */
+    bool held;     /* one reference is kept until the unit's backward is done */
+    bool complete; /* gradients are complete, reduction is due or waits for its turn */
+    bool reduced;  /* in this backward */
+    int order;     /* position in `order`, -1 */
 };
 
 struct fsdpc_tree {

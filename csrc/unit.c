@@ -38,8 +38,8 @@ map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
     unit->master_stride = fsdpc_round_up(unit->layout->shard_bytes, page);
     unit->master_map_bytes = unit->master_stride * (size_t)unit->world;
     FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &unit->master_offset));
-    FSDPC_TRY(fsdpc_shm_map(shm, unit->master_offset, unit->master_map_bytes, NULL,
-                            &unit->master_map));
+    FSDPC_TRY(
+        fsdpc_shm_map(shm, unit->master_offset, unit->master_map_bytes, NULL, &unit->master_map));
     for (int r = 0; r < unit->world; r++) {
         unit->peers[r] = (char *)unit->master_map + unit->master_stride * (size_t)r;
     }

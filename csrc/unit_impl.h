@@ -50,8 +50,8 @@ struct fsdpc_unit {
     int id; /* index in its exchange */
     int slot;
     int refs;
-    bool ready;    /* all values are in place */
-    bool begun;    /* holds its slot, values may be incomplete (prefetch) */
+    bool ready;                /* all values are in place */
+    bool begun;                /* holds its slot, values may be incomplete (prefetch) */
     uint64_t posted, consumed; /* rounds of reduction in this backward */
 };
 
