@@ -106,8 +106,10 @@ def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[f
     repeats = max(1, min(50, TIMED_BYTES // size))
     for _, _, call in ways:
         time_once(comm, call, 2)
-    cases = {(operation, way): functools.partial(time_once, comm, call, repeats)
-             for operation, way, call in ways}
+    cases = {
+        (operation, way): functools.partial(time_once, comm, call, repeats)
+        for operation, way, call in ways
+    }
     times = common.interleave(cases, rounds)
     slower = np.array(list(times.values())) * 1e6
     comm.all_reduce(slower, op="max")
@@ -143,7 +145,9 @@ def describe(size: int, operation: str, times: dict[tuple[str, str], list[float]
     """Times in microseconds and ratios of one operation at one size."""
     ways = {way: values for (name, way), values in times.items() if name == operation}
     row: dict[str, Any] = {
-        "operation": operation, "bytes": size, "ranks": WORLD,
+        "operation": operation,
+        "bytes": size,
+        "ranks": WORLD,
         "us": {way: common.spread(values) | {"min": min(values)} for way, values in ways.items()},
     }
     for way, base in (("direct", "floor"), ("staged", "floor"), ("gloo", "direct")):
@@ -152,16 +156,27 @@ def describe(size: int, operation: str, times: dict[tuple[str, str], list[float]
     return row
 
 
-HEAD = ("operation", "MiB", "floor us", "direct us", "staged us", "gloo us", "direct/floor",
-        "q1..q3", "gloo/direct")
+HEAD = (
+    "operation",
+    "MiB",
+    "floor us",
+    "direct us",
+    "staged us",
+    "gloo us",
+    "direct/floor",
+    "q1..q3",
+    "gloo/direct",
+)
 
 
 def table_row(row: dict) -> list[str]:
     over = row["direct_over_floor"]
     return [
-        row["operation"], f"{row['bytes'] / MIB:g}",
+        row["operation"],
+        f"{row['bytes'] / MIB:g}",
         *(f"{row['us'][way]['median']:.1f}" for way in ("floor", "direct", "staged", "gloo")),
-        f"{over['median']:.2f}", f"{over['q1']:.2f}..{over['q3']:.2f}",
+        f"{over['median']:.2f}",
+        f"{over['q1']:.2f}..{over['q3']:.2f}",
         f"{row['gloo_over_direct']['median']:.1f}",
     ]
 

@@ -143,7 +143,7 @@ class Unit:
         return tensor
 
     def _watched(self) -> list[int]:
-        """Trainable parameters of the module that is registered first: the last to get gradients."""
+        """Trainable parameters of the first registered module: the last to get gradients."""
         trainable = [i for i in range(len(self.infos)) if self.trainable[i]]
         owners = [self.infos[i].sites[0][0] for i in trainable]
         return [i for i, owner in zip(trainable, owners, strict=True) if owner is owners[0]]
@@ -218,7 +218,7 @@ class Unit:
 
     @property
     def state(self) -> str:
-        """"idle", "forward", "backward" or "summoned"."""
+        """What it does now: "idle", "forward", "backward" or "summoned"."""
         if self.summoned:
             return "summoned"
         return self.tree.training_state if self.tree is not None else "idle"

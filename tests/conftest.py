@@ -14,9 +14,12 @@ ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--engine", choices=sorted(ENGINES), default="fsdpc",
+        "--engine",
+        choices=sorted(ENGINES),
+        default="fsdpc",
         help="what the multi-rank tests wrap models with: fsdpc, or torch's own FSDP as a check of "
-        "the tests themselves (it fails where it has the faults that fsdpc must not have)")
+        "the tests themselves (it fails where it has the faults that fsdpc must not have)",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,12 @@ def test_close():
     comm.close()
     comm.close()
     assert comm.closed and "closed" in repr(comm) and comm.world == 1
-    for call in (comm.barrier, lambda: comm.agree(""), lambda: comm.all_reduce(np.ones(2)),
-                 lambda: comm.buffer(8)):
+    for call in (
+        comm.barrier,
+        lambda: comm.agree(""),
+        lambda: comm.all_reduce(np.ones(2)),
+        lambda: comm.buffer(8),
+    ):
         with pytest.raises(fsdpc.StateError, match="closed"):
             call()
 
@@ -110,12 +114,20 @@ def test_only_shm_has_buffers(loopback):
             comm.buffer(64)
 
 
-@pytest.mark.parametrize("args, error", [
-    ((0, 0, "x", 1.0), ValueError), ((2, 2, "x", 1.0), ValueError), ((-1, 2, "x", 1.0), ValueError),
-    ((0, 1, "x", 0.0), ValueError), ((0, 1, "", 1.0), ValueError),
-    ((0, 1, "x", float("nan")), ValueError), ((0, 1, 5, 1.0), TypeError), ((0, 1, "x"), TypeError),
-    ((0, 2**40, "x", 1.0), OverflowError),
-])
+@pytest.mark.parametrize(
+    "args, error",
+    [
+        ((0, 0, "x", 1.0), ValueError),
+        ((2, 2, "x", 1.0), ValueError),
+        ((-1, 2, "x", 1.0), ValueError),
+        ((0, 1, "x", 0.0), ValueError),
+        ((0, 1, "", 1.0), ValueError),
+        ((0, 1, "x", float("nan")), ValueError),
+        ((0, 1, 5, 1.0), TypeError),
+        ((0, 1, "x"), TypeError),
+        ((0, 2**40, "x", 1.0), OverflowError),
+    ],
+)
 def test_shm_arguments(args, error):
     with pytest.raises(error):
         _C.Comm.shm(*args)
@@ -306,8 +318,9 @@ def test_exception_classes(name):
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
-                          text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_import_is_silent_and_single():
@@ -341,8 +354,19 @@ def test_objects_outlive_the_interpreter():
 
 # --- documentation and stubs -----------------------------------------------------------------
 
-METHODS = ["shm", "c10d", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier",
-           "agree", "abort", "close", "buffer"]
+METHODS = [
+    "shm",
+    "c10d",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "agree",
+    "abort",
+    "close",
+    "buffer",
+]
 
 
 @pytest.mark.parametrize("name", METHODS)

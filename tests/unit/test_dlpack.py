@@ -73,8 +73,9 @@ def test_subclasses(how):
 def test_random_views(data):
     shape = data.draw(st.lists(st.integers(0, 4), max_size=5))
     base = torch.empty([2 * n + 1 for n in shape])
-    index = tuple(slice(data.draw(st.integers(0, 1)), n + 1, data.draw(st.integers(1, 2)))
-                  for n in shape)
+    index = tuple(
+        slice(data.draw(st.integers(0, 1)), n + 1, data.draw(st.integers(1, 2))) for n in shape
+    )
     tensor = base[index]
     if shape:
         tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
@@ -87,13 +88,16 @@ def test_random_views(data):
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("make, text", [
-    (lambda: torch.empty(3, device="meta"), "host memory"),
-    (lambda: torch.ones(3, 3).to_sparse(), "dense"),
-    (lambda: torch.ones(3, dtype=torch.complex64).conj(), "conjugated"),
-    (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "negated"),
-    (lambda: torch.empty([1] * 17), "17 dimensions"),
-])
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: torch.empty(3, device="meta"), "host memory"),
+        (lambda: torch.ones(3, 3).to_sparse(), "dense"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj(), "conjugated"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "negated"),
+        (lambda: torch.empty([1] * 17), "17 dimensions"),
+    ],
+)
 def test_refused_tensors(how, make, text):
     with pytest.raises(BufferError, match=text):
         _C.tensor_info(make(), how)
@@ -120,10 +124,18 @@ def test_not_an_array(thing):
         _C.tensor_info(thing)
 
 
-@pytest.mark.parametrize("dtype, name", [
-    ("f4", "float32"), ("f8", "float64"), ("f2", "float16"), ("i4", "uint8"), (">f4", "uint8"),
-    ("?", "uint8"), ("c8", "uint8"),
-])
+@pytest.mark.parametrize(
+    "dtype, name",
+    [
+        ("f4", "float32"),
+        ("f8", "float64"),
+        ("f2", "float16"),
+        ("i4", "uint8"),
+        (">f4", "uint8"),
+        ("?", "uint8"),
+        ("c8", "uint8"),
+    ],
+)
 def test_numpy(dtype, name):
     base = np.zeros((4, 6), dtype)
     for array in (base, base[::-1, ::2], base.T, base[:0]):
@@ -245,27 +257,51 @@ def test_export_dropped_on_another_thread():
 # --- arguments -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call, error, text", [
-    (lambda: _C.tensor_info(), TypeError,
-     r"tensor_info\(\) missing required argument 'tensor' \(pos 1\)"),
-    (lambda: _C.tensor_info(1, 2, 3, 4), TypeError,
-     r"tensor_info\(\) takes at most 3 positional arguments \(4 given\)"),
-    (lambda: _C.tensor_info(b"", hwo=1), TypeError,
-     r"tensor_info\(\) got an unexpected keyword argument 'hwo'"),
-    (lambda: _C.tensor_info(b"", tensor=b""), TypeError,
-     r"tensor_info\(\) got multiple values for argument 'tensor'"),
-    (lambda: _C.tensor_info(b"", 5), TypeError,
-     r"tensor_info\(\) argument 'how' must be str, not int"),
-    (lambda: _C.tensor_info(b"", "a\0b"), ValueError, "embedded null character"),
-    (lambda: _C.tensor_info(b"", repeat=1.5), TypeError,
-     r"tensor_info\(\) argument 'repeat' must be int, not float"),
-    (lambda: _C.tensor_info(b"", repeat=2**63), OverflowError, "greater than maximum"),
-    (lambda: _C.tensor_info(b"", repeat=-(2**63) - 1), OverflowError, "less than minimum"),
-    (lambda: _C.tensor_info(b"", "nohow"), ValueError, "'nohow'"),
-    (lambda: _C.export_dlpack(), TypeError, "missing required argument 'array'"),
-    (lambda: _C.export_dlpack(b"", 1), TypeError,
-     r"export_dlpack\(\) takes exactly 1 positional argument \(2 given\)"),
-])
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (
+            lambda: _C.tensor_info(),
+            TypeError,
+            r"tensor_info\(\) missing required argument 'tensor' \(pos 1\)",
+        ),
+        (
+            lambda: _C.tensor_info(1, 2, 3, 4),
+            TypeError,
+            r"tensor_info\(\) takes at most 3 positional arguments \(4 given\)",
+        ),
+        (
+            lambda: _C.tensor_info(b"", hwo=1),
+            TypeError,
+            r"tensor_info\(\) got an unexpected keyword argument 'hwo'",
+        ),
+        (
+            lambda: _C.tensor_info(b"", tensor=b""),
+            TypeError,
+            r"tensor_info\(\) got multiple values for argument 'tensor'",
+        ),
+        (
+            lambda: _C.tensor_info(b"", 5),
+            TypeError,
+            r"tensor_info\(\) argument 'how' must be str, not int",
+        ),
+        (lambda: _C.tensor_info(b"", "a\0b"), ValueError, "embedded null character"),
+        (
+            lambda: _C.tensor_info(b"", repeat=1.5),
+            TypeError,
+            r"tensor_info\(\) argument 'repeat' must be int, not float",
+        ),
+        (lambda: _C.tensor_info(b"", repeat=2**63), OverflowError, "greater than maximum"),
+        (lambda: _C.tensor_info(b"", repeat=-(2**63) - 1), OverflowError, "less than minimum"),
+        (lambda: _C.tensor_info(b"", "nohow"), ValueError, "'nohow'"),
+        (lambda: _C.export_dlpack(), TypeError, "missing required argument 'array'"),
+        (
+            lambda: _C.export_dlpack(b"", 1),
+            TypeError,
+            r"export_dlpack\(\) takes exactly 1 positional argument \(2 given\)",
+        ),
+    ],
+)
 def test_arguments(call, error, text):
     with pytest.raises(error, match=text):
         call()
