@@ -32,7 +32,7 @@ typedef struct fsdpc_py_flat {
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
     bool own_tree;                         /* made by gather() on a unit that stands alone */
     int id;
-    PyObject *on_unattached;
+    PyObject *on_unattached, *after_backward;
     PyObject **full; /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
     int site_count;

@@ -99,6 +99,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->replicate_comm);
     Py_VISIT((PyObject *)self->tree);
     Py_VISIT(self->on_unattached);
+    Py_VISIT(self->after_backward);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
     for (int i = 0; self->full && i < count; i++) {
         Py_VISIT(self->full[i]);
@@ -121,6 +122,7 @@ flat_clear(fsdpc_py_flat *self)
 {
     fsdpc_py_flat_unbind(self);
     Py_CLEAR(self->on_unattached);
+    Py_CLEAR(self->after_backward);
     Py_CLEAR(self->tree);
     return 0;
 }
@@ -732,6 +734,40 @@ get_name(fsdpc_py_flat *self, void *closure)
     return PyUnicode_FromString(fsdpc_unit_name(self->unit));
 }
 
+static int
+set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    const char *name = value ? PyUnicode_AsUTF8(value) : NULL;
+    if (!name) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "a unit's name cannot be deleted");
+        }
+        return -1;
+    }
+    int status = fsdpc_unit_rename(self->unit, name);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+get_after_backward(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->after_backward ? self->after_backward : Py_None);
+}
+
+static int
+set_after_backward(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->after_backward, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
 static PyObject *
 get_world(fsdpc_py_flat *self, void *closure)
 {
@@ -859,7 +895,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"name", (getter)get_name, NULL, "Name of the unit.", NULL},
+    {"name", (getter)get_name, (setter)set_name, "Name of the unit.", NULL},
     {"world", (getter)get_world, NULL, "Ranks that share the unit.", NULL},
     {"rank", (getter)get_rank, NULL, "This rank among them.", NULL},
     {"shape", (getter)get_shape, NULL, "Shape of `full`, padding included.", NULL},
@@ -874,6 +910,8 @@ static PyGetSetDef getset[] = {
     {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
     {"on_unattached", (getter)get_on_unattached, (setter)set_on_unattached,
      "Called by the first forward of a unit without a tree.", NULL},
+    {"after_backward", (getter)get_after_backward, (setter)set_after_backward,
+     "Called when a backward has ended and gradients are shown.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -621,6 +621,12 @@ end_backward(fsdpc_py_tree *tree)
             return -1;
         }
         forget_backward(tree->units[i]);
+        PyObject *after = tree->units[i]->after_backward;
+        PyObject *result = after ? PyObject_CallNoArgs(after) : Py_NewRef(Py_None);
+        if (!result) {
+            return -1;
+        }
+        Py_DECREF(result);
     }
     return 0;
 }

@@ -189,6 +189,18 @@ fsdpc_unit_name(const fsdpc_unit *unit)
     return unit->name;
 }
 
+int
+fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
+{
+    char *copy = fsdpc_mem_strdup(name);
+    if (!copy) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the name of unit %s", name);
+    }
+    fsdpc_mem_free(unit->name);
+    unit->name = copy;
+    return FSDPC_OK;
+}
+
 const fsdpc_layout *
 fsdpc_unit_layout(const fsdpc_unit *unit)
 {

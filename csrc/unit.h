@@ -43,6 +43,8 @@ int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *sp
 void fsdpc_unit_free(fsdpc_unit *unit);
 
 const char *fsdpc_unit_name(const fsdpc_unit *unit);
+/* Its place in the tree is known later than the unit itself. */
+int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
 int fsdpc_unit_rank(const fsdpc_unit *unit);

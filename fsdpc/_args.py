@@ -67,12 +67,6 @@ def check_options(
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
     _check_type("mixed_precision", mixed_precision, MixedPrecision)
     _check_callable("param_init_fn", param_init_fn, ValueError)
-    if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
-        warnings.warn(
-            "keep_low_precision_grads=True has no effect in this version of fsdpc: gradients are "
-            "kept in the parameters' storage dtype, in which they are accumulated",
-            stacklevel=3,
-        )
     if auto_wrap_policy is not None and not _is_policy(auto_wrap_policy):
         raise ValueError(
             "auto_wrap_policy must be a callable (module, recurse, nonwrapped_numel) -> bool, a "

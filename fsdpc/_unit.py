@@ -46,7 +46,7 @@ class Unit:
         use_orig_params: bool,
         keep_low_precision_grads: bool = False,
     ) -> None:
-        self.name = name
+        self._name = name
         self.infos = infos
         self.groups = groups
         self.use_orig_params = use_orig_params
@@ -83,6 +83,8 @@ class Unit:
             self._make_flat_params()
         self.install_sharded()
         self._bind()
+        if keep_low_precision_grads and param_dtype is not None:
+            self.flat.after_backward = self._lower_grads
         self.pre_forward_hook = self.flat.hook("pre_forward")
         self.post_forward_hook = self.flat.hook("post_forward")
 
@@ -188,7 +190,26 @@ class Unit:
             self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
         self.flat.bind(list(self.full), sites, list(self._seen), watched)
 
+    def _lower_grads(self) -> None:
+        """keep_low_precision_grads: what the optimizer sees is in the compute dtype. The sums stay
+        as they are; the next backward takes the values back up.
+        """
+        for param, view, _ in self._seen:
+            if view is not None and param.grad is view and view.dtype != self.param_dtype:
+                low = view.detach()
+                param.grad = low
+                low.data = view.to(self.param_dtype)
+
     # --- what the wrapper reads ------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The unit's place in the model; every error and trace entry says it."""
+        return self._name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._name = self.flat.name = value
 
     @property
     def shard_params(self) -> list[nn.Parameter]:
@@ -257,6 +278,7 @@ class Unit:
             for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
         ]
         self.flat.read(grads, grad=True)
+        self._keep_low()
         return grads
 
     def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
@@ -292,6 +314,10 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
+    def _keep_low(self) -> None:
+        if self.flat.after_backward is not None:
+            self._lower_grads()
+
     def _grad_mask(self) -> bytes:
         mask = bytearray(len(self.infos))
         for param, view, covers in self._seen:
@@ -308,10 +334,14 @@ class Unit:
         self.flat.adopt_grads()
         mask = self._grad_mask()
         if norm_type == float("inf"):
-            return self.flat.grad_norm(mask, 2.0)[1]
-        return self.flat.grad_norm(mask, float(norm_type))[0]
+            total = self.flat.grad_norm(mask, 2.0)[1]
+        else:
+            total = self.flat.grad_norm(mask, float(norm_type))[0]
+        self._keep_low()
+        return total
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies this rank's gradients in place."""
         self.flat.adopt_grads()
         self.flat.scale_grads(self._grad_mask(), factor)
+        self._keep_low()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from toys import Block, check_equal, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
 
@@ -105,3 +105,35 @@ def test_only_the_root_clips_and_only_between_steps(rank, world, engine):
         model.blocks[0].clip_grad_norm_(1.0)
     with type(model).summon_full_params(model), pytest.raises(ValueError, match="states"):
         model.clip_grad_norm_(1.0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_kept_in_low_precision(rank, world, engine, use_orig_params):
+    """keep_low_precision_grads: what backward and clipping leave in .grad has the compute dtype, is
+    the rounded gradient, and is what a further backward adds to.
+    """
+    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    low = wrap_blocks(
+        engine,
+        toy(),
+        use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(**mixed, keep_low_precision_grads=True),
+    )
+    full = wrap_blocks(
+        engine, toy(), use_orig_params=use_orig_params, mixed_precision=MixedPrecision(**mixed)
+    )
+    for step in range(2):
+        for model in (low, full):
+            loss_of(model, tokens(rank, step)).backward()
+        for a, b in zip(low.parameters(), full.parameters(), strict=True):
+            assert a.grad is None or a.grad.dtype == torch.bfloat16
+            if step == 0:
+                check_equal({"grad": a.grad}, {"grad": b.grad.to(torch.bfloat16)}, "backward")
+            else:
+                torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.02, atol=1e-4)
+    norms = [float(model.clip_grad_norm_(0.1)) for model in (low, full)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+    assert all(p.grad.dtype == torch.bfloat16 for p in low.parameters() if p.grad is not None)
+    low.zero_grad()
+    assert all(p.grad is None for p in low.parameters())
