@@ -1,0 +1,202 @@
+"""A rank that dies, stops, raises or is interrupted: the others say so, by name, and end.
+
+Every test also looks at what is left behind: no shared memory file, no process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from harness import die, run_ranks, signal_rank
+from torch import nn
+from toys import Block, loss_of, tokens, toy, wrap_blocks
+
+LATE_S = 2.0  # from the signal to the last survivor's error, on a busy machine
+VICTIM = 1
+
+
+class Trap(nn.Module):
+    """Calls `fatal` where it is told to, the second time that it passes there."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.place, self.fatal, self.calls = "", None, 0
+
+    def trip(self, place):
+        if place == self.place:
+            self.calls += 1
+            if self.calls == 2:
+                self.fatal()
+
+    def forward(self, x):
+        self.trip("before the block")
+        x = self.block(x)
+        self.trip("after the block")
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.trip("backward"))
+        return x
+
+
+PHASES = ["construction", "before the block", "after the block", "backward", "end of backward",
+          "optimizer step", "state_dict"]
+
+
+def train_until(rank, world, phase, fatal):
+    """Three steps on every rank; the victim calls `fatal` in the given phase of the second."""
+    model = toy(blocks=3)
+    trap = model.blocks[1] = Trap(model.blocks[1])
+    mine = rank == VICTIM
+    if mine and phase == "construction":
+        fatal()
+    sharded = wrap_blocks("fsdpc", model, Block, use_orig_params=True)
+    if mine:
+        trap.place, trap.fatal = phase, fatal
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for step in range(3):
+        loss = loss_of(sharded, tokens(rank, step))
+        if mine and step == 1 and phase == "end of backward":
+            loss.register_hook(lambda grad: at_end_of_backward(fatal))
+        loss.backward()
+        if mine and step == 1 and phase == "optimizer step":
+            optimizer.register_step_pre_hook(lambda *_: fatal())
+        optimizer.step()
+        optimizer.zero_grad()
+        if phase == "state_dict" and step == 1:
+            if mine:
+                fatal()
+            sharded.state_dict()
+
+
+def at_end_of_backward(fatal):
+    """All gradients are complete then, and the engine's own callback still has to come."""
+    torch.autograd.Variable._execution_engine.queue_callback(fatal)
+
+
+def with_what_was_left(body):
+    """Runs a test body; afterwards there is no new file in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    outcomes = body()
+    left = set(os.listdir("/dev/shm")) - before
+    assert not {name for name in left if "fsdpc" in name}, f"left in /dev/shm: {left}"
+    return outcomes
+
+
+def check_survivors(outcomes, expected, *, since=None, within=LATE_S, kinds=("PeerError",)):
+    victim = outcomes[VICTIM]
+    since = victim.signalled_at if since is None else since
+    for outcome in outcomes:
+        if outcome.rank == VICTIM:
+            continue
+        assert outcome.error, f"rank {outcome.rank} did not notice: {outcome.log}"
+        assert set(kinds) & set(outcome.error_types), outcome.error
+        assert f"rank {VICTIM}" in outcome.error, outcome.error
+        assert expected in outcome.error, outcome.error
+        assert outcome.finished_at - since <= within, (
+            f"rank {outcome.rank} raised {outcome.finished_at - since:.2f} s after: {outcome.error}")
+
+
+def killed(rank, world, phase):
+    train_until(rank, world, phase, die)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigkill(world, phase):
+    outcomes = with_what_was_left(lambda: run_ranks(killed, world, faults=True, phase=phase))
+    assert outcomes[VICTIM].exit_signal == signal.SIGKILL
+    if phase == "construction":  # no communicator yet: torch's own rendezvous notices
+        for outcome in outcomes:
+            assert not outcome.returned
+        return
+    check_survivors(outcomes, "unit")
+    check_survivors(outcomes, "died")
+
+
+def killed_between_units(rank, world):
+    """The victim dies when the second unit is being made: communicators exist."""
+    model = toy(blocks=3)
+    if rank == VICTIM:
+        from fsdpc import _unit
+
+        original = _unit.Unit.__init__
+
+        def dying(self, name, *args, **kwargs):
+            if name.endswith("1"):
+                die()
+            original(self, name, *args, **kwargs)
+
+        _unit.Unit.__init__ = dying
+    wrap_blocks("fsdpc", model, use_orig_params=True)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sigkill_between_units(world):
+    outcomes = with_what_was_left(lambda: run_ranks(killed_between_units, world, faults=True))
+    check_survivors(outcomes, "construction of unit")
+
+
+def raising(rank, world, phase):
+    def fatal():
+        raise ArithmeticError("the loader of rank one is empty")
+    train_until(rank, world, phase, fatal)
+
+
+@pytest.mark.parametrize("phase", [p for p in PHASES if p != "construction"])
+def test_exception(phase):
+    """Uncaught on one rank: the others end too and quote it."""
+    outcomes = with_what_was_left(lambda: run_ranks(raising, 3, faults=True, phase=phase))
+    victim = outcomes[VICTIM]
+    assert "ArithmeticError" in victim.error_types
+    check_survivors(outcomes, "the loader of rank one is empty", since=victim.finished_at)
+
+
+def stopping(rank, world, phase):
+    def fatal():
+        signal_rank(rank, signal.SIGSTOP)
+        time.sleep(600)
+    train_until(rank, world, phase, fatal)
+
+
+@pytest.mark.parametrize("phase", ["before the block", "backward", "optimizer step"])
+def test_sigstop(phase):
+    """A stopped rank is not dead: the deadline ends the wait and says who did not come."""
+    outcomes = with_what_was_left(lambda: run_ranks(
+        stopping, 2, faults=True, phase=phase, env={"FSDPC_TIMEOUT": "1"}))
+    assert outcomes[VICTIM].stopped
+    check_survivors(outcomes, "unit", within=1 + LATE_S, kinds=["CommTimeout"])
+
+
+def interrupted(rank, world):
+    def fatal():
+        signal_rank(0, signal.SIGINT, after=0.3)
+        time.sleep(2)
+    train_until(rank, world, "before the block", fatal)
+
+
+def test_sigint_while_waiting():
+    outcomes = with_what_was_left(lambda: run_ranks(interrupted, 2, faults=True))
+    zero = outcomes[0]
+    assert "KeyboardInterrupt" in zero.error_types, zero.error
+    assert zero.finished_at - zero.signalled_at <= LATE_S
+    assert "rank 0" in outcomes[VICTIM].error and "KeyboardInterrupt" in outcomes[VICTIM].error
+
+
+def test_no_process_is_left():
+    """The ranks of a fault test, survivors and stopped ones among them, are gone afterwards."""
+    outcomes = run_ranks(report_pid_and_stop, 3, faults=True, env={"FSDPC_TIMEOUT": "1"})
+    pids = [int(line.split()[-1]) for o in outcomes for line in o.log.splitlines()
+            if line.startswith("pid")]
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def report_pid_and_stop(rank, world):
+    print("pid", os.getpid())
+    stopping(rank, world, "before the block")
