@@ -490,7 +490,9 @@ def template_main(fd: int) -> None:
 
     torch.set_num_threads(1)
     try:
-        import fsdpc  # noqa: F401
+        import fsdpc
+
+        fsdpc.FullyShardedDataParallel  # noqa: B018  loads what the package loads on first use
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
     while True:
@@ -500,6 +502,7 @@ def template_main(fd: int) -> None:
             return
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
+        import_for_all(request)
         folder = tempfile.mkdtemp(prefix="fsdpc-test-")
         try:
             outcomes = Launch(request, control, folder).run()
@@ -509,6 +512,14 @@ def template_main(fd: int) -> None:
             send(control, pickle.dumps([dict(vars(o)) for o in outcomes]))
         except OSError:
             return
+
+
+def import_for_all(request: dict[str, Any]) -> None:
+    """Imports the test module once, before the ranks are forked."""
+    try:
+        import_test_module(request["module"], request["file"])
+    except Exception:
+        traceback.print_exc()  # the ranks try again and report it
 
 
 def die_with_parent() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import time
+
 import pytest
 import torch
 from harness import ranks
@@ -142,7 +145,7 @@ def test_integer_and_quantised_parameters(rank, world, engine, use_orig_params, 
         assert after[name].dtype == value.dtype and after[name].shape == value.shape, name
         assert bytes(after[name].view(torch.uint8).flatten().tolist()) == bytes(
             value.view(torch.uint8).flatten().tolist()), name
-    if precision is PRECISIONS[0]:
+    if precision == PRECISIONS[0]:
         torch.manual_seed(0)
         train(engine, Quantised(), use_orig_params, rank)
 
@@ -385,3 +388,23 @@ def test_user_writes_parameters_between_steps(rank, world, engine, use_orig_para
             for m in (sharded, reference.master):
                 for p in m.parameters():
                     p.mul_(0.9)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("late", [0, 1])
+def test_user_writes_parameters_after_evaluation(rank, world, engine, late):
+    """A rank that is done evaluating changes its parameters while another one still evaluates."""
+    model = toy(blocks=4)
+    plain = copy.deepcopy(model)
+    sharded = wrap_blocks(engine, model, use_orig_params=True)
+    if rank == late:
+        sharded.module.blocks[1].module.up.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    with torch.no_grad():
+        for step in range(3):
+            logits = sharded(tokens(rank, step))
+            for p in sharded.parameters():
+                p.mul_(0.5)
+            check_equal({"logits": logits}, {"logits": plain(tokens(rank, step))},
+                        f"evaluation {step}", rtol=0.0 if engine == "fsdpc" else 1e-6)
+            for p in plain.parameters():
+                p.mul_(0.5)
