@@ -954,6 +954,9 @@ make_names(void)
         {&fsdpc_py_name.requires_grad, "requires_grad"},
         {&fsdpc_py_name.register_prehook, "register_prehook"},
         {&fsdpc_py_name.data, "data"},
+        {&fsdpc_py_name.is_view, "_is_view"},
+        {&fsdpc_py_name.base, "_base"},
+        {&fsdpc_py_name.sequence, "_sequence_nr"},
         {&fsdpc_py_name.detach, "detach"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };

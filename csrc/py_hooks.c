@@ -4,8 +4,8 @@
  * or per parameter. The order of events:
  *
  *   pre_forward   first unit of a pass: the pass begins. Gather; the modules show full tensors.
- *   post_forward  the modules show sharded parameters again; release or hold; a pre-hook on the
- *                 autograd nodes of the outputs waits for backward.
+ *   post_forward  (inputs, output). The modules show sharded parameters again; release or hold; a
+ *                 pre-hook on the autograd nodes of the outputs waits for backward.
  *   pre_backward  a gradient reaches an output: gather and hold; full tensors are shown again, for
  *                 recomputation inside the unit (activation checkpointing).
  *   grad          a full parameter has its gradient: after the last one the unit is done: release,
@@ -187,14 +187,14 @@ attach(fsdpc_py_flat *flat)
 
 /* --- walking inputs and outputs -------------------------------------------------------------- */
 
-typedef int (*visit_tensor)(fsdpc_py_tree *tree, PyObject *tensor, PyObject *argument);
+typedef int (*visit_tensor)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
 
-static int walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *argument,
+static int walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, void *argument,
                 int depth);
 
 static int
 walk_dataclass(fsdpc_py_tree *tree, PyObject *value, PyObject *fields, visit_tensor visit,
-               PyObject *argument, int depth)
+               void *argument, int depth)
 {
     int found = 0;
     Py_ssize_t position = 0;
@@ -213,7 +213,7 @@ walk_dataclass(fsdpc_py_tree *tree, PyObject *value, PyObject *fields, visit_ten
 }
 
 static int
-walk_items(fsdpc_py_tree *tree, PyObject *sequence, visit_tensor visit, PyObject *argument,
+walk_items(fsdpc_py_tree *tree, PyObject *sequence, visit_tensor visit, void *argument,
            int depth)
 {
     int found = 0;
@@ -226,7 +226,7 @@ walk_items(fsdpc_py_tree *tree, PyObject *sequence, visit_tensor visit, PyObject
 }
 
 static int
-walk_other(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *argument, int depth)
+walk_other(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, void *argument, int depth)
 {
     PyObject *list = NULL;
     int found = 0;
@@ -256,7 +256,7 @@ walk_other(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *a
 /* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses; 1 if any
  * call gave 1, 0 if none, -1 with an exception. */
 static int
-walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *argument, int depth)
+walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, void *argument, int depth)
 {
     PyTypeObject *type = Py_TYPE(value);
     if (type == tree->tensor_type || type == tree->param_type ||
@@ -275,7 +275,7 @@ walk(fsdpc_py_tree *tree, PyObject *value, visit_tensor visit, PyObject *argumen
 
 /* Registers `argument` on the autograd node that made the tensor. */
 static int
-hook_node(fsdpc_py_tree *tree, PyObject *tensor, PyObject *argument)
+hook_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
     (void)tree;
     PyObject *node = PyObject_GetAttr(tensor, fsdpc_py_name.grad_fn);
@@ -287,6 +287,76 @@ hook_node(fsdpc_py_tree *tree, PyObject *tensor, PyObject *argument)
     Py_DECREF(node);
     Py_XDECREF(handle);
     return handle ? 1 : -1;
+}
+
+/* The number of the autograd node behind a tensor: later nodes have larger ones. -1: no node. */
+static int
+node_number(PyObject *tensor, long long *out)
+{
+    *out = -1;
+    PyObject *node = PyObject_GetAttr(tensor, fsdpc_py_name.grad_fn);
+    if (!node || node == Py_None) {
+        Py_XDECREF(node);
+        return node ? 0 : -1;
+    }
+    PyObject *number = PyObject_CallMethodNoArgs(node, fsdpc_py_name.sequence);
+    Py_DECREF(node);
+    if (number) {
+        *out = PyLong_AsLongLong(number);
+        Py_DECREF(number);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Raises *argument (long long) to the newest node among the tensors. */
+static int
+newest_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    (void)tree;
+    long long number, *newest = argument;
+    if (node_number(tensor, &number) < 0) {
+        return -1;
+    }
+    *newest = number > *newest ? number : *newest;
+    return 0;
+}
+
+/* An operation in place on an output that is a view takes the view's node out of the graph; the
+ * node of what it is a view of stays. It is watched too, unless it is older than the inputs: then
+ * the unit has only passed a view of them on. */
+static int
+hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    PyObject *base = PyObject_GetAttr(tensor, fsdpc_py_name.base);
+    if (!base || base == Py_None) {
+        Py_XDECREF(base);
+        return base ? 0 : -1;
+    }
+    long long newest = -1, own;
+    int result = walk(tree, tree->inputs, newest_node, &newest, 0);
+    if (result >= 0) {
+        result = node_number(base, &own);
+    }
+    if (result >= 0 && own > newest) {
+        result = hook_node(tree, base, argument);
+    }
+    Py_DECREF(base);
+    return result;
+}
+
+static int
+hook_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    int hooked = hook_node(tree, tensor, argument);
+    if (hooked <= 0) {
+        return hooked;
+    }
+    PyObject *view = PyObject_CallMethodNoArgs(tensor, fsdpc_py_name.is_view);
+    if (!view) {
+        return -1;
+    }
+    Py_DECREF(view);
+    return view == Py_True && hook_base(tree, tensor, argument) < 0 ? -1 : 1;
 }
 
 static PyObject *
@@ -362,7 +432,9 @@ post_forward(hook *self, PyObject *const *args, Py_ssize_t count)
     int hooked = call_truth(tree->grad_enabled);
     if (hooked > 0) {
         PyObject *backward = companion(self, FSDPC_HOOK_PRE_BACKWARD);
-        hooked = backward ? walk(tree, args[count - 1], hook_node, backward, 0) : -1;
+        tree->inputs = count > 1 ? args[0] : Py_None;
+        hooked = backward ? walk(tree, args[count - 1], hook_output, backward, 0) : -1;
+        tree->inputs = NULL;
     }
     if (hooked < 0) {
         return -1;

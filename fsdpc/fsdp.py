@@ -243,7 +243,7 @@ class FullyShardedDataParallel(nn.Module):
             if unit is not None:
                 unit.forward_failed()
             raise
-        self._leave(output)
+        self._leave(args, output)
         return output
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -470,7 +470,7 @@ class FullyShardedDataParallel(nn.Module):
         return flat[0] if flat else None
 
 
-def _leave_without_unit(output: Any) -> None:
+def _leave_without_unit(args: tuple[Any, ...], output: Any) -> None:
     """End of a forward of an instance without parameters: nothing to release."""
 
 
