@@ -144,8 +144,17 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     if (!x->ops->leave) {
         return FSDPC_OK;
     }
-    int status = x->ops->leave(x);
-    return status == FSDPC_OK ? status : fsdpc_error_prepend(status, "end of forward");
+    return x->ops->leave(x);
+}
+
+/* Says what and where, unless the text does so already. */
+static int
+explain(int status, const char *op, const fsdpc_unit *unit)
+{
+    if (status == FSDPC_OK || strstr(fsdpc_error_text(), unit->name)) {
+        return status;
+    }
+    return fsdpc_error_prepend(status, "%s of unit %s", op, unit->name);
 }
 
 int
@@ -160,7 +169,7 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
     if (!unit->direct) {
         int status = x->ops->gather(x, unit, true);
         if (status != FSDPC_OK) {
-            return fsdpc_error_prepend(status, "gather of unit %s", unit->name);
+            return explain(status, "gather", unit);
         }
     }
     unit->refs = 1;
@@ -177,7 +186,7 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
     x->copied_bytes = 0;
     int status = x->ops->gather(x, unit, false);
     if (status != FSDPC_OK) {
-        return fsdpc_error_prepend(status, "prefetch of unit %s", unit->name);
+        return explain(status, "prefetch", unit);
     }
     if (unit->begun) {
         fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
@@ -217,9 +226,7 @@ fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *g
     if (unit->layout->trainable_count == 0) {
         return FSDPC_OK;
     }
-    int status = x->ops->reduce(x, unit, grads);
-    return status == FSDPC_OK ? status
-                              : fsdpc_error_prepend(status, "reduce of unit %s", unit->name);
+    return explain(x->ops->reduce(x, unit, grads), "reduce", unit);
 }
 
 bool
@@ -231,10 +238,7 @@ fsdpc_exchange_any_order(const fsdpc_exchange *x)
 int
 fsdpc_exchange_end(fsdpc_exchange *x)
 {
-    int status = x->ops->end(x);
-    if (status != FSDPC_OK) {
-        return fsdpc_error_prepend(status, "end of backward");
-    }
+    FSDPC_TRY(x->ops->end(x));
     fsdpc_exchange_note(x, FSDPC_TRACE_BACKWARD_END, NULL, 0);
     x->backwards++;
     return FSDPC_OK;

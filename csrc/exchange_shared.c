@@ -65,6 +65,21 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     wait->deadline_ns = fsdpc_shm_deadline(x->shm);
 }
 
+/* The deadline has passed: the ranks that are not waiting themselves are the late ones. */
+static int
+name_late_ranks(fsdpc_exchange *x, const fsdpc_wait *what)
+{
+    int late[FSDPC_SHM_MAX_RANKS], count = 0;
+    for (int pass = 0; pass < 2 && count == 0; pass++) {
+        for (int r = 0; r < x->world; r++) {
+            if (r != x->rank && (pass == 1 || !atomic_load(&x->shared->ranks[r].waiting))) {
+                late[count++] = r;
+            }
+        }
+    }
+    return fsdpc_shm_timeout_error(x->shm, what, late, count);
+}
+
 int
 fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32_t seen)
 {
@@ -79,10 +94,10 @@ fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32
     atomic_fetch_add(x->shared->sleepers, 1);
     int status = fsdpc_shm_wait_word(x->shm, x->shared->turn, seen, slice, &wait->what);
     atomic_fetch_sub(x->shared->sleepers, 1);
-    if (status == FSDPC_E_TIMEOUT && fsdpc_shm_now_ns() < wait->deadline_ns) {
-        return FSDPC_OK;
+    if (status != FSDPC_E_TIMEOUT) {
+        return status;
     }
-    return status;
+    return fsdpc_shm_now_ns() < wait->deadline_ns ? FSDPC_OK : name_late_ranks(x, &wait->what);
 }
 
 void
@@ -101,7 +116,8 @@ fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen)
 {
     for (int r = 0; r < x->world; r++) {
         const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
-        if (r != x->rank && (!atomic_load(&other->waiting) || atomic_load(&other->seen) != seen)) {
+        bool waits = atomic_load(&other->waiting) && atomic_load(&other->seen) == seen;
+        if (r != x->rank && !waits && !fsdpc_shm_awaits_this(x->shm, r)) {
             return false;
         }
     }
@@ -153,7 +169,7 @@ lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what
         FSDPC_TRY(fsdpc_shm_check(x->shm, what));
         deadline = deadline ? deadline : fsdpc_shm_deadline(x->shm);
         if (fsdpc_shm_now_ns() > deadline) {
-            return fsdpc_shm_timeout_error(x->shm, what, NULL, 0);
+            return name_late_ranks(x, what);
         }
     }
 }
