@@ -113,7 +113,7 @@ def test_sigkill(world, phase):
         for outcome in outcomes:
             assert not outcome.returned
         return
-    check_survivors(outcomes, "unit")
+    check_survivors(outcomes, "end of backward" if phase == "end of backward" else "unit")
     check_survivors(outcomes, "died")
 
 
