@@ -129,7 +129,7 @@ asan-py: $(STAMPS)/tools
 	@$(ASAN_ENV) $(PY) -P -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
 	@$(ASAN_ENV) $(PY) -P -m pytest -q -p no:cacheprovider $(ASAN_TESTS) $(ARGS)
 
-TSAN_TESTS := shm comm arena exchange trace device
+TSAN_TESTS := shm comm arena exchange tree trace device
 TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))
 tsan:
 	$(call say,C tests with threads under TSan)
