@@ -122,8 +122,9 @@ int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, ui
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            const fsdpc_unit *unit);
 /* True when every other rank waits and has found, at the same `turn` as this one (`seen`), that it
- * cannot go on: nothing will change unless someone uses private memory. Every change that a wait
- * may be for moves `turn` on, so this is exact, whatever the scheduler does. */
+ * cannot go on, or is in a barrier that this rank has yet to enter: nothing will change unless
+ * someone uses private memory. Every change that a wait may be for moves `turn` on, so this is
+ * exact, whatever the scheduler does. */
 bool fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen);
 
 /* A rank that is ahead must not wait for one behind it while it holds, ahead of need, the very slot

@@ -101,6 +101,8 @@ uint32_t fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank);
 /* --- collectives over the control area ------------------------------------------------------- */
 
 int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
+/* True while `rank` is in a barrier that this rank has yet to enter: until then it does nothing. */
+bool fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank);
 /* Every rank passes a text (at most 64 KiB are compared by digest, the first 4 KiB are kept);
  * FSDPC_E_MISMATCH on every rank when they differ, quoting the first differing line of the lowest
  * rank that differs from rank 0, with both ranks named. Collective. */

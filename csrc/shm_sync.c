@@ -99,7 +99,7 @@ fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what)
     FSDPC_TRY(enter(shm, what));
     fsdpc_shm_control *control = shm->control;
     uint32_t turn = ++shm->barrier_seq;
-    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, turn, memory_order_relaxed);
+    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, turn, memory_order_release);
     uint32_t arrived = atomic_fetch_add(&control->barrier_arrived, 1) + 1;
     if (arrived == turn * (uint32_t)shm->world) {
         atomic_store(&control->barrier_done, turn);
@@ -121,6 +121,12 @@ record_of(const void *context, int rank)
 {
     const fsdpc_shm *shm = context;
     return &shm->control->blocks[rank].agree;
+}
+
+bool
+fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank)
+{
+    return before(shm->barrier_seq, atomic_load(&shm->control->slots[rank].barrier_seq));
 }
 
 int

@@ -563,6 +563,34 @@ more_reductions_in_flight_than_slots(int world)
     ranks_free(run);
 }
 
+/* Ranks run different numbers of forwards; those that are done wait outside of the exchange. */
+static void
+run_uneven_forwards(int rank, ranks_run *run)
+{
+    group g;
+    open_group(&g, rank, run);
+    for (int i = 0; i < 2; i++) {
+        for (int f = 0; f < 1 + 2 * rank; f++) {
+            REQUIRE_OK(random_forward(&g));
+        }
+        REQUIRE_OK(fsdpc_comm_barrier(g.comm, "those who evaluate longer"));
+        REQUIRE_OK(random_backward(&g));
+        next_step(&g);
+    }
+    close_group(&g);
+}
+
+static void
+who_evaluates_longer_need_not_wait(int world)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 20;
+    setup = (struct setup){
+        .slots = 2, .reduce_slots = 1, .nest = true, .most_rounds = 1, .slow_rank = -1};
+    ranks_start(run, run_uneven_forwards);
+    ranks_free(run);
+}
+
 /* Several chunks of a piece, filled by whoever comes first. */
 static void
 run_large(int rank, ranks_run *run)
@@ -739,6 +767,7 @@ chosen_schedules_work(void)
         more_reductions_in_flight_than_slots(world);
         a_unit_may_run_many_rounds(world, 3);
         large_units_are_filled_together(world, false);
+        who_evaluates_longer_need_not_wait(world);
     }
     a_wrong_guess_costs_no_spare_memory();
     a_unit_may_run_many_rounds(2, 300);
