@@ -199,7 +199,10 @@ def main() -> None:
         mp.spawn(run_rank, (folder, sizes, options.rounds), nprocs=WORLD)
         rows = json.loads(Path(folder, "rows.json").read_text())
     common.print_table(HEAD, [table_row(row) for row in rows])
-    common.write_json(options.json.resolve(), {"run": run, "rounds": options.rounds, "rows": rows})
+    common.write_json(
+        options.json.resolve() if options.json else "comm.json",
+        {"run": run, "rounds": options.rounds, "rows": rows},
+    )
 
 
 if __name__ == "__main__":
