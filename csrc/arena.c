@@ -11,6 +11,8 @@
 #include "room.h"
 #include "status.h"
 
+#define HUGE_BYTES ((size_t)1 << 21)
+
 struct slot {
     uint64_t offset; /* in the segment or in the private file */
     size_t bytes;
@@ -26,16 +28,39 @@ struct fsdpc_arena {
     uint64_t spare_count;
 };
 
+/* NORESERVE: an unbound range may be read (zeros) without costing memory. */
+static void *
+reserve(size_t bytes)
+{
+    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return address == MAP_FAILED ? NULL : address;
+}
+
+/* Large ranges begin where huge pages do: more is reserved than needed and the ends are cut off. */
+static void *
+reserve_aligned(size_t bytes)
+{
+    char *start = reserve(bytes + HUGE_BYTES);
+    if (!start) {
+        return NULL;
+    }
+    size_t before = (HUGE_BYTES - (uintptr_t)start % HUGE_BYTES) % HUGE_BYTES;
+    if (before > 0) {
+        munmap(start, before);
+    }
+    munmap(start + before + bytes, HUGE_BYTES - before);
+    return start + before;
+}
+
 int
 fsdpc_range_init(fsdpc_range *range, size_t bytes)
 {
     memset(range, 0, sizeof *range);
     range->slot = -1;
     size_t rounded = fsdpc_round_up(bytes ? bytes : 1, fsdpc_shm_page_bytes());
-    /* NORESERVE: an unbound range may be read (zeros) without costing memory. */
-    void *address = mmap(NULL, rounded, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) {
+    void *address = rounded >= HUGE_BYTES ? reserve_aligned(rounded) : reserve(rounded);
+    if (!address) {
         return fsdpc_error_errno(errno, "cannot reserve %zu bytes of addresses", rounded);
     }
     range->address = address;
