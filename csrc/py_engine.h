@@ -69,12 +69,13 @@ typedef struct fsdpc_py_tree {
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyTypeObject *tensor_type, *param_type;
     PyObject *end_hook;
-    PyObject *inputs;  /* borrowed while outputs are walked: what the forward was given */
+    PyObject *inputs; /* borrowed while outputs are walked: what the forward was given */
 } fsdpc_py_tree;
 
 /* Strings made once. */
 typedef struct fsdpc_py_names {
-    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach, *is_view, *base, *sequence;
+    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
+        *is_view, *base, *sequence;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 

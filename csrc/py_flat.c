@@ -244,8 +244,8 @@ parse_segment(const fsdpc_py_flat *self, PyObject *object, int *out)
     if (index < 0 || index >= fsdpc_unit_layout(self->unit)->segment_count) {
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_IndexError, "unit %s has %d segments, there is no number %ld",
-                         fsdpc_unit_name(self->unit),
-                         fsdpc_unit_layout(self->unit)->segment_count, index);
+                         fsdpc_unit_name(self->unit), fsdpc_unit_layout(self->unit)->segment_count,
+                         index);
         }
         return -1;
     }

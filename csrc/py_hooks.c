@@ -213,8 +213,7 @@ walk_dataclass(fsdpc_py_tree *tree, PyObject *value, PyObject *fields, visit_ten
 }
 
 static int
-walk_items(fsdpc_py_tree *tree, PyObject *sequence, visit_tensor visit, void *argument,
-           int depth)
+walk_items(fsdpc_py_tree *tree, PyObject *sequence, visit_tensor visit, void *argument, int depth)
 {
     int found = 0;
     Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence);
