@@ -15,6 +15,7 @@ static struct setup {
 
 typedef struct model {
     int rank, world, version;
+    int round; /* of the gradients that are sent next */
     fsdpc_comm *comm, *replicate;
     fsdpc_unit *units[UNITS];
     fsdpc_tree *tree;
@@ -109,7 +110,7 @@ send_due(model *m, int step, bool at_end)
             return FSDPC_OK;
         }
         engine_grads grads;
-        engine_make_grads(m->units[u], u, step, 0, &grads);
+        engine_make_grads(m->units[u], u, step, m->round, &grads);
         int status = fsdpc_tree_reduce(m->tree, u, grads.tensors);
         free(grads.memory);
         FSDPC_TRY(status);
@@ -318,6 +319,44 @@ unusual_steps_work(int world)
     start(world, run_unusual_steps);
 }
 
+/* A unit's gradients may become complete several times in one backward; on some ranks only. */
+static void
+run_two_rounds(int rank, ranks_run *run)
+{
+    model m;
+    int rounds[RANKS_MAX] = {2, 1, 3, 1};
+    open_model(&m, rank, run);
+    for (int step = 0; step < 3; step++) {
+        REQUIRE_OK(forward(&m, true));
+        REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+        for (m.round = 0; m.round < rounds[rank]; m.round++) {
+            REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 3));
+            REQUIRE_OK(fsdpc_tree_backward_done(m.tree, 3, true));
+            CHECK_INT(fsdpc_tree_next_due(m.tree, false), 3);
+            REQUIRE_OK(send_due(&m, step, false));
+        }
+        m.round = 0;
+        for (int u = 2; u >= 0; u--) {
+            REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, u));
+            REQUIRE_OK(finish(&m, u, step, true));
+        }
+        REQUIRE_OK(send_due(&m, step, true));
+        REQUIRE_OK(fsdpc_tree_end_backward(m.tree, true));
+        CHECK_INT(engine_count_wrong_grads(m.units[3], rounds, 3, step, setup.wire && m.world > 1),
+                  0);
+        CHECK_INT(count_trace(&m, 3, FSDPC_TRACE_PACK) <= 2 * (step + 1), 1);
+        set_version(&m, step + 1);
+    }
+    close_model(&m);
+}
+
+static void
+a_unit_may_be_complete_twice(int world, bool wire)
+{
+    setup = (struct setup){.wire = wire};
+    start(world, run_two_rounds);
+}
+
 /* A tree that went in the middle of a pass leaves units that the next one can use. */
 static void
 run_second_tree(int rank, ranks_run *run)
@@ -459,7 +498,10 @@ main(void)
         steps_are_exact_whatever_is_prefetched(world, false);
         unusual_steps_work(world);
         units_outlive_their_tree(world);
+        a_unit_may_be_complete_twice(world, false);
     }
+    a_unit_may_be_complete_twice(2, true);
+    a_unit_may_be_complete_twice(3, true);
     steps_are_exact_whatever_is_prefetched(2, true);
     steps_are_exact_whatever_is_prefetched(3, true);
     replicas_are_summed();
