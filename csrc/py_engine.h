@@ -66,6 +66,7 @@ typedef struct fsdpc_py_tree {
     int count;
     int forward_depth;
     bool recompute; /* the outermost forward in progress runs inside a backward */
+    bool outer_grad; /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyTypeObject *tensor_type, *param_type;
     PyObject *end_hook;

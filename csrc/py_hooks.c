@@ -147,7 +147,12 @@ begin_forward(fsdpc_py_tree *tree)
     if (inside < 0) {
         return -1;
     }
+    int grad = call_truth(tree->grad_enabled);
+    if (grad < 0) {
+        return -1;
+    }
     tree->recompute = inside;
+    tree->outer_grad = grad;
     if (inside) {
         return begin_backward(tree);
     }
@@ -439,7 +444,9 @@ post_forward(hook *self, PyObject *const *args, Py_ssize_t count)
         return -1;
     }
     int status;
-    status = fsdpc_tree_forward_leave(tree->tree, flat->id, hooked > 0);
+    /* Reentrant checkpointing runs forwards without gradients that a backward will follow. */
+    bool backward = hooked > 0 || (tree->outer_grad && !tree->recompute);
+    status = fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
     if (status == FSDPC_OK && tree->forward_depth == 0 && !tree->recompute && hooked == 0) {
         CORE(status, fsdpc_tree_end_forward(tree->tree));
     }
