@@ -1,0 +1,139 @@
+"""Memory: what the engine reports is what the layout says, and it does not grow.
+
+PSS (a process's part of shared pages) summed over the ranks is what the host really pays: gathered
+weights must be in it once, not once per rank.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from toys import PRECISIONS, loss_of, tokens, toy, wrap, wrap_blocks
+
+from fsdpc import _C
+
+PAGE = 4096
+MIB = 1 << 20
+BASE_SLOTS = 2  # per nesting level
+
+
+def pss():
+    """Bytes of this process, shared pages divided by the number of processes that map them."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+
+
+def pss_of_all_ranks():
+    gc.collect()
+    dist.barrier()
+    total = torch.tensor([float(pss())])
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def layouts(model, world, precision):
+    """The layout function's figures, from shapes and options alone, by unit."""
+    result = []
+    for unit in model._tree.units:
+        specs = []
+        for info, shape in zip(unit.infos, unit.shapes, strict=True):
+            storage = str(precision.model).removeprefix("torch.")
+            compute = str(precision.param or precision.model).removeprefix("torch.")
+            reduce = str(precision.reduce or precision.param or precision.model)
+            specs.append((info.name, shape.numel(), storage, compute,
+                          reduce.removeprefix("torch."), True))
+        result.append(_C.layout(specs, world, 64))
+    return result
+
+
+def pages(size):
+    return -(-size // PAGE) * PAGE
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("precision", PRECISIONS[:2], ids=lambda p: p.name)
+def test_figures_are_those_of_the_layout(rank, world, precision):
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = wrap_blocks("fsdpc", toy(blocks=5), sharding_strategy=strategy,
+                            use_orig_params=True, **precision.options())
+        loss_of(model, tokens(rank, 0)).backward()
+        stats = model._tree.memory_stats()
+        root, *blocks = layouts(model, world, precision)
+        assert stats["master_bytes"] == sum(part["shard_bytes"] for part in (root, *blocks))
+        assert stats["grad_bytes"] == sum(part["grad_bytes"] for part in (root, *blocks))
+        if strategy is ShardingStrategy.FULL_SHARD:
+            slots = [root["full_bytes"], *(b["full_bytes"] for b in blocks[:BASE_SLOTS])]
+        else:
+            slots = [part["full_bytes"] for part in (root, *blocks)]
+        assert stats["gather_slots"] == len(slots)
+        assert stats["gather_bytes"] == sum(pages(size) for size in slots)
+        assert stats["gather_slot_bytes"] == max(pages(size) for size in slots)
+        assert stats["spare_bytes"] == 0
+
+
+@ranks(2)
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_nothing_grows_from_step_3_to_step_50(rank, world, no_sync):
+    model = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    figures, sizes = [], []
+    for step in range(50):
+        if no_sync:
+            with model.no_sync():
+                loss_of(model, tokens(rank, step, 1)).backward()
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 2:
+            figures.append(model._tree.memory_stats())
+            figures[-1].pop("spare_count")  # how often, not how much
+        if step % 10 == 9:
+            sizes.append(pss_of_all_ranks())
+    assert all(figure == figures[0] for figure in figures), [
+        f for f in figures if f != figures[0]][:2]
+    # The first measurement allocates, too; what remains is the interpreter's own unrest.
+    grown = (sizes[-1] - sizes[1]) / MIB
+    assert grown < 4, f"grew by {grown:.2f} MiB in 30 steps"
+
+
+class Large(nn.Module):
+    """One weight of 64 MiB that costs no time to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, MIB))
+
+    def forward(self, x):
+        return x * self.weight[:, :4].sum()
+
+
+@ranks(2)
+def test_gathered_weights_are_paid_once_per_host(rank, world):
+    """An evaluation gathers 64 MiB on two ranks; together they grow by 64 MiB, not by 128."""
+    torch.manual_seed(0)
+    model = wrap("fsdpc", nn.Sequential(nn.Linear(2, 2), Large()), use_orig_params=True)
+    seen = []
+    handle = model.module[1].register_forward_hook(lambda *_: seen.append(pss_of_all_ranks()))
+    before = pss_of_all_ranks()
+    with torch.no_grad():
+        model(torch.ones(2, 2))
+    handle.remove()
+    grown = (seen[0] - before) / MIB
+    assert 60 < grown < 80, f"all ranks together grew by {grown:.1f} MiB for 64 MiB of weights"
+
+
+@ranks(2)
+def test_a_dropped_model_gives_its_memory_back(rank, world):
+    before = pss_of_all_ranks()
+    for _ in range(3):
+        model = wrap("fsdpc", nn.Sequential(nn.Linear(2, 2), Large()), use_orig_params=True)
+        model(torch.ones(2, 2)).sum().backward()
+        del model
+    left = (pss_of_all_ranks() - before) / MIB
+    assert left < 32, f"{left:.1f} MiB are left of three models of 64 MiB"

@@ -1,0 +1,166 @@
+"""Against torch's own FSDP on the same seeds, against itself, and over torch's collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import ranks, run_ranks
+from test_features_experts import loss_of as mixture_loss
+from test_features_experts import mixture, random_batch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from toys import (
+    PRECISIONS,
+    Block,
+    Reference,
+    check_equal,
+    check_gradients,
+    check_parameters,
+    full_gradients,
+    full_parameters,
+    loss_of,
+    no_sync_if,
+    tokens,
+    toy,
+    wrap_blocks,
+)
+
+import fsdpc
+
+STEPS = 5
+TORCH = "torch.distributed.fsdp"
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
+WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+
+
+def train(engine, rank, **options):
+    """Losses, and gradients and parameters at full size, of every step."""
+    model = wrap_blocks(engine, toy(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    history = {}
+    for step in range(STEPS):
+        for micro in range(2):
+            loss = loss_of(model, tokens(rank, step, micro))
+            loss.backward()
+            history[f"loss {step}.{micro}"] = loss.detach()
+        gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for kind, values in (("gradient", gradients), ("parameter", full_parameters(model))):
+            history.update({f"{kind} {name} of step {step}": v for name, v in values.items()})
+    return history
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_like_torchs_fsdp(rank, world, use_orig_params):
+    """Both add the same numbers; torch's backend chooses the order, hence the small bound."""
+    for precision in (PRECISIONS[0], PRECISIONS[1]):
+        for strategy in STRATEGIES:
+            options = dict(
+                sharding_strategy=strategy, use_orig_params=use_orig_params, **precision.options()
+            )
+            bound = 1e-5 if precision.param is None else 3e-2
+            check_equal(
+                train("fsdpc", rank, **options),
+                train(TORCH, rank, **options),
+                f"{precision.name} {strategy.name}",
+                rtol=bound,
+                atol=bound / 10,
+            )
+
+
+def history_of_run(rank, world, name, use_orig_params):
+    precision = {p.name: p for p in PRECISIONS}[name]
+    return train("fsdpc", rank, use_orig_params=use_orig_params, **precision.options())
+
+
+@pytest.mark.parametrize("precision", [p.name for p in PRECISIONS[:4]])
+def test_two_runs_are_equal_to_the_bit(precision):
+    """Whatever order the scheduler lets the ranks arrive in, bf16 and fp16 sums included."""
+    first, second = (
+        run_ranks(history_of_run, 3, name=precision, use_orig_params=True) for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        check_equal(one, other, "second run")
+
+
+@ranks(2, 3, env=WIRE)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_over_torchs_collectives(rank, world, use_orig_params):
+    """The same steps where ranks share no memory; sums are in the backend's order."""
+    for precision in PRECISIONS[:3]:
+        for strategy in STRATEGIES:
+            for no_sync in (False, True):
+                reference = Reference(toy(), precision)
+                model = wrap_blocks(
+                    "fsdpc",
+                    toy(),
+                    sharding_strategy=strategy,
+                    use_orig_params=use_orig_params,
+                    **precision.options(),
+                )
+                optimizers = [
+                    torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3)
+                    for m in (model, reference.master)
+                ]
+                for step in range(3):
+                    for micro in range(2):
+                        sync = micro == 1 or not no_sync
+                        with no_sync_if(model, not sync):
+                            loss_of(model, tokens(rank, step, micro)).backward()
+                        reference.backward(tokens(rank, step, micro), sync=sync)
+                    what = f"{precision.name} {strategy.name} no_sync={no_sync}, step {step}"
+                    check_gradients("c10d", model, reference, what)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    check_parameters("c10d", model, reference, what)
+
+
+class Swapping(nn.Module):
+    """Each rank runs two blocks in its own order."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.first, self.second = Block(6), Block(6)
+        self.head = nn.Linear(6, 13)
+        self.swapped = swapped
+
+    def forward(self, batch):
+        x = self.embed(batch)
+        blocks = (self.first, self.second)
+        for block in reversed(blocks) if self.swapped else blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@ranks(2, env=WIRE)
+def test_swapped_units_are_named(rank, world):
+    """Without shared memory ranks must ask for the same units; the error says how to go on."""
+    torch.manual_seed(0)
+    model = wrap_blocks("fsdpc", Swapping(rank == 1), use_orig_params=True)
+    with pytest.raises(fsdpc.MismatchError) as caught:
+        loss_of(model, tokens(rank, 0))
+    text = str(caught.value)
+    assert "first" in text and "second" in text and "mark_data_dependent" in text, text
+
+
+@ranks(2, 3, env=WIRE)
+def test_marked_experts(rank, world):
+    """A marked mixture of experts trains like the unsharded one."""
+    model = mixture(count=3)
+    reference = Reference(model, loss_of=mixture_loss)
+    for layer in model.layers:
+        fsdpc.mark_data_dependent(layer)
+    sharded = wrap_blocks("fsdpc", model, use_orig_params=True)
+    for step in range(4):
+        batch = random_batch(rank, step, 1, 3)
+        mixture_loss(sharded, batch).backward()
+        reference.backward(batch)
+        check_gradients("c10d", sharded, reference, f"of step {step}")
