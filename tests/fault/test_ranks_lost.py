@@ -42,8 +42,15 @@ class Trap(nn.Module):
         return x
 
 
-PHASES = ["construction", "before the block", "after the block", "backward", "end of backward",
-          "optimizer step", "state_dict"]
+PHASES = [
+    "construction",
+    "before the block",
+    "after the block",
+    "backward",
+    "end of backward",
+    "optimizer step",
+    "state_dict",
+]
 
 
 def train_until(rank, world, phase, fatal):
@@ -97,7 +104,8 @@ def check_survivors(outcomes, expected, *, since=None, within=LATE_S, kinds=("Pe
         assert f"rank {VICTIM}" in outcome.error, outcome.error
         assert expected in outcome.error, outcome.error
         assert outcome.finished_at - since <= within, (
-            f"rank {outcome.rank} raised {outcome.finished_at - since:.2f} s after: {outcome.error}")
+            f"rank {outcome.rank} raised {outcome.finished_at - since:.2f} s after: {outcome.error}"
+        )
 
 
 def killed(rank, world, phase):
@@ -143,6 +151,7 @@ def test_sigkill_between_units(world):
 def raising(rank, world, phase):
     def fatal():
         raise ArithmeticError("the loader of rank one is empty")
+
     train_until(rank, world, phase, fatal)
 
 
@@ -159,14 +168,16 @@ def stopping(rank, world, phase):
     def fatal():
         signal_rank(rank, signal.SIGSTOP)
         time.sleep(600)
+
     train_until(rank, world, phase, fatal)
 
 
 @pytest.mark.parametrize("phase", ["before the block", "backward", "optimizer step"])
 def test_sigstop(phase):
     """A stopped rank is not dead: the deadline ends the wait and says who did not come."""
-    outcomes = with_what_was_left(lambda: run_ranks(
-        stopping, 2, faults=True, phase=phase, env={"FSDPC_TIMEOUT": "1"}))
+    outcomes = with_what_was_left(
+        lambda: run_ranks(stopping, 2, faults=True, phase=phase, env={"FSDPC_TIMEOUT": "1"})
+    )
     assert outcomes[VICTIM].stopped
     check_survivors(outcomes, "unit", within=1 + LATE_S, kinds=["CommTimeout"])
 
@@ -175,6 +186,7 @@ def interrupted(rank, world):
     def fatal():
         signal_rank(0, signal.SIGINT, after=0.3)
         time.sleep(2)
+
     train_until(rank, world, "before the block", fatal)
 
 
@@ -189,8 +201,12 @@ def test_sigint_while_waiting():
 def test_no_process_is_left():
     """The ranks of a fault test, survivors and stopped ones among them, are gone afterwards."""
     outcomes = run_ranks(report_pid_and_stop, 3, faults=True, env={"FSDPC_TIMEOUT": "1"})
-    pids = [int(line.split()[-1]) for o in outcomes for line in o.log.splitlines()
-            if line.startswith("pid")]
+    pids = [
+        int(line.split()[-1])
+        for o in outcomes
+        for line in o.log.splitlines()
+        if line.startswith("pid")
+    ]
     assert len(pids) == 3
     for pid in pids:
         with pytest.raises(ProcessLookupError):

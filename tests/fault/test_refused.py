@@ -89,12 +89,12 @@ def use_orig_params(rank, model, options):
 
 def compute_dtype(rank, model, options):
     options["mixed_precision"] = MixedPrecision(
-        param_dtype=[torch.bfloat16, torch.float16][rank], reduce_dtype=torch.float32)
+        param_dtype=[torch.bfloat16, torch.float16][rank], reduce_dtype=torch.float32
+    )
 
 
 def reduce_dtype(rank, model, options):
-    options["mixed_precision"] = MixedPrecision(
-        reduce_dtype=[torch.bfloat16, torch.float16][rank])
+    options["mixed_precision"] = MixedPrecision(reduce_dtype=[torch.bfloat16, torch.float16][rank])
 
 
 def prefetch(rank, model, options):
@@ -102,19 +102,24 @@ def prefetch(rank, model, options):
 
 
 DIFFERENCES = [  # and what every rank's error must say
-    (one_more_parameter, ["extra"]), (another_shape, ["(13, 6)", "(14, 6)"]),
-    (another_dtype, ["up.weight", "float32", "bfloat16"]), (frozen, ["frozen", "trainable"]),
-    (another_name, ["head.weight", "tail.weight"]), (one_block_more, ["blocks.2"]),
+    (one_more_parameter, ["extra"]),
+    (another_shape, ["(13, 6)", "(14, 6)"]),
+    (another_dtype, ["up.weight", "float32", "bfloat16"]),
+    (frozen, ["frozen", "trainable"]),
+    (another_name, ["head.weight", "tail.weight"]),
+    (one_block_more, ["blocks.2"]),
     (strategy, ["reshard_after_forward True", "reshard_after_forward False"]),
     (use_orig_params, ["use_orig_params True", "use_orig_params False"]),
-    (compute_dtype, ["bfloat16", "float16"]), (reduce_dtype, ["bfloat16", "float16"]),
+    (compute_dtype, ["bfloat16", "float16"]),
+    (reduce_dtype, ["bfloat16", "float16"]),
     (prefetch, ["backward_prefetch"]),
 ]
 
 
 @ranks(2)
-@pytest.mark.parametrize("change, said", DIFFERENCES,
-                         ids=[change.__name__ for change, _ in DIFFERENCES])
+@pytest.mark.parametrize(
+    "change, said", DIFFERENCES, ids=[change.__name__ for change, _ in DIFFERENCES]
+)
 def test_ranks_that_differ(rank, world, change, said):
     model, options = toy(), {"use_orig_params": True}
     change(rank, model, options)
