@@ -65,7 +65,7 @@ typedef struct fsdpc_py_tree {
     fsdpc_py_flat **units; /* strong */
     int count;
     int forward_depth;
-    bool recompute; /* the outermost forward in progress runs inside a backward */
+    bool recompute;  /* the outermost forward in progress runs inside a backward */
     bool outer_grad; /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyTypeObject *tensor_type, *param_type;
