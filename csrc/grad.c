@@ -166,6 +166,13 @@ fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8
     return FSDPC_OK;
 }
 
+/* The one factor stands behind the last sum: with replicas that is theirs (tree.c). */
+static double
+first_scale(const fsdpc_unit *unit)
+{
+    return unit->replicate ? 1.0 : unit->scale;
+}
+
 int
 fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 {
@@ -184,7 +191,7 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
             pieces[r] = sources[r] ? (const char *)sources[r] + skip : NULL;
         }
         FSDPC_TRY(fsdpc_device_reduce(unit->device, target + seg->grad_offset, seg->accumulate,
-                                      pieces, count, seg->reduce, seg->piece_numel, unit->scale,
+                                      pieces, count, seg->reduce, seg->piece_numel, first_scale(unit),
                                       add));
     }
     if (unit->replicate) {
@@ -214,14 +221,14 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
         if (unit->local_used[i]) {
             FSDPC_TRY((add_this ? fsdpc_device_accumulate : fsdpc_device_cast)(
                 unit->device, acc, seg->accumulate, fsdpc_grad_local_at(unit, i), seg->accumulate,
-                place->numel, unit->scale));
+                place->numel, first_scale(unit)));
             unit->local_used[i] = 0;
             add_this = true;
         }
         if (have && add_this) {
-            FSDPC_TRY(add_one(unit, i, &grads[i], acc, unit->scale));
+            FSDPC_TRY(add_one(unit, i, &grads[i], acc, first_scale(unit)));
         } else if (have) {
-            FSDPC_TRY(pack_one(unit, i, &grads[i], acc, seg->accumulate, unit->scale));
+            FSDPC_TRY(pack_one(unit, i, &grads[i], acc, seg->accumulate, first_scale(unit)));
         } else if (!add_this) {
             FSDPC_TRY(fsdpc_device_zero(unit->device, acc, (size_t)place->numel * item));
         }

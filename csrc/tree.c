@@ -408,7 +408,7 @@ reduce_replicas_of(fsdpc_unit *unit)
                    done);
         FSDPC_GOTO(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
                                        seg->accumulate, &source, 1, seg->accumulate,
-                                       seg->piece_numel, 1.0, unit->add),
+                                       seg->piece_numel, unit->scale, unit->add),
                    done);
     }
     unit->add = true;
