@@ -161,7 +161,7 @@ def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_m
     for step in range(3):
         loss_of(sharded, tokens(rank, step)).backward()
         with getattr(torch, grad_mode)():
-            for number in range(1 + 2 * rank):
+            for number in range(1 + 2 * rank if step < 2 else 0):
                 batch = tokens(rank, 70 + step, number)
                 check_equal({"logits": sharded(batch)}, {"logits": reference.master(batch)},
                             f"evaluation {number} in step {step}", rtol=rtol(engine))

@@ -93,13 +93,13 @@ def test_nothing_grows_from_step_3_to_step_50(rank, world, no_sync):
         if step >= 2:
             figures.append(model._tree.memory_stats())
             figures[-1].pop("spare_count")  # how often, not how much
-        if step % 10 == 9:
+        if step % 5 == 4:
             sizes.append(pss_of_all_ranks())
     assert all(figure == figures[0] for figure in figures), [
         f for f in figures if f != figures[0]][:2]
-    # The first measurement allocates, too; what remains is the interpreter's own unrest.
-    grown = (sizes[-1] - sizes[1]) / MIB
-    assert grown < 4, f"grew by {grown:.2f} MiB in 30 steps"
+    # Least of several: the interpreter and the collector only ever add for a moment.
+    grown = (min(sizes[-4:]) - min(sizes[1:5])) / MIB
+    assert grown < 4, f"grew by {grown:.2f} MiB in 25 steps"
 
 
 class Large(nn.Module):

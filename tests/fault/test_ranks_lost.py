@@ -216,3 +216,17 @@ def test_no_process_is_left():
 def report_pid_and_stop(rank, world):
     print("pid", os.getpid())
     stopping(rank, world, "before the block")
+
+
+def evaluate_unevenly(rank, world):
+    sharded = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    with torch.no_grad():
+        for step in range(1 + rank):
+            sharded(tokens(rank, step))
+    torch.distributed.barrier()
+
+
+def test_uneven_evaluation_that_cannot_go_on():
+    """Rank 0 waits for rank 1 where the engine does not see it: a deadline, and a name."""
+    outcomes = run_ranks(evaluate_unevenly, 2, faults=True, env={"FSDPC_TIMEOUT": "1"})
+    assert "CommTimeout" in outcomes[1].error_types and "rank 0" in outcomes[1].error
