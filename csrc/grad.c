@@ -191,8 +191,8 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
             pieces[r] = sources[r] ? (const char *)sources[r] + skip : NULL;
         }
         FSDPC_TRY(fsdpc_device_reduce(unit->device, target + seg->grad_offset, seg->accumulate,
-                                      pieces, count, seg->reduce, seg->piece_numel, first_scale(unit),
-                                      add));
+                                      pieces, count, seg->reduce, seg->piece_numel,
+                                      first_scale(unit), add));
     }
     if (unit->replicate) {
         unit->partial_any = true;

@@ -88,6 +88,29 @@ int fsdpc_py_hook_exec(PyObject *module);
 /* 0, or -1 with TypeError. Borrowed. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 
+/* A parameter's number from Python; IndexError names the unit. */
+int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
+
+/* --- py_flat_views.c ------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count);
+PyObject *fsdpc_py_flat_shard_segment(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure);
+PyObject *fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure);
+PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
+
+/* --- py_flat_alone.c ------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *keywords);
+PyObject *fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused);
+
 /* --- py_bind.c ------------------------------------------------------------------------------- */
 
 PyObject *fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count,
@@ -120,6 +143,18 @@ int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool 
 void fsdpc_py_drop_held(fsdpc_py_flat *flat);
 /* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
 int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
+
+/* --- py_walk.c ------------------------------------------------------------------------------- */
+
+typedef int (*fsdpc_py_visit)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses (depth 0 to
+ * begin with); 1 if any call gave 1, 0 if none, -1 with an exception. */
+int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument,
+                  int depth);
+/* Visitors. Register the callable `argument` on the autograd node that made the tensor; for an
+ * output also on the node below a view (see tree->inputs). 1 if there is one. */
+int fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+int fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
 
 /* --- py_hooks.c ------------------------------------------------------------------------------ */
 

@@ -145,10 +145,8 @@ flat_dealloc(fsdpc_py_flat *self)
     Py_DECREF(type);
 }
 
-/* --- memory as tensors ----------------------------------------------------------------------- */
-
-static int
-parse_index(const fsdpc_py_flat *self, PyObject *object, int *out)
+int
+fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
 {
     long index = PyLong_AsLong(object);
     int count = fsdpc_unit_layout(self->unit)->param_count;
@@ -162,192 +160,6 @@ parse_index(const fsdpc_py_flat *self, PyObject *object, int *out)
     }
     *out = (int)index;
     return 0;
-}
-
-static PyObject *
-capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
-{
-    return fsdpc_py_dlpack_export(data, dtype, 1, &length, (PyObject *)self);
-}
-
-static PyObject *
-shard_part(fsdpc_py_flat *self, PyObject *index)
-{
-    int i;
-    if (parse_index(self, index, &i) < 0) {
-        return NULL;
-    }
-    int64_t length;
-    void *data = fsdpc_unit_master_part(self->unit, i, &length);
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    return capsule(self, data, layout->segments[layout->params[i].segment].storage, length);
-}
-
-static PyObject *
-grad_part(fsdpc_py_flat *self, PyObject *index)
-{
-    int i;
-    if (parse_index(self, index, &i) < 0) {
-        return NULL;
-    }
-    int64_t length;
-    void *data = fsdpc_unit_grad_part(self->unit, i, &length);
-    return capsule(self, data, fsdpc_unit_grad_dtype(self->unit, i), length);
-}
-
-/* full_param(i, shape): shape in elements of the compute dtype. */
-static PyObject *
-full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count)
-{
-    int i;
-    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) > FSDPC_PY_MAX_DIMS) {
-        PyErr_SetString(PyExc_TypeError, "full_param takes a number and a shape (tuple)");
-        return NULL;
-    }
-    if (parse_index(self, args[0], &i) < 0) {
-        return NULL;
-    }
-    int64_t shape[FSDPC_PY_MAX_DIMS], numel = 1;
-    int ndim = (int)PyTuple_GET_SIZE(args[1]);
-    for (int d = 0; d < ndim; d++) {
-        shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], d));
-        if (shape[d] < 0) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "parameter %s of unit %s: a dimension of %lld",
-                             fsdpc_unit_layout(self->unit)->params[i].name,
-                             fsdpc_unit_name(self->unit), (long long)shape[d]);
-            }
-            return NULL;
-        }
-        if (__builtin_mul_overflow(numel, shape[d], &numel)) {
-            numel = -1;
-            break;
-        }
-    }
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    if (numel != layout->params[i].numel) {
-        PyErr_Format(PyExc_ValueError, "parameter %s of unit %s has %lld elements, the shape %lld",
-                     layout->params[i].name, fsdpc_unit_name(self->unit),
-                     (long long)layout->params[i].numel, (long long)numel);
-        return NULL;
-    }
-    char *base = fsdpc_unit_full(self->unit);
-    return fsdpc_py_dlpack_export(base + fsdpc_layout_full_offset(layout, i),
-                                  layout->segments[layout->params[i].segment].compute, ndim, shape,
-                                  (PyObject *)self);
-}
-
-static int
-parse_segment(const fsdpc_py_flat *self, PyObject *object, int *out)
-{
-    long index = PyLong_AsLong(object);
-    if (index < 0 || index >= fsdpc_unit_layout(self->unit)->segment_count) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_IndexError, "unit %s has %d segments, there is no number %ld",
-                         fsdpc_unit_name(self->unit), fsdpc_unit_layout(self->unit)->segment_count,
-                         index);
-        }
-        return -1;
-    }
-    *out = (int)index;
-    return 0;
-}
-
-static PyObject *
-shard_segment(fsdpc_py_flat *self, PyObject *index)
-{
-    int s;
-    if (parse_segment(self, index, &s) < 0) {
-        return NULL;
-    }
-    const fsdpc_segment *seg = &fsdpc_unit_layout(self->unit)->segments[s];
-    return capsule(self, (char *)fsdpc_unit_master(self->unit) + seg->shard_offset, seg->storage,
-                   seg->piece_numel);
-}
-
-static PyObject *
-grad_segment(fsdpc_py_flat *self, PyObject *index)
-{
-    int s;
-    if (parse_segment(self, index, &s) < 0) {
-        return NULL;
-    }
-    fsdpc_dtype dtype;
-    void *data = fsdpc_unit_seen_grad(self->unit, s, &dtype);
-    return capsule(self, data, dtype, fsdpc_unit_layout(self->unit)->segments[s].piece_numel);
-}
-
-static int
-numpy_type(fsdpc_dtype dtype)
-{
-    switch (dtype) {
-    case FSDPC_F32:
-        return NPY_FLOAT32;
-    case FSDPC_F64:
-        return NPY_FLOAT64;
-    case FSDPC_F16:
-        return NPY_FLOAT16;
-    case FSDPC_BF16: /* NumPy has none: the bits */
-        return NPY_UINT16;
-    default:
-        return NPY_UINT8;
-    }
-}
-
-/* A NumPy array over memory of the unit, which it keeps alive. */
-static PyObject *
-host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
-{
-    npy_intp shape = (npy_intp)numel;
-    static char nothing[8];
-    PyObject *array =
-        PyArray_SimpleNewFromData(1, &shape, numpy_type(dtype), numel ? data : nothing);
-    if (array && PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(self)) < 0) {
-        Py_CLEAR(array);
-    }
-    return array;
-}
-
-static PyObject *
-whole_view(fsdpc_py_flat *self, bool full)
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    char *base = full ? fsdpc_unit_full(self->unit) : fsdpc_unit_master(self->unit);
-    if (layout->segment_count != 1) {
-        size_t bytes = full ? layout->full_bytes : layout->shard_bytes;
-        return host_view(self, base, FSDPC_BYTES, (int64_t)bytes);
-    }
-    const fsdpc_segment *seg = &layout->segments[0];
-    return host_view(self, base, full ? seg->compute : seg->storage,
-                     full ? seg->piece_numel * layout->world : seg->piece_numel);
-}
-
-static PyObject *
-get_shard(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return whole_view(self, false);
-}
-
-static PyObject *
-get_full(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return whole_view(self, true);
-}
-
-static PyObject *
-get_grad(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    if (layout->segment_count != 1) {
-        return host_view(self, fsdpc_unit_grad(self->unit), FSDPC_BYTES,
-                         (int64_t)layout->grad_bytes);
-    }
-    const fsdpc_segment *seg = &layout->segments[0];
-    return host_view(self, fsdpc_unit_grad(self->unit), seg->accumulate,
-                     seg->trainable ? seg->piece_numel : 0);
 }
 
 /* --- values ---------------------------------------------------------------------------------- */
@@ -393,7 +205,8 @@ flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObjec
         return NULL;
     }
     which = grad ? FSDPC_GRAD : FSDPC_MASTER;
-    if (parse_index(self, index, &i) < 0 || check_full_tensor(self, which, i, tensor, &view) < 0) {
+    if (fsdpc_py_flat_index(self, index, &i) < 0 ||
+        check_full_tensor(self, which, i, tensor, &view) < 0) {
         return NULL;
     }
     int status = fsdpc_unit_write(self->unit, which, i, view.data);
@@ -518,150 +331,6 @@ scale_grads(fsdpc_py_flat *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* --- standing alone -------------------------------------------------------------------------- */
-
-/* A tree of this one unit, made on first use. Collective. */
-static int
-own_tree(fsdpc_py_flat *self)
-{
-    if (self->tree && !self->own_tree) {
-        fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE,
-                                   "unit %s belongs to a tree, whose hooks gather and reduce it",
-                                   fsdpc_unit_name(self->unit)));
-        return -1;
-    }
-    if (self->tree) {
-        return 0;
-    }
-    PyObject *type = (PyObject *)fsdpc_py_current()->tree_type;
-    PyObject *tree = PyObject_CallFunction(type, "[O](i)", self, 0);
-    if (!tree) {
-        return -1;
-    }
-    /* The tree has set self->tree; this unit alone keeps it. */
-    Py_DECREF(tree);
-    self->own_tree = true;
-    return 0;
-}
-
-static PyObject *
-run_core(int status)
-{
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-flat_gather(fsdpc_py_flat *self, PyObject *unused)
-{
-    (void)unused;
-    if (own_tree(self) < 0) {
-        return NULL;
-    }
-    int status = FSDPC_OK;
-    fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS if (fsdpc_unit_refs(self->unit) == 0)
-    {
-        status = fsdpc_tree_begin_forward(tree);
-    }
-    if (status == FSDPC_OK) {
-        status = fsdpc_tree_forward_enter(tree, 0);
-    }
-    Py_END_ALLOW_THREADS return run_core(status);
-}
-
-static PyObject *
-flat_release(fsdpc_py_flat *self, PyObject *unused)
-{
-    (void)unused;
-    if (!self->own_tree || fsdpc_unit_refs(self->unit) == 0) {
-        return run_core(fsdpc_error(FSDPC_E_STATE,
-                                    "release() of unit %s without a gather() before it",
-                                    fsdpc_unit_name(self->unit)));
-    }
-    int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
-    Py_END_ALLOW_THREADS return run_core(status);
-}
-
-static int
-view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tensor *grads)
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    PyObject *items = PySequence_Tuple(list);
-    if (!items) {
-        return -1;
-    }
-    int result = PyTuple_GET_SIZE(items) == layout->param_count ? 0 : -1;
-    if (result < 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "reduce wants one gradient or None per parameter of unit %s (%d)",
-                     fsdpc_unit_name(self->unit), layout->param_count);
-    }
-    for (int i = 0; result == 0 && i < layout->param_count; i++) {
-        if (PyTuple_GET_ITEM(items, i) == Py_None) {
-            continue;
-        }
-        result = fsdpc_py_tensor_view(PyTuple_GET_ITEM(items, i), &views[i]);
-        if (result == 0 && views[i].numel != layout->params[i].numel) {
-            PyErr_Format(PyExc_ValueError,
-                         "the gradient of parameter %s of unit %s has %lld elements, not %lld",
-                         layout->params[i].name, fsdpc_unit_name(self->unit),
-                         (long long)views[i].numel, (long long)layout->params[i].numel);
-            result = -1;
-        } else if (result == 0 && views[i].dtype == FSDPC_BYTES &&
-                   layout->params[i].trainable_index >= 0) {
-            PyErr_Format(PyExc_ValueError,
-                         "the gradient of parameter %s of unit %s is not of a floating dtype",
-                         layout->params[i].name, fsdpc_unit_name(self->unit));
-            result = -1;
-        }
-        grads[i] = (fsdpc_tensor){views[i].data,  views[i].dtype,   views[i].ndim,
-                                  views[i].shape, views[i].strides, views[i].contiguous};
-    }
-    Py_DECREF(items);
-    return result;
-}
-
-/* reduce(grads, add=False): full gradients in, their mean over ranks in `grad` afterwards. */
-static PyObject *
-flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
-{
-    PyObject *list, *result = NULL;
-    bool add = false;
-    const fsdpc_py_arg table[] = {
-        {"grads", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
-        {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &add},
-    };
-    if (fsdpc_py_args("reduce", table, 2, args, count, keywords) < 0 || own_tree(self) < 0) {
-        return NULL;
-    }
-    int params = fsdpc_unit_layout(self->unit)->param_count, status = FSDPC_OK;
-    fsdpc_py_view *views = fsdpc_mem_calloc((size_t)params, sizeof *views);
-    fsdpc_tensor *grads = fsdpc_mem_calloc((size_t)params, sizeof *grads);
-    if (!views || !grads) {
-        PyErr_NoMemory();
-    } else if (view_grads(self, list, views, grads) == 0) {
-        fsdpc_tree *tree = self->tree->tree;
-        self->unit->add = add;
-        Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_begin_backward(tree);
-        status = status ? status : fsdpc_tree_backward_done(tree, 0, true);
-        status = status ? status : fsdpc_tree_reduce(tree, 0, grads);
-        status = status ? status : fsdpc_tree_end_backward(tree, true);
-        Py_END_ALLOW_THREADS result = run_core(status);
-    }
-    for (int i = 0; views && i < params; i++) {
-        if (views[i].owner) {
-            fsdpc_py_view_release(&views[i]);
-        }
-    }
-    fsdpc_mem_free(views);
-    fsdpc_mem_free(grads);
-    return result;
-}
-
 /* --- small things ---------------------------------------------------------------------------- */
 
 static PyObject *
@@ -679,33 +348,6 @@ flat_forward_failed(fsdpc_py_flat *self, PyObject *unused)
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-/* enter_forward(), leave_forward(): a reference without any module's forward, for those who gather
- * several units ahead of use. */
-static PyObject *
-flat_enter(fsdpc_py_flat *self, PyObject *unused)
-{
-    (void)unused;
-    int status;
-    if (!self->tree) {
-        return fsdpc_py_raise(
-            fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
-    }
-    fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_enter(tree, self->id);
-    Py_END_ALLOW_THREADS return run_core(status);
-}
-
-static PyObject *
-flat_leave(fsdpc_py_flat *self, PyObject *unused)
-{
-    (void)unused;
-    int status = FSDPC_OK;
-    if (self->tree) {
-        status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
-    }
-    return run_core(status);
 }
 
 static PyObject *
@@ -854,22 +496,23 @@ set_on_unattached(fsdpc_py_flat *self, PyObject *value, void *closure)
 #define FAST(function) (PyCFunction)(void (*)(void)) function
 
 static PyMethodDef methods[] = {
-    {"gather", FAST(flat_gather), METH_NOARGS,
+    {"gather", FAST(fsdpc_py_flat_gather), METH_NOARGS,
      "gather()\n--\n\nMakes all ranks' values readable in `full`; counted. Collective."},
-    {"release", FAST(flat_release), METH_NOARGS, "release()\n--\n\nUndoes one gather(). Local."},
-    {"reduce", FAST(flat_reduce), METH_FASTCALL | METH_KEYWORDS,
+    {"release", FAST(fsdpc_py_flat_release), METH_NOARGS,
+     "release()\n--\n\nUndoes one gather(). Local."},
+    {"reduce", FAST(fsdpc_py_flat_reduce), METH_FASTCALL | METH_KEYWORDS,
      "reduce(grads, add=False)\n--\n\nSums full gradients (one array or None per parameter) over "
      "ranks, divides, keeps this rank's piece in `grad`. Collective."},
     {"layout", FAST(flat_layout), METH_NOARGS, "layout()\n--\n\nThe placement of all parameters."},
-    {"shard_part", FAST(shard_part), METH_O,
+    {"shard_part", FAST(fsdpc_py_flat_shard_part), METH_O,
      "shard_part(i)\n--\n\nDLPack capsule: this rank's part of parameter i (1-D, storage dtype)."},
-    {"grad_part", FAST(grad_part), METH_O,
+    {"grad_part", FAST(fsdpc_py_flat_grad_part), METH_O,
      "grad_part(i)\n--\n\nDLPack capsule: gradient of this rank's part of parameter i (1-D)."},
-    {"shard_segment", FAST(shard_segment), METH_O,
+    {"shard_segment", FAST(fsdpc_py_flat_shard_segment), METH_O,
      "shard_segment(s)\n--\n\nDLPack capsule: this rank's piece of segment s."},
-    {"grad_segment", FAST(grad_segment), METH_O,
+    {"grad_segment", FAST(fsdpc_py_flat_grad_segment), METH_O,
      "grad_segment(s)\n--\n\nDLPack capsule: gradient of this rank's piece of segment s."},
-    {"full_param", FAST(full_param), METH_FASTCALL,
+    {"full_param", FAST(fsdpc_py_flat_full_param), METH_FASTCALL,
      "full_param(i, shape)\n--\n\nDLPack capsule over the gathered parameter i: valid while the "
      "unit is gathered, at an address that never changes."},
     {"write", FAST(flat_write), METH_FASTCALL | METH_KEYWORDS,
@@ -886,9 +529,9 @@ static PyMethodDef methods[] = {
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
      "bind(full, sites, seen, watched)\n--\n\nThe torch objects that this unit stands for."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
-    {"enter_forward", FAST(flat_enter), METH_NOARGS,
+    {"enter_forward", FAST(fsdpc_py_flat_enter), METH_NOARGS,
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
-    {"leave_forward", FAST(flat_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
+    {"leave_forward", FAST(fsdpc_py_flat_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
     {"forward_failed", FAST(flat_forward_failed), METH_NOARGS,
      "forward_failed()\n--\n\nTo be called when the module's forward raised."},
     {NULL, NULL, 0, NULL},
@@ -900,11 +543,13 @@ static PyGetSetDef getset[] = {
     {"rank", (getter)get_rank, NULL, "This rank among them.", NULL},
     {"shape", (getter)get_shape, NULL, "Shape of `full`, padding included.", NULL},
     {"dtype", (getter)get_dtype, NULL, "Storage dtype; 'uint8' when the unit has several.", NULL},
-    {"shard", (getter)get_shard, NULL, "This rank's values as a NumPy array, no copy.", NULL},
-    {"full", (getter)get_full, NULL,
+    {"shard", (getter)fsdpc_py_flat_get_shard, NULL,
+     "This rank's values as a NumPy array, no copy.", NULL},
+    {"full", (getter)fsdpc_py_flat_get_full, NULL,
      "The gathered values as a NumPy array, no copy; only meaningful between gather and release.",
      NULL},
-    {"grad", (getter)get_grad, NULL, "This rank's gradient as a NumPy array, no copy.", NULL},
+    {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
+     "This rank's gradient as a NumPy array, no copy.", NULL},
     {"refs", (getter)get_refs, NULL, "How often the unit is gathered at the moment.", NULL},
     {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
     {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
