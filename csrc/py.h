@@ -130,7 +130,9 @@ void fsdpc_py_view_release(fsdpc_py_view *view);
  * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
  * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
-/* The same by the tensor's methods alone; for tests and measurements. */
+/* Only where its memory begins: the cheapest question. */
+int fsdpc_py_torch_data(PyObject *tensor, const void **out);
+/* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
 int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
 /* True if the object's type says that it is a torch tensor. */
 bool fsdpc_py_is_torch(PyObject *object);

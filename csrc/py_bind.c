@@ -481,6 +481,13 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
             return -1;
         }
     }
+    /* The user may have pointed it elsewhere before clearing it. */
+    const void *data;
+    if (fsdpc_py_torch_data(seen->grad, &data) < 0 ||
+        (data != seen->grad_data &&
+         PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias) < 0)) {
+        return -1;
+    }
     return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
 }
 

@@ -115,8 +115,8 @@ comm_shm(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *ke
     fsdpc_device *device = NULL;
     int status = fsdpc_device_cpu(&device);
     if (status == FSDPC_OK) {
-        Py_BEGIN_ALLOW_THREADS status =
-            fsdpc_comm_shm(device, rank, world, name, timeout, &self->comm);
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_comm_shm(device, rank, world, name, timeout, &self->comm);
         Py_END_ALLOW_THREADS
     }
     return made(self, status);
@@ -260,8 +260,10 @@ run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floa
     if ((!pieces || check_pieces(&self->view, fsdpc_comm_world(self->comm)) == 0) &&
         (!floats || check_float(&self->view) == 0)) {
         int status;
-        Py_BEGIN_ALLOW_THREADS status = collective(self);
-        Py_END_ALLOW_THREADS result = none_or_raise(status);
+        Py_BEGIN_ALLOW_THREADS
+        status = collective(self);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(status);
     }
     fsdpc_py_view_release(&self->view);
     return result;
@@ -385,8 +387,10 @@ comm_barrier(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject
         return NULL;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_comm_barrier(comm, what);
-    Py_END_ALLOW_THREADS return none_or_raise(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_comm_barrier(comm, what);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
 }
 
 PyDoc_STRVAR(agree_doc, "agree($self, text, what='')\n--\n\n"
@@ -407,8 +411,10 @@ comm_agree(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *
         return NULL;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_comm_agree(comm, text, what);
-    Py_END_ALLOW_THREADS return none_or_raise(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_comm_agree(comm, text, what);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(status);
 }
 
 /* --- the rest -------------------------------------------------------------------------------- */

@@ -32,9 +32,10 @@ fsdpc_py_comm_buffer_new(PyObject *comm_object, size_t bytes, bool common)
     self->rank = fsdpc_comm_rank(comm);
     self->world = fsdpc_comm_world(comm);
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_comm_buffer_new(comm, bytes, common, &self->buffer);
-    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_comm_buffer_new(comm, bytes, common, &self->buffer);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
     }

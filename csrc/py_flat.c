@@ -43,9 +43,10 @@ make_unit(fsdpc_py_flat *self, const char *name, double divide, bool reshard, Py
         goto done;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit);
-    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
         goto done;
     }
@@ -235,8 +236,10 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
         }
         full[held] = views[held].data;
     }
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_read(self->unit, which, full);
-    Py_END_ALLOW_THREADS result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_unit_read(self->unit, which, full);
+    Py_END_ALLOW_THREADS
+    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 done:
     for (int i = 0; i < held; i++) {
         if (views[i].owner) {
@@ -302,9 +305,10 @@ grad_norm(fsdpc_py_flat *self, PyObject *args)
     }
     fsdpc_norm norm;
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_grad_norm(self->unit, mask, p, &norm);
-    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_unit_grad_norm(self->unit, mask, p, &norm);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
     return Py_BuildValue("ddO", norm.sum, norm.max, norm.nonfinite ? Py_True : Py_False);
@@ -323,15 +327,24 @@ scale_grads(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_unit_scale_grads(self->unit, mask, factor);
-    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_unit_scale_grads(self->unit, mask, factor);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
     Py_RETURN_NONE;
 }
 
 /* --- small things ---------------------------------------------------------------------------- */
+
+static PyObject *
+flat_unbind(fsdpc_py_flat *self, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_flat_unbind(self);
+    Py_RETURN_NONE;
+}
 
 static PyObject *
 flat_layout(fsdpc_py_flat *self, PyObject *unused)
@@ -524,6 +537,9 @@ static PyMethodDef methods[] = {
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
     {"scale_grads", FAST(scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
+    {"unbind", FAST(flat_unbind), METH_NOARGS,
+     "unbind()\n--\n\nForgets the torch objects: torch's hooks on them hold the unit, unseen by "
+     "gc."},
     {"adopt_grads", FAST(fsdpc_py_flat_adopt), METH_NOARGS,
      "adopt_grads()\n--\n\nCopies gradients that the user put into .grad into the unit's own."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,

@@ -51,14 +51,15 @@ fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
     }
     int status = FSDPC_OK;
     fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS if (fsdpc_unit_refs(self->unit) == 0)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    if (fsdpc_unit_refs(self->unit) == 0) {
         status = fsdpc_tree_begin_forward(tree);
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree, 0);
     }
-    Py_END_ALLOW_THREADS return run_core(status);
+    Py_END_ALLOW_THREADS
+    return run_core(status);
 }
 
 PyObject *
@@ -71,8 +72,10 @@ fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused)
                                     fsdpc_unit_name(self->unit)));
     }
     int status;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
-    Py_END_ALLOW_THREADS return run_core(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
+    Py_END_ALLOW_THREADS
+    return run_core(status);
 }
 
 static int
@@ -136,11 +139,13 @@ fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t coun
     } else if (view_grads(self, list, views, grads) == 0) {
         fsdpc_tree *tree = self->tree->tree;
         self->unit->add = add;
-        Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_begin_backward(tree);
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_tree_begin_backward(tree);
         status = status ? status : fsdpc_tree_backward_done(tree, 0, true);
         status = status ? status : fsdpc_tree_reduce(tree, 0, grads);
         status = status ? status : fsdpc_tree_end_backward(tree, true);
-        Py_END_ALLOW_THREADS result = run_core(status);
+        Py_END_ALLOW_THREADS
+        result = run_core(status);
     }
     for (int i = 0; views && i < params; i++) {
         if (views[i].owner) {
@@ -164,8 +169,10 @@ fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
             fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
     }
     fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS status = fsdpc_tree_forward_enter(tree, self->id);
-    Py_END_ALLOW_THREADS return run_core(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_forward_enter(tree, self->id);
+    Py_END_ALLOW_THREADS
+    return run_core(status);
 }
 
 PyObject *

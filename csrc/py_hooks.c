@@ -42,10 +42,11 @@ typedef struct hook {
     PyObject *again; /* the pre_backward or input_done hook that this one registers, made once */
 } hook;
 
-#define CORE(status, expression)                       \
-    do {                                               \
-        Py_BEGIN_ALLOW_THREADS(status) = (expression); \
-        Py_END_ALLOW_THREADS                           \
+#define CORE(status, expression)       \
+    do {                               \
+        Py_BEGIN_ALLOW_THREADS(status) \
+        = (expression);                \
+        Py_END_ALLOW_THREADS           \
     } while (0)
 
 static int
@@ -306,11 +307,24 @@ fsdpc_py_forward_failed(fsdpc_py_flat *flat)
 /* --- backward -------------------------------------------------------------------------------- */
 
 static int
+model_is_gone(const fsdpc_py_flat *flat)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "backward reached unit %s, whose model was deleted or initialised anew since its "
+                 "forward; keep the model until backward has run",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+static int
 pre_backward(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
-    if (!tree || begin_backward(tree) < 0) {
-        return tree ? -1 : 0;
+    if (!tree) {
+        return model_is_gone(flat);
+    }
+    if (begin_backward(tree) < 0) {
+        return -1;
     }
     int status;
     CORE(status, fsdpc_tree_backward_enter(tree->tree, flat->id));
@@ -448,8 +462,11 @@ static int
 grad_arrived(hook *self)
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
-    if (!flat->tree || begin_backward(flat->tree) < 0) {
-        return flat->tree ? -1 : 0;
+    if (!flat->tree) {
+        return model_is_gone(flat);
+    }
+    if (begin_backward(flat->tree) < 0) {
+        return -1;
     }
     if (fsdpc_unit_refs(flat->unit) == 0) {
         return not_gathered(flat, self->param);
@@ -508,6 +525,9 @@ finish_partial_units(fsdpc_py_tree *tree)
 static int
 end_backward(fsdpc_py_tree *tree)
 {
+    if (!tree->tree) {
+        return 0; /* closed meanwhile */
+    }
     bool sync = tree->count == 0 || tree->units[0]->sync;
     int status;
     if (finish_partial_units(tree) < 0 || (sync && send_what_is_due(tree, true) < 0)) {

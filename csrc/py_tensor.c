@@ -304,3 +304,19 @@ fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out)
     }
     return check_plain(tensor, out->dtype);
 }
+
+int
+fsdpc_py_torch_data(PyObject *tensor, const void **out)
+{
+    const dlpack_exchange *exchange = exchange_of(Py_TYPE(tensor));
+    dlpack_tensor borrowed;
+    if (exchange != NULL && exchange->borrow(tensor, &borrowed) == 0) {
+        *out = borrowed.data == NULL ? NULL : (const char *)borrowed.data + borrowed.byte_offset;
+        return 0;
+    }
+    PyErr_Clear();
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    *out = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+    Py_XDECREF(address);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}

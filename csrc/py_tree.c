@@ -58,10 +58,10 @@ make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *optio
         units[i] = self->units[i]->unit;
         levels[i] = (int)depth;
     }
-    Py_BEGIN_ALLOW_THREADS status =
-        fsdpc_tree_new(units, levels, self->count, options, &self->tree);
-    Py_END_ALLOW_THREADS if (status != FSDPC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
         goto done;
     }
@@ -205,6 +205,17 @@ tree_dealloc(fsdpc_py_tree *self)
     Py_DECREF(type);
 }
 
+/* 0, or -1 with StateError after close(). */
+static int
+check_open(const fsdpc_py_tree *self)
+{
+    if (self->tree) {
+        return 0;
+    }
+    PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed");
+    return -1;
+}
+
 /* --- reports --------------------------------------------------------------------------------- */
 
 static PyObject *
@@ -226,6 +237,9 @@ static PyObject *
 tree_memory(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(self->tree, &memory);
     return Py_BuildValue(
@@ -253,6 +267,9 @@ static PyObject *
 tree_trace(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     enum { ROOM = 1 << 14 };
     fsdpc_trace_entry *entries = fsdpc_mem_calloc(ROOM, sizeof *entries);
     if (!entries) {
@@ -276,6 +293,9 @@ static PyObject *
 tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     fsdpc_trace_clear(fsdpc_tree_trace(self->tree));
     Py_RETURN_NONE;
 }
@@ -284,6 +304,9 @@ static PyObject *
 tree_defer(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     fsdpc_tree_defer_reduces(self->tree, true);
     Py_RETURN_NONE;
 }
@@ -292,6 +315,9 @@ static PyObject *
 get_phase(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     if (fsdpc_tree_in_backward(self->tree)) {
         return PyUnicode_FromString("backward");
     }
@@ -302,6 +328,9 @@ static PyObject *
 get_kind(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     return PyUnicode_FromString(fsdpc_tree_kind(self->tree));
 }
 
@@ -309,7 +338,25 @@ static PyObject *
 get_backwards(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
     return PyLong_FromUnsignedLongLong(fsdpc_tree_backwards(self->tree));
+}
+
+static PyObject *
+tree_close(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    Py_INCREF(self);
+    for (int i = 0; i < self->count; i++) {
+        if (fsdpc_py_uninstall_all(self->units[i]) < 0) {
+            PyErr_Clear();
+        }
+    }
+    tree_clear(self);
+    Py_DECREF(self);
+    Py_RETURN_NONE;
 }
 
 #define FAST(function) (PyCFunction)(void (*)(void)) function
@@ -323,6 +370,8 @@ static PyMethodDef methods[] = {
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
      "defer_reduces()\n--\n\nOn a wire, reduce at the end of backward only (units that run by "
      "data)."},
+    {"close", FAST(tree_close), METH_NOARGS,
+     "close()\n--\n\nLets the units go and gives the memory of slots back. Local."},
     {"detach", FAST(tree_detach), METH_NOARGS,
      "detach()\n--\n\nLets the units go; another tree may take them."},
     {NULL, NULL, 0, NULL},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 from fsdpc import _C
@@ -67,6 +68,7 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
+        weakref.finalize(self, self.core.close)  # not left to several rounds of gc
 
     @property
     def training_state(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +190,8 @@ class Unit:
         for i in watched:
             self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
         self.flat.bind(list(self.full), sites, list(self._seen), watched)
+        # Full tensor -> torch's hook -> engine -> full tensor: a cycle that gc cannot see.
+        weakref.finalize(self, self.flat.unbind)
 
     def _lower_grads(self) -> None:
         """keep_low_precision_grads: what the optimizer sees is in the compute dtype. The sums stay
