@@ -18,8 +18,9 @@ host    Forward and backward without communication and waiting; what the plain m
         same round is subtracted and the rest divided by the number of units. FSDP1 and FSDP2 run
         on torch's fake process group of two ranks, whose collectives do nothing. fsdpc runs on two
         real ranks over shared memory, less the time that its trace says it waited; the copies and
-        sums of its collectives are still in the figure. `fsdpc-c10d` is fsdpc on the fake group,
-        where it calls torch.distributed for each collective.
+        sums of its collectives are still in the figure. `fsdpc-alone` is fsdpc on a group of one
+        rank: every hook, swap and gradient copy, but nobody to talk to. `fsdpc-c10d` is fsdpc on
+        the fake group, where it calls torch.distributed for each collective.
 """
 
 from __future__ import annotations
@@ -262,6 +263,19 @@ def fake_job(
     os._exit(0)
 
 
+def alone_job(
+    rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
+) -> None:
+    """Host time on a group of one rank: no communication at all."""
+    start_rank(rank, 1, folder)
+    from engines import WORKLOADS, build
+
+    work = WORKLOADS[model]
+    trainings = {name: build(name.removesuffix("-alone"), work) for name in names}
+    out.send({"seconds": host_rounds(trainings, work, rounds), "units": work.config.layers + 1})
+    end_rank()
+
+
 def shared_job(
     rank: int, world: int, folder: str, out: Connection, model: str, names: list[str], rounds: int
 ) -> None:
@@ -414,6 +428,8 @@ def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
     if "fsdpc" in names:
         shared = report_host(run_ranks(shared_job, 2, model, ["fsdpc", "local"], rounds))
         figures["fsdpc"] = shared["fsdpc"]
+        alone = report_host(run_ranks(alone_job, 1, model, ["fsdpc-alone", "local"], rounds))
+        figures["fsdpc-alone"] = alone["fsdpc-alone"]
     return figures
 
 
