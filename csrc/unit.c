@@ -1,6 +1,7 @@
 /* A unit's memory: master shard, shard gradient, address range. See unit.h. */
 #include "unit.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -36,7 +37,8 @@ map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
 {
     size_t page = fsdpc_shm_page_bytes();
     unit->master_stride = fsdpc_round_up(unit->layout->shard_bytes, page);
-    unit->master_map_bytes = unit->master_stride * (size_t)unit->world;
+    /* One page more: how many ranks have freed the unit. */
+    unit->master_map_bytes = unit->master_stride * (size_t)unit->world + page;
     FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &unit->master_offset));
     FSDPC_TRY(
         fsdpc_shm_map(shm, unit->master_offset, unit->master_map_bytes, NULL, &unit->master_map));
@@ -150,6 +152,20 @@ fail:
     return status;
 }
 
+/* Freeing is local, and a late rank may still read this rank's shard: the last one to free the unit
+ * gives the memory of all back. */
+static void
+give_masters_back(fsdpc_unit *unit)
+{
+    size_t shards = unit->master_stride * (size_t)unit->world;
+    _Atomic uint32_t *freed = (_Atomic uint32_t *)((char *)unit->master_map + shards);
+    if (atomic_fetch_add(freed, 1) + 1 == (uint32_t)unit->world) {
+        (void)fsdpc_shm_discard(fsdpc_comm_segment(unit->shard), unit->master_offset,
+                                unit->master_map_bytes);
+    }
+    fsdpc_shm_unmap(unit->master_map, unit->master_map_bytes);
+}
+
 void
 fsdpc_unit_free(fsdpc_unit *unit)
 {
@@ -167,12 +183,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
         }
     }
     if (unit->master_map) {
-        /* Each rank gives its own part back; a peer that still uses the unit waits for this rank
-         * before it reads. */
-        (void)fsdpc_shm_discard(fsdpc_comm_segment(unit->shard),
-                                unit->master_offset + unit->master_stride * (uint64_t)unit->rank,
-                                unit->master_stride);
-        fsdpc_shm_unmap(unit->master_map, unit->master_map_bytes);
+        give_masters_back(unit);
     }
     fsdpc_layout_free(unit->layout);
     fsdpc_mem_free(unit->peers);
