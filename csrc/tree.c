@@ -475,12 +475,6 @@ fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
     return status;
 }
 
-int
-fsdpc_tree_abandon_backward(fsdpc_tree *tree)
-{
-    return fsdpc_tree_end_backward(tree, true);
-}
-
 void
 fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
 {

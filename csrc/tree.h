@@ -58,9 +58,8 @@ int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
+/* Also clears a backward that broke off: with `sync` other ranks learn that no more will come. */
 int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
-/* Clears a backward that broke off; with `sync` other ranks are told that no more will come. */
-int fsdpc_tree_abandon_backward(fsdpc_tree *tree);
 
 /* On a wire, units that run on some ranks only must not move the others' collectives: with `defer`
  * all reductions wait for the end of backward. */

@@ -54,7 +54,6 @@ class Unit:
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
         self.reshard_after_forward = reshard_after_forward
-        self.keep_low_precision_grads = keep_low_precision_grads
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         self.trainable = [self._trainable(info) for info in infos]

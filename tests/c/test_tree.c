@@ -302,7 +302,7 @@ run_unusual_steps(int rank, ranks_run *run)
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
     REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 1));
-    REQUIRE_OK(fsdpc_tree_abandon_backward(m.tree));
+    REQUIRE_OK(fsdpc_tree_end_backward(m.tree, true));
     CHECK(!fsdpc_tree_is_held(m.tree, 1) && !fsdpc_tree_is_held(m.tree, ROOT));
     CHECK_INT(fsdpc_unit_refs(m.units[1]), 0);
     set_version(&m, 6);
