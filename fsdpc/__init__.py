@@ -46,8 +46,10 @@ _HOME = {
     **dict.fromkeys(_API, "fsdpc.api"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
+    "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._marks",
     "memory_stats": "fsdpc._root",
+    "uninstall": "fsdpc._install",
 }
 _SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
@@ -77,8 +79,10 @@ __all__ = [
     "StateDictType",
     "StateError",
     "__version__",
+    "install",
     "mark_data_dependent",
     "memory_stats",
+    "uninstall",
 ]
 
 if TYPE_CHECKING:
@@ -90,6 +94,7 @@ if TYPE_CHECKING:
         PeerError,
         StateError,
     )
+    from fsdpc._install import install, uninstall
     from fsdpc._marks import mark_data_dependent
     from fsdpc._root import memory_stats
     from fsdpc.api import (

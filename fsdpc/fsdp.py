@@ -23,6 +23,7 @@ from fsdpc import _args, _clip, _convert, _root, _summon
 from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
+from fsdpc._face import Face
 from fsdpc._materialize import materialize
 from fsdpc._mixed import cast_arguments
 from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
@@ -58,7 +59,7 @@ def _not_yet(name: str) -> staticmethod:
     return staticmethod(method)
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Face):
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process
     group.
 

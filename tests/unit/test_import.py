@@ -29,7 +29,7 @@ def test_importing_is_silent_and_loads_nothing_else():
 
 
 CORE_PROBE = """
-import importlib.abc, os, sys
+import __future__, importlib.abc, os, sys
 
 class NoTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
