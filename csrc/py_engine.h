@@ -76,7 +76,7 @@ typedef struct fsdpc_py_tree {
 /* Strings made once. */
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
-        *is_view, *base, *sequence;
+        *is_view, *base, *sequence, *backward_hooks, *register_hook_dict;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 

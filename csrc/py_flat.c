@@ -618,6 +618,8 @@ make_names(void)
         {&fsdpc_py_name.is_view, "_is_view"},
         {&fsdpc_py_name.base, "_base"},
         {&fsdpc_py_name.sequence, "_sequence_nr"},
+        {&fsdpc_py_name.backward_hooks, "_backward_hooks"},
+        {&fsdpc_py_name.register_hook_dict, "_register_hook_dict"},
         {&fsdpc_py_name.detach, "detach"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };

@@ -30,6 +30,7 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
     fsdpc_exchange *x;
     FSDPC_TRY(fsdpc_exchange_new(&plan, &x));
     tree->exchanges[tree->exchange_count++] = x;
+    tree->takes_turns = tree->takes_turns || !fsdpc_exchange_any_order(x);
     for (int m = 0; m < count; m++) {
         tree->nodes[members[m]].exchange = x;
     }
@@ -155,11 +156,18 @@ forget_order(fsdpc_tree *tree)
         memcpy(tree->last_order, tree->order, (size_t)tree->order_count * sizeof *tree->order);
         tree->last_order_count = tree->order_count;
     }
-    tree->order_count = 0;
+    tree->order_count = tree->complete_count = 0;
     for (int i = 0; i < tree->count; i++) {
         tree->nodes[i].order = -1;
         tree->nodes[i].complete = tree->nodes[i].reduced = false;
     }
+}
+
+static void
+set_complete(fsdpc_tree *tree, struct fsdpc_node *node, bool complete)
+{
+    tree->complete_count += (int)complete - (int)node->complete;
+    node->complete = complete;
 }
 
 static void
@@ -312,7 +320,7 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     FSDPC_TRY(fsdpc_tree_drop_hold(tree, unit));
-    node->complete = sync;
+    set_complete(tree, node, sync);
     return tree->backward_prefetch == FSDPC_PREFETCH_POST ? prefetch_before(tree, unit) : FSDPC_OK;
 }
 
@@ -341,21 +349,21 @@ next_in_turn(fsdpc_tree *tree, bool at_end)
 int
 fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
 {
-    for (int i = 0; i < tree->count; i++) {
+    for (int i = 0; tree->complete_count > 0 && i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
         /* A further time in one backward nothing is sent yet: no turn to wait for. */
         if (node->complete && (node->reduced || fsdpc_exchange_any_order(node->exchange))) {
             return i;
         }
     }
-    return next_in_turn(tree, at_end);
+    return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
 }
 
 int
 fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
-    node->complete = false;
+    set_complete(tree, node, false);
     node->reduced = true;
     return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
 }
@@ -364,7 +372,7 @@ int
 fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
-    node->complete = false;
+    set_complete(tree, node, false);
     return fsdpc_grad_keep_local(node->unit, grads);
 }
 
