@@ -68,6 +68,7 @@ typedef struct fsdpc_py_tree {
     bool recompute;  /* the outermost forward in progress runs inside a backward */
     bool outer_grad; /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
+    PyObject *listeners; /* calls the hooks of a list of parameters */
     PyTypeObject *tensor_type, *param_type;
     PyObject *end_hook;
     PyObject *inputs; /* borrowed while outputs are walked: what the forward was given */
@@ -76,7 +77,8 @@ typedef struct fsdpc_py_tree {
 /* Strings made once. */
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
-        *is_view, *base, *sequence, *backward_hooks, *register_hook_dict;
+        *is_view, *base, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
+        *backward_optimizers;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
@@ -143,6 +145,14 @@ int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool 
 void fsdpc_py_drop_held(fsdpc_py_flat *flat);
 /* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
 int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
+
+/* --- py_listen.c ----------------------------------------------------------------------------- */
+
+/* Adds to *list (NULL: made when needed; the caller's) the seen parameters that got a gradient in
+ * this backward and that the user wants to hear of. Before fsdpc_py_show_grads. */
+int fsdpc_py_collect_listeners(fsdpc_py_flat *flat, PyObject **list);
+/* Calls them; `list` may be NULL. */
+int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 
 /* --- py_walk.c ------------------------------------------------------------------------------- */
 

@@ -621,6 +621,8 @@ make_names(void)
         {&fsdpc_py_name.backward_hooks, "_backward_hooks"},
         {&fsdpc_py_name.register_hook_dict, "_register_hook_dict"},
         {&fsdpc_py_name.detach, "detach"},
+        {&fsdpc_py_name.accumulated, "_post_accumulate_grad_hooks"},
+        {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {

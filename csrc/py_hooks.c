@@ -522,6 +522,32 @@ finish_partial_units(fsdpc_py_tree *tree)
     return 0;
 }
 
+/* The optimizer's parameters show their gradients; who listens is told when all do. */
+static int
+show_all_grads(fsdpc_py_tree *tree, bool sync)
+{
+    PyObject *listened = NULL;
+    int result = 0;
+    for (int i = 0; result == 0 && i < tree->count; i++) {
+        fsdpc_py_flat *flat = tree->units[i];
+        if ((sync && fsdpc_py_collect_listeners(flat, &listened) < 0) ||
+            fsdpc_py_show_grads(flat, sync) < 0) {
+            result = -1;
+            break;
+        }
+        forget_backward(flat);
+        PyObject *after = flat->after_backward;
+        PyObject *called = after ? PyObject_CallNoArgs(after) : Py_NewRef(Py_None);
+        Py_XDECREF(called);
+        result = called ? 0 : -1;
+    }
+    if (result == 0) {
+        result = fsdpc_py_call_listeners(tree, listened);
+    }
+    Py_XDECREF(listened);
+    return result;
+}
+
 static int
 end_backward(fsdpc_py_tree *tree)
 {
@@ -542,19 +568,7 @@ end_backward(fsdpc_py_tree *tree)
     if (checked(status) < 0) {
         return -1;
     }
-    for (int i = 0; i < tree->count; i++) {
-        if (fsdpc_py_show_grads(tree->units[i], sync) < 0) {
-            return -1;
-        }
-        forget_backward(tree->units[i]);
-        PyObject *after = tree->units[i]->after_backward;
-        PyObject *result = after ? PyObject_CallNoArgs(after) : Py_NewRef(Py_None);
-        if (!result) {
-            return -1;
-        }
-        Py_DECREF(result);
-    }
-    return 0;
+    return show_all_grads(tree, sync);
 }
 
 /* --- the type -------------------------------------------------------------------------------- */

@@ -72,16 +72,17 @@ done:
     return result;
 }
 
-/* torch = (Tensor, Parameter, is_grad_enabled, current_graph_task_id, queue_callback) */
+/* torch = (Tensor, Parameter, is_grad_enabled, current_graph_task_id, queue_callback,
+ * call_listeners) */
 static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
-    PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback;
+    PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback, *listeners;
     if (torch == Py_None) {
         return 0;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOO", &PyType_Type, &tensor, &PyType_Type, &param,
-                          &grad_enabled, &graph_task, &queue_callback)) {
+    if (!PyArg_ParseTuple(torch, "O!O!OOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+                          &grad_enabled, &graph_task, &queue_callback, &listeners)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -89,6 +90,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->grad_enabled = Py_NewRef(grad_enabled);
     self->graph_task = Py_NewRef(graph_task);
     self->queue_callback = Py_NewRef(queue_callback);
+    self->listeners = Py_NewRef(listeners);
     return 0;
 }
 
@@ -157,6 +159,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->grad_enabled);
     Py_VISIT(self->graph_task);
     Py_VISIT(self->queue_callback);
+    Py_VISIT(self->listeners);
     Py_VISIT(self->end_hook);
     return 0;
 }
@@ -190,6 +193,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->grad_enabled);
     Py_CLEAR(self->graph_task);
     Py_CLEAR(self->queue_callback);
+    Py_CLEAR(self->listeners);
     Py_CLEAR(self->end_hook);
     return 0;
 }

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from fsdpc._listeners import call_listeners
+
 _NAMES: dict[torch.dtype, str] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -41,4 +43,5 @@ def torch_functions() -> tuple[Any, ...]:
         torch.is_grad_enabled,
         torch._C._current_graph_task_id,
         torch.autograd.Variable._execution_engine.queue_callback,
+        call_listeners,
     )

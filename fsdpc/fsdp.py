@@ -24,6 +24,7 @@ from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
 from fsdpc._face import Face
+from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
 from fsdpc._mixed import cast_arguments
 from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
@@ -198,6 +199,8 @@ class FullyShardedDataParallel(Face):
             warn_unwritten=not writes_follow,
         )
         infos = collect_infos(module, self._ignored, self._name)
+        for info in infos:
+            check_listeners(info.name, self._name, info.param, self._use_orig_params)
         if self._sync_module_states:
             sync_states(module, infos, self._groups)
         if infos:
