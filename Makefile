@@ -78,6 +78,9 @@ pytest: build
 	$(call say,Python tests)
 	@$(PY) -m pytest -q tests $(ARGS)
 
+# Only for comparing our declarations with the toolkit's, where there is one.
+CUDA_HOME ?= /usr/local/cuda
+
 # C tests: one program per tests/c/test_*.c, linked with the core. SAN= picks the sanitizers.
 SAN :=
 comma := ,
@@ -86,7 +89,7 @@ CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
 CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%)
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
 CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g -pthread -fno-math-errno -fno-omit-frame-pointer \
-    -Wall -Wextra -Icsrc -Ikernels -Itests/c -MMD -MP \
+    -Wall -Wextra -Icsrc -Ikernels -Itests/c -idirafter $(CUDA_HOME)/include -MMD -MP \
     $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all)
 
 $(CDIR)/%.o: %.c Makefile

@@ -19,7 +19,7 @@ SOURCES = {
 LAYERS = (
     ("status", "mem", "dtype"),
     ("layout", "trace", "agree", "pool"),
-    ("kernels", "convert", "vector"),
+    ("kernels", "convert", "vector", "cuda"),
     ("device",),
     ("room",),
     ("shm",),
@@ -32,7 +32,8 @@ LAYERS = (
     ("py", "dlpack_abi"),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-GPU_FILES = {"csrc/device_cuda.c", "csrc/comm_nccl.c"}
+# Only these know CUDA or NCCL; everything else sees a device, a communicator, an arena.
+GPU_FILES = re.compile(r"csrc/((device|arena)_cuda|comm_nccl|(cuda|nccl)_)|kernels/cuda_")
 
 Rule = Callable[[str, str], Iterator[str]]
 
@@ -86,7 +87,7 @@ def c_knows_no_torch(file: str, text: str) -> Iterator[str]:
 
 
 def only_gpu_files_know_cuda_and_nccl(file: str, text: str) -> Iterator[str]:
-    if file in GPU_FILES:
+    if GPU_FILES.match(file):
         return
     for name in includes(text):
         if name.startswith(("cuda", "nccl")):

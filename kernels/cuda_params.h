@@ -1,0 +1,126 @@
+/* What the CUDA kernels take: each kernel of cuda_*.cu one struct by value.
+ *
+ * Valid as C11 and as CUDA C++; the host that launches and the device that runs see the same text.
+ * All pointers are device memory. Pointers to floats are aligned to their element; bytes
+ * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is said in
+ * kernels.h: the arithmetic is that of kernels_cpu.c, bit for bit (the payload of a NaN that was
+ * computed with excepted, and the order in which squares are added).
+ */
+#ifndef FSDPC_CUDA_PARAMS_H
+#define FSDPC_CUDA_PARAMS_H
+
+#include <stdint.h>
+
+#include "dtype.h"
+
+enum {
+    FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */
+    FSDPC_CUDA_TILE_BYTES = 16384, /* of the destination of a pack: what one block does at a time */
+    FSDPC_CUDA_PACK_SOURCES = 384, /* that travel with the launch */
+    FSDPC_CUDA_REDUCE_SOURCES = 256,
+    FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
+    FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
+    FSDPC_CUDA_VIEW_DIMS = 16,
+};
+
+/* X(kernel, its struct) */
+#define FSDPC_CUDA_KERNELS(X)                          \
+    X(fsdpc_cuda_cast, fsdpc_cuda_cast_params)         \
+    X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)         \
+    X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)     \
+    X(fsdpc_cuda_norm, fsdpc_cuda_norm_params)         \
+    X(fsdpc_cuda_norm_sum, fsdpc_cuda_norm_sum_params) \
+    X(fsdpc_cuda_clip, fsdpc_cuda_clip_params)
+
+/* dst[i] = convert(src[i] * scale), and copies of bits. dst == src is allowed for equal types. */
+typedef struct fsdpc_cuda_cast_params {
+    void *dst;
+    const void *src;
+    int64_t n;
+    double scale;
+    const double *factor; /* not NULL: the scale is read there */
+    int dst_type, src_type;
+} fsdpc_cuda_cast_params;
+
+/* --- pack: any number of tensors into one buffer ---------------------------------------------- */
+
+/* A stretch of the destination: one tensor's elements, or a gap. Made once for a unit. */
+typedef struct fsdpc_cuda_pack_entry {
+    int64_t first_tile; /* entries in order; each has ceil(n / elements of a tile) tiles */
+    int64_t n;          /* elements */
+    int64_t dst_offset; /* bytes from the buffer's start */
+    int32_t dst_type;
+    int32_t source; /* index among the sources, -1: a gap, filled with zeros */
+} fsdpc_cuda_pack_entry;
+
+/* A tensor that is not contiguous; strides in elements, dimensions as few as possible. */
+typedef struct fsdpc_cuda_view {
+    const void *data;
+    int64_t ndim;
+    int64_t shape[FSDPC_CUDA_VIEW_DIMS];
+    int64_t strides[FSDPC_CUDA_VIEW_DIMS];
+} fsdpc_cuda_view;
+
+/* A source in one word: an address, the type, and whether the address is that of the elements or
+ * of a view. 0: there is none, zeros are written. */
+typedef uint64_t fsdpc_cuda_source;
+#define FSDPC_CUDA_SOURCE_TYPE_SHIFT 56
+#define FSDPC_CUDA_SOURCE_STRIDED ((uint64_t)1 << 60)
+#define FSDPC_CUDA_SOURCE_ADDRESS (((uint64_t)1 << FSDPC_CUDA_SOURCE_TYPE_SHIFT) - 1)
+
+typedef struct fsdpc_cuda_pack_params {
+    void *dst;
+    const fsdpc_cuda_pack_entry *entries;
+    const int32_t *tile_entry; /* the entry of each tile */
+    int64_t tiles;
+    double scale;
+    const fsdpc_cuda_source *table; /* NULL: the sources are in `source` */
+    fsdpc_cuda_source source[FSDPC_CUDA_PACK_SOURCES];
+} fsdpc_cuda_pack_params;
+
+/* --- reduce and norms --------------------------------------------------------------------------- */
+
+/* fsdpc_norm as it lies in device memory. */
+typedef struct fsdpc_cuda_norm_value {
+    double sum;
+    double max;
+    int64_t nonfinite;
+} fsdpc_cuda_norm_value;
+
+/* r = src[0] + src[1] + ...; acc = add ? acc + r * scale : r * scale. NULL sources are skipped.
+ * `partials` not NULL: block b leaves squares, largest and flag of what it stored in partials[b]. */
+typedef struct fsdpc_cuda_reduce_params {
+    void *acc;
+    int64_t n;
+    double scale;
+    fsdpc_cuda_norm_value *partials;
+    int acc_type, src_type, src_count, add;
+    const void *src[FSDPC_CUDA_REDUCE_SOURCES];
+} fsdpc_cuda_reduce_params;
+
+/* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. */
+typedef struct fsdpc_cuda_norm_params {
+    const void *src;
+    int64_t n;
+    double p;
+    fsdpc_cuda_norm_value *partials;
+    int type;
+} fsdpc_cuda_norm_params;
+
+/* One block: *out = (add ? *out : 0) + partials[0] + ... in an order that depends on count alone. */
+typedef struct fsdpc_cuda_norm_sum_params {
+    const fsdpc_cuda_norm_value *partials;
+    fsdpc_cuda_norm_value *out;
+    int64_t count;
+    int add;
+} fsdpc_cuda_norm_sum_params;
+
+/* One thread: *norm = total->sum ^ (1 / p) (p infinite: total->max), and
+ * *factor = min(1, max_norm / (*norm + epsilon)); NaN stays NaN. */
+typedef struct fsdpc_cuda_clip_params {
+    const fsdpc_cuda_norm_value *total;
+    double *norm, *factor;
+    double p, max_norm, epsilon;
+} fsdpc_cuda_clip_params;
+
+#endif
