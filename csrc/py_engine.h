@@ -104,6 +104,11 @@ PyObject *fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure);
 PyObject *fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure);
 PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
 
+/* --- py_flat_blocks.c ------------------------------------------------------------------------ */
+
+PyObject *fsdpc_py_flat_read_blocks(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_write_blocks(fsdpc_py_flat *self, PyObject *args);
+
 /* --- py_flat_alone.c ------------------------------------------------------------------------- */
 
 PyObject *fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused);

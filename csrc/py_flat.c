@@ -533,6 +533,12 @@ static PyMethodDef methods[] = {
     {"read", FAST(flat_read), METH_FASTCALL | METH_KEYWORDS,
      "read(tensors, grad=False)\n--\n\nFills full tensors (None: skipped) from all ranks' parts. "
      "Collective."},
+    {"read_blocks", FAST(fsdpc_py_flat_read_blocks), METH_VARARGS,
+     "read_blocks(blocks, tensors)\n--\n\nFills this rank's block of each parameter: elements "
+     "[rank * blocks[i], (rank + 1) * blocks[i]) as far as there are; 0 and None: skipped. "
+     "Collective."},
+    {"write_blocks", FAST(fsdpc_py_flat_write_blocks), METH_VARARGS,
+     "write_blocks(blocks, tensors)\n--\n\nReplaces values by all ranks' blocks. Collective."},
     {"grad_norm", FAST(grad_norm), METH_VARARGS,
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
     {"scale_grads", FAST(scale_grads), METH_VARARGS,

@@ -18,9 +18,8 @@ fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
                           : (char *)unit->grad + seg->grad_offset;
 }
 
-/* This rank's piece of a segment. */
-static char *
-own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
+char *
+fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
 {
     const fsdpc_segment *seg = &unit->layout->segments[segment];
     fsdpc_dtype dtype = seg->storage;
@@ -260,7 +259,7 @@ part(const fsdpc_unit *unit, enum fsdpc_which which, int param, int64_t *length)
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     *length = span.length;
     size_t item;
-    char *piece = own_piece(unit, which, unit->layout->params[param].segment, &item);
+    char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
     return piece + (size_t)span.piece_begin * item;
 }
 
@@ -296,100 +295,6 @@ fsdpc_unit_finish_grad(fsdpc_unit *unit)
                                         (char *)unit->grad + seg->grad_offset, seg->accumulate,
                                         seg->piece_numel, 1.0));
         }
-    }
-    return FSDPC_OK;
-}
-
-static bool
-has_values(const fsdpc_unit *unit, enum fsdpc_which which, int param)
-{
-    return which == FSDPC_MASTER || unit->layout->params[param].trainable_index >= 0;
-}
-
-int
-fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full)
-{
-    if (!has_values(unit, which, param)) {
-        return fsdpc_error(FSDPC_E_INVAL, "unit %s: parameter %s has no gradient", unit->name,
-                           unit->layout->params[param].name);
-    }
-    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
-    size_t item;
-    char *piece = own_piece(unit, which, unit->layout->params[param].segment, &item);
-    if (span.length > 0) {
-        memcpy(piece + (size_t)span.piece_begin * item,
-               (const char *)full + (size_t)span.param_begin * item, (size_t)span.length * item);
-    }
-    return FSDPC_OK;
-}
-
-/* Copies rank `r`'s part of every parameter of one segment out of its piece. */
-static void
-copy_piece(const fsdpc_unit *unit, int segment, const char *piece, size_t item, int r,
-           void *const *full)
-{
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        fsdpc_span span = fsdpc_layout_span(unit->layout, i, r);
-        if (unit->layout->params[i].segment != segment || !full[i] || span.length == 0) {
-            continue;
-        }
-        memcpy((char *)full[i] + (size_t)span.param_begin * item,
-               piece + (size_t)span.piece_begin * item, (size_t)span.length * item);
-    }
-}
-
-/* Peers' masters are mapped: read them between two barriers. */
-static int
-read_mapped(fsdpc_unit *unit, void *const *full, const char *what)
-{
-    FSDPC_TRY(fsdpc_comm_barrier(unit->shard, what));
-    for (int r = 0; r < unit->world; r++) {
-        for (int s = 0; s < unit->layout->segment_count; s++) {
-            const fsdpc_segment *seg = &unit->layout->segments[s];
-            copy_piece(unit, s, (char *)unit->peers[r] + seg->shard_offset,
-                       fsdpc_dtype_bytes(seg->storage), r, full);
-        }
-    }
-    return fsdpc_comm_barrier(unit->shard, what);
-}
-
-/* One segment at a time through a buffer of its whole size. */
-static int
-read_segment(fsdpc_unit *unit, enum fsdpc_which which, int segment, void *const *full,
-             const char *what)
-{
-    int status = FSDPC_OK;
-    const fsdpc_segment *seg = &unit->layout->segments[segment];
-    size_t item;
-    const char *own = own_piece(unit, which, segment, &item);
-    size_t piece = (size_t)seg->piece_numel * item;
-    size_t bytes = piece * (size_t)unit->world;
-    void *buffer = NULL;
-    if (bytes == 0 || (which == FSDPC_GRAD && !seg->trainable)) {
-        return FSDPC_OK;
-    }
-    FSDPC_GOTO(fsdpc_device_alloc(unit->device, bytes, &buffer), done);
-    memcpy((char *)buffer + piece * (size_t)unit->rank, own, piece);
-    FSDPC_GOTO(fsdpc_comm_all_gather(unit->shard, buffer, piece, what), done);
-    for (int r = 0; r < unit->world; r++) {
-        copy_piece(unit, segment, (char *)buffer + piece * (size_t)r, item, r, full);
-    }
-done:
-    fsdpc_device_free(unit->device, buffer, bytes);
-    return status;
-}
-
-int
-fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full)
-{
-    char what[256];
-    snprintf(what, sizeof what, "full %s of unit %s",
-             which == FSDPC_MASTER ? "parameters" : "gradients", unit->name);
-    if (which == FSDPC_MASTER && unit->master_map) {
-        return read_mapped(unit, full, what);
-    }
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        FSDPC_TRY(read_segment(unit, which, s, full, what));
     }
     return FSDPC_OK;
 }

@@ -1,4 +1,4 @@
-/* What unit.c, grad.c and the exchanges see of a unit. */
+/* What the files of a unit, grad.c and the exchanges see of a unit. */
 #ifndef FSDPC_UNIT_IMPL_H
 #define FSDPC_UNIT_IMPL_H
 
@@ -57,6 +57,9 @@ struct fsdpc_unit {
 
 /* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
 char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
+/* This rank's piece of a segment, and the size of its elements. */
+char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
+                           size_t *item);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 

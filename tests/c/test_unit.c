@@ -100,6 +100,157 @@ whole_parameters_make_the_round_trip(int world, bool wire)
     ranks_free(run);
 }
 
+/* --- blocks ---------------------------------------------------------------------------------- */
+
+/* What stands at byte k of a parameter after round `round` of writing. */
+static uint8_t
+block_byte(size_t k, int param, int round)
+{
+    return (uint8_t)(k * 37 + k / 241 + (size_t)param * 11 + (size_t)round * 101);
+}
+
+typedef struct block_test {
+    fsdpc_unit *unit;
+    int64_t block[ENGINE_PARAMS];
+    size_t item[ENGINE_PARAMS], begin[ENGINE_PARAMS], bytes[ENGINE_PARAMS];
+    void *data[ENGINE_PARAMS];
+} block_test;
+
+/* Blocks of whole rows of `row` elements; every third parameter is skipped when `some`. */
+static void
+make_blocks(block_test *test, int64_t row, bool some)
+{
+    const fsdpc_layout *layout = test->unit->layout;
+    for (int i = 0; i < layout->param_count; i++) {
+        int64_t numel = layout->params[i].numel, rows = (numel + row - 1) / row;
+        bool skipped = some && i % 3 == 1;
+        test->block[i] = skipped ? 0 : (rows + layout->world - 1) / layout->world * row;
+        test->item[i] = fsdpc_dtype_bytes(layout->segments[layout->params[i].segment].storage);
+        int64_t begin = test->block[i] * test->unit->rank;
+        test->begin[i] = (size_t)(begin < numel ? begin : numel) * test->item[i];
+        int64_t length = fsdpc_unit_block_length(test->unit, i, test->block[i]);
+        test->bytes[i] = (size_t)length * test->item[i];
+        test->data[i] = length > 0 ? malloc(test->bytes[i]) : NULL;
+    }
+}
+
+static void
+free_blocks(block_test *test)
+{
+    for (int i = 0; i < ENGINE_PARAMS; i++) {
+        free(test->data[i]);
+        test->data[i] = NULL;
+    }
+}
+
+static void
+write_blocks(block_test *test, int round)
+{
+    for (int i = 0; i < test->unit->layout->param_count; i++) {
+        for (size_t k = 0; k < test->bytes[i]; k++) {
+            ((uint8_t *)test->data[i])[k] = block_byte(test->begin[i] + k, i, round);
+        }
+    }
+    REQUIRE_OK(fsdpc_unit_write_blocks(test->unit, test->block, (const void *const *)test->data));
+}
+
+/* Wrong bytes among the blocks read now; round[i] is what parameter i was last written with. */
+static int64_t
+wrong_in_blocks(block_test *test, const int *round)
+{
+    int64_t wrong = 0;
+    for (int i = 0; i < test->unit->layout->param_count; i++) {
+        if (test->data[i]) {
+            memset(test->data[i], 0xee, test->bytes[i]);
+        }
+    }
+    REQUIRE_OK(fsdpc_unit_read_blocks(test->unit, test->block, test->data));
+    for (int i = 0; i < test->unit->layout->param_count; i++) {
+        for (size_t k = 0; k < test->bytes[i]; k++) {
+            wrong += ((uint8_t *)test->data[i])[k] != block_byte(test->begin[i] + k, i, round[i]);
+        }
+    }
+    return wrong;
+}
+
+/* The same by whole parameters, which only the last rank reads. */
+static int64_t
+wrong_in_whole(block_test *test, const int *round)
+{
+    const fsdpc_layout *layout = test->unit->layout;
+    void *full[ENGINE_PARAMS] = {0};
+    int64_t wrong = 0;
+    bool reads = test->unit->rank == layout->world - 1;
+    for (int i = 0; i < layout->param_count && reads; i++) {
+        full[i] = calloc(1, (size_t)layout->params[i].numel * test->item[i] + 1);
+    }
+    REQUIRE_OK(fsdpc_unit_read(test->unit, FSDPC_MASTER, full));
+    for (int i = 0; i < layout->param_count && reads; i++) {
+        for (size_t k = 0; k < (size_t)layout->params[i].numel * test->item[i]; k++) {
+            wrong += ((uint8_t *)full[i])[k] != block_byte(k, i, round[i]);
+        }
+        free(full[i]);
+    }
+    return wrong;
+}
+
+static void
+blocks_of_one_unit(fsdpc_unit *unit)
+{
+    block_test test = {.unit = unit};
+    int round[ENGINE_PARAMS] = {1, 1, 1, 1};
+    make_blocks(&test, 1, false);
+    write_blocks(&test, 1);
+    CHECK(wrong_in_whole(&test, round) == 0);
+    CHECK(wrong_in_blocks(&test, round) == 0);
+    free_blocks(&test);
+    make_blocks(&test, 1000, false); /* rows that leave some ranks without any */
+    CHECK(wrong_in_blocks(&test, round) == 0);
+    free_blocks(&test);
+    make_blocks(&test, 7, true);
+    write_blocks(&test, 2);
+    for (int i = 0; i < ENGINE_PARAMS; i++) {
+        round[i] = i % 3 == 1 ? 1 : 2;
+    }
+    CHECK(wrong_in_blocks(&test, round) == 0);
+    CHECK(wrong_in_whole(&test, round) == 0);
+    free_blocks(&test);
+}
+
+/* More than the window that carries values over a wire. */
+static const fsdpc_param_spec big_specs[] = {
+    {"a", 10, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+    {"big", 5000001, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}};
+
+static void
+run_blocks(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm = engine_join(rank, run, run->option);
+    for (int kind = 0; kind <= ENGINE_KINDS; kind++) {
+        fsdpc_unit *unit;
+        fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1};
+        if (kind == ENGINE_KINDS) {
+            REQUIRE_OK(fsdpc_unit_new(&options, big_specs, 2, &unit));
+        } else {
+            unit = engine_unit(comm, kind, "u", true);
+        }
+        blocks_of_one_unit(unit);
+        REQUIRE_OK(fsdpc_comm_barrier(comm, "next unit"));
+        fsdpc_unit_free(unit);
+    }
+    fsdpc_comm_free(comm);
+}
+
+static void
+blocks_make_the_round_trip(int world, bool wire)
+{
+    ranks_run *run = ranks_new(world);
+    run->timeout_s = 30;
+    run->option = wire;
+    ranks_start(run, run_blocks);
+    ranks_free(run);
+}
+
 /* --- packing --------------------------------------------------------------------------------- */
 
 static const fsdpc_param_spec matrix_specs[] = {
@@ -369,6 +520,11 @@ main(void)
         whole_parameters_make_the_round_trip(world, false);
     }
     whole_parameters_make_the_round_trip(2, true);
+    for (int world = 1; world <= 3; world++) {
+        blocks_make_the_round_trip(world, false);
+    }
+    blocks_make_the_round_trip(2, true);
+    blocks_make_the_round_trip(3, true);
     wrong_arguments_are_refused();
     gradients_are_packed_with_strides_and_gaps();
     sums_are_in_rank_order();
