@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdpc import _C
 from fsdpc._bootstrap import Groups
 from fsdpc._interop import computes, dtype_name, over
+from fsdpc._sharded import is_cut, rows_shape
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Unit:
         self.scatter_full([info.param for info in infos])
         self.full = [self._make_full(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
+        self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
         self._grads: list[Tensor | None] = []
         self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
         if use_orig_params:
@@ -164,6 +166,7 @@ class Unit:
             by_segment.setdefault(row["segment"], []).append(i)
         # The trainable one first: it is `_flat_param`, as in torch.
         order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
+        self.flat_segments = [layout["segments"][s] for s in order]
         for s in order:
             members = by_segment[s]
             trainable = bool(layout["segments"][s]["trainable"])
@@ -257,6 +260,55 @@ class Unit:
         full = [torch.empty(s, dtype=d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
         self.flat.read(full)
         return full
+
+    def attend_gather(self) -> None:
+        """Other ranks' ``gather_full``, of which this rank keeps nothing. Collective."""
+        self.flat.read([None] * len(self.infos))
+
+    def read_rows(self) -> list[Tensor]:
+        """This rank's block of rows of each parameter (see ``_sharded``), whole parameters where
+        there are no rows; private copies in storage dtypes. Collective over the shard group.
+        """
+        rank, world = self.groups.shard.rank, self.groups.shard.world
+        rows = [
+            torch.empty(rows_shape(shape, world, rank) if is_cut(shape) else shape, dtype=dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        self.flat.read_blocks(*self._blocks(rows))
+        whole = [None if is_cut(s) else t for s, t in zip(self.shapes, rows, strict=True)]
+        if any(tensor is not None for tensor in whole):
+            self.flat.read(whole)
+        return rows
+
+    def write_rows(self, rows: Sequence[Tensor]) -> None:
+        """The reverse: every rank's rows become the parameters' values. Collective over the shard
+        group. ``ValueError``: a shape other than that of ``read_rows``.
+        """
+        rank, world = self.groups.shard.rank, self.groups.shard.world
+        values = []
+        for i, tensor in enumerate(rows):
+            cut = is_cut(self.shapes[i])
+            shape = rows_shape(self.shapes[i], world, rank) if cut else tuple(self.shapes[i])
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"unit {self.name}: rank {rank}'s rows of parameter {self.infos[i].name} have "
+                    f"shape {shape}, the new value {tuple(tensor.shape)}"
+                )
+            values.append(tensor.detach().to(self.dtypes[i]).contiguous())
+            if not cut:
+                self.flat.write(i, values[i])
+        self.flat.write_blocks(*self._blocks(values))
+
+    def _blocks(self, rows: Sequence[Tensor]) -> tuple[list[int], list[Tensor | None]]:
+        world = self.groups.shard.world
+        blocks: list[int] = []
+        tensors: list[Tensor | None] = []
+        for shape, dtype, tensor in zip(self.shapes, self.dtypes, rows, strict=True):
+            cut = is_cut(shape)
+            item = 1 if computes(dtype) else dtype.itemsize
+            blocks.append(-(-shape[0] // world) * (shape.numel() // shape[0]) * item if cut else 0)
+            tensors.append(tensor if cut else None)
+        return blocks, tensors
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
         """Writes this rank's slices of full tensors into the shard. Local."""

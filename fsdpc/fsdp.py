@@ -327,10 +327,14 @@ class FullyShardedDataParallel(Face):
     # --- state dicts ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The unsharded model's state dict under clean names. Collective: every rank must call it.
+        """The model's state dict under clean names, in the form that ``state_dict_type`` set.
+        Collective: every rank must call it.
 
-        ``FullStateDictConfig(rank0_only=True)`` leaves the other ranks with unmanaged parameters
-        only. Raises ``NotImplementedError`` for SHARDED_STATE_DICT and LOCAL_STATE_DICT.
+        FULL (default): the unsharded model's; ``FullStateDictConfig(rank0_only=True)`` leaves the
+        other ranks with unmanaged parameters only. SHARDED: this rank's rows of each parameter, as
+        ``ShardedTensor``, or as ``DTensor`` with ``device_mesh``. LOCAL: flat parameters as they
+        lie (``RuntimeError`` with ``use_orig_params`` or ``device_mesh``). ``AssertionError``
+        during forward and backward.
         """
         try:
             return super().state_dict(*args, **kwargs)

@@ -1,12 +1,10 @@
-"""Full state dicts: what ``model.state_dict()`` returns is what the unsharded model would have
-returned.
+"""State dicts of FSDP instances: one hook pair each for saving and loading, and the settings.
 
-Each FSDP instance carries its own save and load hooks, so that units nested in a plain model work
-and no more than one nesting chain of units is unsharded at a time. Saving shows a unit's private
-full copies while its modules write themselves, which gives torch's own key order, tied keys and
-extra state; then names lose their wrapper segments and low-precision buffers get their original
-dtype back. Loading shows the full copies, lets every module load itself, and writes back shard by
-shard. Only ``FULL_STATE_DICT`` exists so far.
+Each FSDP instance carries its own hooks, so that units nested in a plain model work and no more
+than one nesting chain of units is shown at a time. What the hooks show while modules write or load
+themselves is the business of the type in force: ``_state_full``, ``_state_sharded`` and
+``_state_local``; keys lose their wrapper segments and low-precision buffers get their original
+dtype back here.
 """
 
 from __future__ import annotations
@@ -14,14 +12,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
+from fsdpc import _state_full, _state_local, _state_sharded
 from fsdpc._collect import unit_modules
-from fsdpc._names import FSDP_PREFIX, FSDP_WRAPPED, clean_fqn
-from fsdpc._summon import install, uninstall, write_back
+from fsdpc._names import FSDP_PREFIX, clean_fqn
+from fsdpc._state_keys import put_wrapper_in, take_wrapper_out
+from fsdpc._summon import uninstall
 from fsdpc.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -42,6 +42,13 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
+_FORMS: dict[StateDictType, ModuleType] = {
+    StateDictType.FULL_STATE_DICT: _state_full,
+    StateDictType.LOCAL_STATE_DICT: _state_local,
+    StateDictType.SHARDED_STATE_DICT: _state_sharded,
+}
+
+
 def register_hooks(member: nn.Module) -> None:
     """Register the save and load hooks of one FSDP instance."""
     member.register_state_dict_pre_hook(_before_save)
@@ -58,84 +65,47 @@ def abandon(member: Any) -> None:
             uninstall(nested)
 
 
-def _expose(member: Any) -> None:
-    """Show the unit's full parameters. Collective over its sharding group."""
-    _check_type(member)
-    if member._unit is None or member._summoned or member._exposed:
-        return
-    install(member, member._unit.gather_full())
-    member._exposed = True
+def _begin(member: Any) -> ModuleType:
+    """The form in force, once nothing stands in its way.
 
-
-def _check_type(member: Any) -> None:
-    kind = member._state_dict_type
-    if kind is StateDictType.FULL_STATE_DICT:
-        return
-    if member._unit is not None and member._unit.is_sharded:
-        raise NotImplementedError(
-            f"{kind} is not available in this version of fsdpc: use StateDictType.FULL_STATE_DICT "
-            "(FullStateDictConfig(rank0_only=True) keeps the dict on one rank)"
+    A unit that is not sharded has the FULL form only, as in torch. ``AssertionError`` during
+    forward and backward.
+    """
+    abandon(member)  # a save that broke off outside of FSDP.state_dict
+    unit = member._unit
+    if unit is not None and unit.state in ("forward", "backward"):
+        raise AssertionError(
+            f"unit {unit.name!r} is in {unit.state} on rank {member.rank}: a state dict is saved "
+            "and loaded between steps"
         )
-    warnings.warn(
-        "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
-        stacklevel=6,
-    )
+    kind = member._state_dict_type
+    if unit is None:
+        return _state_full
+    if kind is not StateDictType.FULL_STATE_DICT and not unit.is_sharded:
+        warnings.warn(
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
+            stacklevel=6,
+        )
+        return _state_full
+    return _FORMS[kind]
 
 
 # --- saving ---
 
 
 def _before_save(member: Any, prefix: str, keep_vars: bool) -> None:
-    _expose(member)
+    member._state_form = _begin(member)
+    member._state_form.before_save(member)
 
 
 def _after_save(
     member: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    if member._exposed:
-        member._exposed = False
-        uninstall(member)
-    elif member._summoned:
-        _detach_copies(state_dict, prefix)
-    if getattr(member._state_dict_config, "rank0_only", False) and member.rank != 0:
-        _drop_managed(member, state_dict, prefix)
-    _rename(state_dict, prefix)
+    take_wrapper_out(state_dict, prefix)
+    member._state_form.after_save(member, state_dict, prefix)
     for name, dtype in member._buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-
-
-def _detach_copies(state_dict: dict[str, Any], prefix: str) -> None:
-    """Inside ``summon_full_params`` the values shown go away on exit; the dict keeps its own."""
-    for key, value in state_dict.items():
-        if key.startswith(prefix + FSDP_PREFIX) and isinstance(value, torch.Tensor):
-            state_dict[key] = value.detach().clone()
-
-
-def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """On ranks that do not save, only parameters that no unit manages stay."""
-    wrapped = member._fsdp_wrapped_module
-    kept = {
-        prefix + FSDP_PREFIX + clean_fqn(name)
-        for name, param in wrapped.named_parameters(remove_duplicate=False)
-        if param in member._ignored.params
-    }
-    for key in list(state_dict):
-        if key.startswith(prefix + FSDP_PREFIX) and key not in kept:
-            del state_dict[key]
-
-
-def _rename(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take this instance's wrapper segment out of keys and metadata, in place and in order."""
-    start = prefix + FSDP_PREFIX
-    for key in list(state_dict):
-        if key.startswith(start):
-            state_dict[prefix + key[len(start) :]] = state_dict.pop(key)
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        wrapped = prefix + FSDP_WRAPPED
-        for key in [key for key in metadata if key == wrapped or key.startswith(start)]:
-            metadata[clean_fqn(key)] = metadata.pop(key)
 
 
 # --- loading ---
@@ -152,24 +122,16 @@ def _before_load(
     error_msgs: list[str],
 ) -> None:
     """``state_dict`` is this level's own copy of the mapping (torch filters one per child), so it
-    may be renamed.
+    may be changed.
     """
-    abandon(member)
-    _expose(member)
+    member._state_form = _begin(member)
     member._load_errors = error_msgs
-    for key in list(state_dict):
-        if key.startswith(prefix):
-            rest = key[len(prefix) :].removeprefix(FSDP_PREFIX)
-            state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
+    put_wrapper_in(state_dict, prefix)
+    member._state_form.before_load(member, state_dict, prefix, error_msgs)
 
 
 def _after_load(member: Any, incompatible: Any) -> None:
-    if member._exposed:
-        try:
-            write_back(member._unit, with_grads=False)
-        finally:
-            member._exposed = False
-            uninstall(member)
+    member._state_form.after_load(member)
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean_fqn(name) for name in names]
     if member._load_errors is not None:

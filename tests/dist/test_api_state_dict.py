@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from checkpoints import FULL, mixed, same
 from harness import ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -18,56 +19,9 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from toys import Block, loss_of, tokens, toy, wrap, wrap_blocks
-
-FULL = StateDictType.FULL_STATE_DICT
-
-
-class Mixed(nn.Module):
-    """Buffers of all kinds, a tie, 0-dim and frozen parameters, extra state, a shared module."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.again = self.stage[0]
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.low = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
-        self.register_buffer("mask", torch.randn(2, 2))
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("cache", torch.zeros(2), persistent=False)
-        self.note = "kept"
-
-    def get_extra_state(self):
-        return {"note": self.note}
-
-    def set_extra_state(self, state):
-        self.note = state["note"]
-
-    def forward(self, tokens):
-        x = self.stage(self.embed(tokens).mean(0)) * self.scale
-        return self.head(self.again(x)) + self.mask.sum() + self.low.sum()
-
-
-def mixed(seed=0):
-    torch.manual_seed(seed)
-    return Mixed()
-
-
-def same(got, expected):
-    assert list(got) == list(expected)
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert got[key].dtype == value.dtype and got[key].shape == value.shape, key
-            assert torch.equal(got[key], value), key
-        else:
-            assert got[key] == value, key
 
 
 def stage_policy():
@@ -230,21 +184,6 @@ def test_inside_summon_full_params(rank, world):
     with type(model).summon_full_params(model):
         got = model.state_dict()
     same(got, toy().state_dict())
-
-
-@ranks(2)
-def test_types_that_do_not_exist_yet_say_so(rank, world):
-    model = wrap_blocks("fsdpc", toy())
-    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
-        with type(model).state_dict_type(model, kind):
-            with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
-                model.state_dict()
-            with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
-                model.load_state_dict(toy().state_dict())
-    same(model.state_dict(), toy().state_dict())
-    for name in ("optim_state_dict", "optim_state_dict_to_load", "register_comm_hook"):
-        with pytest.raises(NotImplementedError, match=name):
-            getattr(type(model), name)(model, None)
 
 
 @ranks(2)

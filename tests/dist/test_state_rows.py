@@ -9,8 +9,7 @@ from harness import ranks
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdpc._sharded import is_cut, is_distributed, rows, rows_shape, unwrap, wrap_rows
 

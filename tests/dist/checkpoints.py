@@ -1,0 +1,155 @@
+"""What the tests of state dicts and checkpoints share: a model with everything in it, models under
+each kind of sharding, whole values out of any of them, and checkpoints on disk.
+
+A checkpoint that one group of ranks writes and another reads goes through `tmp_path`:
+
+    run_ranks(write, 2, path=str(tmp_path), kind="fsdp1")
+    run_ranks(read, 3, path=str(tmp_path), kind="fsdpc")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from toys import Block, toy, wrap_blocks
+
+FULL = StateDictType.FULL_STATE_DICT
+SHARDED = StateDictType.SHARDED_STATE_DICT
+LOCAL = StateDictType.LOCAL_STATE_DICT
+
+# name -> engine and options; "fsdp2" is torch's fully_shard, "plain" no sharding at all.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdpc": ("fsdpc", {"use_orig_params": True}),
+    "fsdpc-flat": ("fsdpc", {"use_orig_params": False}),
+    "fsdpc-mesh": ("fsdpc", {"use_orig_params": True, "mesh": True}),
+    "fsdp1": ("torch.distributed.fsdp", {"use_orig_params": True}),
+    "fsdp1-flat": ("torch.distributed.fsdp", {"use_orig_params": False}),
+    "fsdp1-mesh": ("torch.distributed.fsdp", {"use_orig_params": True, "mesh": True}),
+}
+
+
+class Mixed(nn.Module):
+    """Buffers of all kinds, a tie, 0-dim, frozen, integer and low precision parameters, extra
+    state, a module at two places.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.again = self.stage[0]
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.low = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.codes = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.register_buffer("mask", torch.randn(2, 2))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.note = "kept"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.note = state["note"]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.stage(self.embed(tokens).mean(0)) * self.scale
+        return self.head(self.again(x)) + self.mask.sum() + self.low.sum()
+
+
+def mixed(seed: int = 0) -> Mixed:
+    torch.manual_seed(seed)
+    model = Mixed()
+    with torch.no_grad():
+        model.codes += seed
+    return model
+
+
+def build(kind: str, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    """The model (default: a Toy) under a kind of sharding, a unit per Block. Collective."""
+    model = toy() if model is None else model
+    if kind == "plain":
+        return model
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for module in list(model.modules()):
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    engine, own = KINDS[kind]
+    options = {**own, **options}
+    if options.pop("mesh", False):
+        options["device_mesh"] = mesh
+    return wrap_blocks(engine, model, **options)
+
+
+def whole(value: Any) -> Any:
+    """A value of a state dict at full size, on every rank. Collective for distributed values."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, ShardedTensor):
+        return whole_of_sharded(value)
+    return value
+
+
+def whole_of_sharded(value: ShardedTensor) -> Tensor:
+    """By the shards' own metadata, and checked to cover every element once."""
+    world = dist.get_world_size()
+    mine = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine, group=value._process_group)
+    full = torch.zeros(value.size(), dtype=value.dtype)
+    covered = torch.zeros(value.size(), dtype=torch.int)
+    for offsets, tensor in (shard for shards in everyone if shards for shard in shards):
+        place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+        full[place] = tensor
+        covered[place] += 1
+    assert bool((covered == 1).all()), "shards overlap or leave a gap"
+    return full
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal keys in equal order, equal dtypes, shapes and values; `got` may be distributed."""
+    assert list(got) == list(expected)
+    for key, value in expected.items():
+        found = whole(got[key])
+        if isinstance(value, torch.Tensor):
+            assert found.dtype == value.dtype and found.shape == value.shape, key
+            assert torch.equal(found, value), key
+        else:
+            assert found == value, key
+
+
+def typed(model: nn.Module, kind: StateDictType = SHARDED, config: Any = None) -> Any:
+    """`state_dict_type` of the class that the model's units have."""
+    units = [m for m in model.modules() if hasattr(type(m), "state_dict_type")]
+    return type(units[0]).state_dict_type(model, kind, config)
+
+
+def save(path: str, state: dict[str, Any]) -> None:
+    """A checkpoint by torch.distributed.checkpoint. Collective."""
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(path: str, state: dict[str, Any]) -> None:
+    """Fills `state` in place from a checkpoint, resharding what it must. Collective."""
+    dcp.load(state, checkpoint_id=path)
+
+
+def dcp_state_dict() -> Any:
+    """torch.distributed.checkpoint.state_dict, imported when it is needed."""
+    return importlib.import_module("torch.distributed.checkpoint.state_dict")
