@@ -31,9 +31,9 @@ class Unit:
 
     Collective over the shard group (and the replicas). Takes this rank's slices of the current
     values, frees the originals and installs the sharded state: with ``use_orig_params`` the
-    parameters become 1-D views of their part of the shard (no elements if there is none),
-    otherwise ``flat_params`` stand for them. MismatchError when ranks differ in names, shapes,
-    dtypes or options.
+    parameters become 1-D views of their part of the shard (no elements if there is none; whole and
+    in their own shapes where one rank shards alone), otherwise ``flat_params`` stand for them.
+    MismatchError when ranks differ in names, shapes, dtypes or options.
     """
 
     def __init__(
@@ -154,9 +154,10 @@ class Unit:
 
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
+            dtype, shape = self.dtypes[i], None if self.is_sharded else self.shapes[i]
             info.param.grad = None
-            info.param.data = over(self.flat.shard_part(i), self.dtypes[i])
-            grad = over(self.flat.grad_part(i), self.dtypes[i]) if self.trainable[i] else None
+            info.param.data = over(self.flat.shard_part(i), dtype, shape)
+            grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
             self._seen.append((info.param, grad, (i,)))
 
     def _make_flat_params(self) -> None:

@@ -1,0 +1,65 @@
+"""Whether two outcomes are equal: the same structure, and tensors and floats within a bound."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+def difference(got: Any, expected: Any, rtol: float, where: str = "") -> str:
+    """ "" if equal, else where they differ first and how.
+
+    Tensors must agree in shape and dtype, and in values up to `rtol` of the largest magnitude
+    (sums of several ranks have no order that both libraries share). The order of keys counts.
+    """
+    if isinstance(got, Tensor) and isinstance(expected, Tensor):
+        return tensor_difference(got, expected, rtol, where)
+    if type(got) is not type(expected):
+        return f"{where or 'value'}: got {show(got)}, expected {show(expected)}"
+    if isinstance(got, dict):
+        if list(got) != list(expected):
+            return f"{where or 'value'}: keys {list(got)}, expected {list(expected)}"
+        return first(difference(got[key], expected[key], rtol, f"{where}[{key!r}]") for key in got)
+    if isinstance(got, (list, tuple)):
+        if len(got) != len(expected):
+            return f"{where or 'value'}: got {show(got)}, expected {show(expected)}"
+        pairs = zip(got, expected, strict=True)
+        return first(difference(a, b, rtol, f"{where}[{i}]") for i, (a, b) in enumerate(pairs))
+    if isinstance(got, float):
+        same = math.isclose(got, expected, rel_tol=rtol) or (
+            math.isnan(got) and math.isnan(expected)
+        )
+    else:
+        same = got == expected
+    return "" if same else f"{where or 'value'}: got {show(got)}, expected {show(expected)}"
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def first(texts: Any) -> str:
+    return next((text for text in texts if text), "")
+
+
+def tensor_difference(got: Tensor, expected: Tensor, rtol: float, where: str) -> str:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return (
+            f"{where or 'tensor'}: got {got.dtype} {tuple(got.shape)}, expected "
+            f"{expected.dtype} {tuple(expected.shape)}"
+        )
+    if got.numel() == 0:
+        return ""
+    a, b = got.detach().double(), expected.detach().double()
+    bound = rtol * float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    same = (a == b) | ((a - b).abs() <= bound) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return ""
+    at = int((~same).flatten().nonzero()[0])
+    return (
+        f"{where or 'tensor'}: got {a.flatten()[at]:.9g}, expected {b.flatten()[at]:.9g} at "
+        f"{at} ({int((~same).sum())} of {got.numel()} elements differ)"
+    )

@@ -1,0 +1,71 @@
+"""How a case must end, and how it ended on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """How a case must end under one library. `kind`: value, raises, wrong, hangs or dies."""
+
+    kind: str
+    error: str = ""
+    words: str = ""
+
+    def __or__(self, other: Expected) -> tuple[Expected, ...]:
+        return (self, other)
+
+
+WORKS = Expected("value")
+HANGS = Expected("hangs")
+
+
+def raises(error: type[BaseException], words: str = "") -> Expected:
+    """An exception of this type (or one derived from it) leaves the case on every rank."""
+    return Expected("raises", error.__name__, words)
+
+
+def wrong(words: str = "") -> Expected:
+    """No exception from the library, but values that the case's own assertions refute."""
+    return Expected("wrong", "AssertionError", words)
+
+
+def dies(signal: str) -> Expected:
+    """A signal ends a rank."""
+    return Expected("dies", signal)
+
+
+@dataclasses.dataclass
+class Record:
+    """How a case ended on one rank."""
+
+    kind: str = "value"
+    value: Any = None
+    errors: tuple[str, ...] = ()  # the exception's class and its bases
+    text: str = ""
+    story: str = ""
+    ours: bool = False  # an assertion of the case itself, not of the library
+
+    def meets(self, expected: Expected) -> bool:
+        if expected.kind == "dies":
+            return self.kind == "dies" and expected.error == self.text
+        if expected.kind in ("hangs", "value"):
+            return self.kind == expected.kind
+        same = self.kind == "raises" and expected.error in self.errors
+        return (
+            same
+            and self.ours == (expected.kind == "wrong")
+            and expected.words.lower() in self.text.lower()
+        )
+
+    def short(self) -> str:
+        """For the table."""
+        if self.kind == "raises":
+            line = (self.text.strip().splitlines() or [""])[0]
+            return f"wrong: {line}" if self.ours else f"{self.errors[0]}: {line}"
+        return {"value": "works", "hangs": "hangs", "dies": f"dies of {self.text}"}[self.kind]
+
+    def full(self) -> str:
+        return f"{self.short()}\n{self.story}"
