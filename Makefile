@@ -20,6 +20,7 @@ default: build
 TORCH := torch==2.13.0
 CLANG_FORMAT := clang-format==18.1.8
 RUFF := ruff==0.14.14
+CLIENTS := accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6
 TOOLS := setuptools>=77 wheel numpy>=2 pytest hypothesis tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
 
 # --- which Python --------------------------------------------------------------------------------
@@ -57,6 +58,13 @@ $(STAMPS)/tools: $(STAMPS)/python Makefile
 	$(call say,installing build and test tools for $(PY))
 	@$(PIP) $(foreach tool,$(TOOLS),"$(tool)") && touch $@
 
+# Frameworks that tests/clients runs on fsdpc; without them those tests are skipped. torch stays.
+$(STAMPS)/clients: $(STAMPS)/tools
+	$(call say,installing frameworks for their tests)
+	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >$@.torch
+	@$(PIP) --constraint $@.torch $(CLIENTS) && touch $@ || \
+	  echo "fsdpc: they could not be installed: their tests will be skipped"
+
 $(STAMPS)/installed: $(STAMPS)/tools pyproject.toml setup.py
 	$(call say,installing fsdpc in place)
 	@$(PIP) --no-build-isolation --no-deps -e . && touch $@
@@ -74,7 +82,7 @@ build: $(STAMPS)/extension
 test: build ctest pytest
 	$(call say,C tests and Python tests passed)
 
-pytest: build
+pytest: build $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q tests $(ARGS)
 

@@ -1,0 +1,93 @@
+"""Hugging Face accelerate with its FSDP plugin: the loop of its documentation, on fsdpc."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+from toys import toy
+
+import fsdpc
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.state import DistributedType, PartialState  # noqa: E402
+
+ACCUMULATE = 2
+MICROBATCHES = 8  # of each rank
+both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
+both_forms = pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+
+
+def accelerator_of(kind: str, **plugin) -> Accelerator:
+    """kind "ddp" is accelerate as it runs on CPU ranks by itself; "fsdpc" has its FSDP plugin.
+
+    accelerate offers the plugin on several accelerators only. The one patch: it is told that the
+    CPU ranks are some. Device, process group and everything else stay what they are.
+    """
+    PartialState(cpu=True)
+    if kind == "ddp":
+        return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    fsdpc.install()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    options = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        **plugin,
+    )
+    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=options)
+
+
+def prepared(accelerator: Accelerator):
+    model = toy()
+    data = torch.randint(13, (2 * 2 * MICROBATCHES, 5), generator=torch.Generator().manual_seed(7))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model = accelerator.prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    return model, *accelerator.prepare(optimizer, loader, scheduler)
+
+
+def train(accelerator, model, optimizer, loader, scheduler) -> list[float]:
+    """Losses of every micro-batch and norms of every step."""
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+            accelerator.backward(loss)
+            seen.append(loss.item())
+            if accelerator.sync_gradients:
+                seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def run(rank, world, kind, **plugin):
+    accelerator = accelerator_of(kind, **plugin)
+    model, optimizer, loader, scheduler = prepared(accelerator)
+    assert (type(model) is fsdpc.FSDP) == (kind == "fsdpc")
+    if kind == "fsdpc":
+        assert len(fsdpc.FSDP.fsdp_modules(model)) == 3
+    losses = train(accelerator, model, optimizer, loader, scheduler)
+    state = accelerator.get_state_dict(model)
+    return losses, {key: value.clone() for key, value in state.items()}
+
+
+@both_ways
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_training_equals_ddp(use_orig_params, strategy):
+    """Accumulation, clipping, a schedule; then the whole state dict, on rank 0."""
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+    got = run_ranks(run, 2, kind="fsdpc", **options)
+    expected = run_ranks(run, 2, kind="ddp")
+    for (losses, _), (reference, _) in zip(got, expected, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+    (_, state), (_, reference) = got[0], expected[0]
+    assert list(state) == list(reference)
+    for name, value in state.items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-7, msg=name)
+    assert got[1][1] == {}

@@ -1,0 +1,73 @@
+"""Hugging Face transformers: tiny Llama and GPT-2 models with random weights, in a loop by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from harness import ranks
+from models import adamw, batch, both_models, both_ways, build, shard, steps
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdpc import FSDP, MixedPrecision
+
+
+@ranks(2)
+@both_models
+@both_ways
+def test_training_equals_ddp(rank, world, name, use_orig_params):
+    """To the bit: two ranks' gradients have one order of summation."""
+    reference = DistributedDataParallel(build(name))
+    model = shard(name, build(name), use_orig_params=use_orig_params)
+    assert len(FSDP.fsdp_modules(model)) == 3
+    expected = steps(reference, adamw(reference), rank, 0, 5)
+    assert steps(model, adamw(model), rank, 0, 5) == expected
+    assert expected[-1] < expected[0]
+    state, whole = model.state_dict(), reference.module.state_dict()
+    assert list(state) == list(whole)
+    for key, value in state.items():
+        assert torch.equal(value, whole[key]), key
+
+
+@ranks(2)
+@both_models
+def test_checkpointed_blocks_and_bf16(rank, world, name):
+    """transformers' own gradient checkpointing inside the units changes nothing; bf16 trains."""
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    seen = []
+    for checkpointed in (False, True):
+        module = build(name)
+        if checkpointed:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        model = shard(name, module, mixed_precision=mixed, use_orig_params=True)
+        seen.append(steps(model, adamw(model), rank, 0, 4))
+    assert seen[0] == seen[1]
+    assert seen[0][-1] < seen[0][0]
+
+
+@ranks(2)
+@both_models
+def test_generate_under_summon(rank, world, name):
+    """``generate`` on full parameters gives every rank the unsharded model's tokens."""
+    whole = build(name).eval()
+    model = shard(name, build(name)).eval()
+    prompt = batch(0, 0)["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        got = model.module.generate(prompt, **options)
+    assert torch.equal(got, whole.generate(prompt, **options))
+
+
+@ranks(2)
+@both_models
+def test_saved_for_from_pretrained(rank, world, name, tmp_path):
+    """The full state dict goes through ``save_pretrained`` and comes back as the same model."""
+    model = shard(name, build(name))
+    steps(model, adamw(model), rank, 0, 2)
+    state = model.state_dict()
+    if rank == 0:
+        model.module.save_pretrained(tmp_path, state_dict=state)
+    dist.barrier()
+    again = type(model.module).from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        expected = again(**batch(rank, 9)).loss
+        assert torch.equal(model(**batch(rank, 9)).loss, expected)
