@@ -265,8 +265,9 @@ static int
 post_what_waits(fsdpc_exchange *x, uint64_t times)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->local_any && x->units[u]->posted == times) {
-            FSDPC_TRY(post(x, x->units[u], NULL));
+        fsdpc_unit *unit = x->units[u];
+        if (unit->local_any && unit->posted == times && !unit->hooked) {
+            FSDPC_TRY(post(x, unit, NULL));
         }
     }
     return FSDPC_OK;

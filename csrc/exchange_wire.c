@@ -220,7 +220,7 @@ share_used(fsdpc_exchange *x, bool *again)
         for (int i = 0; i < x->units[u]->layout->param_count; i++) {
             bits[at++] = x->units[u]->used[i];
         }
-        bits[at++] = x->units[u]->local_any;
+        bits[at++] = x->units[u]->local_any && !x->units[u]->hooked;
     }
     FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
                                      "used bits at the end of backward"),
@@ -244,7 +244,7 @@ static int
 end_alone(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->local_any) {
+        if (x->units[u]->local_any && !x->units[u]->hooked) {
             FSDPC_TRY(reduce(x, x->units[u], NULL));
         }
     }

@@ -203,6 +203,21 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 }
 
 int
+fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums)
+{
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            FSDPC_TRY(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
+                                          seg->accumulate, &sums[s].data, 1, sums[s].dtype,
+                                          seg->piece_numel, 1.0, unit->add));
+        }
+    }
+    unit->add = true;
+    return FSDPC_OK;
+}
+
+int
 fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
 {
     char *target = unit->replicate ? unit->partial : unit->grad;

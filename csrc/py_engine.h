@@ -33,7 +33,8 @@ typedef struct fsdpc_py_flat {
     bool own_tree;                         /* made by gather() on a unit that stands alone */
     int id;
     PyObject *on_unattached, *after_backward;
-    PyObject **full; /* per parameter: the gathered tensor, or NULL */
+    PyObject *comm_hook; /* sums the gradients over the ranks in the engine's place, or NULL */
+    PyObject **full;     /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
     int site_count;
     fsdpc_py_seen *seen;
@@ -71,7 +72,8 @@ typedef struct fsdpc_py_tree {
     PyObject *listeners; /* calls the hooks of a list of parameters */
     PyTypeObject *tensor_type, *param_type;
     PyObject *end_hook;
-    PyObject *inputs; /* borrowed while outputs are walked: what the forward was given */
+    PyObject *before_end; /* called when a synchronised backward has nothing more to send */
+    PyObject *inputs;     /* borrowed while outputs are walked: what the forward was given */
 } fsdpc_py_tree;
 
 /* Strings made once. */
@@ -108,6 +110,15 @@ PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
 
 PyObject *fsdpc_py_flat_read_blocks(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_write_blocks(fsdpc_py_flat *self, PyObject *args);
+/* --- py_flat_hooked.c ------------------------------------------------------------------------ */
+
+PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
+int fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure);
+/* Calls comm_hook for the gradients collected. 1: the unit had its turn; 0: not yet; -1: exception. */
+int fsdpc_py_call_comm_hook(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer);
+PyObject *fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args);
 
 /* --- py_flat_alone.c ------------------------------------------------------------------------- */
 

@@ -101,6 +101,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->tree);
     Py_VISIT(self->on_unattached);
     Py_VISIT(self->after_backward);
+    Py_VISIT(self->comm_hook);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
     for (int i = 0; self->full && i < count; i++) {
         Py_VISIT(self->full[i]);
@@ -124,6 +125,7 @@ flat_clear(fsdpc_py_flat *self)
     fsdpc_py_flat_unbind(self);
     Py_CLEAR(self->on_unattached);
     Py_CLEAR(self->after_backward);
+    Py_CLEAR(self->comm_hook);
     Py_CLEAR(self->tree);
     return 0;
 }
@@ -506,6 +508,13 @@ set_on_unattached(fsdpc_py_flat *self, PyObject *value, void *closure)
     return 0;
 }
 
+static PyObject *
+get_kept(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->unit->local_any);
+}
+
 #define FAST(function) (PyCFunction)(void (*)(void)) function
 
 static PyMethodDef methods[] = {
@@ -543,6 +552,14 @@ static PyMethodDef methods[] = {
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
     {"scale_grads", FAST(scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
+    {"grad_bits", FAST(fsdpc_py_flat_grad_bits), METH_NOARGS,
+     "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
+    {"pack_grads", FAST(fsdpc_py_flat_pack_grads), METH_O,
+     "pack_grads(buffer)\n--\n\nWrites them into a buffer of layout()['reduce_bytes'] bytes, each "
+     "segment in rank order, gaps and absent ones as zeros."},
+    {"take_sums", FAST(fsdpc_py_flat_take_sums), METH_VARARGS,
+     "take_sums(pieces, used)\n--\n\nAdds this rank's pieces (one per trainable segment) of sums "
+     "made elsewhere to the gradient; `used`: bytes as of grad_bits() over all ranks."},
     {"unbind", FAST(flat_unbind), METH_NOARGS,
      "unbind()\n--\n\nForgets the torch objects: torch's hooks on them hold the unit, unseen by "
      "gc."},
@@ -579,6 +596,11 @@ static PyGetSetDef getset[] = {
      "Called by the first forward of a unit without a tree.", NULL},
     {"after_backward", (getter)get_after_backward, (setter)set_after_backward,
      "Called when a backward has ended and gradients are shown.", NULL},
+    {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
+     "Called, in one order on all ranks, to sum the unit's gradients in the engine's place; true "
+     "when it did so, false to be called again at the end of backward.",
+     NULL},
+    {"kept", (getter)get_kept, NULL, "Gradients of this unit wait on this rank.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -349,6 +349,22 @@ end_hold(fsdpc_py_flat *flat)
     return fsdpc_py_uninstall(flat);
 }
 
+/* A unit with a communication hook that had its turn keeps what comes later in the same backward;
+ * the end of backward sends it. */
+static int
+send_by_hook(fsdpc_py_flat *flat)
+{
+    fsdpc_tree *tree = flat->tree->tree;
+    if (fsdpc_tree_was_reduced(tree, flat->id)) {
+        return checked(fsdpc_tree_keep_local(tree, flat->id, flat->grads)) < 0 ? -1 : 1;
+    }
+    int sent = fsdpc_py_call_comm_hook(flat);
+    if (sent > 0) {
+        fsdpc_tree_set_reduced(tree, flat->id);
+    }
+    return sent;
+}
+
 /* Packs and sends (or, with sync false, keeps) the gradients that autograd has made. */
 static int
 send_grads(fsdpc_py_flat *flat, bool sync)
@@ -356,6 +372,11 @@ send_grads(fsdpc_py_flat *flat, bool sync)
     int status, result = -1;
     fsdpc_tree *tree = flat->tree->tree;
     if (fsdpc_py_prepare_grads(flat) < 0 || fsdpc_py_collect_grads(flat) < 0) {
+        goto done;
+    }
+    if (sync && flat->comm_hook) {
+        int sent = send_by_hook(flat);
+        result = sent > 0 ? fsdpc_py_clear_full_grads(flat, false) : sent;
         goto done;
     }
     if (sync) {
@@ -563,6 +584,13 @@ end_backward(fsdpc_py_tree *tree)
         if (fsdpc_py_prepare_grads(tree->units[i]) < 0) {
             return -1;
         }
+    }
+    if (sync && tree->before_end) {
+        PyObject *done = PyObject_CallNoArgs(tree->before_end);
+        if (!done) {
+            return -1;
+        }
+        Py_DECREF(done);
     }
     CORE(status, fsdpc_tree_end_backward(tree->tree, sync));
     if (checked(status) < 0) {

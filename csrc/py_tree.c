@@ -161,6 +161,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->listeners);
     Py_VISIT(self->end_hook);
+    Py_VISIT(self->before_end);
     return 0;
 }
 
@@ -195,6 +196,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->listeners);
     Py_CLEAR(self->end_hook);
+    Py_CLEAR(self->before_end);
     return 0;
 }
 
@@ -349,6 +351,21 @@ get_backwards(fsdpc_py_tree *self, void *closure)
 }
 
 static PyObject *
+get_before_end(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->before_end ? self->before_end : Py_None);
+}
+
+static int
+set_before_end(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->before_end, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
 tree_close(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
@@ -372,8 +389,8 @@ static PyMethodDef methods[] = {
      "time_ns."},
     {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
-     "defer_reduces()\n--\n\nOn a wire, reduce at the end of backward only (units that run by "
-     "data)."},
+     "defer_reduces()\n--\n\nReductions that match by order wait for the end of backward (units "
+     "that run by data)."},
     {"close", FAST(tree_close), METH_NOARGS,
      "close()\n--\n\nLets the units go and gives the memory of slots back. Local."},
     {"detach", FAST(tree_detach), METH_NOARGS,
@@ -384,6 +401,8 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"phase", (getter)get_phase, NULL, "'idle', 'forward' or 'backward'.", NULL},
     {"kind", (getter)get_kind, NULL, "'shared', 'wire' or 'mixed'.", NULL},
+    {"before_end", (getter)get_before_end, (setter)set_before_end,
+     "Called when a synchronised backward has sent all that it knows of.", NULL},
     {"backwards", (getter)get_backwards, NULL, "Synchronised backwards finished.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

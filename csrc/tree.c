@@ -324,22 +324,32 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
     return tree->backward_prefetch == FSDPC_PREFETCH_POST ? prefetch_before(tree, unit) : FSDPC_OK;
 }
 
-/* The agreed order of a wire: last forward first; units that did not run come last. */
+/* Its reduction is a collective that matches by order only. */
+static bool
+goes_in_turn(const struct fsdpc_node *node)
+{
+    return node->unit->hooked || !fsdpc_exchange_any_order(node->exchange);
+}
+
+static bool
+awaits_turn(const struct fsdpc_node *node)
+{
+    return !node->reduced && node->unit->layout->trainable_count > 0 && goes_in_turn(node);
+}
+
+/* The agreed order of a wire and of communication hooks: last forward first; units that did not run
+ * come last. What was put off goes in module order, whatever ran. */
 static int
 next_in_turn(fsdpc_tree *tree, bool at_end)
 {
-    for (int k = tree->order_count - 1; k >= 0; k--) {
-        struct fsdpc_node *node = &tree->nodes[tree->order[k]];
-        if (node->reduced || node->unit->layout->trainable_count == 0 ||
-            fsdpc_exchange_any_order(node->exchange)) {
-            continue;
+    for (int k = tree->order_count - 1; k >= 0 && !tree->defer_reduces; k--) {
+        const struct fsdpc_node *node = &tree->nodes[tree->order[k]];
+        if (awaits_turn(node)) {
+            return node->complete || at_end ? tree->order[k] : -1;
         }
-        return (node->complete && !tree->defer_reduces) || at_end ? tree->order[k] : -1;
     }
     for (int i = 0; at_end && i < tree->count; i++) {
-        struct fsdpc_node *node = &tree->nodes[i];
-        if (node->order < 0 && !node->reduced && node->unit->layout->trainable_count > 0 &&
-            !fsdpc_exchange_any_order(node->exchange)) {
+        if (awaits_turn(&tree->nodes[i])) {
             return i;
         }
     }
@@ -352,7 +362,7 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
     for (int i = 0; tree->complete_count > 0 && i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
         /* A further time in one backward nothing is sent yet: no turn to wait for. */
-        if (node->complete && (node->reduced || fsdpc_exchange_any_order(node->exchange))) {
+        if (node->complete && (node->reduced || !goes_in_turn(node))) {
             return i;
         }
     }
@@ -366,6 +376,26 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
     set_complete(tree, node, false);
     node->reduced = true;
     return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
+}
+
+bool
+fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].reduced;
+}
+
+void
+fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit)
+{
+    set_complete(tree, &tree->nodes[unit], false);
+    tree->nodes[unit].reduced = true;
+}
+
+void
+fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked)
+{
+    tree->nodes[unit].unit->hooked = hooked;
+    tree->takes_turns = tree->takes_turns || hooked;
 }
 
 int
@@ -431,7 +461,7 @@ reduce_replicas(fsdpc_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_unit *unit = tree->nodes[i].unit;
-        if (unit->replicate && unit->layout->trainable_count > 0) {
+        if (unit->replicate && unit->layout->trainable_count > 0 && !unit->hooked) {
             int status = reduce_replicas_of(unit);
             if (status != FSDPC_OK) {
                 return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);

@@ -56,13 +56,19 @@ int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 /* Reduces the unit that next_due named. */
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
+/* The caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when its turn comes, on
+ * any exchange; whether it had its turn in this backward (more gradients of it are kept until the
+ * end); and that it has had it now. */
+void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
+bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
+void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 /* Also clears a backward that broke off: with `sync` other ranks learn that no more will come. */
 int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
 
-/* On a wire, units that run on some ranks only must not move the others' collectives: with `defer`
- * all reductions wait for the end of backward. */
+/* Units that run on some ranks only must not move the others' collectives: with `defer` all
+ * reductions that match by order wait for the end of backward. */
 void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);

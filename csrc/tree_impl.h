@@ -31,7 +31,7 @@ struct fsdpc_tree {
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
     bool in_backward, defer_reduces;
     int complete_count; /* nodes whose reduction is due or waits for its turn */
-    bool takes_turns;   /* some exchange needs one order on all ranks */
+    bool takes_turns;   /* some unit needs one order on all ranks */
     enum fsdpc_phase phase;
     fsdpc_trace *trace;
 };

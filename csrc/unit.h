@@ -87,6 +87,10 @@ int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
 /* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
 int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
+/* Gradients summed over the ranks by somebody else (a communication hook) are added to the shard
+ * gradient as they are, or replace it: sums[s] is this rank's piece of segment s, contiguous, of
+ * any floating dtype; entries of frozen segments are not read. */
+int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
 /* Before sums are added to: what was changed in the seen gradient goes into the sum. */
 int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 

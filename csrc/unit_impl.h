@@ -13,6 +13,7 @@ struct fsdpc_unit {
     int rank, world;
     double scale; /* 1 / divide */
     bool reshard;
+    bool hooked; /* the caller sums its gradients over the ranks (fsdpc_unit_take_sums) */
 
     /* Master shards. With a shared segment all ranks' shards are mapped and peers[r] is rank r's;
      * otherwise only peers[rank] is set. */

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdpc import _comm_hooks
 from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._marks import attach_marked
 from fsdpc._mixed import cast_buffers
@@ -54,6 +55,7 @@ def lazy_init(root: Any) -> None:
     if root._unit is None and units:
         units = [(0, _pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
     _attach_tree(root, units)
+    _comm_hooks.attach(root)
     if root._tree is not None and root._tree.kind != "shared" and root.world_size > 1:
         marked = attach_marked(root)
         if marked:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc import _args, _clip, _convert, _root, _summon
+from fsdpc import _args, _clip, _comm_hooks, _convert, _root, _summon
 from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
@@ -84,7 +84,6 @@ class FullyShardedDataParallel(Face):
     flatten_sharded_optim_state_dict = _not_yet("flatten_sharded_optim_state_dict")
     scatter_full_optim_state_dict = _not_yet("scatter_full_optim_state_dict")
     rekey_optim_state_dict = _not_yet("rekey_optim_state_dict")
-    register_comm_hook = _not_yet("register_comm_hook")
 
     def __init__(
         self,
@@ -282,6 +281,23 @@ class FullyShardedDataParallel(Face):
             )
         self._assert_state(TrainingState.IDLE)
         return _clip.clip_grad_norm(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` sum gradients over the ranks, in the engine's place. Every rank must do so,
+        before the first forward.
+
+        Per backward and unit it is called as ``hook(state, grad)`` where the unit is not sharded
+        (NO_SHARD): ``grad`` holds the sum afterwards; otherwise as ``hook(state, grad, output)``:
+        ``grad`` is the unit's whole gradient, 1-D, padded, cut into one piece a rank, and
+        ``output`` takes this rank's piece of the sum. Both are of the reduce dtype; the hook may
+        put another floating dtype in their ``.data``. It divides, too. A unit whose parameters have
+        several dtypes makes one call for each. Calls come in the same order on all ranks, none for
+        units without gradients and none in ``no_sync``.
+
+        ``AssertionError``: not on the root, with a HYBRID strategy, a second time. ``ValueError``:
+        not callable.
+        """
+        _comm_hooks.register(self, state, hook)
 
     # --- full parameters ---
 
