@@ -246,15 +246,27 @@ masters_final(fsdpc_exchange *x, int r, bool stuck)
     return ready >= x->tag || (stuck && ready >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS);
 }
 
+static bool
+all_final(fsdpc_exchange *x, bool stuck)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (r != x->rank && !masters_final(x, r, stuck)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* --- gather ---------------------------------------------------------------------------------- */
 
 enum hold { JOINED, CLAIMED, BUSY };
 
 static enum hold
-hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, uint32_t chunks)
+hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, uint32_t chunks,
+            bool may_claim)
 {
     bool same = slot->unit == unit->id && slot->tag == x->tag;
-    if (!same && slot->holders > 0) {
+    if (!same && (slot->holders > 0 || !may_claim)) {
         return BUSY;
     }
     if (!same) {
@@ -271,14 +283,6 @@ hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, ui
     return same ? JOINED : CLAIMED;
 }
 
-/* True if waiting for the slot cannot end by itself: this rank holds it for another unit, or all
- * others wait too. */
-static bool
-slot_is_hopeless(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t seen)
-{
-    return slot_held(x, slot)[x->rank] || fsdpc_shared_stuck(x, seen);
-}
-
 static int release(fsdpc_exchange *x, fsdpc_unit *unit);
 
 int
@@ -292,7 +296,12 @@ fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* *busy: the slot was not to be had (wait false), or only by private memory (wait true). */
+/* *busy: the slot was not to be had (wait false), or only by private memory (wait true): waiting for
+ * it cannot end by itself, as this rank holds it for another unit, or all others wait too.
+ *
+ * A slot is not claimed before every rank has begun this pass, unless all wait: a rank that is ahead
+ * (nothing holds the ranks together inside no_sync) would hold it without being able to fill it,
+ * while those behind need it for the pass before. */
 static int
 take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool may_wait,
           bool *busy)
@@ -308,13 +317,16 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
     }
     for (;;) {
         uint32_t seen = atomic_load(x->shared->turn);
+        bool final = all_final(x, false);
+        bool stuck = !final && fsdpc_shared_stuck(x, seen);
+        final = final || all_final(x, stuck);
         FSDPC_GOTO(lock_slot(x, slot, &wait.what), done);
-        enum hold hold = hold_locked(x, unit, slot, chunks);
+        enum hold hold = hold_locked(x, unit, slot, chunks, final);
         unlock_slot(slot);
         if (hold != BUSY) {
             goto done;
         }
-        if (!may_wait || slot_is_hopeless(x, slot, seen)) {
+        if (!may_wait || slot_held(x, slot)[x->rank] || (final && fsdpc_shared_stuck(x, seen))) {
             *busy = true;
             goto done;
         }
