@@ -3,6 +3,7 @@
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
+# make simgpu    tests on the simulated GPU (T=schedule)
 #
 # Everything needed is set up in .venv. A Python of yours that has torch >= 2.11 is used instead
 # when its environment is active or named: make test PYTHON=/path/to/python. ARGS= is passed on to
@@ -12,8 +13,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test pytest check format-check lint layering ctest ctest-run asan asan-c \
-        asan-py tsan fmt size bench demo clean
+.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run asan \
+        asan-c asan-py tsan fmt size bench demo clean
 
 default: build
 
@@ -79,7 +80,7 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 build: $(STAMPS)/extension
 
 # --- tests ---------------------------------------------------------------------------------------
-test: build ctest pytest
+test: build ctest simgpu pytest
 	$(call say,C tests and Python tests passed)
 
 pytest: build $(STAMPS)/clients
@@ -118,6 +119,31 @@ ctest:
 	$(call say,C tests)
 	@$(MAKE) -j$(JOBS) ctest-run
 
+# The simulated GPU: a libcuda.so.1 (and later layers) of our own, and programs that run the core on
+# it. The table of planted faults is shown.
+SIMDIR := $(CDIR)/simgpu
+SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
+SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%)
+SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
+SIMLIBS := $(SIMDIR)/libcuda.so.1
+
+$(SIMDIR)/%.o: tests/simgpu/%.c Makefile
+	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@
+
+$(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/sim_*.c))
+	@$(CC) $(SIMCFLAGS) -shared -Wl,-soname,$(@F) $^ -o $@ -ldl
+
+$(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLIBS)
+	@$(CC) $(SIMCFLAGS) $^ -o $@ -Wl,-rpath,'$$ORIGIN' -ldl -lrt -lm
+
+simgpu-run: $(SIMPROGRAMS)
+	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW=test_schedule \
+	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 tests/c/run.sh $(SIMPROGRAMS)
+
+simgpu:
+	$(call say,tests on the simulated GPU)
+	@$(MAKE) -j$(JOBS) simgpu-run
+
 asan: asan-c asan-py
 	$(call say,nothing found by ASan and UBSan)
 
@@ -147,7 +173,7 @@ tsan:
 	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) ctest-run SAN=thread T="$(TSAN_FILES:tests/c/test_%.c=%)"
 
 # --- looks ---------------------------------------------------------------------------------------
-C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch])
+C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch] tests/simgpu/*.[ch])
 PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
 BIN = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/
 
@@ -170,9 +196,10 @@ PY_INCLUDE = $(shell $(PY) -c 'import numpy, sysconfig; \
 lint: $(STAMPS)/tools
 	$(call say,checking the sources)
 	@$(BIN)ruff check --quiet $(PY_PATHS)
-	@printf '%s\n' $(filter %.c,$(SOURCES)) $(wildcard tests/c/*.c) | xargs -P$(JOBS) -n4 \
+	@printf '%s\n' $(filter %.c,$(SOURCES)) $(wildcard tests/c/*.c tests/simgpu/*.c) | \
+	  xargs -P$(JOBS) -n4 \
 	  $(CC) -std=c11 -D_GNU_SOURCE -O1 -fsyntax-only -Wall -Wextra -Wshadow -Wconversion -Werror \
-	  -Icsrc -Ikernels -Itests/c $(PY_INCLUDE)
+	  -Icsrc -Ikernels -Itests/c -Itests/simgpu $(PY_INCLUDE)
 
 layering: $(STAMPS)/tools
 	@$(PY) -m pytest -q tests/unit/test_layering.py

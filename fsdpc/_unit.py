@@ -176,7 +176,6 @@ class Unit:
                 dtype = torch.uint8
             param = nn.Parameter(over(self.flat.shard_segment(s), dtype), requires_grad=trainable)
             param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
-            param._fqns = [self.infos[i].name for i in members]
             grad = over(self.flat.grad_segment(s), dtype) if trainable else None
             self.flat_params.append(param)
             self._seen.append((param, grad, tuple(members)))

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs C test programs one after the other, each at most $TEST_TIMEOUT (120) s: run.sh PROGRAM...
-# Shows the output of those that fail or skip, and closes with a count.
+# Shows the output of those that fail or skip (and of program $SHOW), and closes with a count.
 log=$(mktemp) || exit 1
 limit=${TEST_TIMEOUT:-120}
 trap 'rm -f "$log"' EXIT
@@ -10,7 +10,11 @@ for program in "$@"; do
     timeout -k 5 "$limit" "$program" >"$log" 2>&1 </dev/null
     code=$?
     case $code in
-    0) passed=$((passed + 1)) && echo "  ok       $name" ;;
+    0)
+        passed=$((passed + 1))
+        [ "$name" = "${SHOW:-}" ] && cat "$log"
+        echo "  ok       $name"
+        ;;
     77) skipped=$((skipped + 1)) && echo "  skipped  $name: $(tail -n 1 "$log")" ;;
     *)
         failed=$((failed + 1))

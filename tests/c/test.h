@@ -111,7 +111,7 @@ test_alloc_sweep(int (*action)(void *), void *argument)
     }
 }
 
-static int
+__attribute__((unused)) static int
 test_result(void)
 {
     if (test_failures == 0 && test_checks == 0) {

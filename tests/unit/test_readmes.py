@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAPPED = ("csrc", "kernels", "tests/c")
+MAPPED = ("csrc", "kernels", "tests/c", "tests/simgpu")
 CODE_SUFFIXES = {".c", ".h", ".inc", ".py", ".sh"}
 
 
@@ -53,7 +53,7 @@ def test_every_file_has_a_row(folder: str):
 def test_links_lead_somewhere():
     documents = [
         p
-        for pattern in ("*.md", "docs/**/*.md", "*/README.md", "tests/c/README.md")
+        for pattern in ("*.md", "docs/**/*.md", "*/README.md", "tests/*/README.md")
         for p in ROOT.glob(pattern)
     ]
     assert documents

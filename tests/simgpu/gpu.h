@@ -1,0 +1,163 @@
+/* For tests on the simulated GPU: a started device, a kernel or two, and checks of driver calls. */
+#ifndef SIMGPU_GPU_H
+#define SIMGPU_GPU_H
+
+#include "simgpu.h"
+#include "test.h"
+
+#define CHECK_CU(call, expected)                                        \
+    do {                                                                \
+        CUresult got_ = (call), wanted_ = (expected);                   \
+        atomic_fetch_add(&test_checks, 1);                              \
+        if (got_ != wanted_) {                                          \
+            TEST_FAIL("%s gave %d, expected %d", #call, got_, wanted_); \
+        }                                                               \
+    } while (0)
+#define REQUIRE_CU(call)                          \
+    do {                                          \
+        CUresult got_ = (call);                   \
+        atomic_fetch_add(&test_checks, 1);        \
+        if (got_ != CUDA_SUCCESS) {               \
+            TEST_FAIL("%s gave %d", #call, got_); \
+            exit(1);                              \
+        }                                         \
+    } while (0)
+
+/* The simulator's default. */
+enum { GRANULE = 2 << 20 };
+
+/* dst[i] = scale * src[i] + add, for floats; src may be dst, or NULL for `add` alone. */
+typedef struct axpb_params {
+    float *dst;
+    const float *src;
+    size_t count;
+    float scale, add;
+} axpb_params;
+
+static bool
+axpb_declare(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const axpb_params *p = params;
+    (void)launch;
+    return (!p->src || simgpu_task_read(task, p->src, p->count * sizeof *p->src)) &&
+           simgpu_task_write(task, p->dst, p->count * sizeof *p->dst);
+}
+
+static void
+axpb_launch(const void *params, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+            unsigned bz, unsigned shared_bytes)
+{
+    const axpb_params *p = params;
+    (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes;
+    for (size_t i = 0; i < p->count; i++) {
+        p->dst[i] = (p->src ? p->scale * p->src[i] : 0.0f) + p->add;
+    }
+}
+
+__attribute__((unused)) static CUfunction
+gpu_function(const char *name)
+{
+    static const char image[] = "image";
+    static CUlibrary library;
+    CUkernel kernel;
+    CUfunction function;
+    if (library) {
+        (void)cuLibraryUnload(library);
+    }
+    REQUIRE_CU(cuLibraryLoadData(&library, image, NULL, NULL, 0, NULL, NULL, 0));
+    REQUIRE_CU(cuLibraryGetKernel(&kernel, library, name));
+    REQUIRE_CU(cuKernelGetFunction(&function, kernel));
+    REQUIRE_CU(cuFuncLoad(function));
+    REQUIRE_CU(cuLibraryUnload(library));
+    library = NULL;
+    return function;
+}
+
+/* A fresh simulator with a current context. */
+__attribute__((unused)) static void
+gpu_start(void)
+{
+    CUcontext context;
+    simgpu_reset();
+    simgpu_get_options()->quiet = true;
+    REQUIRE_CU(cuInit(0));
+    REQUIRE_CU(cuDevicePrimaryCtxRetain(&context, 0));
+    REQUIRE_CU(cuCtxSetCurrent(context));
+    simgpu_kernel("axpb", sizeof(axpb_params), axpb_launch, axpb_declare);
+}
+
+__attribute__((unused)) static CUresult
+gpu_axpb(CUstream stream, float *dst, const float *src, size_t count, float scale, float add)
+{
+    axpb_params params = {.dst = dst, .src = src, .count = count, .scale = scale, .add = add};
+    void *list[] = {&params};
+    return cuLaunchKernel(gpu_function("axpb"), 1, 1, 1, 32, 1, 1, 0, stream, list, NULL);
+}
+
+__attribute__((unused)) static CUstream
+gpu_stream(const char *name)
+{
+    CUstream stream;
+    REQUIRE_CU(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
+    simgpu_label_stream(stream, name);
+    return stream;
+}
+
+__attribute__((unused)) static CUevent
+gpu_event(void)
+{
+    CUevent event;
+    REQUIRE_CU(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+    return event;
+}
+
+__attribute__((unused)) static float *
+gpu_floats(size_t count, const char *name)
+{
+    CUdeviceptr block;
+    REQUIRE_CU(cuMemAlloc(&block, count * sizeof(float)));
+    simgpu_label((void *)(uintptr_t)block, count * sizeof(float), name);
+    return (float *)(uintptr_t)block;
+}
+
+static const CUmemAllocationProp gpu_prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                             .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
+static const CUmemAccessDesc gpu_access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE},
+                                           .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+
+__attribute__((unused)) static CUdeviceptr
+gpu_range(const char *name)
+{
+    CUdeviceptr range;
+    REQUIRE_CU(cuMemAddressReserve(&range, simgpu_get_options()->granule, 0, 0, 0));
+    simgpu_label((void *)(uintptr_t)range, simgpu_get_options()->granule, name);
+    return range;
+}
+
+__attribute__((unused)) static CUmemGenericAllocationHandle
+gpu_memory(void)
+{
+    CUmemGenericAllocationHandle handle;
+    REQUIRE_CU(cuMemCreate(&handle, simgpu_get_options()->granule, &gpu_prop, 0));
+    return handle;
+}
+
+__attribute__((unused)) static void
+gpu_map(CUdeviceptr range, CUmemGenericAllocationHandle handle)
+{
+    REQUIRE_CU(cuMemMap(range, simgpu_get_options()->granule, 0, handle, 0));
+    REQUIRE_CU(cuMemSetAccess(range, simgpu_get_options()->granule, &gpu_access, 1));
+}
+
+__attribute__((unused)) static bool
+gpu_reported(const char *part)
+{
+    for (int i = 0; i < simgpu_reports(); i++) {
+        if (strstr(simgpu_report(i), part)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+#endif

@@ -1,0 +1,751 @@
+/* Device and pinned memory, as mapped host memory.
+ *
+ * physical   a piece of memory and its history; from cuMemCreate (a memfd, so that two ranges can
+ *            show it), cuMemAlloc, cuMemHostAlloc, or registered host memory
+ * range      reserved addresses, unreadable
+ * mapping    addresses behind which a physical piece lies, with rights
+ *
+ * Fresh device memory is full of NaN. Addresses that were given back are kept, unreadable, for the
+ * life of the process, so that whatever still uses them is found.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "sim.h"
+
+enum { ALIGN = 512 };
+
+typedef enum kind { VIRTUAL, PLAIN, HOST, REGISTERED } kind;
+
+typedef struct physical {
+    struct physical *next;
+    kind kind;
+    uint64_t handle; /* VIRTUAL: 0 after cuMemRelease */
+    int fd;
+    size_t bytes;
+    int mappings;
+    sim_space space;
+} physical;
+
+typedef struct use {
+    uint64_t time;
+    const char *what;
+} use;
+
+typedef struct mapping {
+    uintptr_t base;
+    size_t bytes, offset;
+    physical *memory;
+    int rights;     /* PROT_* */
+    uint64_t since; /* the moment of mapping */
+    use *last;      /* through these addresses, by each actor */
+} mapping;
+
+typedef struct range {
+    uintptr_t base;
+    size_t bytes;
+    bool live;
+} range;
+
+typedef struct label {
+    uintptr_t base;
+    size_t bytes;
+    const char *text;
+} label;
+
+static physical *memories;
+static mapping *mappings;
+static int mapping_count, mapping_capacity;
+static range *ranges;
+static int range_count, range_capacity;
+static label *labels;
+static int label_count, label_capacity;
+static sim_space foreign;
+static uint64_t handles_made;
+
+/* --- finding ------------------------------------------------------------------------------------ */
+
+static mapping *
+find_mapping(uintptr_t address)
+{
+    for (int i = 0; i < mapping_count; i++) {
+        if (address >= mappings[i].base && address - mappings[i].base < mappings[i].bytes) {
+            return &mappings[i];
+        }
+    }
+    return NULL;
+}
+
+static range *
+find_range(uintptr_t address, size_t bytes)
+{
+    for (int i = 0; i < range_count; i++) {
+        if (ranges[i].live && address >= ranges[i].base &&
+            address - ranges[i].base <= ranges[i].bytes &&
+            bytes <= ranges[i].bytes - (address - ranges[i].base)) {
+            return &ranges[i];
+        }
+    }
+    return NULL;
+}
+
+static physical *
+find_handle(uint64_t handle)
+{
+    for (physical *memory = memories; memory; memory = memory->next) {
+        if (handle && memory->handle == handle) {
+            return memory;
+        }
+    }
+    return NULL;
+}
+
+/* Memory once given, now given back: kept unreadable. */
+static bool
+was_ours(uintptr_t address)
+{
+    for (int i = 0; i < range_count; i++) {
+        if (address >= ranges[i].base && address - ranges[i].base < ranges[i].bytes) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static const char *
+label_of(uintptr_t address)
+{
+    char text[64];
+    for (int i = label_count - 1; i >= 0; i--) {
+        if (address >= labels[i].base && address - labels[i].base < labels[i].bytes) {
+            return labels[i].text;
+        }
+    }
+    const mapping *found = find_mapping(address);
+    snprintf(text, sizeof text, "unnamed memory at 0x%llx",
+             (unsigned long long)(found ? found->base : address & ~(uintptr_t)4095));
+    return sim_intern(text);
+}
+
+SIM_EXPORT void
+simgpu_label(const void *ptr, size_t bytes, const char *text)
+{
+    sim_lock();
+    int i = 0;
+    while (i < label_count && (labels[i].base != (uintptr_t)ptr || labels[i].bytes != bytes)) {
+        i++;
+    }
+    if (i < label_count) { /* to the end: the last one wins */
+        memmove(&labels[i], &labels[i + 1], (size_t)(label_count - i - 1) * sizeof *labels);
+        label_count--;
+    }
+    labels = sim_grow(labels, label_count, &label_capacity, sizeof *labels);
+    labels[label_count++] =
+        (label){.base = (uintptr_t)ptr, .bytes = bytes, .text = sim_intern(text)};
+    sim_unlock();
+}
+
+/* --- accesses ----------------------------------------------------------------------------------- */
+
+static bool
+refuse(simgpu_task *task, uintptr_t address, bool write, const char *why)
+{
+    sim_say(false, "%s: %s by %s (%s), %s", label_of(address), write ? "written" : "read",
+            sim_actor_name(task->actor), task->what, why);
+    sim_sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+    task->broken = true;
+    return false;
+}
+
+bool
+sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write)
+{
+    if (task->counted) {
+        *(write ? &sim_counters.bytes_written : &sim_counters.bytes_read) += (int64_t)bytes;
+    }
+    while (bytes > 0) {
+        const mapping *found = find_mapping(address);
+        if (!found && (!sim_options.foreign || was_ours(address))) {
+            return refuse(task, address, write, "but nothing is mapped there");
+        }
+        if (!found) {
+            sim_space_access(&foreign, address, address + bytes, task, write, label_of(address));
+            return true;
+        }
+        if (!(found->rights & (write ? PROT_WRITE : PROT_READ))) {
+            return refuse(task, address, write, "which its mapping does not allow");
+        }
+        if (task->stamp < found->since) {
+            sim_say(true, "%s: used by %s (%s), put there before the memory was mapped",
+                    label_of(address), sim_actor_name(task->actor), task->what);
+        }
+        uint64_t lo = found->offset + (address - found->base);
+        size_t part = found->bytes - (address - found->base);
+        part = part < bytes ? part : bytes;
+        sim_space_access(&found->memory->space, lo, lo + part, task, write, label_of(address));
+        found->last[task->actor] = (use){.time = task->time, .what = task->what};
+        address += part;
+        bytes -= part;
+    }
+    return true;
+}
+
+SIM_EXPORT bool
+simgpu_task_read(simgpu_task *task, const void *ptr, size_t bytes)
+{
+    return sim_access(task, (uintptr_t)ptr, bytes, false);
+}
+
+SIM_EXPORT bool
+simgpu_task_write(simgpu_task *task, void *ptr, size_t bytes)
+{
+    return sim_access(task, (uintptr_t)ptr, bytes, true);
+}
+
+SIM_EXPORT bool
+simgpu_accessible(const void *ptr, size_t bytes, bool write)
+{
+    bool may = true;
+    uintptr_t address = (uintptr_t)ptr, end = address + bytes;
+    sim_lock();
+    while (may && address < end) {
+        const mapping *found = find_mapping(address);
+        may = found && (found->rights & (write ? PROT_WRITE : PROT_READ));
+        address = found ? found->base + found->bytes : end;
+    }
+    sim_unlock();
+    return may;
+}
+
+bool
+sim_is_pinned(uintptr_t address, size_t bytes)
+{
+    const mapping *found = find_mapping(address);
+    return found && bytes <= found->bytes - (address - found->base);
+}
+
+/* Nothing that the processor has not seen end may still use the memory that it takes away. */
+static void
+check_unused(const mapping *gone, const char *act)
+{
+    const uint64_t *seen = sim_actors[sim_processor()].clock;
+    for (int i = 0; i < SIM_ACTORS; i++) {
+        if (gone->last[i].time > seen[i]) {
+            sim_say(true, "%s: used by %s (%s), then %s, nothing orders them", label_of(gone->base),
+                    sim_actor_name(i), gone->last[i].what, act);
+        }
+    }
+}
+
+/* --- pieces of memory ----------------------------------------------------------------------------- */
+
+static physical *
+new_physical(kind made, size_t bytes)
+{
+    physical *memory = sim_alloc(1, sizeof *memory);
+    memory->kind = made;
+    memory->bytes = bytes;
+    memory->fd = -1;
+    memory->next = memories;
+    memories = memory;
+    return memory;
+}
+
+static void
+free_physical(physical *memory)
+{
+    physical **link = &memories;
+    while (*link != memory) {
+        link = &(*link)->next;
+    }
+    *link = memory->next;
+    if (memory->fd >= 0) {
+        close(memory->fd);
+    }
+    if (memory->kind == VIRTUAL || memory->kind == PLAIN) {
+        sim_counters.device_bytes -= (int64_t)memory->bytes;
+    } else if (memory->kind == HOST) {
+        sim_counters.host_bytes -= (int64_t)memory->bytes;
+    }
+    sim_space_free(&memory->space);
+    free(memory);
+}
+
+static bool
+take_device_bytes(size_t bytes)
+{
+    if (bytes > sim_options.memory_bytes - (size_t)sim_counters.device_bytes) {
+        return false;
+    }
+    sim_counters.device_bytes += (int64_t)bytes;
+    if (sim_counters.device_bytes > sim_counters.peak_device_bytes) {
+        sim_counters.peak_device_bytes = sim_counters.device_bytes;
+    }
+    sim_counters.allocations++;
+    return true;
+}
+
+static void
+add_mapping(uintptr_t base, size_t bytes, physical *memory, size_t offset, int rights)
+{
+    mappings = sim_grow(mappings, mapping_count, &mapping_capacity, sizeof *mappings);
+    mappings[mapping_count++] = (mapping){.base = base,
+                                          .bytes = bytes,
+                                          .memory = memory,
+                                          .offset = offset,
+                                          .rights = rights,
+                                          .since = sim_now()};
+    mappings[mapping_count - 1].last = sim_alloc(SIM_ACTORS, sizeof(use));
+    memory->mappings++;
+}
+
+/* The addresses stay reserved. */
+static void
+remove_mapping(mapping *gone)
+{
+    physical *memory = gone->memory;
+    if (memory->kind != REGISTERED) {
+        mmap((void *)gone->base, gone->bytes, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    }
+    free(gone->last);
+    *gone = mappings[--mapping_count];
+    if (--memory->mappings == 0 && memory->handle == 0) {
+        free_physical(memory);
+    }
+}
+
+static void
+add_range(uintptr_t base, size_t bytes, bool live)
+{
+    ranges = sim_grow(ranges, range_count, &range_capacity, sizeof *ranges);
+    ranges[range_count++] = (range){.base = base, .bytes = bytes, .live = live};
+}
+
+static uintptr_t
+reserve_addresses(size_t bytes, size_t alignment)
+{
+    char *base = mmap(NULL, bytes + alignment, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return base == MAP_FAILED ? 0 : ((uintptr_t)base + alignment - 1) / alignment * alignment;
+}
+
+/* --- virtual memory management ---------------------------------------------------------------------- */
+
+static CUresult
+enter_vmm(enum sim_entry entry)
+{
+    CUresult result = sim_enter(entry, false);
+    return result || sim_options.vmm ? result : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static bool
+whole(size_t bytes)
+{
+    return bytes > 0 && bytes % sim_options.granule == 0;
+}
+
+SIM_EXPORT CUresult
+cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, int option)
+{
+    CUresult result = enter_vmm(SIM_cuMemGetAllocationGranularity);
+    if (!result && (!granularity || !prop || option < 0 || option > 1)) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result) {
+        *granularity = sim_options.granule;
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT CUresult
+cuMemAddressReserve(CUdeviceptr *ptr, size_t bytes, size_t alignment, CUdeviceptr wish,
+                    unsigned long long flags)
+{
+    CUresult result = enter_vmm(SIM_cuMemAddressReserve);
+    (void)wish;
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!ptr || !whole(bytes) || flags || (alignment & (alignment - 1))) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    uintptr_t base =
+        reserve_addresses(bytes, alignment > sim_options.granule ? alignment : sim_options.granule);
+    if (!base) {
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    add_range(base, bytes, true);
+    *ptr = base;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+SIM_EXPORT CUresult
+cuMemAddressFree(CUdeviceptr ptr, size_t bytes)
+{
+    CUresult result = enter_vmm(SIM_cuMemAddressFree);
+    if (result) {
+        return sim_leave(result);
+    }
+    range *found = find_range((uintptr_t)ptr, bytes);
+    if (!found || found->base != ptr || found->bytes != bytes) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    for (int i = 0; i < mapping_count; i++) {
+        if (mappings[i].base >= ptr && mappings[i].base - ptr < bytes) {
+            sim_say(false, "%s: its addresses are freed while memory is mapped there",
+                    label_of(mappings[i].base));
+            return sim_leave(CUDA_ERROR_INVALID_VALUE);
+        }
+    }
+    found->live = false;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+SIM_EXPORT CUresult
+cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop,
+            unsigned long long flags)
+{
+    CUresult result = enter_vmm(SIM_cuMemCreate);
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!handle || !prop || !whole(bytes) || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
+        prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    if (prop->location.id < 0 || prop->location.id >= sim_options.devices) {
+        return sim_leave(CUDA_ERROR_INVALID_DEVICE);
+    }
+    if (!take_device_bytes(bytes)) {
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    physical *memory = new_physical(VIRTUAL, bytes);
+    memory->fd = memfd_create("simgpu", MFD_CLOEXEC);
+    void *window = MAP_FAILED;
+    if (memory->fd >= 0 && ftruncate(memory->fd, (off_t)bytes) == 0) {
+        window = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory->fd, 0);
+    }
+    if (window == MAP_FAILED) {
+        free_physical(memory);
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    memset(window, 0xff, bytes);
+    munmap(window, bytes);
+    memory->handle = ++handles_made;
+    *handle = memory->handle;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+SIM_EXPORT CUresult
+cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    CUresult result = enter_vmm(SIM_cuMemRelease);
+    physical *memory = result ? NULL : find_handle(handle);
+    if (!result && !memory) {
+        sim_say(false, "memory handle %llu is released but was not there",
+                (unsigned long long)handle);
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result) {
+        memory->handle = 0;
+        sim_counters.frees++;
+        if (memory->mappings == 0) {
+            free_physical(memory);
+        }
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT CUresult
+cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+         unsigned long long flags)
+{
+    CUresult result = enter_vmm(SIM_cuMemMap);
+    if (result) {
+        return sim_leave(result);
+    }
+    physical *memory = find_handle(handle);
+    if (!memory || !whole(bytes) || offset % sim_options.granule || flags ||
+        offset > memory->bytes || bytes > memory->bytes - offset ||
+        !find_range((uintptr_t)ptr, bytes)) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    for (int i = 0; i < mapping_count; i++) {
+        if (mappings[i].base < ptr + bytes && ptr < mappings[i].base + mappings[i].bytes) {
+            sim_say(false, "%s: mapped while other memory is mapped there",
+                    label_of(mappings[i].base));
+            return sim_leave(CUDA_ERROR_ALREADY_MAPPED);
+        }
+    }
+    void *placed = mmap((void *)(uintptr_t)ptr, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                        memory->fd, (off_t)offset);
+    if (placed == MAP_FAILED) {
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    add_mapping((uintptr_t)ptr, bytes, memory, offset, PROT_NONE);
+    sim_counters.maps++;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+/* Calls act(mapping) for the mappings that fill [ptr, ptr + bytes) exactly; false if they do not. */
+static bool
+for_mappings(uintptr_t ptr, size_t bytes, void (*act)(mapping *, int), int argument)
+{
+    uintptr_t end = ptr + bytes;
+    for (uintptr_t at = ptr; at < end;) {
+        const mapping *found = find_mapping(at);
+        if (!found || found->base != at || found->bytes > end - at ||
+            found->memory->kind != VIRTUAL) {
+            return false;
+        }
+        at += found->bytes;
+    }
+    for (uintptr_t at = ptr; at < end;) {
+        mapping *found = find_mapping(at);
+        at += found->bytes;
+        act(found, argument);
+    }
+    return true;
+}
+
+static void
+unmap_one(mapping *gone, int unused)
+{
+    (void)unused;
+    check_unused(gone, "unmapped");
+    remove_mapping(gone);
+    sim_counters.unmaps++;
+}
+
+static void
+set_rights(mapping *found, int rights)
+{
+    found->rights = rights;
+    mprotect((void *)found->base, found->bytes, rights);
+}
+
+SIM_EXPORT CUresult
+cuMemUnmap(CUdeviceptr ptr, size_t bytes)
+{
+    CUresult result = enter_vmm(SIM_cuMemUnmap);
+    if (!result && (!whole(bytes) || !for_mappings((uintptr_t)ptr, bytes, unmap_one, 0))) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT CUresult
+cuMemSetAccess(CUdeviceptr ptr, size_t bytes, const CUmemAccessDesc *desc, size_t count)
+{
+    CUresult result = enter_vmm(SIM_cuMemSetAccess);
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!desc || count != 1 || desc->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        !whole(bytes) || (desc->flags & ~CU_MEM_ACCESS_FLAGS_PROT_READWRITE) || desc->flags == 2) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    int rights = desc->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
+                 : desc->flags                                     ? PROT_READ
+                                                                   : PROT_NONE;
+    bool set = for_mappings((uintptr_t)ptr, bytes, set_rights, rights);
+    return sim_leave(set ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
+
+/* --- plain memory ------------------------------------------------------------------------------------- */
+
+static uintptr_t
+map_anonymous(size_t bytes, int fill)
+{
+    size_t page = 4096, all = (bytes + page - 1) / page * page;
+    uintptr_t base = reserve_addresses(all, page);
+    if (!base || mprotect((void *)base, all, PROT_READ | PROT_WRITE) != 0) {
+        return 0;
+    }
+    memset((void *)base, fill, bytes);
+    add_range(base, all, false); /* known as ours for ever, never VMM's */
+    return base;
+}
+
+SIM_EXPORT CUresult
+cuMemAlloc(CUdeviceptr *ptr, size_t bytes)
+{
+    CUresult result = sim_enter(SIM_cuMemAlloc, true);
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!ptr || bytes == 0) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    bytes = (bytes + ALIGN - 1) / ALIGN * ALIGN;
+    if (!take_device_bytes(bytes)) {
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    physical *memory = new_physical(PLAIN, bytes);
+    uintptr_t base = map_anonymous(bytes, 0xff);
+    if (!base) {
+        free_physical(memory);
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    add_mapping(base, bytes, memory, 0, PROT_READ | PROT_WRITE);
+    *ptr = base;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+static mapping *
+find_start(uintptr_t address, kind wanted)
+{
+    mapping *found = find_mapping(address);
+    return found && found->base == address && found->memory->kind == wanted ? found : NULL;
+}
+
+/* The driver waits for the whole device here. */
+SIM_EXPORT CUresult
+cuMemFree(CUdeviceptr ptr)
+{
+    CUresult result = sim_enter(SIM_cuMemFree, true);
+    if (result || ptr == 0) {
+        return sim_leave(result);
+    }
+    if (!find_start((uintptr_t)ptr, PLAIN)) {
+        sim_say(false, "%s: freed but not allocated", label_of((uintptr_t)ptr));
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    sim_counters.host_syncs++;
+    result = sim_demand_all();
+    mapping *found = find_start((uintptr_t)ptr, PLAIN);
+    if (found) {
+        remove_mapping(found);
+        sim_counters.frees++;
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT CUresult
+cuMemHostAlloc(void **ptr, size_t bytes, unsigned flags)
+{
+    CUresult result = sim_enter(SIM_cuMemHostAlloc, true);
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!ptr || bytes == 0 || flags > 7) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    physical *memory = new_physical(HOST, bytes);
+    sim_counters.host_bytes += (int64_t)bytes;
+    sim_counters.host_allocations++;
+    uintptr_t base = map_anonymous(bytes, 0xff);
+    if (!base) {
+        free_physical(memory);
+        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    }
+    add_mapping(base, bytes, memory, 0, PROT_READ | PROT_WRITE);
+    *ptr = (void *)base;
+    return sim_leave(CUDA_SUCCESS);
+}
+
+static CUresult
+give_back_host(void *ptr, kind wanted, CUresult otherwise)
+{
+    mapping *found = find_start((uintptr_t)ptr, wanted);
+    if (!found) {
+        sim_say(false, "%s: given back but not %s", label_of((uintptr_t)ptr),
+                wanted == HOST ? "allocated" : "registered");
+        return otherwise;
+    }
+    check_unused(found, wanted == HOST ? "freed" : "unregistered");
+    remove_mapping(found);
+    return CUDA_SUCCESS;
+}
+
+SIM_EXPORT CUresult
+cuMemFreeHost(void *ptr)
+{
+    CUresult result = sim_enter(SIM_cuMemFreeHost, true);
+    return sim_leave(result ? result : give_back_host(ptr, HOST, CUDA_ERROR_INVALID_VALUE));
+}
+
+SIM_EXPORT CUresult
+cuMemHostRegister(void *ptr, size_t bytes, unsigned flags)
+{
+    CUresult result = sim_enter(SIM_cuMemHostRegister, true);
+    if (result) {
+        return sim_leave(result);
+    }
+    if (!ptr || bytes == 0 || flags > 15) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    if (find_mapping((uintptr_t)ptr)) {
+        return sim_leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+    }
+    add_mapping((uintptr_t)ptr, bytes, new_physical(REGISTERED, bytes), 0, PROT_READ | PROT_WRITE);
+    return sim_leave(CUDA_SUCCESS);
+}
+
+SIM_EXPORT CUresult
+cuMemHostUnregister(void *ptr)
+{
+    CUresult result = sim_enter(SIM_cuMemHostUnregister, true);
+    return sim_leave(
+        result ? result : give_back_host(ptr, REGISTERED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED));
+}
+
+SIM_EXPORT CUresult
+cuMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    CUresult result = sim_enter(SIM_cuMemGetInfo, true);
+    if (!result) {
+        *total = sim_options.memory_bytes;
+        *free_bytes = sim_options.memory_bytes - (size_t)sim_counters.device_bytes;
+    }
+    return sim_leave(result);
+}
+
+/* --- the end --------------------------------------------------------------------------------------------- */
+
+int
+sim_memory_leaks(char *text, size_t bytes)
+{
+    int count = 0;
+    static const char *const kinds[] = {"mapping", "device memory", "host memory",
+                                        "registered memory"};
+    for (int i = 0; i < mapping_count; i++) {
+        count = sim_list(text, bytes, count, "%s: %s, %zu bytes\n", kinds[mappings[i].memory->kind],
+                         label_of(mappings[i].base), mappings[i].bytes);
+    }
+    for (physical *memory = memories; memory; memory = memory->next) {
+        if (memory->handle) {
+            count = sim_list(text, bytes, count, "memory handle %llu, %zu bytes\n",
+                             (unsigned long long)memory->handle, memory->bytes);
+        }
+    }
+    for (int i = 0; i < range_count; i++) {
+        if (ranges[i].live) {
+            count = sim_list(text, bytes, count, "addresses: %s, %zu bytes\n",
+                             label_of(ranges[i].base), ranges[i].bytes);
+        }
+    }
+    return count;
+}
+
+/* Here the addresses are given back as well: the next test starts afresh. */
+void
+sim_memory_reset(void)
+{
+    while (mapping_count) {
+        remove_mapping(&mappings[mapping_count - 1]);
+    }
+    while (memories) {
+        free_physical(memories);
+    }
+    for (int i = 0; i < range_count; i++) {
+        munmap((void *)ranges[i].base, ranges[i].bytes);
+    }
+    range_count = label_count = 0;
+    sim_space_free(&foreign);
+}
