@@ -17,7 +17,7 @@ import harness
 import torch
 import torch.distributed as dist
 from library import PACKAGES, Library
-from outcome import Record
+from outcome import Expected, Record
 
 STUCK_S = 20  # a rank whose partner raised inside a collective is freed after this long
 LEFT = ""  # in place of a case's name: the ranks ended the set themselves
@@ -41,19 +41,21 @@ def run_cases(
             pickle.dump((name, vars(record)), file_out)
             file_out.flush()
             gc.collect()
-            if not all_ended_alike(record, turn):
+            if not in_step(record, getattr(cases.cases[name], library), turn):
                 pickle.dump((LEFT, {}), file_out)
                 return
 
 
-def all_ended_alike(record: Record, turn: Any) -> bool:
-    """A rank that raised alone leaves the others' collectives without a partner: a new set of ranks
-    then takes the cases that remain. Collective.
+def in_step(record: Record, allowed: tuple[Expected, ...], turn: Any) -> bool:
+    """Whether this set of ranks can go on: a rank that raised alone, or where nothing was to be
+    raised, leaves collectives without a partner. A new set then takes the cases that remain.
+    Collective.
     """
-    counts = torch.tensor([record.kind == "raises" and not record.ours])
-    counts = counts.long()
+    stated = len(allowed) == 1 and allowed[0].kind == "raises"
+    counts = torch.tensor([record.kind == "raises", not stated]).long()
     dist.all_reduce(counts, group=turn)
-    return counts.item() in (0, dist.get_world_size())
+    raised, unstated = (count / dist.get_world_size() for count in counts.tolist())
+    return raised == 0 or (raised == 1 and unstated == 0)
 
 
 def run_case(cases: Any, case: Any, lib: Library) -> Record:
