@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from outcome import raises, wrong
+from outcome import wrong
 from suite import Cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision

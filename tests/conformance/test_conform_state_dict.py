@@ -1,9 +1,8 @@
-"""FULL state dicts and loading them; state-dict types and configurations."""
+"""FULL state dicts, and loading them."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 import torch
 from outcome import any_of, dies, raises, wrong
@@ -11,18 +10,12 @@ from suite import Cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp import api as torch_api
-from toys import Block, loss_of, toy
+from toys import loss_of, toy
 
 case = Cases(__name__, __file__, rtol=1e-6)
 
@@ -120,9 +113,7 @@ def parameters_in_their_original_dtype(lib):
 def tied_weights_twice(lib, orig):
     model = toy(width=6, vocabulary=13)
     model.head.weight = model.embed.weight
-    state = lib.wrap_blocks(model, use_orig_params=orig).state_dict()
-    same = state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    return dict(sorted(state.items())), same
+    return dict(sorted(lib.wrap_blocks(model, use_orig_params=orig).state_dict().items()))
 
 
 @case(torch=wrong("order"), fsdpc_does="has the unsharded model's order")
@@ -357,129 +348,6 @@ def loading_tied_weights(lib):
     model = lib.wrap_blocks(make(1))
     model.load_state_dict(make(2).state_dict())
     return lib.full(model)
-
-
-# --- types ---------------------------------------------------------------------------------------
-
-CONFIGS = {
-    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
-    T.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    T.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
-
-
-def told(settings):
-    return (
-        settings.state_dict_type,
-        *(
-            (type(c).__name__, dataclasses.asdict(c))
-            for c in (settings.state_dict_config, settings.optim_state_dict_config)
-        ),
-    )
-
-
-@case()
-def the_default_type(lib):
-    return told(lib.FSDP.get_state_dict_type(lib.wrap_blocks(toy())))
-
-
-@case()
-def the_type_of_a_plain_module(lib):
-    return lib.FSDP.get_state_dict_type(nn.Linear(2, 2))
-
-
-@case(over={"kind": list(T)})
-def setting_a_type(lib, kind):
-    model = lib.wrap_blocks(toy())
-    before = lib.FSDP.set_state_dict_type(model, kind)
-    return told(before), [
-        told(lib.FSDP.get_state_dict_type(m)) for m in lib.FSDP.fsdp_modules(model)
-    ]
-
-
-@case(over={"kind": list(T)})
-def given_configurations_are_kept(lib, kind):
-    model = lib.wrap(toy())
-    configs = [make(offload_to_cpu=True) for make in CONFIGS[kind]]
-    lib.FSDP.set_state_dict_type(model, kind, *configs)
-    found = lib.FSDP.get_state_dict_type(model)
-    assert (found.state_dict_config, found.optim_state_dict_config) == tuple(configs)
-    return told(found)
-
-
-@case(raises=RuntimeError, words="state_dict_config", over={"kind": list(T), "other": list(T)})
-def a_configuration_of_another_type(lib, kind, other):
-    if kind is other:
-        raise RuntimeError("nothing to mistake: state_dict_config")
-    lib.FSDP.set_state_dict_type(lib.wrap(toy()), kind, CONFIGS[other][0]())
-
-
-@case(raises=RuntimeError, words="optim_state_dict_config")
-def an_optimizer_configuration_of_another_type(lib):
-    lib.FSDP.set_state_dict_type(
-        lib.wrap(toy()), FULL, FullStateDictConfig(), ShardedOptimStateDictConfig()
-    )
-
-
-@case()
-def a_type_for_a_block_of_code(lib):
-    model = lib.wrap_blocks(toy())
-    config = FullStateDictConfig(rank0_only=True)
-    with lib.FSDP.state_dict_type(model, FULL, config):
-        inside = told(lib.FSDP.get_state_dict_type(model))
-    return inside, told(lib.FSDP.get_state_dict_type(model))
-
-
-@case()
-def blocks_of_code_nest(lib):
-    model, found = lib.wrap(toy()), []
-    with lib.FSDP.state_dict_type(model, T.SHARDED_STATE_DICT):
-        with lib.FSDP.state_dict_type(model, T.LOCAL_STATE_DICT):
-            found.append(lib.FSDP.get_state_dict_type(model).state_dict_type)
-        found.append(lib.FSDP.get_state_dict_type(model).state_dict_type)
-    return found, lib.FSDP.get_state_dict_type(model).state_dict_type
-
-
-@case(torch=wrong("stays"), fsdpc_does="restores the type")
-def a_block_of_code_left_by_an_exception(lib):
-    model = lib.wrap(toy())
-    try:
-        with lib.FSDP.state_dict_type(model, T.SHARDED_STATE_DICT):
-            raise KeyError
-    except KeyError:
-        pass
-    kind = lib.FSDP.get_state_dict_type(model).state_dict_type
-    assert kind is FULL, f"{kind} stays in force"
-
-
-@case(raises=AssertionError, words="state_dict_type")
-def units_that_disagree(lib):
-    model = lib.wrap_blocks(toy())
-    lib.FSDP.set_state_dict_type(model.blocks[0], T.SHARDED_STATE_DICT)
-    lib.FSDP.get_state_dict_type(model)
-
-
-@case()
-def configurations_are_torchs_own(lib):
-    names = [
-        "FullStateDictConfig",
-        "ShardedStateDictConfig",
-        "LocalStateDictConfig",
-        "StateDictSettings",
-        "StateDictType",
-        "MixedPrecision",
-        "CPUOffload",
-        "BackwardPrefetch",
-        "ShardingStrategy",
-        "FullOptimStateDictConfig",
-    ]
-    api = lib.submodule("api")
-    return [getattr(api, name) is getattr(torch_api, name) for name in names]
-
-
-@case()
-def a_block_as_a_class_of_the_module(lib):
-    return [type(m).__name__ for m in lib.wrap_blocks(toy()).modules() if isinstance(m, Block)]
 
 
 test_torch, test_fsdpc = case.tests()
