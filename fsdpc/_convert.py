@@ -38,6 +38,30 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
         _rebuild(member, rest, fn)
 
 
+def convert_storage(member: Any, dtype: torch.dtype) -> None:
+    """Store the trainable floating-point parameters of one unit, children's aside, in ``dtype``.
+
+    Collective over the sharding group and only between steps (``AssertionError``), unless they are
+    stored so already. Frameworks ask for it to train a low-precision model in fp32.
+    """
+    unit = member._unit
+
+    def to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def rest() -> None:
+        for param, trainable in zip(site_params(unit), unit.trainable, strict=True):
+            if trainable:
+                param.data = to(param.data)
+
+    if any(
+        t and to(torch.empty(0, dtype=d)).dtype != d
+        for t, d in zip(unit.trainable, unit.dtypes, strict=True)
+    ):
+        check_idle(member)
+        _rebuild(member, rest, to)
+
+
 def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
     """Ask ``fn`` itself, on an empty tensor of each dtype."""
     keeps = True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C
 from fsdpc._bootstrap import Groups
+from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
 from fsdpc._sharded import is_cut, rows_shape
 
@@ -26,7 +27,7 @@ class ParamInfo:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-class Unit:
+class Unit(HandleFace):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
 
     Collective over the shard group (and the replicas). Takes this rank's slices of the current
@@ -169,16 +170,10 @@ class Unit:
         order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
         self.flat_segments = [layout["segments"][s] for s in order]
         for s in order:
-            members = by_segment[s]
-            trainable = bool(layout["segments"][s]["trainable"])
-            dtype = self.dtypes[members[0]]
-            if not computes(dtype):
-                dtype = torch.uint8
-            param = nn.Parameter(over(self.flat.shard_segment(s), dtype), requires_grad=trainable)
-            param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
-            grad = over(self.flat.grad_segment(s), dtype) if trainable else None
+            param = self.make_flat_param(layout["segments"][s], s)
+            grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
             self.flat_params.append(param)
-            self._seen.append((param, grad, tuple(members)))
+            self._seen.append((param, grad, tuple(by_segment[s])))
         for info in self.infos:
             info.param.grad = None
             info.param.data = torch.empty(0, dtype=info.param.dtype)

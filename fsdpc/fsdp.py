@@ -226,6 +226,7 @@ class FullyShardedDataParallel(Face):
         claim(infos, unit)
         this = weakref.ref(self)
         unit.on_unattached = lambda: _root.lazy_init(this())
+        unit.on_storage_dtype = lambda dtype: _convert.convert_storage(this(), dtype)
         self._unit = unit
         self._enter, self._leave = unit.pre_forward_hook, unit.post_forward_hook
         _summon.show_flat_params(self)
@@ -490,8 +491,7 @@ class FullyShardedDataParallel(Face):
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        flat = [] if self._unit is None else self._unit.flat_params
-        return flat[0] if flat else None
+        return None if self._unit is None else self._unit.flat_param
 
 
 def _leave_without_unit(args: tuple[Any, ...], output: Any) -> None:

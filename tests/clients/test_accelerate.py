@@ -20,15 +20,20 @@ both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 both_forms = pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 
 
-def accelerator_of(kind: str, **plugin) -> Accelerator:
+def accelerator_of(kind: str, precision: str = "no", **plugin) -> Accelerator:
     """kind "ddp" is accelerate as it runs on CPU ranks by itself; "fsdpc" has its FSDP plugin.
 
     accelerate offers the plugin on several accelerators only. The one patch: it is told that the
     CPU ranks are some. Device, process group and everything else stay what they are.
     """
     PartialState(cpu=True)
+    common = {
+        "cpu": True,
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": ACCUMULATE,
+    }
     if kind == "ddp":
-        return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        return Accelerator(**common)
     fsdpc.install()
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     options = FullyShardedDataParallelPlugin(
@@ -37,13 +42,13 @@ def accelerator_of(kind: str, **plugin) -> Accelerator:
         transformer_cls_names_to_wrap=["Block"],
         **plugin,
     )
-    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=options)
+    return Accelerator(fsdp_plugin=options, **common)
 
 
-def prepared(accelerator: Accelerator):
-    model = toy()
+def prepared(accelerator: Accelerator, dtype: torch.dtype | None = None):
     data = torch.randint(13, (2 * 2 * MICROBATCHES, 5), generator=torch.Generator().manual_seed(7))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model = toy() if dtype is None else toy().to(torch.bfloat16).to(dtype)  # equal values
     model = accelerator.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -66,15 +71,17 @@ def train(accelerator, model, optimizer, loader, scheduler) -> list[float]:
     return seen
 
 
-def run(rank, world, kind, **plugin):
-    accelerator = accelerator_of(kind, **plugin)
-    model, optimizer, loader, scheduler = prepared(accelerator)
+def run(rank, world, kind, precision="no", dtype=None, **plugin):
+    """Trains; returns what ``train`` saw, the parameters' dtypes and the whole state dict."""
+    accelerator = accelerator_of(kind, precision, **plugin)
+    model, *rest = prepared(accelerator, dtype)
     assert (type(model) is fsdpc.FSDP) == (kind == "fsdpc")
     if kind == "fsdpc":
         assert len(fsdpc.FSDP.fsdp_modules(model)) == 3
-    losses = train(accelerator, model, optimizer, loader, scheduler)
+    seen = train(accelerator, model, *rest)
+    dtypes = {p.dtype for p in model.parameters()}
     state = accelerator.get_state_dict(model)
-    return losses, {key: value.clone() for key, value in state.items()}
+    return seen, dtypes, {key: value.clone() for key, value in state.items()}
 
 
 @both_ways
@@ -84,10 +91,25 @@ def test_training_equals_ddp(use_orig_params, strategy):
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     got = run_ranks(run, 2, kind="fsdpc", **options)
     expected = run_ranks(run, 2, kind="ddp")
-    for (losses, _), (reference, _) in zip(got, expected, strict=True):
+    for (losses, *_), (reference, *_) in zip(got, expected, strict=True):
         assert losses == pytest.approx(reference, rel=1e-6, abs=0)
-    (_, state), (_, reference) = got[0], expected[0]
+    state, reference = got[0][-1], expected[0][-1]
     assert list(state) == list(reference)
     for name, value in state.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-7, msg=name)
-    assert got[1][1] == {}
+    assert got[1][-1] == {}
+
+
+@both_ways
+def test_a_bf16_model_is_trained_in_fp32(use_orig_params):
+    """Under mixed precision accelerate raises low-precision parameters to fp32, through torch's
+    private handle: to the bit what an fp32 model with the same values does.
+    """
+    options = {"kind": "fsdpc", "precision": "bf16", "use_orig_params": use_orig_params}
+    got = run_ranks(run, 2, dtype=torch.bfloat16, **options)
+    expected = run_ranks(run, 2, dtype=torch.float32, **options)
+    for (losses, dtypes, _), (reference, *_) in zip(got, expected, strict=True):
+        assert dtypes == {torch.float32}
+        assert losses == reference
+    for name, value in got[0][-1].items():
+        assert torch.equal(value, expected[0][-1][name]), name

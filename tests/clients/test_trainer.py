@@ -1,0 +1,97 @@
+"""transformers' Trainer with its FSDP arguments: accumulation, clipping, a schedule, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+from models import MODELS, batch, both_models, build
+
+import fsdpc
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+from accelerate.state import DistributedType, PartialState
+from transformers import Trainer, TrainingArguments
+
+STEPS = 6
+
+
+class Recording(Trainer):
+    """Keeps the loss of every micro-batch and the norm of every step at full precision."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.seen = [*getattr(self, "seen", ()), loss.item()]
+        return loss
+
+
+def arguments(kind: str, name: str, folder: str, **options) -> TrainingArguments:
+    """kind "ddp" is what Trainer does on CPU ranks by itself, "fsdpc" has its FSDP arguments.
+
+    Trainer leaves FSDP to accelerate, which offers it on several accelerators only. The one patch:
+    accelerate is told that the CPU ranks are some. ``sync_module_states`` is off, as accelerate
+    asks for an accelerator's index when it is on.
+    """
+    config = {
+        "version": 1,
+        "transformer_layer_cls_to_wrap": [MODELS[name][1].__name__],
+        "sync_module_states": "false",
+        **options,
+    }
+    result = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="steps" if options.get("state_dict_type") else "no",
+        save_steps=STEPS // 2,
+        seed=1,
+        fsdp=True if kind == "fsdpc" else None,
+        fsdp_config=config if kind == "fsdpc" else None,
+    )
+    if kind == "fsdpc":
+        fsdpc.install()
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return result
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    rows = []
+    for step in range(2):
+        for rank in range(4):
+            both = batch(rank, step)
+            rows += [{key: value[i] for key, value in both.items()} for i in range(2)]
+    return rows
+
+
+def run(rank, world, kind, name, folder, resume=None, **options):
+    trainer = Recording(
+        model=build(name), args=arguments(kind, name, folder, **options), train_dataset=data()
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    assert (type(trainer.model_wrapped) is fsdpc.FSDP) == (kind == "fsdpc")
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return trainer.seen, norms
+
+
+@both_models
+@pytest.mark.parametrize("use_orig_params", ["true", "false"])
+def test_training_equals_ddp(name, use_orig_params, tmp_path: Path):
+    got = run_ranks(
+        run, 2, kind="fsdpc", name=name, folder=str(tmp_path), use_orig_params=use_orig_params
+    )
+    expected = run_ranks(run, 2, kind="ddp", name=name, folder=str(tmp_path))
+    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
+        assert len(losses) == 2 * STEPS and len(norms) == STEPS
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+        assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
