@@ -1,4 +1,4 @@
-"""transformers' Trainer with its FSDP arguments: accumulation, clipping, a schedule, checkpoints."""
+"""transformers' Trainer with its FSDP arguments: accumulation, clipping, a schedule, resuming."""
 
 from __future__ import annotations
 
