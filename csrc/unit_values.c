@@ -12,6 +12,8 @@
 #include "status.h"
 #include "unit_impl.h"
 
+enum { SMALL_BYTES = 1 << 20 };
+
 /* Elements [begin, begin + length) of a parameter, the first of them at `data`. */
 typedef struct part {
     char *data;
@@ -97,12 +99,15 @@ read_mapped(fsdpc_unit *unit, const part *parts, const char *what)
     return fsdpc_comm_barrier(unit->shard, what);
 }
 
-/* How many elements of each rank fit into the window at once. */
+/* How many elements of each rank the window takes at once. What is worth it goes in two halves at
+ * least, because what carries the bytes may hold a second copy of the window meanwhile. */
 static int64_t
 window_length(const fsdpc_unit *unit, int64_t count, size_t item)
 {
-    int64_t fits = FSDPC_UNIT_SCRATCH_BYTES / (int64_t)(item * (size_t)unit->world);
-    return smaller(count, larger(fits, 1));
+    int64_t all_ranks = (int64_t)(item * (size_t)unit->world);
+    int64_t fits = larger(FSDPC_UNIT_SCRATCH_BYTES / all_ranks, 1);
+    int64_t small = larger(SMALL_BYTES / all_ranks, 1);
+    return smaller(smaller(count, fits), larger(count / 2 + count % 2, small));
 }
 
 static int

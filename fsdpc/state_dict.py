@@ -65,11 +65,12 @@ def abandon(member: Any) -> None:
             uninstall(nested)
 
 
-def _begin(member: Any) -> ModuleType:
-    """The form in force, once nothing stands in its way.
+def _begin(member: Any, action: str) -> ModuleType:
+    """The form in force, once nothing stands in its way and all ranks are here for the same.
+    Collective over the sharding group, except for the LOCAL form.
 
     A unit that is not sharded has the FULL form only, as in torch. ``AssertionError`` during
-    forward and backward.
+    forward and backward; ``MismatchError`` when ranks do different things.
     """
     abandon(member)  # a save that broke off outside of FSDP.state_dict
     unit = member._unit
@@ -87,6 +88,8 @@ def _begin(member: Any) -> ModuleType:
             stacklevel=6,
         )
         return _state_full
+    if kind is not StateDictType.LOCAL_STATE_DICT:
+        unit.groups.shard.agree(f"{action} of a {kind.name}", f"state dict of unit {unit.name}")
     return _FORMS[kind]
 
 
@@ -94,7 +97,7 @@ def _begin(member: Any) -> ModuleType:
 
 
 def _before_save(member: Any, prefix: str, keep_vars: bool) -> None:
-    member._state_form = _begin(member)
+    member._state_form = _begin(member, "saving")
     member._state_form.before_save(member)
 
 
@@ -124,7 +127,7 @@ def _before_load(
     """``state_dict`` is this level's own copy of the mapping (torch filters one per child), so it
     may be changed.
     """
-    member._state_form = _begin(member)
+    member._state_form = _begin(member, "loading")
     member._load_errors = error_msgs
     put_wrapper_in(state_dict, prefix)
     member._state_form.before_load(member, state_dict, prefix, error_msgs)

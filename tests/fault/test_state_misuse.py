@@ -1,0 +1,85 @@
+"""State dicts asked for by some ranks only, or of different types: an error that names who and what,
+never a hang.
+"""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints import FULL, LOCAL, SHARDED, build, same, typed
+from harness import run_ranks
+from torch.distributed.fsdp import FullStateDictConfig
+from toys import toy, wrap_blocks
+
+SHORT = {"FSDPC_TIMEOUT": "2"}
+ON_RANK_0 = FullStateDictConfig(rank0_only=True)
+
+
+def alone(rank, world, kind, config, load):
+    model = build("fsdpc")
+    with typed(model, kind, config):
+        state = model.state_dict()
+        if rank == 1:
+            return
+        if load:
+            model.load_state_dict(state)
+        else:
+            model.state_dict()
+
+
+CASES = [
+    (FULL, None, False),
+    (FULL, ON_RANK_0, False),
+    (SHARDED, None, False),
+    (FULL, None, True),
+    (SHARDED, None, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "load"), CASES)
+def test_one_rank_does_not_come(kind, config, load):
+    outcomes = run_ranks(alone, 3, env=SHORT, faults=True, kind=kind, config=config, load=load)
+    assert outcomes[1].returned
+    for outcome in (outcomes[0], outcomes[2]):
+        assert {"CommTimeout", "PeerError"} & set(outcome.error_types), outcome.error
+        assert "rank 1" in outcome.error or "rank 1" in outcome.log, outcome.error
+        assert "state dict of unit" in outcome.error, outcome.error
+    first = next(o for o in outcomes if "CommTimeout" in o.error_types)
+    assert "rank 1" in first.error and "unit" in first.error, first.error
+
+
+def different(rank, world, kinds, load):
+    model = build("fsdpc")
+    state = model.state_dict()
+    with typed(model, kinds[rank]):
+        if load[rank]:
+            model.load_state_dict(state)
+        else:
+            model.state_dict()
+
+
+def test_different_types():
+    outcomes = run_ranks(different, 2, faults=True, kinds=[FULL, SHARDED], load=[False, False])
+    for outcome in outcomes:
+        assert "MismatchError" in outcome.error_types
+        assert "saving of a FULL_STATE_DICT" in outcome.error, outcome.error
+        assert "saving of a SHARDED_STATE_DICT" in outcome.error, outcome.error
+
+
+def test_one_saves_and_one_loads():
+    outcomes = run_ranks(different, 2, faults=True, kinds=[FULL, FULL], load=[False, True])
+    for outcome in outcomes:
+        assert "MismatchError" in outcome.error_types
+        assert "saving of" in outcome.error and "loading of" in outcome.error, outcome.error
+
+
+def local_alone(rank, world):
+    model = wrap_blocks("fsdpc", toy())
+    with typed(model, LOCAL):
+        if rank == 0:
+            model.load_state_dict(model.state_dict())
+    with typed(model, FULL):
+        same(model.state_dict(), toy().state_dict())
+
+
+def test_a_local_state_dict_needs_nobody():
+    run_ranks(local_alone, 2)
