@@ -1,5 +1,5 @@
-"""State dicts asked for by some ranks only, or of different types: an error that names who and what,
-never a hang.
+"""State dicts asked for by some ranks only, or of different types: an error that names who and
+what, never a hang.
 """
 
 from __future__ import annotations
