@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsdpc import _C
+from fsdpc import _C, _clip_utils
 from fsdpc._bootstrap import Groups
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
@@ -88,6 +88,7 @@ class Unit(HandleFace):
         self._bind()
         if keep_low_precision_grads and param_dtype is not None:
             self.flat.after_backward = self._lower_grads
+        _clip_utils.watch(self)
         self.pre_forward_hook = self.flat.hook("pre_forward")
         self.post_forward_hook = self.flat.hook("post_forward")
 
@@ -216,6 +217,13 @@ class Unit(HandleFace):
     def shard_params(self) -> list[nn.Parameter]:
         """The parameters that an optimizer gets."""
         return [param for param, _, _ in self._seen]
+
+    @property
+    def seen(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
+        """What an optimizer gets, the tensor over its gradient (None: frozen), and the parameters
+        that it stands for.
+        """
+        return self._seen
 
     @property
     def on_unattached(self) -> Callable[[], None] | None:

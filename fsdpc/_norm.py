@@ -1,0 +1,42 @@
+"""Sums of powers that norms are made of, on one tensor, over several, and over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def reduce_over_ranks(comm: Any, part: float, op: str, what: str) -> float:
+    """Sum or maximum over ranks. Collective. NaN travels as a flag: a backend may drop it."""
+    values = np.array([0.0 if math.isnan(part) else part, math.isnan(part)], dtype=np.float64)
+    comm.all_reduce(values, op=op, what=what)
+    return math.nan if values[1] else float(values[0])
+
+
+def combine_of(norm_type: float) -> Any:
+    """Sum, or a maximum that lets NaN through (Python's ``max`` would drop it by position)."""
+    if not math.isinf(norm_type):
+        return lambda values: float(sum(values))
+    return lambda values: float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
+
+
+def root_of(total: float, norm_type: float) -> float:
+    """The norm that belongs to a combined sum."""
+    if math.isinf(norm_type):
+        return total
+    if norm_type == 0:
+        return total
+    return float(np.float64(total) ** (1.0 / norm_type))
+
+
+def tensor_sum(grad: torch.Tensor, norm_type: float) -> float:
+    """Sum of |x|^p in double precision, the number of non-zeros for 0, the largest |x| for inf."""
+    grad = grad.detach().double().abs()
+    if grad.numel() == 0:
+        return 0.0
+    if math.isinf(norm_type):
+        return grad.max().item()
+    return (grad != 0).sum().item() if norm_type == 0 else grad.pow(norm_type).sum().item()

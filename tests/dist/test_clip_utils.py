@@ -1,0 +1,270 @@
+"""torch.nn.utils' gradient clipping on sharded parameters: the whole's norm on every rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import (  # references that are older than the first unit
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
+from toys import Block, check_equal, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
+
+NORMS = [1, 2, 3.5, float("inf")]
+BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
+STRATEGIES = pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+
+
+def trained(module, batch=None):
+    loss_of(module, tokens(0, 0) if batch is None else batch).backward()
+    return module
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@ranks(1, 2, 3)
+@BOTH
+@STRATEGIES
+def test_the_norm_of_a_whole_model(rank, world, use_orig_params, strategy):
+    model = wrap_blocks(
+        "fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy
+    )
+    for norm_type, max_norm in itertools.product(NORMS, [0.1, 1e6]):
+        model.zero_grad()
+        plain = trained(toy())
+        trained(model)
+        expected = clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        close(clip_grad_norm_(model.parameters(), max_norm, norm_type), expected)
+        check_equal(full_gradients(model), gradients(plain), f"{norm_type}", rtol=1e-5)
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+def test_over_a_wire(rank, world):
+    model, plain = trained(wrap_blocks("fsdpc", toy())), trained(toy())
+    close(clip_grad_norm_(model.parameters(), 0.1), clip_grad_norm_(plain.parameters(), 0.1))
+
+
+@ranks(2)
+@BOTH
+def test_norm_and_clip_apart(rank, world, use_orig_params):
+    model = trained(wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params))
+    plain = trained(toy())
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = get_total_norm(grads)
+    close(total, get_total_norm([p.grad for p in plain.parameters()]))
+    clip_grads_with_norm_(model.parameters(), 0.1, total)
+    clip_grads_with_norm_(plain.parameters(), 0.1, total)
+    check_equal(full_gradients(model), gradients(plain), "clipped", rtol=1e-6)
+    assert all(a is b.grad for a, b in zip(grads, model.parameters(), strict=True))
+
+
+@ranks(2)
+@BOTH
+def test_clipping_by_value(rank, world, use_orig_params):
+    model = trained(wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params))
+    plain = trained(toy())
+    clip_grad_value_(model.parameters(), 0.01)
+    clip_grad_value_(plain.parameters(), 0.01)
+    check_equal(full_gradients(model), gradients(plain), "clamped", rtol=1e-6)
+
+
+@ranks(2)
+def test_a_subset_one_parameter_and_weights(rank, world):
+    model = trained(wrap_blocks("fsdpc", toy(), use_orig_params=True))
+    plain = trained(toy())
+    for pick in (lambda m: m.blocks.parameters(), lambda m: m.head.bias, lambda m: [m.norm.weight]):
+        for norm_type in NORMS:
+            close(
+                clip_grad_norm_(pick(model), 1e6, norm_type),
+                clip_grad_norm_(pick(plain), 1e6, norm_type),
+            )
+    close(get_total_norm(model.parameters()), get_total_norm(plain.parameters()).detach())
+    close(
+        get_total_norm([p.grad.detach().view(-1) for p in model.parameters()]),
+        get_total_norm([p.grad for p in plain.parameters()]),
+    )
+
+
+@ranks(2)
+def test_sharded_beside_plain_and_two_models(rank, world):
+    first, second = toy(), toy(seed=1)
+    models = [wrap_blocks("fsdpc", m, use_orig_params=True) for m in (toy(), toy(seed=1))]
+    loose, plain_loose = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain_loose.load_state_dict(loose.state_dict())
+    for module in (loose, plain_loose):
+        module(torch.ones(1, 3)).sum().backward()
+    for m in (first, second, *models):
+        trained(m)
+    mixed = [*loose.parameters(), *models[0].parameters(), *models[1].parameters()]
+    whole = [*plain_loose.parameters(), *first.parameters(), *second.parameters()]
+    for norm_type in NORMS:
+        close(clip_grad_norm_(iter(mixed), 1.0, norm_type), clip_grad_norm_(whole, 1.0, norm_type))
+    check_equal(full_gradients(models[1]), gradients(second), "clipped", rtol=1e-5)
+    close(loose.weight.grad, plain_loose.weight.grad)
+
+
+@ranks(2)
+def test_plain_models_are_torchs_business(rank, world):
+    """No collective for them: only one rank calls."""
+    wrapped = wrap_blocks("fsdpc", toy())
+    if rank == 0:
+        plain = trained(toy())
+        expected = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+        close(clip_grad_norm_(plain.parameters(), 1.0), expected)
+        assert float(get_total_norm([])) == 0.0
+    del wrapped
+
+
+@ranks(4)
+def test_replicas_count_once(rank, world):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = wrap_blocks(
+        "fsdpc", toy(), sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        process_group=(pairs[rank // 2], across[rank % 2]),
+    )
+    plain = trained(toy())
+    trained(model)
+    for norm_type in NORMS:
+        close(
+            clip_grad_norm_(model.parameters(), 0.5, norm_type),
+            clip_grad_norm_(plain.parameters(), 0.5, norm_type),
+        )
+
+
+@ranks(2)
+def test_units_of_different_strategies_and_dtensors_beside(rank, world):
+    policy = CustomPolicy(
+        lambda m: {"sharding_strategy": ShardingStrategy.NO_SHARD}
+        if isinstance(m, nn.Linear) and m.bias is not None
+        else isinstance(m, Block)
+    )
+    model = trained(wrap("fsdpc", toy(), auto_wrap_policy=policy))
+    plain = trained(toy())
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(8.0)
+    shards = [distribute_tensor(values, mesh, [place]) for place in (Shard(0), Replicate())]
+    assert all(isinstance(shard, DTensor) for shard in shards)
+    for norm_type in NORMS:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        close(
+            get_total_norm([*shards, *grads], norm_type),
+            get_total_norm([values, values, *(p.grad for p in plain.parameters())], norm_type),
+        )
+
+
+@ranks(2)
+@BOTH
+def test_gradients_that_the_user_put_there(rank, world, use_orig_params):
+    model = trained(wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params))
+    plain = trained(toy())
+    for p in model.parameters():
+        if rank == 0:
+            p.grad = p.grad * 3.0
+        else:
+            p.grad.data = p.grad.data * 3.0
+    for p in plain.parameters():
+        p.grad *= 3.0
+    close(clip_grad_norm_(model.parameters(), 0.1), clip_grad_norm_(plain.parameters(), 0.1))
+    check_equal(full_gradients(model), gradients(plain), "replaced", rtol=1e-5)
+
+
+@ranks(2)
+@BOTH
+def test_gradients_in_low_precision(rank, world, use_orig_params):
+    model = wrap_blocks(
+        "fsdpc", toy(), use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+    )
+    plain = trained(toy().bfloat16())
+    trained(model)
+    got = clip_grad_norm_(model.parameters(), 0.1)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, clip_grad_norm_(plain.parameters(), 0.1), rtol=0.02, atol=0)
+
+
+@ranks(2)
+def test_what_is_not_finite(rank, world):
+    for value in ("nan", "inf"):
+        model = trained(wrap_blocks("fsdpc", toy()))
+        if rank == 1:
+            model.params[0].grad[0] = float(value)
+        for norm_type in NORMS:
+            with pytest.raises(RuntimeError, match="is non-finite"):
+                clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+            total = get_total_norm([p.grad for p in model.parameters()], norm_type)
+            assert total.isnan() if value == "nan" else total.isinf()
+
+
+@ranks(2)
+def test_orders_below_zero_are_refused(rank, world):
+    model = trained(wrap_blocks("fsdpc", toy()))
+    with pytest.raises(ValueError, match="of order 0 or more"):
+        clip_grad_norm_(model.parameters(), 1.0, -1.0)
+
+
+@ranks(2)
+def test_unpatched_and_patched_again(rank, world):
+    from fsdpc import _clip_utils
+
+    model = trained(wrap_blocks("fsdpc", toy()))
+    grads = [p.grad for p in model.parameters()]
+    whole = get_total_norm(grads)
+    _clip_utils.uninstall()
+    local = get_total_norm(grads)
+    assert float(local) < float(whole)
+    close(local, torch.stack([grad.norm() for grad in grads]).norm())
+    other = wrap_blocks("fsdpc", toy())
+    close(get_total_norm(grads), whole)
+    del other
+
+
+def only_one_clips(rank, world):
+    model = trained(wrap_blocks("fsdpc", toy()))
+    if rank == 0:
+        clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        import time
+
+        time.sleep(8)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    outcomes = run_ranks(only_one_clips, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
+    assert not outcomes[0].returned
+    assert "norm of sharded tensors" in outcomes[0].error and "rank 1" in outcomes[0].error
+
+
+@ranks(2)
+def test_without_the_structure_that_is_looked_for(rank, world):
+    """A torch whose norm is no wrapper gets its names replaced instead."""
+    from torch.nn.utils import clip_grad
+
+    inner = clip_grad._get_total_norm.__closure__[0].cell_contents
+
+    def flat(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        with torch.no_grad():
+            return inner(tensors, norm_type, error_if_nonfinite, foreach)
+
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = flat
+    model, plain = trained(wrap_blocks("fsdpc", toy())), trained(toy())
+    expected = clip_grad_norm_(plain.parameters(), 0.1)
+    close(clip_grad_norm_(model.parameters(), 0.1), expected)
+    close(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]), torch.tensor(0.1))
