@@ -388,7 +388,8 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
     processes = [
         subprocess.Popen([sys.executable, str(script), rank, str(folder), how],
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "FSDPC_TIMEOUT": "30", "GLOO_SOCKET_IFNAME": "lo"})
+                         env={**os.environ, "FSDPC_TIMEOUT": "30", "GLOO_SOCKET_IFNAME": "lo",
+                              "PYTHONPATH": str(Path(__file__).resolve().parents[2])})
         for rank in ranks_to_start
     ]
     try:
