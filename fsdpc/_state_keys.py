@@ -59,3 +59,15 @@ def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
         if key.startswith(prefix):
             rest = key[len(prefix) :].removeprefix(FSDP_PREFIX)
             state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
+
+
+def fill_ties(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a tied parameter's value to those of its names that ``state_dict`` lacks."""
+    found: dict[int, Any] = {}
+    names = managed_names(member)
+    for name, i in names.items():
+        if prefix + FSDP_PREFIX + name in state_dict:
+            found[i] = state_dict[prefix + FSDP_PREFIX + name]
+    for name, i in names.items():
+        if i in found:
+            state_dict.setdefault(prefix + FSDP_PREFIX + name, found[i])

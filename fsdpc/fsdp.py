@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc import _args, _clip, _comm_hooks, _convert, _root, _summon
+from fsdpc import _args, _clip, _comm_hooks, _convert, _dcp, _root, _summon
 from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
@@ -155,6 +155,7 @@ class FullyShardedDataParallel(Face):
         self._fsdp_wrapped_module = module
         self._init_unit(param_init_fn)
         _state_dict.register_hooks(self)
+        _dcp.attach()
 
     def _init_groups(self, chosen: _args.GroupChoice) -> None:
         self.process_group = chosen.shard
@@ -180,6 +181,7 @@ class FullyShardedDataParallel(Face):
         self._summoned = False
         self._exposed = False
         self._load_errors: list[str] | None = None
+        self._fill_ties = False
         self._comm_hook = None
         self._comm_hook_state = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT

@@ -20,7 +20,7 @@ from torch import nn
 from fsdpc import _state_full, _state_local, _state_sharded
 from fsdpc._collect import unit_modules
 from fsdpc._names import FSDP_PREFIX, clean_fqn
-from fsdpc._state_keys import put_wrapper_in, take_wrapper_out
+from fsdpc._state_keys import fill_ties, put_wrapper_in, take_wrapper_out
 from fsdpc._summon import uninstall
 from fsdpc.api import (
     FullOptimStateDictConfig,
@@ -130,6 +130,8 @@ def _before_load(
     member._state_form = _begin(member, "loading")
     member._load_errors = error_msgs
     put_wrapper_in(state_dict, prefix)
+    if member._fill_ties:
+        fill_ties(member, state_dict, prefix)
     member._state_form.before_load(member, state_dict, prefix, error_msgs)
 
 
