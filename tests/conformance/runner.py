@@ -39,23 +39,32 @@ def run_cases(
                 cases, cases.cases[name], Library(library, PACKAGES[library], rank, world)
             )
             pickle.dump((name, vars(record)), file_out)
-            file_out.flush()
             gc.collect()
-            if not in_step(record, getattr(cases.cases[name], library), turn):
+            stated = is_stated(record, getattr(cases.cases[name], library))
+            if not stated or not all_alike(record, turn):
                 pickle.dump((LEFT, {}), file_out)
+                file_out.close()
+                if not stated:
+                    os._exit(0)  # at once, so that no rank waits in vain for this one
                 return
+            file_out.flush()
 
 
-def in_step(record: Record, allowed: tuple[Expected, ...], turn: Any) -> bool:
-    """Whether this set of ranks can go on: a rank that raised alone, or where nothing was to be
-    raised, leaves collectives without a partner. A new set then takes the cases that remain.
-    Collective.
+def is_stated(record: Record, allowed: tuple[Expected, ...]) -> bool:
+    """A value, or an exception that all ranks were to raise. After any other exception ranks are in
+    different places and their collectives have no partners: new ranks take the remaining cases.
     """
-    stated = len(allowed) == 1 and allowed[0].kind == "raises"
-    counts = torch.tensor([record.kind == "raises", not stated]).long()
-    dist.all_reduce(counts, group=turn)
-    raised, unstated = (count / dist.get_world_size() for count in counts.tolist())
-    return raised == 0 or (raised == 1 and unstated == 0)
+    return record.kind == "value" or (len(allowed) == 1 and allowed[0].kind == "raises")
+
+
+def all_alike(record: Record, turn: Any) -> bool:
+    """Whether all ranks returned or all raised. Collective."""
+    raised = torch.tensor(int(record.kind == "raises"))
+    try:
+        dist.all_reduce(raised, group=turn)
+    except RuntimeError:  # a rank has left
+        return False
+    return int(raised) in (0, dist.get_world_size())
 
 
 def run_case(cases: Any, case: Any, lib: Library) -> Record:
