@@ -24,10 +24,24 @@ def keeps(member: Any) -> bool:
 
 def before_save(member: Any) -> None:
     """Show full parameters on the ranks that keep the dict. Collective over the sharding group."""
+    if not getattr(member._state_dict_config, "rank0_only", False):
+        check_shown(member)
     if keeps(member):
         show(member)
     elif member._unit is not None and not member._summoned:
         member._unit.attend_gather()
+
+
+def check_shown(member: Any) -> None:
+    """``RuntimeError`` inside ``summon_full_params(rank0_only=True)``, on all ranks alike: ranks
+    other than 0 have nothing to save.
+    """
+    if member._summoned_on_rank_0 and member.world_size > 1:
+        raise RuntimeError(
+            "inside summon_full_params(rank0_only=True) the other ranks have no full parameters "
+            f"of module {member._name!r} to save: leave the context first, or save with "
+            "FullStateDictConfig(rank0_only=True)"
+        )
 
 
 def show(member: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpc import _sharded
 from fsdpc._names import FSDP_PREFIX
+from fsdpc._state_full import check_shown
 from fsdpc._state_keys import managed_names
 from fsdpc._summon import install, site_params, uninstall
 
@@ -47,6 +48,7 @@ def before_save(member: Any) -> None:
     """Show this rank's rows. Collective over the sharding group."""
     unit = member._unit
     mesh_of(member)
+    check_shown(member)
     if not member._summoned:
         install(member, unit.read_rows())
         member._exposed = True

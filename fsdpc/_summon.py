@@ -82,14 +82,13 @@ def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool)
     """One FSDP instance's own unit, without nested ones."""
     unit = member._unit
     if unit is None:
-        with _flagged(member):
+        with _flagged(member, rank0_only):
             yield
         return
-    full = unit.gather_full()
+    shows = not rank0_only or member.rank == 0
+    full = unit.gather_full() if shows else unit.attend_gather()
     grads = unit.gather_full_grads() if with_grads else None
-    if rank0_only and member.rank != 0:
-        full = grads = None
-    with _flagged(member):
+    with _flagged(member, rank0_only):
         if full is None:
             yield
             return
@@ -103,12 +102,13 @@ def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool)
 
 
 @contextmanager
-def _flagged(member: Any) -> Iterator[None]:
+def _flagged(member: Any, rank0_only: bool) -> Iterator[None]:
     member._summoned = True
+    member._summoned_on_rank_0 = rank0_only
     try:
         yield
     finally:
-        member._summoned = False
+        member._summoned = member._summoned_on_rank_0 = False
 
 
 def install(member: Any, full: Tensors, grads: list[torch.Tensor | None] | None = None) -> None:

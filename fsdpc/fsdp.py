@@ -179,6 +179,7 @@ class FullyShardedDataParallel(Face):
         self._cast_inputs_to: torch.dtype | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._summoned = False
+        self._summoned_on_rank_0 = False
         self._exposed = False
         self._load_errors: list[str] | None = None
         self._fill_ties = False

@@ -167,9 +167,26 @@ def set_type(
         raise RuntimeError(
             f"Expected optim_state_dict_config of type {optim_type} but got {type(optim_config)}"
         )
-    previous = get_type(module) or StateDictSettings(None, None, None)  # type: ignore[arg-type]
+    before = [_settings_of(member) for member in unit_modules(module)]
+    for other in before[1:]:
+        if _kinds(other) != _kinds(before[0]):
+            raise AssertionError(
+                "All FSDP modules should have the same state_dict_type and types of configs: got "
+                f"{other} and {before[0]}"
+            )
     _apply_settings(module, StateDictSettings(kind, config, optim_config))
-    return previous
+    return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]
+
+
+def _settings_of(member: Any) -> StateDictSettings:
+    return StateDictSettings(
+        member._state_dict_type, member._state_dict_config, member._optim_state_dict_config
+    )
+
+
+def _kinds(settings: StateDictSettings) -> tuple[Any, ...]:
+    configs = (settings.state_dict_config, settings.optim_state_dict_config)
+    return (settings.state_dict_type, *map(type, configs))
 
 
 def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
@@ -182,13 +199,17 @@ def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
 def get_type(module: nn.Module) -> StateDictSettings | None:
     """The settings of the FSDP instances in ``module``, ``None`` when there are none.
 
-    Raises ``AssertionError`` where they differ.
+    Raises ``AssertionError`` where they differ, ``RuntimeError`` for LOCAL on a device mesh.
     """
     found: StateDictSettings | None = None
     for member in unit_modules(module):
-        settings = StateDictSettings(
-            member._state_dict_type, member._state_dict_config, member._optim_state_dict_config
-        )
+        settings = _settings_of(member)
+        local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        if local and member._device_mesh is not None:
+            raise RuntimeError(
+                "LOCAL_STATE_DICT does not exist for a model built with device_mesh: set "
+                "StateDictType.SHARDED_STATE_DICT"
+            )
         if found is not None and settings != found:
             raise AssertionError(
                 "All FSDP modules should have the same state_dict_type and configs: got "

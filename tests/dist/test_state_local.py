@@ -81,6 +81,9 @@ def test_where_it_does_not_exist(rank, world, kind):
         for call in (model.state_dict, lambda: model.load_state_dict({})):
             with pytest.raises(RuntimeError, match=text):
                 call()
+        if "mesh" in kind:
+            with pytest.raises(RuntimeError, match=text):
+                type(model).get_state_dict_type(model)
     with typed(model, SHARDED):
         same(model.state_dict(), toy().state_dict())
 

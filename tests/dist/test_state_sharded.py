@@ -16,7 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
@@ -281,6 +286,33 @@ def test_inside_summon_full_params(rank, world):
             model.load_state_dict(state)
     same(state, toy().state_dict())
     assert all(isinstance(value, ShardedTensor) for value in state.values())
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_inside_summon_on_rank_0(rank, world, kind):
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    with type(model).summon_full_params(model, rank0_only=True, writeback=False):
+        with typed(model, kind):
+            with pytest.raises(RuntimeError, match="the other ranks have no full parameters"):
+                model.state_dict()
+        with typed(model, FULL, FullStateDictConfig(rank0_only=True)):
+            same(model.state_dict(), toy().state_dict() if rank == 0 else {})
+    with typed(model, kind):
+        same(model.state_dict(), toy().state_dict())
+
+
+@ranks(2)
+def test_settings_of_units(rank, world, engine):
+    model = wrap_blocks(engine, toy(), use_orig_params=True)
+    cls = type(model)
+    cls.set_state_dict_type(model.blocks[0], FULL, FullStateDictConfig(rank0_only=True))
+    assert cls.set_state_dict_type(model, SHARDED).state_dict_type is FULL, "configs may differ"
+    assert type(cls.get_state_dict_type(model).state_dict_config) is ShardedStateDictConfig
+    cls.set_state_dict_type(model.blocks[0], FULL)
+    for call in (cls.get_state_dict_type, lambda m: cls.set_state_dict_type(m, SHARDED)):
+        with pytest.raises(AssertionError):
+            call(model)
 
 
 @ranks(2)
