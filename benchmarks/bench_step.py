@@ -20,7 +20,8 @@ host    Forward and backward without communication and waiting; what the plain m
         real ranks over shared memory, less the time that its trace says it waited; the copies and
         sums of its collectives are still in the figure. `fsdpc-alone` is fsdpc on a group of one
         rank: every hook, swap and gradient copy, but nobody to talk to. `fsdpc-c10d` is fsdpc on
-        the fake group, where it calls torch.distributed for each collective.
+        the fake group, where it calls torch.distributed for each collective. `-flat` has
+        `use_orig_params=False`.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def alone_job(
     from engines import WORKLOADS, build
 
     work = WORKLOADS[model]
-    trainings = {name: build(name.removesuffix("-alone"), work) for name in names}
+    trainings = {name: build(name.replace("-alone", ""), work) for name in names}
     out.send({"seconds": host_rounds(trainings, work, rounds), "units": work.config.layers + 1})
     end_rank()
 
@@ -424,12 +425,14 @@ def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict
 def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
     """Runs the part `host`: fsdpc on real ranks, all of them on a fake process group."""
     fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names]
+    fake += ["fsdp1-flat"] if "fsdp1" in names else []
     figures = report_host(run_ranks(fake_job, 1, model, fake, rounds))
     if "fsdpc" in names:
         shared = report_host(run_ranks(shared_job, 2, model, ["fsdpc", "local"], rounds))
         figures["fsdpc"] = shared["fsdpc"]
-        alone = report_host(run_ranks(alone_job, 1, model, ["fsdpc-alone", "local"], rounds))
-        figures["fsdpc-alone"] = alone["fsdpc-alone"]
+        lonely = ["fsdpc-alone", "fsdpc-alone-flat"]
+        alone = report_host(run_ranks(alone_job, 1, model, [*lonely, "local"], rounds))
+        figures.update({name: alone[name] for name in lonely})
     return figures
 
 

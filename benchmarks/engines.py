@@ -124,8 +124,7 @@ def wrapper(work: Workload, module: Any, wrap: Any, **options: object) -> Traini
         auto_wrap_policy=policy,
         mixed_precision=None if work.dtype is torch.float32 else precision,
         device_id=CPU,
-        use_orig_params=True,
-        **options,
+        **{"use_orig_params": True, **options},
     )
     return Training(model, adamw(model))
 
@@ -164,7 +163,13 @@ def fsdp2(work: Workload) -> Training:
 
 
 def build(name: str, work: Workload) -> Training:
-    """Builds an engine by name; collective over the default process group."""
+    """Builds an engine by name; collective over the default process group.
+
+    `fsdpc-flat` and `fsdp1-flat` have one flat parameter per unit (`use_orig_params=False`).
+    """
+    if name.endswith("-flat"):
+        wrapping = {"fsdp1": fsdp1, "fsdpc": fsdpc}[name.removesuffix("-flat")]
+        return wrapping(work, use_orig_params=False)
     return {"local": local, "fsdp1": fsdp1, "fsdp2": fsdp2, "fsdpc": fsdpc}[name](work)
 
 
