@@ -125,7 +125,7 @@ SIMDIR := $(CDIR)/simgpu
 SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
 SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%)
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
-SIMLIBS := $(SIMDIR)/libcuda.so.1
+SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libfsdpc_kernels_host.so
 
 $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@
@@ -133,12 +133,22 @@ $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 $(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/sim_*.c))
 	@$(CC) $(SIMCFLAGS) -shared -Wl,-soname,$(@F) $^ -o $@ -ldl
 
+# The CUDA kernels for the host. A sum must not be fused with a product, bytes are seen as words, and
+# an address that is not aligned to its word ends the program, as on a GPU.
+$(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/*.cpp tests/simgpu/cuda_shim.h kernels/cuda_*) \
+    kernels/convert.h csrc/dtype.h Makefile
+	@mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -g -fPIC -fvisibility=hidden -ffp-contract=off \
+	  -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error \
+	  -Wall -Wextra -Wno-unknown-pragmas -Icsrc -Ikernels -Itests/simgpu \
+	  -shared -Wl,-soname,$(@F) $(filter %.cpp,$^) -o $@
+
 $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLIBS)
 	@$(CC) $(SIMCFLAGS) $^ -o $@ -Wl,-rpath,'$$ORIGIN' -ldl -lrt -lm
 
 simgpu-run: $(SIMPROGRAMS)
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW=test_schedule \
-	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 tests/c/run.sh $(SIMPROGRAMS)
+	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
+	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

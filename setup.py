@@ -5,13 +5,17 @@ Environment switches, all off by default:
   FSDPC_COVERAGE=1                                            writes gcov data
   FSDPC_DEBUG=1                                               keeps the assertions, -O1
   FSDPC_JOBS=N                                                compilers at a time
+  NVCC=path|none                                              the CUDA compiler, or a build without
 Each combination has its own object directory, and a file is compiled again only when it or a
-header is newer than its object.
+header is newer than its object. The CUDA kernels are compiled where nvcc is found (NVCC, PATH,
+CUDA_HOME, /usr/local/cuda); without it the extension serves processors only.
 """
 
 import fcntl
 import hashlib
 import os
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -25,6 +29,10 @@ os.chdir(Path(__file__).resolve().parent)
 
 SOURCES = sorted(glob("csrc/*.c") + glob("kernels/*.c"))
 HEADERS = sorted(f for d in ("csrc", "kernels") for e in ("h", "inc") for f in glob(f"{d}/*.{e}"))
+IMAGE_SOURCES = [*glob("kernels/cuda_*"), "kernels/convert.h", "csrc/dtype.h"]
+IMAGE_HOLDER = "csrc/cuda_image.c"
+GPU_CODES = ("sm_80", "sm_90", "sm_100")
+NVCC_ARGS = "-std=c++17 -O3 -fmad=false -fatbin -Icsrc -Ikernels --threads 0".split()
 SANITIZERS = {"address", "undefined", "thread"}
 
 
@@ -69,6 +77,52 @@ def object_directory() -> str:
     return f"{VARIANT or 'release'}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
 
 
+def find_nvcc() -> str | None:
+    if wanted := os.environ.get("NVCC"):
+        if wanted != "none" and not shutil.which(wanted):
+            raise SystemExit(f"NVCC={wanted}: no such program (NVCC=none builds without CUDA)")
+        return None if wanted == "none" else shutil.which(wanted)
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def nvcc_command(nvcc: str) -> list[str]:
+    """For those of our GPUs that this nvcc knows, and PTX of the oldest for all others."""
+    ask = [nvcc, "--list-gpu-code"]
+    known = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()
+    codes = [code for code in GPU_CODES if code in known]
+    if not codes:
+        raise SystemExit(f"{nvcc} compiles for none of {', '.join(GPU_CODES)} (NVCC=none: without)")
+    pairs = [(code.replace("sm", "compute"), code) for code in codes]
+    pairs.append((pairs[0][0], pairs[0][0]))
+    command = [nvcc, *NVCC_ARGS, *(f"-gencode=arch={arch},code={code}" for arch, code in pairs)]
+    can = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
+    return [*command, "--compress-mode=size"] if "--compress-mode" in can else command
+
+
+def cuda_image() -> str | None:
+    """Path of the kernels' image, compiled only if one of its sources is newer."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("fsdpc: no nvcc, so this extension is for processors only (see NVCC in setup.py)")
+        return None
+    command = [*nvcc_command(nvcc), "kernels/cuda_image.cu"]
+    folder = Path("build/cuda", hashlib.sha256(repr(command).encode()).hexdigest()[:8])
+    image = folder / "kernels.fatbin"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest = max(os.path.getmtime(f) for f in IMAGE_SOURCES)
+        if not image.exists() or image.stat().st_mtime <= newest:
+            print("fsdpc: compiling the CUDA kernels with", nvcc)
+            unfinished = folder / "unfinished"
+            if subprocess.run([*command, "-o", str(unfinished)]).returncode:
+                raise SystemExit("nvcc failed (NVCC=none builds without CUDA)")
+            unfinished.replace(image)
+    return str(image)
+
+
 class ParallelBuild(build_ext):
     """Compiles the files of the extension at the same time, only those that changed."""
 
@@ -101,15 +155,19 @@ class ParallelBuild(build_ext):
             output_dir, macros, include_dirs, sources, depends, extra_postargs
         )
         options = compiler._get_cc_args(pre, debug, extra_preargs)
+        image = cuda_image()
         newest = max((os.path.getmtime(f) for f in [*(depends or ()), "setup.py"]), default=0)
 
         def stale(item: str) -> bool:
+            if jobs[item][0] == IMAGE_HOLDER:
+                return True  # the image may be another, or gone
             made = os.path.getmtime(item) if os.path.exists(item) else 0
             return made <= max(newest, os.path.getmtime(jobs[item][0]))
 
         def compile_one(item: str) -> None:
             source, extension = jobs[item]
-            compiler._compile(item, source, extension, options, post, pre)
+            extra = [f'-DFSDPC_CUDA_IMAGE="{image}"'] if image and source == IMAGE_HOLDER else []
+            compiler._compile(item, source, extension, options, [*post, *extra], pre)
 
         count = int(os.environ.get("FSDPC_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(count) as pool:

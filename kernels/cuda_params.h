@@ -15,6 +15,7 @@
 
 enum {
     FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */
+    FSDPC_CUDA_RESIDENT = 4,       /* blocks that a multiprocessor shall hold: 64 registers each */
     FSDPC_CUDA_TILE_BYTES = 16384, /* of the destination of a pack: what one block does at a time */
     FSDPC_CUDA_PACK_SOURCES = 384, /* that travel with the launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
@@ -72,7 +73,7 @@ typedef struct fsdpc_cuda_pack_params {
     void *dst;
     const fsdpc_cuda_pack_entry *entries;
     const int32_t *tile_entry; /* the entry of each tile */
-    int64_t tiles;
+    int64_t tiles;             /* = blocks */
     double scale;
     const fsdpc_cuda_source *table; /* NULL: the sources are in `source` */
     fsdpc_cuda_source source[FSDPC_CUDA_PACK_SOURCES];
@@ -86,6 +87,16 @@ typedef struct fsdpc_cuda_norm_value {
     double max;
     int64_t nonfinite;
 } fsdpc_cuda_norm_value;
+
+/* Blocks of a launch that leaves partial norms of n elements: of nothing but n, so that the result does
+ * not depend on the GPU. */
+static inline int64_t
+fsdpc_cuda_norm_blocks(int64_t n)
+{
+    const int64_t blocks = (n + FSDPC_CUDA_NORM_BLOCK_ITEMS - 1) / FSDPC_CUDA_NORM_BLOCK_ITEMS;
+    const int64_t most = FSDPC_CUDA_NORM_BLOCKS;
+    return blocks < 1 ? 1 : blocks > most ? most : blocks;
+}
 
 /* r = src[0] + src[1] + ...; acc = add ? acc + r * scale : r * scale. NULL sources are skipped.
  * `partials` not NULL: block b leaves squares, largest and flag of what it stored in partials[b]. */

@@ -1,9 +1,143 @@
 /* What each kernel of kernels/ reads and writes, from its parameters. */
 #include <string.h>
 
+#include "cuda_params.h"
 #include "sim.h"
 
+static size_t
+bytes_of(int64_t n, int type)
+{
+    static const size_t item[] = {
+        [FSDPC_F32] = 4, [FSDPC_BF16] = 2, [FSDPC_F16] = 2, [FSDPC_F64] = 8, [FSDPC_BYTES] = 1};
+    return (size_t)n * item[type];
+}
+
+static size_t
+partial_bytes(const simgpu_launch *launch)
+{
+    return launch->grid[0] * sizeof(fsdpc_cuda_norm_value);
+}
+
+static bool
+declare_cast(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_cast_params *p = params;
+    (void)launch;
+    return (!p->factor || simgpu_task_read(task, p->factor, sizeof *p->factor)) &&
+           simgpu_task_read(task, p->src, bytes_of(p->n, p->src_type)) &&
+           simgpu_task_write(task, p->dst, bytes_of(p->n, p->dst_type));
+}
+
+/* From the lowest to the highest element; with negative strides the data lies in between. */
+static bool
+read_view(simgpu_task *task, const fsdpc_cuda_view *view, int type)
+{
+    int64_t low = 0, high = 0;
+    if (!simgpu_task_read(task, view, sizeof *view)) {
+        return false;
+    }
+    for (int64_t d = 0; d < view->ndim; d++) {
+        const int64_t reach = (view->shape[d] - 1) * view->strides[d];
+        low += reach < 0 ? reach : 0;
+        high += reach > 0 ? reach : 0;
+    }
+    return simgpu_task_read(task, (const char *)view->data - bytes_of(-low, type),
+                            bytes_of(high - low + 1, type));
+}
+
+static bool
+declare_pack_entry(simgpu_task *task, const fsdpc_cuda_pack_params *p,
+                   const fsdpc_cuda_pack_entry *entry)
+{
+    if (!simgpu_task_write(task, (char *)p->dst + entry->dst_offset,
+                           bytes_of(entry->n, entry->dst_type))) {
+        return false;
+    }
+    if (entry->source < 0) {
+        return true;
+    }
+    if (p->table && !simgpu_task_read(task, &p->table[entry->source], sizeof *p->table)) {
+        return false;
+    }
+    const fsdpc_cuda_source word = p->table ? p->table[entry->source] : p->source[entry->source];
+    const void *address = (const void *)(uintptr_t)(word & FSDPC_CUDA_SOURCE_ADDRESS);
+    const int type = (int)(word >> FSDPC_CUDA_SOURCE_TYPE_SHIFT & 15);
+    if (word & FSDPC_CUDA_SOURCE_STRIDED) {
+        return read_view(task, address, type);
+    }
+    return !word || simgpu_task_read(task, address, bytes_of(entry->n, type));
+}
+
+static bool
+declare_pack(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_pack_params *p = params;
+    int32_t seen = -1;
+    if (launch->grid[0] != p->tiles ||
+        !simgpu_task_read(task, p->tile_entry, (size_t)p->tiles * sizeof *p->tile_entry)) {
+        return false;
+    }
+    for (int64_t tile = 0; tile < p->tiles; tile++) {
+        const int32_t entry = p->tile_entry[tile];
+        if (entry != seen && (!simgpu_task_read(task, &p->entries[entry], sizeof *p->entries) ||
+                              !declare_pack_entry(task, p, &p->entries[entry]))) {
+            return false;
+        }
+        seen = entry;
+    }
+    return true;
+}
+
+static bool
+declare_reduce(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_reduce_params *p = params;
+    const size_t bytes = bytes_of(p->n, p->acc_type);
+    for (int s = 0; s < p->src_count; s++) {
+        if (p->src[s] && !simgpu_task_read(task, p->src[s], bytes_of(p->n, p->src_type))) {
+            return false;
+        }
+    }
+    return (!p->add || simgpu_task_read(task, p->acc, bytes)) &&
+           simgpu_task_write(task, p->acc, bytes) &&
+           (!p->partials || simgpu_task_write(task, p->partials, partial_bytes(launch)));
+}
+
+static bool
+declare_norm(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_norm_params *p = params;
+    return simgpu_task_read(task, p->src, bytes_of(p->n, p->type)) &&
+           simgpu_task_write(task, p->partials, partial_bytes(launch));
+}
+
+static bool
+declare_norm_sum(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_norm_sum_params *p = params;
+    return launch->grid[0] == 1 &&
+           simgpu_task_read(task, p->partials, (size_t)p->count * sizeof *p->partials) &&
+           (!p->add || simgpu_task_read(task, p->out, sizeof *p->out)) &&
+           simgpu_task_write(task, p->out, sizeof *p->out);
+}
+
+static bool
+declare_clip(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_clip_params *p = params;
+    (void)launch;
+    return simgpu_task_read(task, p->total, sizeof *p->total) &&
+           simgpu_task_write(task, p->norm, sizeof *p->norm) &&
+           simgpu_task_write(task, p->factor, sizeof *p->factor);
+}
+
 static const sim_declared declared[] = {
+    {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
+    {"fsdpc_cuda_pack", sizeof(fsdpc_cuda_pack_params), declare_pack},
+    {"fsdpc_cuda_reduce", sizeof(fsdpc_cuda_reduce_params), declare_reduce},
+    {"fsdpc_cuda_norm", sizeof(fsdpc_cuda_norm_params), declare_norm},
+    {"fsdpc_cuda_norm_sum", sizeof(fsdpc_cuda_norm_sum_params), declare_norm_sum},
+    {"fsdpc_cuda_clip", sizeof(fsdpc_cuda_clip_params), declare_clip},
     {NULL, 0, NULL},
 };
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAPPED = ("csrc", "kernels", "tests/c", "tests/simgpu")
-CODE_SUFFIXES = {".c", ".h", ".inc", ".py", ".sh"}
+CODE_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".py", ".sh"}
 
 
 def tokens(text: str) -> set[str]:
@@ -30,7 +30,7 @@ def without_row(text: str, files: Iterable[str]) -> list[str]:
 
 
 def rows_without_file(text: str, files: Iterable[str]) -> list[str]:
-    looks_like_file = re.compile(r"[\w*]+\.(c|h|inc|py|sh)")
+    looks_like_file = re.compile(r"[\w*]+\.(c|cpp|cu|cuh|h|inc|py|sh)")
     files = list(files)
     found = (t for t in tokens(text) if looks_like_file.fullmatch(t))
     return sorted(t for t in found if not any(names(t, f) for f in files))

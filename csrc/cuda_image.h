@@ -1,0 +1,11 @@
+/* The machine code of kernels/cuda_*.cu for GPUs, carried inside the extension. */
+#ifndef FSDPC_CUDA_IMAGE_H
+#define FSDPC_CUDA_IMAGE_H
+
+#include <stddef.h>
+
+/* A fatbin for sm_80, sm_90, sm_100 and newer by PTX; NULL and 0 bytes in an extension that was built
+ * without nvcc. Static storage. */
+const void *fsdpc_cuda_image(size_t *bytes);
+
+#endif

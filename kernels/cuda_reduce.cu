@@ -1,0 +1,306 @@
+/* Sums of gradients, norms, and the factor of a clip, without a look by the host.
+ *
+ * Squares are added in double: by each thread over its elements, then by one tree per block, then
+ * over the blocks, each in an order that the number of elements fixes (and the address modulo 16).
+ */
+#include "cuda_span.cuh"
+
+/* --- norms ---------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void
+add_value(fsdpc_cuda_norm_value *norm, double value)
+{
+    const double magnitude = fabs(value);
+    norm->sum = sum(norm->sum, product(value, value));
+    norm->nonfinite |= !(magnitude <= 0x1.fffffffffffffp1023);
+    if (!(magnitude <= norm->max)) {
+        norm->max = norm->max != norm->max ? norm->max : magnitude;
+    }
+}
+
+static __device__ __forceinline__ void
+add_norm(fsdpc_cuda_norm_value *norm, const fsdpc_cuda_norm_value *other)
+{
+    norm->sum = sum(norm->sum, other->sum);
+    norm->nonfinite |= other->nonfinite;
+    if (!(other->max <= norm->max)) {
+        norm->max = norm->max != norm->max ? norm->max : other->max;
+    }
+}
+
+/* The whole block comes here; *out is written by its first thread. */
+static __device__ void
+add_block(const fsdpc_cuda_norm_value *own, fsdpc_cuda_norm_value *out)
+{
+    enum { BRANCH = 16 };
+    __shared__ fsdpc_cuda_norm_value leaf[FSDPC_CUDA_THREADS];
+    const int thread = (int)threadIdx.x;
+    leaf[thread] = *own;
+    __syncthreads();
+    if (thread % BRANCH == 0) {
+        for (int i = 1; i < BRANCH; i++) {
+            add_norm(&leaf[thread], &leaf[thread + i]);
+        }
+    }
+    __syncthreads();
+    if (thread == 0) {
+        for (int i = BRANCH; i < FSDPC_CUDA_THREADS; i += BRANCH) {
+            add_norm(&leaf[0], &leaf[i]);
+        }
+        *out = leaf[0];
+    }
+}
+
+template <int T>
+static __device__ void
+add_squares(fsdpc_cuda_norm_value *norm, const void *src_, int64_t n, int64_t lane, int64_t lanes)
+{
+    typedef typename item<T>::raw raw;
+    enum { COUNT = 16 / sizeof(raw), IN_FLIGHT = 4 };
+    const raw *src = (const raw *)src_;
+    const int64_t head = head_items(src, sizeof *src, n);
+    const int64_t groups = on_boundary(src + head) ? (n - head) / COUNT : 0;
+#pragma unroll 1
+    for (int64_t i = lane; i < head; i += lanes) {
+        add_value(norm, (double)item<T>::get(src[i]));
+    }
+#pragma unroll 1
+    for (int64_t first = lane; first < groups; first += IN_FLIGHT * lanes) {
+        group<raw, COUNT> in[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+                in[k].load(src + head + (first + k * lanes) * COUNT);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    add_value(norm, (double)item<T>::get(in[k].item[i]));
+                }
+            }
+        }
+    }
+#pragma unroll 1
+    for (int64_t i = head + groups * COUNT + lane; i < n; i += lanes) {
+        add_value(norm, (double)item<T>::get(src[i]));
+    }
+}
+
+/* Orders other than 2 are rare, and a power costs more than a load. */
+static __device__ __noinline__ double
+sum_of_powers(const void *src, int type, int64_t n, double p, int64_t lane, int64_t lanes)
+{
+    double total = 0;
+#pragma unroll 1
+    for (int64_t i = lane; i < n; i += lanes) {
+        total = sum(total, pow(fabs(load_item(src, type, i)), p));
+    }
+    return total;
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
+{
+    const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
+    fsdpc_cuda_norm_value norm = {0, 0, 0};
+    if (p.p != 2) {
+        norm.sum = sum_of_powers(p.src, p.type, p.n, p.p, lane, lanes);
+    } else {
+        switch (p.type) {
+        case FSDPC_F32: add_squares<FSDPC_F32>(&norm, p.src, p.n, lane, lanes); break;
+        case FSDPC_BF16: add_squares<FSDPC_BF16>(&norm, p.src, p.n, lane, lanes); break;
+        case FSDPC_F16: add_squares<FSDPC_F16>(&norm, p.src, p.n, lane, lanes); break;
+        default: add_squares<FSDPC_F64>(&norm, p.src, p.n, lane, lanes); break;
+        }
+    }
+    add_block(&norm, &p.partials[blockIdx.x]);
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
+{
+    fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
+#pragma unroll 1
+    for (int64_t i = threadIdx.x; i < p.count; i += blockDim.x) {
+        add_norm(&norm, &p.partials[i]);
+    }
+    add_block(&norm, &total);
+    if (threadIdx.x == 0) {
+        if (p.add) {
+            const fsdpc_cuda_norm_value block = total;
+            total = *p.out;
+            add_norm(&total, &block);
+        }
+        *p.out = total;
+    }
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+fsdpc_cuda_clip(const __grid_constant__ fsdpc_cuda_clip_params p)
+{
+    if (blockIdx.x != 0 || threadIdx.x != 0) {
+        return;
+    }
+    double norm = p.total->max;
+    if (p.p == 2) {
+        norm = sqrt(p.total->sum);
+    } else if (p.p <= 0x1.fffffffffffffp1023) {
+        norm = pow(p.total->sum, 1 / p.p);
+    }
+    const double factor = p.max_norm / (norm + p.epsilon);
+    *p.norm = norm;
+    *p.factor = factor >= 1 ? 1 : factor;
+}
+
+/* --- reduce --------------------------------------------------------------------------------------- */
+
+template <int S, int A> struct reduction {
+    typedef typename item<S>::raw source;
+    typedef typename item<A>::raw target;
+    enum {
+        SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
+        COUNT = 16 / SMALLER,
+    };
+};
+
+template <int S, int A>
+static __device__ __forceinline__ typename item<A>::raw
+finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
+       typename item<A>::raw added, fsdpc_cuda_norm_value *norm)
+{
+    typedef typename item<A>::raw target;
+    const target scale = (target)p.scale;
+    const target term = scale == 1 ? added : product(added, scale);
+    const target value = p.add ? sum(before, term) : term;
+    if (p.partials) {
+        add_value(norm, (double)value);
+    }
+    return value;
+}
+
+template <int S, int A>
+static __device__ void
+reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
+             fsdpc_cuda_norm_value *norm, int64_t lane, int64_t lanes)
+{
+    typedef typename item<A>::raw target;
+    target *acc = (target *)p.acc;
+#pragma unroll 1
+    for (int64_t i = begin + lane; i < end; i += lanes) {
+        target added = 0;
+        bool first = true;
+#pragma unroll 1
+        for (int s = 0; s < p.src_count; s++) {
+            const typename item<S>::raw *src = (const typename item<S>::raw *)p.src[s];
+            if (src) {
+                const target term = (target)item<S>::get(src[i]);
+                added = first ? term : sum(added, term);
+                first = false;
+            }
+        }
+        acc[i] = finish<S, A>(p, p.add ? acc[i] : 0, added, norm);
+    }
+}
+
+template <int S, int A>
+static __device__ void
+reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
+              fsdpc_cuda_norm_value *norm, int64_t lane, int64_t lanes)
+{
+    typedef typename item<S>::raw source;
+    typedef typename item<A>::raw target;
+    enum { COUNT = reduction<S, A>::COUNT };
+#pragma unroll 1
+    for (int64_t g = lane; g < groups; g += lanes) {
+        const int64_t at = begin + g * COUNT;
+        group<target, COUNT> before, added;
+        bool first = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            added.item[i] = 0;
+            before.item[i] = 0;
+        }
+        if (p.add) {
+            before.load((const target *)p.acc + at);
+        }
+#pragma unroll 1
+        for (int s = 0; s < p.src_count; s++) {
+            if (!p.src[s]) {
+                continue;
+            }
+            group<source, COUNT> in;
+            in.load((const source *)p.src[s] + at);
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                const target term = (target)item<S>::get(in.item[i]);
+                added.item[i] = first ? term : sum(added.item[i], term);
+            }
+            first = false;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            added.item[i] = finish<S, A>(p, before.item[i], added.item[i], norm);
+        }
+        added.store((target *)p.acc + at);
+    }
+}
+
+template <int S, int A>
+static __device__ void
+reduce_span(const fsdpc_cuda_reduce_params &p, fsdpc_cuda_norm_value *norm, int64_t lane,
+            int64_t lanes)
+{
+    typedef reduction<S, A> pair;
+    if constexpr (S == FSDPC_F64 || A == FSDPC_F64) {
+        reduce_items<S, A>(p, 0, p.n, norm, lane, lanes);
+        return;
+    }
+    const int64_t head = head_items(p.acc, sizeof(typename pair::target), p.n);
+    bool aligned = on_boundary((const typename pair::target *)p.acc + head);
+#pragma unroll 1
+    for (int s = 0; s < p.src_count; s++) {
+        const typename pair::source *src = (const typename pair::source *)p.src[s];
+        aligned = aligned && (!src || on_boundary(src + head));
+    }
+    const int64_t groups = aligned ? (p.n - head) / pair::COUNT : 0;
+    reduce_items<S, A>(p, 0, head, norm, lane, lanes);
+    reduce_groups<S, A>(p, head, groups, norm, lane, lanes);
+    reduce_items<S, A>(p, head + groups * pair::COUNT, p.n, norm, lane, lanes);
+}
+
+template <int A>
+static __device__ void
+reduce_any(const fsdpc_cuda_reduce_params &p, fsdpc_cuda_norm_value *norm, int64_t lane,
+           int64_t lanes)
+{
+    switch (p.src_type) {
+    case FSDPC_F32: reduce_span<FSDPC_F32, A>(p, norm, lane, lanes); break;
+    case FSDPC_BF16: reduce_span<FSDPC_BF16, A>(p, norm, lane, lanes); break;
+    case FSDPC_F16: reduce_span<FSDPC_F16, A>(p, norm, lane, lanes); break;
+    default: reduce_span<FSDPC_F64, A>(p, norm, lane, lanes); break;
+    }
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+fsdpc_cuda_reduce(const __grid_constant__ fsdpc_cuda_reduce_params p)
+{
+    const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
+    fsdpc_cuda_norm_value norm = {0, 0, 0};
+    if (p.acc_type == FSDPC_F64) {
+        reduce_any<FSDPC_F64>(p, &norm, lane, lanes);
+    } else {
+        reduce_any<FSDPC_F32>(p, &norm, lane, lanes);
+    }
+    if (p.partials) {
+        add_block(&norm, &p.partials[blockIdx.x]);
+    }
+}

@@ -1,0 +1,167 @@
+/* Running CUDA threads on the host. See cuda_shim.h. */
+#include "cuda_shim.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <ucontext.h>
+
+thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
+
+namespace
+{
+enum { MAX_THREADS = 1024, STACK_BYTES = 64 << 10 };
+
+enum fibre_state { IDLE, RUNNING, AT_BARRIER };
+
+struct fibre {
+    ucontext_t context;
+    char *stack;
+    unsigned thread;
+    fibre_state state;
+};
+
+struct block {
+    shim_kernel *kernel;
+    const void *params;
+    unsigned threads, next; /* next: the first that has not begun */
+    fibre *current;         /* NULL outside of fibres */
+    ucontext_t scheduler;
+    fibre *fibres[MAX_THREADS];
+    unsigned fibre_count;
+    ~block()
+    {
+        for (unsigned i = 0; i < fibre_count; i++) {
+            free(fibres[i]->stack);
+            free(fibres[i]);
+        }
+    }
+};
+
+thread_local block here;
+
+[[noreturn]] void
+stop(const char *what)
+{
+    fprintf(stderr, "cuda_shim: block %u: %s\n", blockIdx.x, what);
+    abort();
+}
+
+void
+become(unsigned thread)
+{
+    threadIdx.x = thread % blockDim.x;
+    threadIdx.y = thread / blockDim.x % blockDim.y;
+    threadIdx.z = thread / blockDim.x / blockDim.y;
+}
+
+/* One thread after the other until one stops at a barrier; then another fibre goes on. */
+void
+run_threads()
+{
+    while (here.next < here.threads) {
+        here.current->thread = here.next++;
+        become(here.current->thread);
+        here.kernel(here.params);
+    }
+    here.current->state = IDLE;
+}
+
+fibre *
+idle_fibre()
+{
+    for (unsigned i = 0; i < here.fibre_count; i++) {
+        if (here.fibres[i]->state == IDLE) {
+            return here.fibres[i];
+        }
+    }
+    fibre *made = (fibre *)calloc(1, sizeof *made);
+    if (!made || here.fibre_count == MAX_THREADS) {
+        stop("no memory for a fibre");
+    }
+    made->stack = (char *)malloc(STACK_BYTES);
+    if (!made->stack) {
+        stop("no memory for a stack");
+    }
+    here.fibres[here.fibre_count++] = made;
+    return made;
+}
+
+void
+resume(fibre *f)
+{
+    here.current = f;
+    f->state = RUNNING;
+    swapcontext(&here.scheduler, &f->context);
+    here.current = nullptr;
+}
+
+void
+begin(fibre *f)
+{
+    getcontext(&f->context);
+    f->context.uc_stack.ss_sp = f->stack;
+    f->context.uc_stack.ss_size = STACK_BYTES;
+    f->context.uc_link = &here.scheduler;
+    makecontext(&f->context, run_threads, 0);
+    resume(f);
+}
+
+unsigned
+waiting()
+{
+    unsigned count = 0;
+    for (unsigned i = 0; i < here.fibre_count; i++) {
+        count += here.fibres[i]->state == AT_BARRIER;
+    }
+    return count;
+}
+
+void
+run_block()
+{
+    here.next = 0;
+    while (here.next < here.threads) {
+        begin(idle_fibre());
+    }
+    for (unsigned count = waiting(); count > 0; count = waiting()) {
+        if (count != here.threads) {
+            stop("some threads wait at a barrier that others never came to");
+        }
+        for (unsigned i = 0; i < here.fibre_count; i++) {
+            if (here.fibres[i]->state == AT_BARRIER) {
+                become(here.fibres[i]->thread);
+                resume(here.fibres[i]);
+            }
+        }
+    }
+}
+} // namespace
+
+void
+__syncthreads(void)
+{
+    fibre *self = here.current;
+    self->state = AT_BARRIER;
+    swapcontext(&self->context, &here.scheduler);
+}
+
+void
+shim_launch(shim_kernel *kernel, const void *params, shim_grid grid)
+{
+    gridDim = {grid.gx, grid.gy, grid.gz};
+    blockDim = {grid.bx, grid.by, grid.bz};
+    here.kernel = kernel;
+    here.params = params;
+    here.threads = grid.bx * grid.by * grid.bz;
+    if (here.threads == 0 || here.threads > MAX_THREADS) {
+        stop("a block has 1 to 1024 threads");
+    }
+    for (unsigned z = 0; z < grid.gz; z++) {
+        for (unsigned y = 0; y < grid.gy; y++) {
+            for (unsigned x = 0; x < grid.gx; x++) {
+                blockIdx = {x, y, z};
+                run_block();
+            }
+        }
+    }
+}

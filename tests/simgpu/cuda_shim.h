@@ -1,0 +1,75 @@
+/* CUDA's language on the host, as far as the kernels of kernels/ use it: C++, included before them.
+ *
+ * A block's threads run one after the other on this thread. A thread that comes to __syncthreads()
+ * is left standing there on its own stack (a fibre) while the others come up; a block without a
+ * barrier costs one stack. Shared memory is static, as one block runs at a time on a thread; it
+ * holds what the block before left there, as on a device. Arithmetic must not be fused:
+ * -ffp-contract=off.
+ */
+#ifndef SIMGPU_CUDA_SHIM_H
+#define SIMGPU_CUDA_SHIM_H
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#define __global__
+#define __device__
+#define __constant__ static const
+#define __shared__ static thread_local
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct shim_index {
+    unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+
+extern thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
+
+/* All threads of the block come here, or none: anything else ends the program. */
+void __syncthreads(void);
+
+template <typename T>
+static inline T
+__ldcs(const T *from)
+{
+    return *from;
+}
+
+static inline float
+__fmul_rn(float a, float b)
+{
+    return a * b;
+}
+
+static inline float
+__fadd_rn(float a, float b)
+{
+    return a + b;
+}
+
+static inline double
+__dmul_rn(double a, double b)
+{
+    return a * b;
+}
+
+static inline double
+__dadd_rn(double a, double b)
+{
+    return a + b;
+}
+
+/* Runs a grid; `kernel` is called once for each of its threads. */
+typedef void shim_kernel(const void *params);
+struct shim_grid {
+    unsigned gx, gy, gz, bx, by, bz;
+};
+void shim_launch(shim_kernel *kernel, const void *params, shim_grid grid);
+
+#endif
