@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdpc import _comm_hooks
 from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._compiled import call_untraced
 from fsdpc._marks import attach_marked
 from fsdpc._mixed import cast_buffers
 from fsdpc._names import clean_fqn, join
@@ -82,7 +83,7 @@ def _pass_unit(root: Any) -> Unit:
         )
         root._pass_unit = unit
         this = weakref.ref(root)
-        unit.on_unattached = lambda: lazy_init(this())
+        unit.on_unattached = lambda: call_untraced(lazy_init, this())
         root._enter, root._leave = unit.pre_forward_hook, unit.post_forward_hook
     return root._pass_unit
 
@@ -90,7 +91,7 @@ def _pass_unit(root: Any) -> Unit:
 def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Beginning of a forward of an instance without parameters, which has no unit to do this."""
     if member._is_root is None:
-        lazy_init(member)
+        call_untraced(lazy_init, member)
         if member._pass_unit is not None:
             member._enter(member, args, kwargs)
 

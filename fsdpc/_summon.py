@@ -159,9 +159,13 @@ def write_back(unit: Any, with_grads: bool) -> None:
 
 def flat_owner(member: Any) -> nn.Module:
     """The module on which a unit's flat parameters are registered: the wrapped one, inside an
-    activation wrapper.
+    activation wrapper if there is one. Fixed at the first call: what is put between later
+    (checkpoint wrappers, torch.compile) changes nothing.
     """
-    return member.module
+    owner: nn.Module | None = member.__dict__.get("_flat_owner")
+    if owner is None:
+        owner = member.__dict__["_flat_owner"] = member.module
+    return owner
 
 
 def show_flat_params(member: Any) -> None:

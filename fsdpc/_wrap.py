@@ -3,7 +3,8 @@
 Policy objects name their targets first, in one pass; then the tree is rewritten from the leaves up.
 Callables are asked twice per module: on the way down whether to look inside, on the way up whether
 to wrap what is left over. Neither wraps the root: the constructor that called does. A module
-registered at two places becomes one unit that is registered at both.
+registered at two places becomes one unit that is registered at both. A compiled module is wrapped
+as a whole where the module inside is wanted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from fsdpc._collect import Ignored, is_unit_module
+from fsdpc._compiled import inside
 from fsdpc._mixed import FullPrecisionHooks
 from fsdpc._names import announced, join
 from fsdpc.api import MixedPrecision
@@ -37,7 +39,7 @@ def auto_wrap(
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored.modules, dict(kwargs))
         _add_full_precision(root, full_precision, ignored, kwargs, targets)
-        _TreeRewriter(root, targets, wrapper).run()
+        _TreeRewriter(root, _compiled_as_a_whole(root, targets), wrapper).run()
     else:
         _Recursion(policy, full_precision, ignored, kwargs, wrapper).run(root)
 
@@ -85,6 +87,17 @@ def _add_full_precision(
         if isinstance(module, classes) and module not in ignored.modules:
             target = targets.setdefault(module, copy.copy(kwargs))
             target["mixed_precision"] = None
+
+
+def _compiled_as_a_whole(
+    root: nn.Module, targets: dict[nn.Module, dict[str, Any]]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The targets with compiled modules in the place of the modules that they compiled."""
+    result = dict(targets)
+    for module in root.modules():  # the outermost of several wrappers comes first
+        if inside(module) is not module and inside(module) in result:
+            result[module] = result.pop(inside(module))
+    return result
 
 
 class _TreeRewriter:
@@ -136,6 +149,7 @@ class _Recursion:
         self.done: dict[nn.Module, nn.Module] = {}
 
     def run(self, root: nn.Module) -> None:
+        root = inside(root)
         self._children(root, "", self._ask(root, recurse=True, numel=self._numel(root)))
 
     def _numel(self, module: nn.Module) -> int:
@@ -166,10 +180,11 @@ class _Recursion:
         if module in self.done:
             return self.done[module], 0
         total = self._numel(module)
-        look_inside = allowed and self._ask(module, recurse=True, numel=total)
-        wrapped = self._children(module, name, look_inside)
+        plain = inside(module)
+        look_inside = allowed and self._ask(plain, recurse=True, numel=total)
+        wrapped = self._children(plain, name, look_inside)
         result = module
-        if self._wanted(module, look_inside, total - wrapped):
+        if self._wanted(plain, look_inside, total - wrapped):
             result, wrapped = self._wrap(module, name), total
         self.done[module] = result
         return result, wrapped
@@ -181,7 +196,7 @@ class _Recursion:
 
     def _wrap(self, module: nn.Module, name: str) -> nn.Module:
         kwargs = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
-        if isinstance(module, self.full_precision):
+        if isinstance(inside(module), self.full_precision):
             kwargs["mixed_precision"] = None
         with announced(name):
             return self.wrapper(module, **kwargs)

@@ -23,6 +23,7 @@ from fsdpc import _args, _clip, _comm_hooks, _convert, _dcp, _root, _summon
 from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
+from fsdpc._compiled import call_untraced, not_traced
 from fsdpc._face import Face
 from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
@@ -228,7 +229,7 @@ class FullyShardedDataParallel(Face):
         )
         claim(infos, unit)
         this = weakref.ref(self)
-        unit.on_unattached = lambda: _root.lazy_init(this())
+        unit.on_unattached = lambda: call_untraced(_root.lazy_init, this())
         unit.on_storage_dtype = lambda dtype: _convert.convert_storage(this(), dtype)
         self._unit = unit
         self._enter, self._leave = unit.pre_forward_hook, unit.post_forward_hook
@@ -236,6 +237,7 @@ class FullyShardedDataParallel(Face):
 
     # --- the step ---
 
+    @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on full parameters. Floating inputs are cast where mixed precision
         asks for it.

@@ -1,0 +1,49 @@
+"""Where torch.compile meets units.
+
+A unit's own work (gathering, swapping what modules show) must happen outside of compiled code: the
+frame of ``forward`` is never traced, and what it calls is compiled by itself. A compiled module is
+wrapped as a whole, because it has bound the module inside before anybody could wrap that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_traced(function: Function) -> Function:
+    """Keep torch.compile out of ``function`` itself, but not out of what it calls. Costs nothing
+    per call and does not import the compiler.
+    """
+    skip = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
+    if skip is not None:
+        skip(function.__code__)
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        "an FSDP unit gathers and frees its parameters here; the modules inside are compiled one "
+        "by one"
+    )
+    return function
+
+
+def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, with torch.compile kept out of all that it calls: for what runs once."""
+    if "torch._dynamo" in sys.modules:
+        function = torch.compiler.disable(function)
+    return function(*args)
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, for the module that it returned; any other module itself."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        return inside(original)
+    return module
