@@ -41,7 +41,7 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, for the module that it returned; any other module itself."""
+    """What ``torch.compile`` was given, for a module that it returned; any other module itself."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
