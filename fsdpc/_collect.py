@@ -97,8 +97,7 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
 
 
 def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
-    owner = _OWNERS.get(param)
-    owner = owner() if owner is not None else None
+    owner = owner_of(param)
     if owner is not None:
         raise ValueError(
             f"parameter {name!r} of unit {unit_name!r} is tied to a parameter of unit "
@@ -136,6 +135,12 @@ def _check_devices(infos: list[ParamInfo], unit_name: str) -> None:
                 f"parameter {info.name!r} of unit {unit_name!r} is on {info.param.device}, but "
                 "this version of fsdpc trains on the CPU only: move the module to the CPU first"
             )
+
+
+def owner_of(param: nn.Parameter) -> Any:
+    """The unit that shards ``param``; ``None`` for a parameter that no living unit manages."""
+    owner = _OWNERS.get(param)
+    return owner() if owner is not None else None
 
 
 def claim(infos: list[ParamInfo], unit: Any) -> None:

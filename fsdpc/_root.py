@@ -47,7 +47,7 @@ def lazy_init(root: Any) -> None:
     for member in members:
         if member._is_root:
             release_tree(member)
-    placed = list(_placed_units(root))
+    placed = list(placed_units(root))
     for name, _, member in placed:
         member._is_root = member is root
         member._root = weakref.ref(root)
@@ -123,7 +123,7 @@ def _check_homogeneous(members: list[Any]) -> None:
             )
 
 
-def _placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
+def placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
     """``(clean name, nesting depth among units, FSDP instance)`` in module order, each instance
     once.
     """

@@ -3,8 +3,9 @@ fsdpc's engine.
 
 The methods here are short and delegate: ``_args`` checks and resolves arguments, ``_collect`` finds
 parameters, ``_materialize`` and ``_wrap`` prepare the module, ``_root`` sets up a tree of units,
-``_summon``, ``_clip``, ``_convert`` and ``state_dict`` do what their names say. A step runs in C:
-the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame per unit.
+``_summon``, ``_clip``, ``_convert``, ``state_dict`` and ``_optim_state`` do what their names say. A
+step runs in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python
+frame per unit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
 from fsdpc._mixed import cast_arguments
 from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
+from fsdpc._optim_state import OptimStateDicts
 from fsdpc._unit import ParamInfo, Unit
 from fsdpc._wrap import auto_wrap
 from fsdpc.api import (
@@ -48,20 +50,7 @@ from fsdpc.api import (
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
-def _not_yet(name: str) -> staticmethod:
-    """A public method of torch's class that this version lacks; calling it says so."""
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel.{name} is not available in this version of fsdpc"
-        )
-
-    method.__name__ = name
-    method.__doc__ = "Not available in this version: raises ``NotImplementedError``."
-    return staticmethod(method)
-
-
-class FullyShardedDataParallel(Face):
+class FullyShardedDataParallel(OptimStateDicts, Face):
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process
     group.
 
@@ -76,15 +65,6 @@ class FullyShardedDataParallel(Face):
     """
 
     _fsdpc_is_unit = True
-
-    optim_state_dict = _not_yet("optim_state_dict")
-    optim_state_dict_to_load = _not_yet("optim_state_dict_to_load")
-    full_optim_state_dict = _not_yet("full_optim_state_dict")
-    sharded_optim_state_dict = _not_yet("sharded_optim_state_dict")
-    shard_full_optim_state_dict = _not_yet("shard_full_optim_state_dict")
-    flatten_sharded_optim_state_dict = _not_yet("flatten_sharded_optim_state_dict")
-    scatter_full_optim_state_dict = _not_yet("scatter_full_optim_state_dict")
-    rekey_optim_state_dict = _not_yet("rekey_optim_state_dict")
 
     def __init__(
         self,

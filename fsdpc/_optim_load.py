@@ -1,0 +1,256 @@
+"""From an unsharded model's optimizer state dict to this rank's part of it.
+
+Values come from the dict itself, or from rank 0's by a broadcast each, in the same order on all
+ranks, or from the rows that the ranks hold of a distributed value. Each is cut to this rank's
+elements before the next one comes.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from fsdpc import _sharded
+from fsdpc._bootstrap import comm_for_group
+from fsdpc._objects import broadcast
+from fsdpc._optim_book import Book, Key, Part, UnitEntry
+from fsdpc._optim_describe import Outline, State, equal
+
+
+class Source(Protocol):
+    """Where values come from. ``tree`` shows what there is: the same keys on all ranks."""
+
+    tree: dict[str, Any]
+
+    def fetch(self, value: Any, what: str) -> Any:
+        """The whole value of a leaf of ``tree``. Every rank must call it for the same leaves."""
+
+
+class OwnDict:
+    """Every rank has the dict; distributed values in it are gathered over their ranks."""
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.tree = _checked(state_dict)
+
+    def fetch(self, value: Any, what: str) -> Any:
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        if isinstance(value, ShardedTensor):
+            return _from_rows(value, what)
+        return value
+
+
+def _from_rows(value: ShardedTensor, what: str) -> torch.Tensor:
+    comm = comm_for_group(value._process_group)
+    shape = tuple(value.size())
+    rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
+    if not _sharded.is_cut(shape):
+        return rows
+    block = _sharded.rows_shape(shape, comm.world, 0)[0]
+    whole = torch.empty((comm.world * block, *shape[1:]), dtype=rows.dtype)
+    whole[comm.rank * block : comm.rank * block + len(rows)].copy_(rows)
+    comm.all_gather(whole.view(-1).view(torch.uint8), what=what)
+    return whole[: shape[0]]
+
+
+class FirstRanksDict:
+    """Only the group's rank 0 has the dict. Collective over the group."""
+
+    def __init__(self, state_dict: dict[str, Any] | None, group: Any) -> None:
+        self._comm = comm_for_group(group)
+        told: Any = None
+        self._held: list[torch.Tensor] = []
+        if self._comm.rank == 0:
+            try:
+                told = tree_map(self._outline, _checked(state_dict))
+            except (TypeError, ValueError) as error:
+                told = error
+        told = broadcast(self._comm, told, "names of the optimizer state dict")
+        if isinstance(told, Exception):
+            raise told
+        self.tree = told
+
+    def _outline(self, value: Any) -> Any:
+        if isinstance(value, (DTensor, ShardedTensor)):
+            raise TypeError(
+                "with rank0_only the optimizer state dict must hold whole tensors, but it holds a "
+                f"{type(value).__name__}: load it with ShardedOptimStateDictConfig, on every rank"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, torch.Tensor):
+            self._held.append(value)
+            return Outline(tuple(value.shape), value.dtype, len(self._held) - 1)
+        return value
+
+    def fetch(self, value: Any, what: str) -> Any:
+        if not isinstance(value, Outline):
+            return value
+        if self._comm.rank == 0:
+            whole = self._held[value.index].detach().cpu().contiguous()
+        else:
+            whole = torch.empty(value.shape, dtype=value.dtype)
+        if whole.numel() and self._comm.world > 1:
+            self._comm.broadcast(whole.view(-1).view(torch.uint8), root=0, what=what)
+        return whole
+
+
+def _checked(state_dict: Any) -> dict[str, Any]:
+    if not isinstance(state_dict, dict) or "state" not in state_dict:
+        raise ValueError(
+            '`optim_state_dict` must have the keys "state" to be a valid optimizer state dict'
+        )
+    state = state_dict["state"]
+    if state and all(isinstance(key, int) for key in state):
+        raise ValueError(
+            "`optim_state_dict` has parameter ids for keys; it must have parameter names, as "
+            "optim_state_dict() returns them. rekey_optim_state_dict() turns an unsharded "
+            "optimizer's ids into names"
+        )
+    return state_dict
+
+
+def sharded_states(
+    book: Book, held: list[tuple[Key, nn.Parameter]], source: Source
+) -> dict[Any, Any]:
+    """The state of every parameter that the optimizer holds, by its keys, and what the dict holds
+    beside the parameters'. Collective where the source is.
+    """
+    saved = source.tree["state"]
+    loader = _Loader(source, saved, _numbers(book, saved))
+    keys = {id(param): key for key, param in held}
+    result: dict[Any, Any] = {}
+    for entry in book.units:
+        for part in entry.parts:
+            if id(part.param) in keys:
+                state = loader.part(entry, part)
+                if state is not None:
+                    result[keys[id(part.param)]] = state
+    for name, param in book.plain.items():
+        state = loader.find(book.aliases[name])
+        if id(param) in keys and state is not None:
+            result[keys[id(param)]] = {
+                n: _own(loader.fetch(value, n, name)) for n, value in state.items()
+            }
+    known = {alias for aliases in book.aliases.values() for alias in aliases}
+    for key in [key for key in saved if key not in known]:
+        result[key] = tree_map(lambda leaf, key=key: loader.fetch(leaf, "", key), saved[key])
+    return result
+
+
+def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
+    """Names of states that are one number per parameter, like Adam's ``step``. Parameters with
+    dimensions show it; without any, a 0-dim value could as well be a 0-dim parameter's element.
+    """
+    numbers, elements = set(), set()
+    for entry in book.units:
+        for names, shape in zip(entry.names, entry.unit.shapes, strict=True):
+            state = next((saved[name] for name in names if name in saved), None)
+            if len(shape) > 0 and isinstance(state, dict):
+                numbers |= {name for name, value in state.items() if _shape(value) == ()}
+                elements |= {name for name, value in state.items() if _shape(value)}
+    return numbers | ({"step"} - elements)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Outline):
+        return value.shape
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        return tuple(value.size())
+    return None
+
+
+def _own(value: Any) -> Any:
+    """A value that an optimizer may change without changing the dict it came from."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+@dataclass
+class _Loader:
+    source: Source
+    saved: dict[str, Any]
+    numbers: set[str]
+
+    def find(self, names: list[str]) -> State | None:
+        return next((self.saved[name] for name in names if name in self.saved), None)
+
+    def fetch(self, value: Any, name: str, of: str) -> Any:
+        return self.source.fetch(value, f"optimizer state {name} of {of}")
+
+    def part(self, entry: UnitEntry, part: Part) -> State | None:
+        found = {i: self.find(entry.names[i]) for i in part.covers}
+        states = {i: state for i, state in found.items() if state}
+        if not states:
+            return None
+        names = next(iter(states.values())).keys()
+        if any(state.keys() != names for state in states.values()):
+            raise ValueError(
+                "Differing optimizer state names for the unflattened parameters: "
+                f"{[entry.names[i][0] for i in states]} (unit {entry.unit.name!r})"
+            )
+        result: State = {}
+        for name in names:
+            values = {i: state[name] for i, state in states.items()}
+            cut = all(self._is_cut(entry, i, name, value) for i, value in values.items())
+            result[name] = (self._cut if cut else self._same)(entry, part, name, values)
+        return result
+
+    def _is_cut(self, entry: UnitEntry, i: int, name: str, value: Any) -> bool:
+        """Whether a value has an element for each of the parameter's elements."""
+        shape = _shape(value)
+        return shape == tuple(entry.unit.shapes[i]) and (shape != () or name not in self.numbers)
+
+    def _cut(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> torch.Tensor:
+        """This rank's elements; zeros for those of a flat parameter's members without state."""
+        rank = entry.comm.rank
+        result: torch.Tensor | None = None
+        for i, value in values.items():
+            whole = self.fetch(value, name, entry.names[i][0]).reshape(-1)
+            if result is None:
+                result = torch.zeros(entry.length(part, rank), dtype=whole.dtype)
+            if whole.dtype != result.dtype:
+                raise ValueError(
+                    "All unflattened parameters comprising a single flat parameter must have "
+                    "positive-dimension tensor state with the same dtype but got dtypes "
+                    f"{result.dtype} and {whole.dtype} for state {name} ({entry.names[i][0]})"
+                )
+            begin, place, length = entry.layout["spans"][i][rank]
+            place = 0 if entry.unit.use_orig_params else place
+            result[place : place + length].copy_(whole[begin : begin + length])
+        assert result is not None
+        return result
+
+    def _same(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> Any:
+        """One value for all: numbers, and tensors of a shape that is not the parameter's."""
+        wholes = []
+        for i, value in values.items():
+            _check_no_factor(entry, i, name, value)
+            wholes.append(self.fetch(value, name, entry.names[i][0]))
+        if not all(equal(whole, wholes[0]) for whole in wholes):
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype but got values {wholes} for state {name} and "
+                f"unflattened parameter names {[entry.names[i][0] for i in values]}"
+            )
+        return _own(wholes[0])
+
+
+def _check_no_factor(entry: UnitEntry, i: int, name: str, value: Any) -> None:
+    shape, of = _shape(value), tuple(entry.unit.shapes[i])
+    if not shape or len(of) < 2:
+        return
+    broadcasts = len(shape) == len(of) and all(n in (1, m) for n, m in zip(shape, of, strict=True))
+    if broadcasts or shape in (of[:-1], of[:-2] + of[-1:]):
+        raise ValueError(
+            f"Tensor optimizer state does not have same shape as its parameter: {name} of "
+            f"{entry.names[i][0]} (unit {entry.unit.name!r}) has shape {shape}, the parameter "
+            f"{of}. A sharded parameter is a range of elements, whose optimizer keeps no state per "
+            "row or column: start this optimizer afresh, or use one with state per element"
+        )

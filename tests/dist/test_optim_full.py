@@ -1,0 +1,222 @@
+"""Optimizer state dicts in the FULL form: what the unsharded model's optimizer would have, and back
+into every other way to shard."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks, run_ranks
+from optim_runs import (
+    Run,
+    adam,
+    check_dict,
+    check_states,
+    load,
+    mixed,
+    options_of,
+    save,
+    start,
+)
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from toys import Block, loss_of, tokens, toy, wrap, wrap_blocks
+
+FULL = StateDictType.FULL_STATE_DICT
+WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP,
+              ShardingStrategy.NO_SHARD]
+
+
+def both(function):
+    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
+
+
+def check_full(run: Run) -> None:
+    check_dict(save(run), run.expected())
+
+
+@ranks(1, 2, 3)
+@both
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_equal_to_the_unsharded_optimizers(rank, world, strategy, use_orig_params):
+    run = start(rank, mixed(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for _ in range(2):
+        check_full(run)
+        run.train()
+
+
+@ranks(2, env=WIRE)  # sums of two have one order
+@both
+def test_over_torchs_collectives(rank, world, use_orig_params):
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    check_full(run)
+    again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
+    saved = save(run)
+    with rank0(again.model):
+        load(again, saved if rank == 0 else None)
+    check_dict(save(again), run.expected())
+
+
+@ranks(4)
+@both
+def test_hybrid(rank, world, use_orig_params):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    pair = (groups[rank // 2], groups[2 + rank % 2])
+    run = start(rank, toy(), process_group=pair, use_orig_params=use_orig_params, steps=0,
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    run.reference.groups = [[0, 1], [2, 3]]
+    run.train(2)
+    check_full(run)
+    with rank0(run.model):
+        saved = save(run)
+        assert bool(saved) == (rank == 0)
+        again = start(rank, toy(), process_group=pair, use_orig_params=use_orig_params, steps=0,
+                      sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with rank0(again.model):
+        load(again, saved)
+    check_dict(save(again), run.expected())
+
+
+def rank0(model: nn.Module, offload: bool = True):
+    return type(model).state_dict_type(
+        model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=offload),
+        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
+
+
+# --- back again ----------------------------------------------------------------------------------
+
+
+def saved_by(rank, world, policy, use_orig_params):
+    run = start(rank, mixed(), policy=policy, use_orig_params=use_orig_params)
+    parameters = run.model.state_dict()
+    saved = save(run)
+    run.train()
+    return parameters, saved, save(run)["state"]
+
+
+def resumed(rank, world, policy, use_orig_params, saved):
+    """Loads the first two of `saved`, trains as the first run did; the third is its state."""
+    parameters, optim, _ = saved
+    model = wrap_blocks("fsdpc", mixed(seed=5), *policy, use_orig_params=use_orig_params)
+    model.load_state_dict(parameters)
+    run = Run(model, adam(model), None, None, rank)
+    load(run, optim)
+    got = save(run)
+    check_dict(got, optim)
+    batches = [tokens(r, 2) for r in range(2)]  # the two ranks' of the first run
+    mean = sum(loss_of(model, batch) for batch in batches) / 2
+    mean.backward()
+    run.optim.step()
+    return save(run)["state"]
+
+
+NORM = (Block, nn.LayerNorm)
+
+
+@both
+@pytest.mark.parametrize("world,policy,before", [
+    (1, (Block,), True), (3, NORM, True), (3, (Block,), False), (2, NORM, False)],
+    ids=["1", "3-norms", "3-from-flat", "2-norms-from-flat"])
+def test_resumed_under_another_world_wrapping_and_kind(world, policy, before, use_orig_params):
+    saved = run_ranks(saved_by, 2, policy=(Block,), use_orig_params=before)[0]
+    for state in run_ranks(resumed, world, policy=policy, use_orig_params=use_orig_params,
+                           saved=saved):
+        assert state.keys() == saved[2].keys()
+        for name, expected in saved[2].items():
+            assert state[name]["step"] == expected["step"]
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(state[name][key], expected[key], rtol=1e-5, atol=1e-9)
+
+
+@ranks(2)
+@both
+def test_resumed_losses_are_the_uninterrupted_runs(rank, world, use_orig_params):
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    parameters, saved = run.model.state_dict(), save(run)
+    expected = run.train(3)
+    again = start(rank, mixed(seed=3), steps=0, use_orig_params=use_orig_params)
+    again.model.load_state_dict(parameters)
+    load(again, saved, load_directly=True)
+    again.steps = 2
+    assert again.train(3) == expected
+
+
+@ranks(3)
+@both
+def test_rank0_only(rank, world, use_orig_params):
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    with rank0(run.model):
+        saved = save(run)
+    if rank == 0:
+        check_dict(saved, run.expected())
+    else:
+        assert saved == {}
+    again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
+    with rank0(again.model):
+        load(again, saved)
+    check_dict(save(again), run.expected())
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def decayed(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
+    return torch.optim.AdamW(
+        [{"params": weights, "weight_decay": 0.1, "lr": 1e-2, "tag": "w"},
+         {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.9)}], lr=1e-3, amsgrad=True)
+
+
+@ranks(2)
+def test_groups_keep_their_options_and_division(rank, world):
+    run = start(rank, mixed(), make=decayed, use_orig_params=True)
+    check_full(run)
+    saved = save(run)
+    again = start(rank, mixed(), steps=0, use_orig_params=True, policy=NORM, make=lambda model: (
+        torch.optim.AdamW(list(reversed(decayed(model).param_groups)), amsgrad=True)))
+    load(again, saved)
+    got = save(again)
+    check_states(got["state"], saved["state"])
+    assert options_of(again.optim.param_groups) == options_of(saved["param_groups"])[::-1]
+    assert [set(g["params"]) for g in got["param_groups"]] == [
+        set(g["params"]) for g in saved["param_groups"][::-1]]
+    flat = start(rank, mixed(), steps=0, use_orig_params=False)
+    with pytest.raises(ValueError, match="different options"):
+        load(flat, saved)
+
+
+MAKERS = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "plain_sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=0.1),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), lr=0.1),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.5, centered=True),
+    "tensor_lr": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)),
+    "names": lambda m: torch.optim.Adam(m.named_parameters(), lr=0.01),
+}
+
+
+@ranks(2)
+@both
+@pytest.mark.parametrize("name", MAKERS)
+def test_other_optimizers(rank, world, name, use_orig_params):
+    run = start(rank, toy(), make=MAKERS[name], use_orig_params=use_orig_params)
+    saved = save(run)
+    check_full(run)
+    if name == "names":
+        assert [g["param_names"] for g in saved["param_groups"]] == [
+            g["params"] for g in saved["param_groups"]]
+    again = start(rank, toy(), steps=0, make=MAKERS[name], use_orig_params=use_orig_params)
+    load(again, saved)
+    check_dict(save(again), saved)
