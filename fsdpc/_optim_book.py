@@ -1,7 +1,7 @@
 """Which parameter an optimizer's entry stands for: keys, parameters and names of a model.
 
 An optimizer holds the sharded parameters: with ``use_orig_params`` one per original parameter (this
-rank's elements of it), otherwise one flat parameter per dtype segment of a unit, which covers
+rank's elements of it, or all in its own shape where nothing is sharded), otherwise one flat parameter per dtype segment of a unit, which covers
 several originals. Beside them it may hold parameters that no unit manages.
 """
 
@@ -50,6 +50,12 @@ class UnitEntry:
         if self.unit.use_orig_params:
             return self.layout["spans"][part.covers[0]][rank][2]
         return self.segment(part)["piece_numel"]
+
+    def shape(self, part: Part, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part, as its optimizer sees it."""
+        if self.unit.use_orig_params and not self.unit.is_sharded:
+            return tuple(self.unit.shapes[part.covers[0]])
+        return (self.length(part, rank),)
 
     def segment_index(self, part: Part) -> int:
         return self.layout["params"][part.covers[0]]["segment"]

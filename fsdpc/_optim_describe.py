@@ -132,16 +132,16 @@ def _sort(
         return
     if len({value.dtype if isinstance(value, Outline) else None for value in values}) > 1:
         raise RuntimeError(f"{_state(entry, j, name)} has another type or dtype on another rank")
-    lengths = [(entry.length(entry.parts[j], rank),) for rank in holders]
-    if [value.shape for value in values] == lengths:
+    shapes = [entry.shape(entry.parts[j], rank) for rank in holders]
+    if [value.shape for value in values] == shapes:
         plan.cut[name] = values[0].dtype
     elif len({value.shape for value in values}) == 1:
         whole.append((j, name))
     else:
         raise RuntimeError(
             f"{_state(entry, j, name)} has the shapes {[value.shape for value in values]} on ranks "
-            f"{holders}, which hold {[n for (n,) in lengths]} elements of the parameter: only "
-            "state with one element per element of the parameter can be put together from shards"
+            f"{holders}, whose parts of the parameter have the shapes {shapes}: only state "
+            "with one element per element of the parameter can be put together from shards"
         )
 
 

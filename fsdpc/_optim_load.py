@@ -225,7 +225,7 @@ class _Loader:
             place = 0 if entry.unit.use_orig_params else place
             result[place : place + length].copy_(whole[begin : begin + length])
         assert result is not None
-        return result
+        return result.view(entry.shape(part, rank))
 
     def _same(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> Any:
         """One value for all: numbers, and tensors of a shape that is not the parameter's."""
@@ -244,7 +244,7 @@ class _Loader:
 
 def _check_no_factor(entry: UnitEntry, i: int, name: str, value: Any) -> None:
     shape, of = _shape(value), tuple(entry.unit.shapes[i])
-    if not shape or len(of) < 2:
+    if not shape or len(of) < 2 or (entry.unit.use_orig_params and not entry.unit.is_sharded):
         return
     broadcasts = len(shape) == len(of) and all(n in (1, m) for n, m in zip(shape, of, strict=True))
     if broadcasts or shape in (of[:-1], of[:-2] + of[-1:]):

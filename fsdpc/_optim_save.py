@@ -111,7 +111,7 @@ def _gather_run(
     for j in members:
         begin, length = _place(entry, entry.parts[j])
         if length:
-            own[begin : begin + length].copy_(states[j][name])
+            own[begin : begin + length].copy_(states[j][name].reshape(-1))
     if comm.world > 1:
         what = f"optimizer state {name} of unit {entry.unit.name}"
         comm.all_gather(whole.view(torch.uint8), what=what)
