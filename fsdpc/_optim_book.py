@@ -1,8 +1,9 @@
 """Which parameter an optimizer's entry stands for: keys, parameters and names of a model.
 
 An optimizer holds the sharded parameters: with ``use_orig_params`` one per original parameter (this
-rank's elements of it, or all in its own shape where nothing is sharded), otherwise one flat parameter per dtype segment of a unit, which covers
-several originals. Beside them it may hold parameters that no unit manages.
+rank's elements of it, or all in its own shape where nothing is sharded), otherwise one flat
+parameter per dtype segment of a unit, which covers several originals. Beside them it may hold
+parameters that no unit manages.
 """
 
 from __future__ import annotations
