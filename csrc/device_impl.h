@@ -12,21 +12,6 @@
 
 enum { FSDPC_DEVICE_API_VERSION = 1 };
 
-/* Streams and events of an asynchronous device. `stream` NULL is the caller's. */
-struct fsdpc_device_order {
-    int (*stream_new)(void *context, const char *name, fsdpc_stream **out);
-    void (*stream_free)(void *context, fsdpc_stream *stream);
-    void (*set_caller)(void *context, void *raw);
-    void (*use)(void *context, fsdpc_stream *stream);
-    void *(*stream_raw)(void *context, fsdpc_stream *stream);
-    int (*event_new)(void *context, fsdpc_event **out);
-    void (*event_free)(void *context, fsdpc_event *event);
-    int (*record)(void *context, fsdpc_event *event, fsdpc_stream *stream);
-    int (*await)(void *context, fsdpc_stream *stream, fsdpc_event *event);
-    int (*is_done)(void *context, fsdpc_event *event, bool *out);
-    int (*finish)(void *context, fsdpc_event *event, double timeout_s, const char *what);
-};
-
 typedef struct fsdpc_device_i {
     int api_version; /* FSDPC_DEVICE_API_VERSION of the implementer */
     const char *name;
@@ -56,15 +41,6 @@ typedef struct fsdpc_device_i {
                 double scale);
     int (*poison)(void *context, void *dst, fsdpc_dtype type, int64_t n);
     int (*zero)(void *context, void *dst, size_t bytes);
-
-    /* (optional, all together) NULL: one order for everything, see device.h. */
-    const struct fsdpc_device_order *order;
-    /* (optional, all together) NULL: FSDPC_E_UNAVAILABLE. */
-    int (*pack_plan_new)(void *context, const fsdpc_pack_entry *entries, int count,
-                         int source_count, fsdpc_pack_plan **out);
-    void (*pack_plan_free)(void *context, fsdpc_pack_plan *plan);
-    int (*pack_many)(void *context, const fsdpc_pack_plan *plan, void *dst,
-                     const fsdpc_tensor *sources, double scale);
 } fsdpc_device_i;
 
 struct fsdpc_device {

@@ -24,6 +24,15 @@ typedef struct fsdpc_unit_options {
     bool reshard;          /* released after forward, gathered again for backward */
 } fsdpc_unit_options;
 
+/* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
+typedef struct fsdpc_tensor {
+    const void *data;
+    fsdpc_dtype dtype;
+    int ndim;
+    const int64_t *shape, *strides; /* elements */
+    bool contiguous;
+} fsdpc_tensor;
+
 enum fsdpc_which { FSDPC_MASTER = 0, FSDPC_GRAD = 1 };
 
 /* Collective over options->shard (memory is laid out alike on all ranks; the caller has compared

@@ -406,45 +406,6 @@ settings_are_checked_at_the_start(void)
     CHECK_INT(status_in_child(NULL, NULL, 1), FSDPC_E_NOMEM);
 }
 
-static void
-a_device_without_streams_has_one_order(void)
-{
-    fsdpc_stream *stream = (fsdpc_stream *)&device;
-    fsdpc_event *event = (fsdpc_event *)&device;
-    bool done = false;
-    CHECK_OK(fsdpc_device_stream_new(device, "gather", &stream));
-    CHECK_OK(fsdpc_device_event_new(device, &event));
-    CHECK(stream == NULL && event == NULL);
-    fsdpc_device_set_caller(device, NULL);
-    fsdpc_device_use(device, stream);
-    CHECK(fsdpc_device_stream_raw(device, stream) == NULL);
-    CHECK_OK(fsdpc_device_record(device, event, stream));
-    CHECK_OK(fsdpc_device_await(device, stream, event));
-    CHECK_OK(fsdpc_device_is_done(device, event, &done));
-    CHECK(done);
-    CHECK_OK(fsdpc_device_finish(device, event, 0.0, "nothing"));
-    fsdpc_device_event_free(device, event);
-    fsdpc_device_stream_free(device, stream);
-}
-
-static void
-packs_of_many_tensors_are_checked_and_refused(void)
-{
-    const fsdpc_pack_entry good = {4, 0, FSDPC_F32, 0}, low = {4, 0, FSDPC_F32, -2};
-    const fsdpc_pack_entry high = {4, 0, FSDPC_F32, 1}, bytes = {4, 0, FSDPC_BYTES, 0};
-    fsdpc_pack_plan *plan;
-    float x[4];
-    CHECK_ERROR(fsdpc_device_pack_plan_new(device, &low, 1, 1, &plan), FSDPC_E_INVAL, "source -2");
-    CHECK_ERROR(fsdpc_device_pack_plan_new(device, &high, 1, 1, &plan), FSDPC_E_INVAL, "source 1");
-    CHECK_ERROR(fsdpc_device_pack_plan_new(device, &bytes, 1, 1, &plan), FSDPC_E_INVAL, "uint8");
-    CHECK_ERROR(fsdpc_device_pack_plan_new(device, &good, -1, 1, &plan), FSDPC_E_INVAL, "-1");
-    CHECK_ERROR(fsdpc_device_pack_plan_new(device, &good, 1, 1, &plan), FSDPC_E_UNAVAILABLE,
-                "one by one");
-    CHECK(plan == NULL);
-    CHECK_ERROR(fsdpc_device_pack_many(device, plan, x, NULL, 1), FSDPC_E_INVAL, "plan");
-    fsdpc_device_pack_plan_free(device, plan);
-}
-
 int
 main(void)
 {
@@ -463,8 +424,6 @@ main(void)
     memory_is_given_back();
     results_do_not_depend_on_the_number_of_threads();
     norms_join_their_parts();
-    a_device_without_streams_has_one_order();
-    packs_of_many_tensors_are_checked_and_refused();
     REQUIRE_OK(fsdpc_pool_new(&pool));
     a_loop_does_each_part_once(pool);
     two_callers_do_not_wait_for_each_other(pool);
