@@ -9,6 +9,8 @@ one.
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +46,7 @@ def lazy_init(root: Any) -> None:
         return
     members = unit_modules(root)
     _check_homogeneous(members)
+    _warn_of_eval_precision(members)
     for member in members:
         if member._is_root:
             release_tree(member)
@@ -121,6 +124,17 @@ def _check_homogeneous(members: list[Any]) -> None:
                 f"Expects one homogeneous value for {attr} but got {sorted(values)}: pass the "
                 f"same {name} to every FullyShardedDataParallel of a model"
             )
+
+
+def _warn_of_eval_precision(members: list[Any]) -> None:
+    asked = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    if asked and any(member.mixed_precision.param_dtype is not None for member in members):
+        warnings.warn(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect with fsdpc: evaluation computes in "
+            "MixedPrecision.param_dtype as training does. For full precision, load the state dict "
+            "into a model without mixed_precision.",
+            stacklevel=4,
+        )
 
 
 def placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:

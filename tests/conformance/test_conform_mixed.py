@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 
 import torch
-from outcome import wrong
+from outcome import raises, wrong
 from suite import Cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -229,6 +230,22 @@ def accumulating_in_bf16(lib):
     for micro in range(2):
         loss_of(model, lib.batch(0, micro)).backward()
     return lib.gradients(model)
+
+
+class EvaluationPrecisionWarned(UserWarning):
+    """Not used by the libraries: lets a refusal by warning be stated as one."""
+
+
+@case(fsdpc=raises(EvaluationPrecisionWarned, "no effect"))
+def evaluation_in_full_precision(lib):
+    """FSDP_USE_FULL_PREC_IN_EVAL=1"""
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    model = lib.wrap(Spy(), mixed_precision=COMBINATIONS["all"])
+    model(torch.ones(1, 2))
+    if lib.warned("FSDP_USE_FULL_PREC_IN_EVAL"):
+        raise EvaluationPrecisionWarned("a warning says that it has no effect")
+    model.eval()
+    assert model(torch.ones(1, 2)).dtype == F32
 
 
 @case()
