@@ -20,7 +20,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 from fsdpc._collect import is_unit_module
 from fsdpc._face import stand_in
 from fsdpc.fsdp import FSDP
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 NAME = "FullyShardedDataParallel"
 _lock = threading.RLock()
@@ -58,9 +58,7 @@ def install() -> None:
             _dispatch_static_methods()
             _rename(TorchFSDP, FSDP)
             _stand_in_where_torch_needs_its_own()
-            scaler = _our_scaler()
-            if scaler is not None:
-                _rename(TorchScaler, scaler)
+            _rename(TorchScaler, ShardedGradScaler)
             stand_in(FSDP)
             _undo.append(lambda: stand_in(None))
         except BaseException:
@@ -82,13 +80,6 @@ def uninstall() -> None:
 def installed() -> bool:
     """True between ``install()`` and ``uninstall()``. Local."""
     return bool(_undo)
-
-
-def _our_scaler() -> type | None:
-    try:
-        return import_module("fsdpc.sharded_grad_scaler").ShardedGradScaler
-    except ModuleNotFoundError:
-        return None
 
 
 # --- names ---------------------------------------------------------------------------------------

@@ -71,3 +71,23 @@ def test_saved_for_from_pretrained(rank, world, name, tmp_path):
     with torch.no_grad():
         expected = again(**batch(rank, 9)).loss
         assert torch.equal(model(**batch(rank, 9)).loss, expected)
+
+
+@ranks(2)
+@both_models
+@both_ways
+def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
+    """The others build on the meta device and get parameters and buffers, rotary tables that no
+    state dict holds among them, from rank 0: the model of every rank equals rank 0's.
+    """
+    with torch.device("cpu" if rank == 0 else "meta"):
+        module = build(name)
+    model = shard(
+        name,
+        module,
+        use_orig_params=use_orig_params,
+        sync_module_states=True,
+        param_init_fn=None if rank == 0 else lambda m: m.to_empty(device="cpu", recurse=False),
+    )
+    reference = DistributedDataParallel(build(name))
+    assert steps(model, adamw(model), rank, 0, 4) == steps(reference, adamw(reference), rank, 0, 4)

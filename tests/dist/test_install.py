@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as public
 import torch.distributed.fsdp.fully_sharded_data_parallel as home
+import torch.distributed.fsdp.sharded_grad_scaler as scaler_home
 from harness import ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
@@ -21,6 +22,7 @@ from toys import loss_of, tokens, toy
 
 import fsdpc
 from fsdpc._install import installed
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 CPU = torch.device("cpu")
 
@@ -29,6 +31,7 @@ class Torchs:
     """Holds torch's class where install() does not look: in no module's namespace."""
 
     FSDP = public.FullyShardedDataParallel
+    Scaler = scaler_home.ShardedGradScaler
 
 
 STATIC = [
@@ -53,6 +56,7 @@ def framework(name: str = "framework") -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.FSDP = Torchs.FSDP
+    module.Scaler = Torchs.Scaler
     return module
 
 
@@ -79,10 +83,12 @@ def test_names_change_and_change_back():
 
         assert FullyShardedDataParallel is fsdpc.FSDP
         assert module.FSDP is fsdpc.FSDP
+        assert scaler_home.ShardedGradScaler is module.Scaler is ShardedGradScaler
         assert vars(home)["FullyShardedDataParallel"] is Torchs.FSDP  # what its functions read
         fsdpc.uninstall()
         fsdpc.uninstall()
         assert not installed()
+        assert scaler_home.ShardedGradScaler is module.Scaler is Torchs.Scaler
         assert module.FSDP is Torchs.FSDP and torch_holders() == held
         assert vars(Torchs.FSDP) == vocabulary
         assert type(home) is types.ModuleType
