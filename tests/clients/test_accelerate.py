@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks
+from resume import with_state
 from torch import nn
-from toys import toy
+from toys import check_equal, toy, wrap_blocks
 
 import fsdpc
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate import (  # noqa: E402
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    load_checkpoint_in_model,  # noqa: E402
+)
 from accelerate.state import DistributedType, PartialState  # noqa: E402
 
 ACCUMULATE = 2
@@ -113,3 +118,72 @@ def test_a_bf16_model_is_trained_in_fp32(use_orig_params):
         assert losses == reference
     for name, value in got[0][-1].items():
         assert torch.equal(value, expected[0][-1][name]), name
+
+
+def wrap_by_hand_and_export(rank, world, folder, use_orig_params):
+    accelerator = accelerator_of("fsdpc", use_orig_params=use_orig_params)
+    wrapped = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
+    model = accelerator.prepare(wrapped)
+    assert model is wrapped  # not wrapped again
+    assert accelerator.unwrap_model(model) is model.module
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    plain = toy(seed=1)
+    load_checkpoint_in_model(plain, folder)
+    check_equal(plain.state_dict(), toy().state_dict(), "exported")
+
+
+@both_ways
+def test_a_model_wrapped_by_hand_is_exported(use_orig_params, tmp_path):
+    """prepare leaves it alone; ``save_model`` writes safetensors that a plain model loads."""
+    run_ranks(wrap_by_hand_and_export, 2, folder=str(tmp_path), use_orig_params=use_orig_params)
+
+
+def train_and_save(rank, world, folder, **plugin):
+    accelerator = accelerator_of("fsdpc", **plugin)
+    parts = prepared(accelerator)
+    train(accelerator, *parts)
+    accelerator.save_state(folder)
+    return train(accelerator, *parts)
+
+
+def load_and_train(rank, world, folder, **plugin):
+    accelerator = accelerator_of("fsdpc", **plugin)
+    parts = prepared(accelerator)
+    if plugin["state_dict_type"] == "SHARDED_STATE_DICT":
+        with_state(parts[1])
+    accelerator.load_state(folder)
+    return train(accelerator, *parts)
+
+
+@both_ways
+@both_forms
+def test_resuming_gives_the_same_losses(use_orig_params, form, tmp_path):
+    """``save_state`` in one set of processes, ``load_state`` in another: model, optimizer, schedule
+    and random states; losses and norms after it to the bit, also over collectives of torch.
+    """
+    options = {"folder": str(tmp_path), "use_orig_params": use_orig_params, "state_dict_type": form}
+    expected = run_ranks(train_and_save, 2, **options)
+    assert run_ranks(load_and_train, 2, **options) == expected
+    other = run_ranks(load_and_train, 2, **{**options, "use_orig_params": not use_orig_params})
+    for losses, reference in zip(other, expected, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+
+
+def save_and_go_back(rank, world, folder, **plugin):
+    """What the same processes do after ``load_state``, with what is in the model by then."""
+    accelerator = accelerator_of("fsdpc", **plugin)
+    parts = prepared(accelerator)
+    train(accelerator, *parts)
+    accelerator.save_state(folder)
+    first = train(accelerator, *parts)
+    accelerator.load_state(folder)
+    return first, train(accelerator, *parts)
+
+
+@both_forms
+def test_going_back_in_the_same_processes(form, tmp_path):
+    for first, again in run_ranks(
+        save_and_go_back, 2, folder=str(tmp_path), use_orig_params=True, state_dict_type=form
+    ):
+        assert again == first

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import run_ranks
 from models import MODELS, batch, both_models, build
+from resume import with_state
 
 import fsdpc
 
@@ -26,6 +27,12 @@ class Recording(Trainer):
         loss = super().training_step(*args, **kwargs)
         self.seen = [*getattr(self, "seen", ()), loss.item()]
         return loss
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        form = (self.args.fsdp_config or {}).get("state_dict_type", "")
+        if checkpoint is not None and "SHARDED" in form:
+            with_state(self.optimizer)  # without weight decay, no parameter moves
+        super()._load_optimizer_and_scheduler(checkpoint)
 
 
 def arguments(kind: str, name: str, folder: str, **options) -> TrainingArguments:
@@ -74,10 +81,18 @@ def data() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def run(rank, world, kind, name, folder, resume=None, **options):
-    trainer = Recording(
-        model=build(name), args=arguments(kind, name, folder, **options), train_dataset=data()
+def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(2)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )
+
+
+def run(rank, world, kind, name, folder, resume=None, adapters=False, **options):
+    args = arguments(kind, name, folder, **options)
+    model = with_adapters(build(name)) if adapters else build(name)
+    trainer = Recording(model=model, args=args, train_dataset=data())
     trainer.train(resume_from_checkpoint=resume)
     assert (type(trainer.model_wrapped) is fsdpc.FSDP) == (kind == "fsdpc")
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -95,3 +110,27 @@ def test_training_equals_ddp(name, use_orig_params, tmp_path: Path):
         assert len(losses) == 2 * STEPS and len(norms) == STEPS
         assert losses == pytest.approx(reference, rel=1e-6, abs=0)
         assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize("use_orig_params", ["true", "false"])
+def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
+    """With a peft model Trainer changes accelerate's wrap policy to peft's."""
+    options = {"name": "llama", "folder": str(tmp_path), "adapters": True}
+    got = run_ranks(run, 2, kind="fsdpc", use_orig_params=use_orig_params, **options)
+    expected = run_ranks(run, 2, kind="ddp", **options)
+    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+        assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
+
+
+@both_models
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_resuming_gives_the_same_losses(name, form, tmp_path: Path):
+    """From the checkpoint of the middle, in new processes: the second half to the bit."""
+    options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
+    whole = run_ranks(run, 2, **options)
+    middle = tmp_path / f"checkpoint-{STEPS // 2}"
+    again = run_ranks(run, 2, resume=str(middle), **options)
+    for (losses, norms), (expected, expected_norms) in zip(again, whole, strict=True):
+        assert losses == expected[STEPS:]  # two micro-batches a step
+        assert norms[-STEPS // 2 :] == expected_norms[STEPS // 2 :]
