@@ -89,7 +89,7 @@ def _sharded_tensor(
         if start == stop:
             break
         offsets = [start] + [0] * (len(size) - 1)
-        where = _device_of(dist.get_global_rank(pg, rank), local_rows.device)
+        where = device_of(dist.get_global_rank(pg, rank), local_rows.device)
         blocks.append(ShardMetadata(offsets, [stop - start, *size[1:]], where))
         if rank == pg.rank():
             own.append(LocalShard(local_rows, blocks[-1]))
@@ -104,7 +104,8 @@ def _sharded_tensor(
     return ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, pg)
 
 
-def _device_of(rank: int, local: torch.device) -> str:
+def device_of(rank: int, local: torch.device) -> str:
+    """Where a global rank keeps its part, as a shard's metadata says it. Local."""
     if local.type == "cpu":
         return f"rank:{rank}/cpu"
     per_host = torch.get_device_module(local).device_count()

@@ -1,5 +1,6 @@
 """LOCAL_STATE_DICT of one unit: its flat parameters as they lie, one ``ShardedTensor`` each under
-``_flat_param``, without copies. It fits the same wrapping on the same number of ranks only.
+``_flat_param``, without copies. It fits the same wrapping only, and another number of ranks only
+where ``torch.distributed.checkpoint`` reshards it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed._shard.sharded_tensor import (
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from fsdpc._names import FSDP_PREFIX, flat_param_name
+from fsdpc._sharded import device_of
 
 
 def check(member: Any) -> None:
@@ -102,7 +104,9 @@ def _wrap(unit: Any, index: int) -> ShardedTensor:
     own, pg = _own_part(unit, index), unit.groups.shard_pg
     piece = unit.flat_segments[index]["piece_numel"]
     shards = [
-        ShardMetadata([rank * piece], [length], f"rank:{dist.get_global_rank(pg, rank)}/cpu")
+        ShardMetadata(
+            [rank * piece], [length], device_of(dist.get_global_rank(pg, rank), own.device)
+        )
         for rank, length in enumerate(_lengths(unit, index))
         if length > 0
     ]

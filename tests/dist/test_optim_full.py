@@ -3,8 +3,6 @@ into every other way to shard."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from toys import Block, loss_of, tokens, toy, wrap, wrap_blocks
+from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 FULL = StateDictType.FULL_STATE_DICT
 WIRE = {"FSDPC_COLLECTIVES": "c10d"}

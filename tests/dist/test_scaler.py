@@ -13,7 +13,16 @@ from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
-from toys import Precision, Reference, check_equal, full_parameters, loss_of, tokens, toy, wrap_blocks
+from toys import (
+    Precision,
+    Reference,
+    check_equal,
+    full_parameters,
+    loss_of,
+    tokens,
+    toy,
+    wrap_blocks,
+)
 
 FP16 = Precision("fp16", param=torch.float16)
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])

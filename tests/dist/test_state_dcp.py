@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoints import KINDS, build, dcp_state_dict, load, mixed, same, save
 from harness import ranks, run_ranks
 from torch import nn
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
+import fsdpc
 from fsdpc import _dcp
 
 OURS = [kind for kind in KINDS if kind.startswith("fsdpc")]
@@ -223,6 +225,42 @@ def read(rank, world, path, kind):
 def test_another_number_of_ranks(tmp_path, kind, worlds):
     run_ranks(write, worlds[0], path=str(tmp_path), kind=kind)
     run_ranks(read, worlds[1], path=str(tmp_path), kind=kind)
+
+
+def write_in_background(rank, world, path, kind):
+    model = build(kind, toy(seed=1))
+    state = get_model_state_dict(model)
+    future = dcp.async_save(state, checkpoint_id=path)
+    with torch.no_grad():  # what is written is the state at the call
+        for param in model.parameters():
+            param.zero_()
+    future.result()
+
+
+def test_saved_in_the_background(tmp_path):
+    """DTensors only: torch's staging of dicts cannot copy a ShardedTensor, whoever made it."""
+    run_ranks(write_in_background, 2, path=str(tmp_path), kind="fsdpc-mesh")
+    run_ranks(read, 3, path=str(tmp_path), kind="fsdpc-mesh")
+
+
+@ranks(2)
+@pytest.mark.parametrize("first", ["install", "model"])
+def test_under_torchs_name(rank, world, first):
+    """With fsdpc.install() before or after the bridge, and after fsdpc.uninstall()."""
+    model = build("fsdpc", toy(seed=1)) if first == "model" else None
+    fsdpc.install()
+    try:
+        if model is None:
+            import torch.distributed.fsdp as public
+
+            model = public.FullyShardedDataParallel(toy(seed=1))
+            assert type(model) is fsdpc.FSDP
+        same(get_model_state_dict(model), toy(seed=1).state_dict())
+    finally:
+        fsdpc.uninstall()
+    same(get_model_state_dict(model, options=FULL), toy(seed=1).state_dict())
+    theirs = build("fsdp1", toy(seed=2))
+    same(get_model_state_dict(theirs, options=FULL), toy(seed=2).state_dict())
 
 
 def write_and_read_hybrid(rank, world, path, mesh):

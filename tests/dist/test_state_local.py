@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import LOCAL, SHARDED, build, mixed, same, typed, whole
-from harness import ranks
+from checkpoints import LOCAL, SHARDED, build, load, mixed, same, save, typed, whole
+from harness import ranks, run_ranks
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import LocalStateDictConfig, ShardingStrategy
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
@@ -94,3 +94,24 @@ def test_what_is_not_sharded_comes_full_with_a_warning(rank, world):
         model = wrap("fsdpc", toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
     with typed(model, LOCAL), pytest.warns(UserWarning, match="full_state_dict will be returned"):
         same(model.state_dict(), toy().state_dict())
+
+
+def write(rank, world, path):
+    model = wrap_blocks("fsdpc", toy(seed=1))
+    with typed(model, LOCAL):
+        save(path, model.state_dict())
+
+
+def read(rank, world, path):
+    model = wrap_blocks("fsdpc", toy())
+    with typed(model, LOCAL):
+        state = model.state_dict()
+        load(path, state)  # into the shards themselves
+        model.load_state_dict(state)
+    same(model.state_dict(), toy(seed=1).state_dict())
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 3), (3, 2)])
+def test_on_disk(tmp_path, worlds):
+    run_ranks(write, worlds[0], path=str(tmp_path))
+    run_ranks(read, worlds[1], path=str(tmp_path))

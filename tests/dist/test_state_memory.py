@@ -66,10 +66,10 @@ def measure(rank, world, kind, config, engine, load):
     give_back_at_once()
     model = wrap(engine, Stack(), auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True)
     with typed(model, kind, config):
-        state = model.state_dict()  # maps the peers' pages, which are there anyway
+        kept = [model.state_dict()]  # maps the peers' pages, which are there anyway
         if load:
-            return peak_of(lambda: model.load_state_dict(state))
-        del state
+            return peak_of(lambda: model.load_state_dict(kept[0]))
+        kept.clear()
         return peak_of(model.state_dict)
 
 
