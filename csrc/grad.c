@@ -312,6 +312,22 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
     return fsdpc_device_zero(unit->device, seen, (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
+int
+fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    char *acc = (char *)unit->grad + seg->grad_offset +
+                (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
+    FSDPC_TRY(fsdpc_device_scale(unit->device, acc, seg->accumulate, span.length, factor));
+    if (!unit->grad_out) {
+        return FSDPC_OK;
+    }
+    int64_t length;
+    void *seen = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_scale(unit->device, seen, seg->storage, length, factor);
+}
+
 static char *
 own_sum(const fsdpc_unit *unit, int param, int64_t *length)
 {

@@ -114,6 +114,9 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
             return -1;
         }
         seen->requires_grad = seen->grad != NULL;
+        if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+            return -1;
+        }
         flat->expected += seen->grad ? seen->cover_count : 0;
     }
     return 0;
@@ -440,6 +443,9 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         return 0;
     }
     flat->prepared = true;
+    if (flat->unit->local_any && fsdpc_py_drop_zeroed(flat) < 0) {
+        return -1;
+    }
     bool any_ours = false;
     for (int i = 0; i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
@@ -475,11 +481,8 @@ static int
 show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
 {
     seen->cleared = false;
-    for (int c = 0; !sync && c < seen->cover_count; c++) {
-        if (fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
-            fsdpc_py_raise(FSDPC_E_INTERNAL);
-            return -1;
-        }
+    if (!sync && fsdpc_py_show_waiting(flat, seen) < 0) {
+        return -1;
     }
     /* The user may have pointed it elsewhere before clearing it. */
     const void *data;
@@ -505,6 +508,9 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
     }
     if (sync) {
         memset(unit->used, 0, (size_t)unit->layout->param_count);
+    }
+    if (result == 0 && flat->prepared && unit->local_any) {
+        result = fsdpc_py_note_waiting(flat);
     }
     return result;
 }

@@ -18,7 +18,9 @@ typedef struct fsdpc_py_site {
 typedef struct fsdpc_py_seen {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
     PyObject *alias;        /* a second tensor over it: the user may point `grad` elsewhere */
-    const void *grad_data;
+    const void *grad_data, *param_data;
+    long version; /* of `grad` when the last backward ended, if it waits */
+    bool waits;   /* `grad` stands for gradients of no_sync */
     int *covers;
     int cover_count;
     bool requires_grad; /* as last seen */
@@ -33,8 +35,9 @@ typedef struct fsdpc_py_flat {
     bool own_tree;                         /* made by gather() on a unit that stands alone */
     int id;
     PyObject *on_unattached, *after_backward;
-    PyObject *comm_hook; /* sums the gradients over the ranks in the engine's place, or NULL */
-    PyObject **full;     /* per parameter: the gathered tensor, or NULL */
+    PyObject *on_changed; /* takes parameters over that the user changed */
+    PyObject *comm_hook;  /* sums the gradients over the ranks in the engine's place, or NULL */
+    PyObject **full;      /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
     int site_count;
     fsdpc_py_seen *seen;
@@ -79,7 +82,7 @@ typedef struct fsdpc_py_tree {
 /* Strings made once. */
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
-        *is_view, *base, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
+        *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
         *backward_optimizers;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
@@ -161,6 +164,19 @@ int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool 
 void fsdpc_py_drop_held(fsdpc_py_flat *flat);
 /* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
 int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
+
+/* --- py_writeback.c -------------------------------------------------------------------------- */
+
+/* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
+ * another object has taken its place in a module. */
+int fsdpc_py_look_for_changes(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
+/* `seen` shows zeros for gradients that wait. */
+int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
+/* A backward has ended: which seen gradients stand for something that waits. */
+int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
+/* Discards what waits for gradients that the user has set to zero in place since. */
+int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* --- py_listen.c ----------------------------------------------------------------------------- */
 

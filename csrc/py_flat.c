@@ -102,6 +102,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->on_unattached);
     Py_VISIT(self->after_backward);
     Py_VISIT(self->comm_hook);
+    Py_VISIT(self->on_changed);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
     for (int i = 0; self->full && i < count; i++) {
         Py_VISIT(self->full[i]);
@@ -126,6 +127,7 @@ flat_clear(fsdpc_py_flat *self)
     Py_CLEAR(self->on_unattached);
     Py_CLEAR(self->after_backward);
     Py_CLEAR(self->comm_hook);
+    Py_CLEAR(self->on_changed);
     Py_CLEAR(self->tree);
     return 0;
 }
@@ -509,6 +511,21 @@ set_on_unattached(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static PyObject *
+get_on_changed(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->on_changed ? self->on_changed : Py_None);
+}
+
+static int
+set_on_changed(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->on_changed, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
 get_kept(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
@@ -552,6 +569,9 @@ static PyMethodDef methods[] = {
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
     {"scale_grads", FAST(scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
+    {"replace_param", FAST(fsdpc_py_flat_replace), METH_VARARGS,
+     "replace_param(number, param)\n--\n\nAnother object stands for the number-th parameter of "
+     "bind()'s `seen`."},
     {"grad_bits", FAST(fsdpc_py_flat_grad_bits), METH_NOARGS,
      "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
     {"pack_grads", FAST(fsdpc_py_flat_pack_grads), METH_O,
@@ -596,6 +616,10 @@ static PyGetSetDef getset[] = {
      "Called by the first forward of a unit without a tree.", NULL},
     {"after_backward", (getter)get_after_backward, (setter)set_after_backward,
      "Called when a backward has ended and gradients are shown.", NULL},
+    {"on_changed", (getter)get_on_changed, (setter)set_on_changed,
+     "Called before a pass when the user has changed what the optimizer's parameters point at, or "
+     "what is in their places.",
+     NULL},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in one order on all ranks, to sum the unit's gradients in the engine's place; true "
      "when it did so, false to be called again at the end of backward.",
@@ -649,6 +673,7 @@ make_names(void)
         {&fsdpc_py_name.backward_hooks, "_backward_hooks"},
         {&fsdpc_py_name.register_hook_dict, "_register_hook_dict"},
         {&fsdpc_py_name.detach, "detach"},
+        {&fsdpc_py_name.version, "_version"},
         {&fsdpc_py_name.accumulated, "_post_accumulate_grad_hooks"},
         {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},

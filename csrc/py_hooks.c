@@ -161,7 +161,9 @@ begin_forward(fsdpc_py_tree *tree)
         return -1;
     }
     for (int i = 0; i < tree->count; i++) {
-        if (fsdpc_py_uninstall_all(tree->units[i]) < 0 || fsdpc_py_sync_flags(tree->units[i]) < 0) {
+        fsdpc_py_flat *flat = tree->units[i];
+        if (fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_look_for_changes(flat) < 0 ||
+            fsdpc_py_sync_flags(flat) < 0) {
             return -1;
         }
     }

@@ -85,6 +85,8 @@ int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *
 int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
 int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
+/* Multiplies the sum and the seen gradient of one parameter. */
+int fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor);
 /* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
 int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
 /* Gradients summed over the ranks by somebody else (a communication hook) are added to the shard

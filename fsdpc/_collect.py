@@ -10,22 +10,17 @@ break.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdpc._names import clean_fqn, join
 from fsdpc._unit import ParamInfo
+from fsdpc._writeback import owner_of, set_owner
 from fsdpc.api import FlatParameter
-
-# Which unit shards a parameter. Weak on both sides: neither the table nor a deleted model keeps
-# the other alive.
-_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -137,16 +132,10 @@ def _check_devices(infos: list[ParamInfo], unit_name: str) -> None:
             )
 
 
-def owner_of(param: nn.Parameter) -> Any:
-    """The unit that shards ``param``; ``None`` for a parameter that no living unit manages."""
-    owner = _OWNERS.get(param)
-    return owner() if owner is not None else None
-
-
 def claim(infos: list[ParamInfo], unit: Any) -> None:
     """Record ``unit`` as the owner of its parameters, for the check of ties across units."""
     for info in infos:
-        _OWNERS[info.param] = weakref.ref(unit)
+        set_owner(info.param, unit)
 
 
 def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdpc._collect import owned_modules, owner_of, unit_modules
+from fsdpc._collect import owned_modules, unit_modules
 from fsdpc._names import clean_fqn, join
 from fsdpc._root import placed_units
+from fsdpc._writeback import owner_of
 
 Key = Hashable  # an optimizer's name for a parameter: its position, or a string
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsdpc import _C, _clip_utils
+from fsdpc import _C, _clip_utils, _writeback
 from fsdpc._bootstrap import Groups
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
@@ -78,8 +78,8 @@ class Unit(HandleFace):
         self.full = [self._make_full(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
-        self._grads: list[Tensor | None] = []
         self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
+        self.views: list[Tensor] = []  # over the shard, one for each of them
         if use_orig_params:
             self._shard_originals()
         else:
@@ -160,7 +160,11 @@ class Unit(HandleFace):
             info.param.grad = None
             info.param.data = over(self.flat.shard_part(i), dtype, shape)
             grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
-            self._seen.append((info.param, grad, (i,)))
+            self._see(info.param, grad, (i,))
+
+    def _see(self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]) -> None:
+        self._seen.append((param, grad, covers))
+        self.views.append(param.data)
 
     def _make_flat_params(self) -> None:
         layout = self.flat.layout()
@@ -174,7 +178,7 @@ class Unit(HandleFace):
             param = self.make_flat_param(layout["segments"][s], s)
             grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
             self.flat_params.append(param)
-            self._seen.append((param, grad, tuple(by_segment[s])))
+            self._see(param, grad, tuple(by_segment[s]))
         for info in self.infos:
             info.param.grad = None
             info.param.data = torch.empty(0, dtype=info.param.dtype)
@@ -189,6 +193,8 @@ class Unit(HandleFace):
         for i in watched:
             self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
         self.flat.bind(list(self.full), sites, list(self._seen), watched)
+        this = weakref.ref(self)
+        self.flat.on_changed = lambda: _writeback.take_over(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle that gc cannot see.
         weakref.finalize(self, self.flat.unbind)
 
@@ -261,18 +267,21 @@ class Unit(HandleFace):
 
     def gather_full(self) -> list[Tensor]:
         """Private full copies, original shapes, storage dtypes. Collective over the shard group."""
+        _writeback.take_over(self)
         full = [torch.empty(s, dtype=d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
         self.flat.read(full)
         return full
 
     def attend_gather(self) -> None:
         """Other ranks' ``gather_full``, of which this rank keeps nothing. Collective."""
+        _writeback.take_over(self)
         self.flat.read([None] * len(self.infos))
 
     def read_rows(self) -> list[Tensor]:
         """This rank's block of rows of each parameter (see ``_sharded``), whole parameters where
         there are no rows; private copies in storage dtypes. Collective over the shard group.
         """
+        _writeback.take_over(self)
         rank, world = self.groups.shard.rank, self.groups.shard.world
         rows = [
             torch.empty(rows_shape(shape, world, rank) if is_cut(shape) else shape, dtype=dtype)

@@ -1,0 +1,197 @@
+/* What users do to the parameters and gradients that the optimizer sees, outside of a step.
+ *
+ * A parameter that points at other memory (p.data = ...), or whose place in its module something
+ * else has taken, is noticed when the next pass begins; Python then takes the values over
+ * (fsdpc/_writeback.py).
+ *
+ * [Note: negative zeros] After no_sync a gradient of zeros stands for what waits on this rank.
+ * zero_grad(set_to_none=False) on it must discard that, but leaves zeros as well. So the zeros that
+ * the engine shows are negative: scaling and clipping keep their sign, zero_() does not. A part
+ * without elements has no sign to look at and goes with the rest of its unit.
+ */
+#include "py_engine.h"
+
+#include "unit_impl.h"
+
+/* --- parameters ------------------------------------------------------------------------------ */
+
+static int
+place_has_changed(const fsdpc_py_site *site)
+{
+    PyObject *now = PyDict_GetItemWithError(site->dict, site->key);
+    if (!now && PyErr_Occurred()) {
+        return -1;
+    }
+    return now != site->sharded;
+}
+
+static int
+memory_has_changed(const fsdpc_py_seen *seen)
+{
+    const void *data;
+    if (fsdpc_py_torch_data(seen->param, &data) < 0) {
+        return -1;
+    }
+    return data != seen->param_data;
+}
+
+int
+fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
+{
+    int changed = 0;
+    for (int i = 0; changed == 0 && i < flat->site_count; i++) {
+        changed = place_has_changed(&flat->sites[i]);
+    }
+    for (int i = 0; changed == 0 && i < flat->seen_count; i++) {
+        changed = memory_has_changed(&flat->seen[i]);
+    }
+    if (changed <= 0 || !flat->on_changed) {
+        return changed < 0 ? -1 : 0;
+    }
+    PyObject *result = PyObject_CallNoArgs(flat->on_changed);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* replace_param(number, param): another object stands for the number-th seen parameter from now on,
+ * over the same memory. */
+PyObject *
+fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
+{
+    int number;
+    PyObject *param;
+    if (!PyArg_ParseTuple(args, "iO:replace_param", &number, &param)) {
+        return NULL;
+    }
+    if (number < 0 || number >= self->seen_count) {
+        PyErr_SetString(PyExc_IndexError, "replace_param: no such parameter");
+        return NULL;
+    }
+    fsdpc_py_seen *seen = &self->seen[number];
+    if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+        return NULL;
+    }
+    for (int i = 0; i < self->site_count; i++) {
+        if (self->sites[i].sharded == seen->param) {
+            Py_SETREF(self->sites[i].sharded, Py_NewRef(param));
+        }
+    }
+    Py_SETREF(seen->param, Py_NewRef(param));
+    Py_RETURN_NONE;
+}
+
+/* --- gradients that wait --------------------------------------------------------------------- */
+
+static long
+version_of(const fsdpc_py_seen *seen)
+{
+    PyObject *version = PyObject_GetAttr(seen->grad, fsdpc_py_name.version);
+    long value = version ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return value;
+}
+
+static bool
+waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        if (flat->unit->local_used[seen->covers[c]]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        int status = fsdpc_unit_zero_grad(flat->unit, seen->covers[c]);
+        if (status == FSDPC_OK) {
+            status = fsdpc_unit_scale_grad(flat->unit, seen->covers[c], -1.0);
+        }
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_note_waiting(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        seen->waits = seen->grad && waits(flat, seen);
+        if (seen->waits && (seen->version = version_of(seen)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+enum sign { NO_ELEMENTS, POSITIVE_ZEROS, OTHER };
+
+static enum sign
+sign_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    enum sign sign = NO_ELEMENTS;
+    for (int c = 0; c < seen->cover_count; c++) {
+        int64_t length;
+        const char *part = fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
+        size_t bytes =
+            (size_t)length * fsdpc_dtype_bytes(fsdpc_unit_grad_dtype(flat->unit, seen->covers[c]));
+        for (size_t b = 0; b < bytes; b++) {
+            if (part[b]) {
+                return OTHER;
+            }
+        }
+        sign = length > 0 ? POSITIVE_ZEROS : sign;
+    }
+    return sign;
+}
+
+/* Whether the user wrote zeros into the gradient since the last backward. */
+static int
+was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+{
+    long version = version_of(seen);
+    if (version < 0 || version == seen->version) {
+        return version < 0 ? -1 : 0;
+    }
+    enum sign sign = sign_of(flat, seen);
+    return sign == POSITIVE_ZEROS || (sign == NO_ELEMENTS && empty_too);
+}
+
+static int
+drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+{
+    int zeroed = was_zeroed(flat, seen, empty_too);
+    for (int c = 0; zeroed > 0 && c < seen->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
+    }
+    return zeroed;
+}
+
+/* See [Note: negative zeros]. */
+int
+fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
+{
+    bool all = true;
+    for (int empty = 0; empty < 2; empty++) {
+        for (int i = 0; i < flat->seen_count; i++) {
+            fsdpc_py_seen *seen = &flat->seen[i];
+            bool has = seen->waits && sign_of(flat, seen) != NO_ELEMENTS;
+            if (!seen->waits || !waits(flat, seen) || has != !empty) {
+                continue;
+            }
+            int zeroed = drop_if_zeroed(flat, seen, all);
+            if (zeroed < 0) {
+                return -1;
+            }
+            all = all && zeroed;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,102 @@
+"""Sharded parameters that the user changed between steps: ``p.data = ...``, another Parameter in a
+module's place. Their values go into the shard before it is read next; the engine notices them when
+a forward begins, everything that reads full values asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdpc import _C
+
+# Which unit shards a parameter. Weak on both sides: neither the table nor a deleted model keeps
+# the other alive.
+_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def set_owner(param: nn.Parameter, unit: Any) -> None:
+    """Record the unit that shards ``param``. Local."""
+    _OWNERS[param] = weakref.ref(unit)
+
+
+def owner_of(param: Any) -> Any:
+    """The unit that shards ``param``, or None. Local."""
+    owner = _OWNERS.get(param)
+    return owner() if owner is not None else None
+
+
+def take_over(unit: Any) -> None:
+    """Bring the shard up to date with what the user did to ``unit``'s parameters. Local.
+
+    New values have the shape of this rank's part, or, for a parameter of its own
+    (``use_orig_params=True``), that of the whole parameter on every rank. ``RuntimeError`` for
+    another shape, torch's "Cannot writeback when the parameter shape changes";
+    ``NotImplementedError`` where only some places of a tied parameter changed; ``StateError`` for
+    a parameter that was deleted.
+    """
+    if unit.summoned:
+        return
+    if unit.use_orig_params:
+        for index, info in enumerate(unit.infos):
+            _take_replacement(unit, index, info)
+    for index, (param, _, _) in enumerate(unit.seen):
+        view = unit.views[index]
+        same = param.data_ptr() == view.data_ptr() and param.shape == view.shape
+        if not same or param.dtype != view.dtype:
+            _write(unit, index, param.detach())
+            param.data = view
+
+
+def _take_replacement(unit: Any, index: int, info: Any) -> None:
+    found = [module._parameters.get(name) for module, name in info.sites]
+    if all(param is info.param for param in found):
+        return
+    what = f"parameter {info.name!r} of unit {unit.name!r}"
+    rank = unit.groups.shard.rank
+    if any(param is None for param in found):
+        raise _C.StateError(
+            f"{what} is no longer registered in its module on rank {rank}: delete or replace "
+            "parameters before wrapping, or freeze the parameter and leave it there"
+        )
+    new = found[0]
+    if any(param is not new for param in found):
+        raise NotImplementedError(
+            f"Changing shared parameters is not supported yet: {what} is tied, and only some of "
+            "its places hold a new Parameter; put the same one at all of them"
+        )
+    owner = owner_of(new)
+    if owner is not None:
+        raise ValueError(
+            f"{what} was replaced by a parameter of unit {owner.name!r} on rank {rank}: tie "
+            "parameters before wrapping, in one unit"
+        )
+    _write(unit, index, new.detach())
+    _, grad, covers = unit.seen[index]
+    info.param.grad = new.grad = None
+    new.data = unit.views[index]
+    unit.flat.replace_param(index, new)
+    unit.seen[index] = (new, grad, covers)
+    info.param = new
+    set_owner(new, unit)
+
+
+@torch.no_grad()
+def _write(unit: Any, index: int, value: torch.Tensor) -> None:
+    """New values of the ``index``-th seen parameter into the shard."""
+    view, (_, _, covers) = unit.views[index], unit.seen[index]
+    if value.shape == view.shape:
+        view.copy_(value)
+        return
+    if unit.use_orig_params and value.shape == unit.shapes[index]:
+        unit.flat.write(index, value.to("cpu", unit.dtypes[index]).contiguous())
+        return
+    raise RuntimeError(
+        "Cannot writeback when the parameter shape changes\n"
+        f"Expects {view.shape} but got {value.shape}: parameter {unit.infos[covers[0]].name!r} of "
+        f"unit {unit.name!r} on rank {unit.groups.shard.rank}"
+    )
