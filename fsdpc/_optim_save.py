@@ -17,6 +17,7 @@ from torch import nn
 from fsdpc import _sharded
 from fsdpc._optim_book import Book, Key, Part, UnitEntry
 from fsdpc._optim_describe import ABSENT, Plan, State, plan_states
+from fsdpc._state_sharded import mesh_of
 
 Finish = Callable[[UnitEntry, int, torch.Tensor], Any]
 
@@ -161,7 +162,7 @@ def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
             "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model that was made with a "
             f"device_mesh; unit {entry.unit.name!r} has none"
         )
-    return mesh
+    return None if mesh is None else mesh_of(entry.member)
 
 
 def copy_unknown(state: dict[Key, Any], known: set[Key], kept: dict[Any, Any]) -> None:

@@ -100,7 +100,9 @@ def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    """Without the parameters. Pairs as lists, which torch.distributed.checkpoint makes of them."""
+    return [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()
+             if k not in ("params", "param_names")} for g in groups]
 
 
 def check_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:

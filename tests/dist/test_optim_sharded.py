@@ -1,0 +1,159 @@
+"""Optimizer state dicts in the SHARDED form: rows of what the unsharded optimizer would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import whole
+from harness import ranks
+from optim_runs import check_dict, load, mixed, save, start
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from toys import toy
+
+SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+
+
+def both(function):
+    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
+
+
+def in_form(run, form=SHARDED):
+    return type(run.model).state_dict_type(run.model, form)
+
+
+def wholes(saved):
+    state = {name: {key: whole(value) for key, value in state.items()}
+             for name, state in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def check_form(saved, form):
+    for state in saved["state"].values():
+        for key, value in state.items():
+            assert type(value) is (form if value.dim() else torch.Tensor), key
+
+
+@ranks(2, 3)
+@both
+@pytest.mark.parametrize("form", [SHARDED, LOCAL], ids=["sharded", "local"])
+def test_rows_and_back(rank, world, form, use_orig_params):
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    with in_form(run, form):
+        saved = save(run)
+    check_form(saved, ShardedTensor)
+    check_dict(wholes(saved), run.expected())
+    up = saved["state"]["blocks.0.up.weight"]["exp_avg"].local_shards()
+    assert sum(shard.tensor.numel() for shard in up) <= -(-11 // world) * 6
+    again = start(rank, mixed(), steps=0, use_orig_params=not use_orig_params)
+    with in_form(again):
+        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+            again.model, again.optim, saved))
+    check_dict(save(again), run.expected())
+
+
+@ranks(2, env=WIRE)
+@both
+def test_over_torchs_collectives(rank, world, use_orig_params):
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    with in_form(run):
+        saved = save(run)
+        check_dict(wholes(saved), run.expected())
+        again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
+        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+            again.model, again.optim, saved))
+    check_dict(save(again), run.expected())
+
+
+@ranks(2, 4)
+@both
+def test_dtensors_with_a_mesh(rank, world, use_orig_params):
+    shape, names = ((2,), ("shard",)) if world == 2 else ((2, 2), ("copies", "shard"))
+    strategy = ShardingStrategy.FULL_SHARD if world == 2 else ShardingStrategy.HYBRID_SHARD
+    options = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+               "sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    run = start(rank, toy(), steps=0, **options)
+    if world == 4:
+        run.reference.groups = [[0, 1], [2, 3]]
+    run.train(2)
+    config = ShardedOptimStateDictConfig(_use_dtensor=True)
+    with type(run.model).state_dict_type(
+            run.model, SHARDED, ShardedStateDictConfig(_use_dtensor=True), config):
+        saved = save(run)
+    check_form(saved, DTensor)
+    check_dict(wholes(saved), run.expected())
+    again = start(rank, toy(), steps=0, **options)
+    with in_form(again):
+        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+            again.model, again.optim, saved))
+    check_dict(save(again), run.expected())
+
+
+@ranks(2)
+def test_dtensors_that_lie_in_another_way_are_gathered(rank, world):
+    run = start(rank, toy())
+    saved = save(run)
+    mesh = init_device_mesh("cpu", (2,))
+    spread = {**saved, "state": {
+        name: {key: distribute_tensor(value, mesh, [Replicate()]) if value.dim() else value
+               for key, value in state.items()} for name, state in saved["state"].items()}}
+    again = start(rank, toy(), steps=0)
+    again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+        again.model, again.optim, spread))
+    check_dict(save(again), run.expected())
+
+
+@ranks(2)
+def test_dtensors_need_a_mesh(rank, world):
+    run = start(rank, toy())
+    with type(run.model).state_dict_type(
+            run.model, SHARDED, None, ShardedOptimStateDictConfig(_use_dtensor=True)):
+        with pytest.raises(AssertionError, match="device_mesh"):
+            save(run)
+
+
+@ranks(2)
+@both
+def test_units_that_are_not_sharded_stay_whole(rank, world, use_orig_params):
+    run = start(rank, toy(), sharding_strategy=ShardingStrategy.NO_SHARD,
+                use_orig_params=use_orig_params)
+    with in_form(run):
+        saved = save(run)
+    check_form(saved, torch.Tensor)
+    check_dict(saved, run.expected())
+    other = start(rank, toy(), steps=2, use_orig_params=use_orig_params)
+    with in_form(other):
+        rows = save(other)
+    again = start(rank, toy(), steps=0, sharding_strategy=ShardingStrategy.NO_SHARD,
+                  use_orig_params=use_orig_params)
+    with in_form(again):
+        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+            again.model, again.optim, rows))
+    check_dict(save(again), run.expected())
+
+
+@ranks(4)
+def test_hybrid_without_a_mesh(rank, world):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    pair = (groups[rank // 2], groups[2 + rank % 2])
+    run = start(rank, toy(), process_group=pair, steps=0,
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    run.reference.groups = [[0, 1], [2, 3]]
+    run.train(2)
+    with in_form(run):
+        saved = save(run)
+    check_form(saved, ShardedTensor)
+    again = start(rank, toy(), steps=0)
+    with in_form(again):
+        load_rows = type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
+    again.optim.load_state_dict(load_rows)
+    check_dict(save(again), run.expected())
