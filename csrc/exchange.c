@@ -71,6 +71,7 @@ fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
     x->world = fsdpc_comm_world(plan->comm);
     x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
     x->poison = plan->poison;
+    x->trust_order = plan->trust_order;
     x->trace = plan->trace;
     x->reduce_slots = plan->reduce_slots;
     FSDPC_GOTO(copy_units(x, plan), fail);

@@ -34,6 +34,7 @@ typedef struct fsdpc_exchange_plan {
     int slot_count;
     int reduce_slots; /* packed gradients in flight per rank before waiting, >= 1 */
     bool poison;      /* fill released slots with NaN */
+    bool trust_order; /* on a wire: do not compare which unit each rank means */
     fsdpc_trace *trace;
 } fsdpc_exchange_plan;
 

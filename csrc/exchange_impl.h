@@ -34,7 +34,7 @@ struct fsdpc_exchange {
     uint64_t *slot_tag;
     uint64_t tag;
     uint64_t backwards; /* synchronised backwards finished */
-    bool poison;
+    bool poison, trust_order;
     int reduce_slots;
     size_t max_reduce_bytes, sum_reduce_bytes;
     fsdpc_trace *trace;

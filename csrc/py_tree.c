@@ -98,14 +98,15 @@ static int
 parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
-        "units",        "depths", "torch", "backward_prefetch", "forward_prefetch", "gather_slots",
-        "reduce_slots", "poison", NULL};
+        "units",        "depths",       "torch",  "backward_prefetch", "forward_prefetch",
+        "gather_slots", "reduce_slots", "poison", "trust_order",       NULL};
     PyObject *unit_list, *depth_list, *torch = Py_None;
-    int backward_prefetch = 0, forward_prefetch = 0, poison = 0;
+    int backward_prefetch = 0, forward_prefetch = 0, poison = 0, trust_order = 0;
     fsdpc_tree_options options = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|Oipiip:Tree", names, &unit_list,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|Oipiipp:Tree", names, &unit_list,
                                      &depth_list, &torch, &backward_prefetch, &forward_prefetch,
-                                     &options.gather_slots, &options.reduce_slots, &poison)) {
+                                     &options.gather_slots, &options.reduce_slots, &poison,
+                                     &trust_order)) {
         return -1;
     }
     if (backward_prefetch < FSDPC_PREFETCH_NONE || backward_prefetch > FSDPC_PREFETCH_POST) {
@@ -115,6 +116,7 @@ parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
     options.backward_prefetch = (enum fsdpc_prefetch)backward_prefetch;
     options.forward_prefetch = forward_prefetch != 0;
     options.poison = poison != 0;
+    options.trust_order = trust_order != 0;
     PyObject *units = PySequence_Tuple(unit_list), *depths = PySequence_Tuple(depth_list);
     int result = units && depths && take_torch(self, torch) == 0 && take_units(self, units) == 0
                      ? make_tree(self, depths, &options)
@@ -416,7 +418,8 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, getset},
     {Py_tp_doc,
      "Tree(units, depths, torch=None, backward_prefetch=0, forward_prefetch=False, gather_slots=0, "
-     "reduce_slots=0, poison=False)\n--\n\nThe units of a root module in module order, with their "
+     "reduce_slots=0, poison=False, trust_order=False)\n--\n\nThe units of a root module in module "
+     "order, with their "
      "nesting depths. Collective over all communicators involved."},
     {0, NULL},
 };

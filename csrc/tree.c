@@ -25,6 +25,7 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
         .slot_count = slots->slot_count,
         .reduce_slots = tree->reduce_slots,
         .poison = tree->poison,
+        .trust_order = tree->trust_order,
         .trace = tree->trace,
     };
     fsdpc_exchange *x;
@@ -97,6 +98,7 @@ fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
     tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : DEFAULT_SLOTS;
     tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : DEFAULT_SLOTS;
     tree->poison = options->poison;
+    tree->trust_order = options->trust_order;
     FSDPC_GOTO(fsdpc_trace_new(TRACE_ENTRIES, &tree->trace), fail);
     FSDPC_GOTO(make_nodes(tree, units, depths, count), fail);
     for (int i = 0; i < count; i++) {

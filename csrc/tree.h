@@ -28,6 +28,7 @@ typedef struct fsdpc_tree_options {
     int gather_slots; /* per nesting level, >= 1; 0 = the default 2 */
     int reduce_slots; /* per rank, >= 1; 0 = the default 2 */
     bool poison;
+    bool trust_order; /* see fsdpc_exchange_plan */
 } fsdpc_tree_options;
 
 /* `units` in module order (borrowed, must outlive the tree), depths[i] >= 0 their nesting levels.

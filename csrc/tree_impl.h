@@ -23,7 +23,7 @@ struct fsdpc_tree {
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;
     int gather_slots, reduce_slots;
-    bool poison;
+    bool poison, trust_order;
     int *order; /* units in order of their first forward since the last backward ended */
     int order_count;
     int *last_order; /* of the pass before: what forward prefetch follows */

@@ -208,6 +208,7 @@ class Tree:
         gather_slots: int = 0,
         reduce_slots: int = 0,
         poison: bool = False,
+        trust_order: bool = False,
     ) -> None: ...
     @property
     def phase(self) -> Literal["idle", "forward", "backward"]: ...

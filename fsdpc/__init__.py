@@ -49,6 +49,7 @@ _HOME = {
     "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._marks",
     "memory_stats": "fsdpc._root",
+    "set_collectives": "fsdpc._bootstrap",
     "uninstall": "fsdpc._install",
 }
 _SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
@@ -82,10 +83,12 @@ __all__ = [
     "install",
     "mark_data_dependent",
     "memory_stats",
+    "set_collectives",
     "uninstall",
 ]
 
 if TYPE_CHECKING:
+    from fsdpc._bootstrap import set_collectives
     from fsdpc._C import (
         CommError,
         CommTimeout,

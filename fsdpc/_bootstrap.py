@@ -9,6 +9,10 @@ Environment, read on every rank when a group is first used; all ranks need the s
 ``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm`` or ``c10d``. With ``c10d`` torch's own counters,
                        hooks and flight recorder see every collective.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for others in shared memory, 600 by default.
+``FSDPC_TRUST_ORDER``  1: with ``c10d``, leave out the small all-gather before each collective by
+                       which ranks learn that they mean different units.
+
+``set_collectives`` says the first and the last from a program.
 
 When the first communicator is made, this process is also prepared for its end: in good order it
 says so to its peers; with an uncaught exception it tells them its type and text.
@@ -39,6 +43,7 @@ KINDS = ("auto", "shm", "c10d")
 DEFAULT_TIMEOUT_S = 600.0
 
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = weakref.WeakKeyDictionary()
+_wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
 
@@ -88,11 +93,44 @@ def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm
     """
     comm = _comms.get(pg)
     if comm is None:
-        comm = _make_comm(pg, _read_kind(kind), _read_timeout())
+        wanted = _read_kind(kind)
+        comm = _make_comm(pg, wanted, _read_timeout())
         _comms[pg] = comm
+        if pg.size() > 1:
+            _wanted[pg] = wanted
         _live.add(comm)
         _prepare_end()
     return comm
+
+
+def set_collectives(kind: str, *, trust_order: bool = False) -> None:
+    """How ranks exchange gathered values and gradients, for models sharded from now on.
+
+    ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
+    ``"shm"`` or ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
+    process groups see). ``trust_order`` leaves out the small all-gather before each torch
+    collective by which ranks notice that they mean different units; without it ranks that do get
+    wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
+    inherit.
+
+    Local, but every rank must do the same. ``ValueError``: no such kind. ``RuntimeError``: a model
+    was sharded over a group by another kind already, which that group keeps.
+    """
+    kind = _read_kind(kind)
+    for pg, before in _wanted.items():
+        if before != kind:
+            raise RuntimeError(
+                f"set_collectives({kind!r}): the process group {pg.group_name!r} of {pg.size()} "
+                f"ranks uses {before!r} already, and a group keeps its kind: call it before the "
+                "first model is sharded, or shard over a new group"
+            )
+    os.environ["FSDPC_COLLECTIVES"] = kind
+    os.environ["FSDPC_TRUST_ORDER"] = "1" if trust_order else "0"
+
+
+def trust_order() -> bool:
+    """Whether the ranks' turns are not compared; read when a tree of units is made."""
+    return os.environ.get("FSDPC_TRUST_ORDER") == "1"
 
 
 @cache
@@ -165,9 +203,14 @@ def _place() -> str:
 # --- collectives by torch.distributed ------------------------------------------------------------
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed them and warns about the older names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed them and warns about the older names. Looked up at each call: whoever counts
+# collectives replaces torch's functions.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 
 
 class _Collectives:
@@ -185,11 +228,13 @@ class _Collectives:
 
     def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
         whole = torch.from_numpy(memory)
-        _all_gather(whole, self._piece(whole, piece_bytes), group=self._group())
+        gather = getattr(dist, _ALL_GATHER)
+        gather(whole, self._piece(whole, piece_bytes), group=self._group())
 
     def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
         whole = torch.from_numpy(memory).view(getattr(torch, dtype))
-        _reduce_scatter(self._piece(whole, piece_numel), whole, group=self._group())
+        scatter = getattr(dist, _REDUCE_SCATTER)
+        scatter(self._piece(whole, piece_numel), whole, group=self._group())
 
     def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
         whole = torch.from_numpy(memory).view(getattr(torch, dtype))

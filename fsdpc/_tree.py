@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from fsdpc import _C
+from fsdpc._bootstrap import trust_order
 from fsdpc._interop import torch_functions
 from fsdpc._unit import Unit
 
@@ -48,6 +49,7 @@ class Tree:
                 f"{len(units)} units",
                 f"backward_prefetch {backward_prefetch}, forward_prefetch {forward_prefetch}",
                 f"gather slots {gather_slots}, reduce slots {reduce_slots}",
+                f"order of collectives {'trusted' if trust_order() else 'compared'}",
                 *(
                     f"unit {u.name or '(root)'} at depth {d}"
                     for u, d in zip(units, depths, strict=True)
@@ -65,6 +67,7 @@ class Tree:
             gather_slots=gather_slots,
             reduce_slots=reduce_slots,
             poison=os.environ.get("FSDPC_POISON") == "1",
+            trust_order=trust_order(),
         )
         for unit in units:
             unit.tree = self

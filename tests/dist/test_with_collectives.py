@@ -1,0 +1,185 @@
+"""collectives="c10d": torch's own tools see and count everything that a step exchanges.
+
+With FULL_SHARD a step costs each unit two all-gathers and one reduce-scatter, less a gather where
+backward still finds the values in the unit's slot, and the whole tree one all-reduce of bits (which
+parameters got a gradient anywhere). Before each gather and reduce
+the ranks compare which unit they mean, by an all-gather of one int; trust_order leaves that out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor.debug import CommDebugMode
+from toys import Reference, check_equal, full_gradients, loss_of, tokens, toy, wrap_blocks
+
+import fsdpc
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if GATHER == "all_gather_single" else "reduce_scatter_tensor"
+BLOCKS, SLOTS = 5, 2  # the last two blocks' values are still there when backward begins
+UNITS = BLOCKS + 1
+STEPS = 2
+GATHERS = {ShardingStrategy.FULL_SHARD: UNITS + BLOCKS - SLOTS,
+           ShardingStrategy.SHARD_GRAD_OP: UNITS, ShardingStrategy.NO_SHARD: 0}  # per step
+FULL = GATHERS[ShardingStrategy.FULL_SHARD]
+
+
+class Counting:
+    """torch.distributed with functions that count their calls, and the small ones apart."""
+
+    def __init__(self, world: int) -> None:
+        self.calls: Counter[str] = Counter()
+        self.small = 4 * world  # bytes of a comparison of turns
+
+    def __enter__(self) -> Counter[str]:
+        self.before = {name: getattr(dist, name) for name in (GATHER, SCATTER, "all_reduce")}
+        for name, function in self.before.items():
+            setattr(dist, name, self.counting(name, function))
+        return self.calls
+
+    def counting(self, name, function):
+        def call(tensor, *args, **kwargs):
+            size = tensor.numel() * tensor.element_size()
+            self.calls["turns" if name == GATHER and size == self.small else name] += 1
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_):
+        for name, function in self.before.items():
+            setattr(dist, name, function)
+
+
+def warm(rank, **options):
+    """A sharded model after its first step, which also compares models."""
+    model = wrap_blocks("fsdpc", toy(blocks=BLOCKS), use_orig_params=True, **options)
+    loss_of(model, tokens(rank, 0)).backward()
+    return model
+
+
+def step(model, rank):
+    for number in range(STEPS):
+        model.zero_grad()
+        loss_of(model, tokens(rank, number)).backward()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", GATHERS, ids=lambda s: s.name)
+@pytest.mark.parametrize("trust_order", [False, True])
+def test_calls_of_a_step(rank, world, strategy, trust_order):
+    fsdpc.set_collectives("c10d", trust_order=trust_order)
+    model = warm(rank, sharding_strategy=strategy)
+    with Counting(world) as calls:
+        step(model, rank)
+    gathers = STEPS * GATHERS[strategy]
+    if strategy is ShardingStrategy.NO_SHARD:
+        # gradients, and the bits of each unit
+        assert calls == {"all_reduce": STEPS * UNITS * 2}, calls
+        return
+    expected = {GATHER: gathers, SCATTER: STEPS * UNITS, "all_reduce": STEPS}
+    if not trust_order:
+        expected["turns"] = gathers + STEPS * UNITS
+    assert calls == expected, calls
+    assert model._tree.kind == "wire"
+
+
+@ranks(2, env={"FSDPC_GATHER_SLOTS": "1"})
+def test_calls_with_one_slot(rank, world):
+    fsdpc.set_collectives("c10d", trust_order=True)
+    model = warm(rank)
+    with Counting(world) as calls:
+        step(model, rank)
+    assert calls[GATHER] == STEPS * (2 * UNITS - 2), calls  # the root's and the last block's stay
+
+
+@ranks(2)
+def test_calls_under_shared_memory(rank, world):
+    """None: the ranks of a host need no collectives."""
+    model = warm(rank)
+    with Counting(world) as calls:
+        step(model, rank)
+    assert not calls, calls
+
+
+@ranks(2)
+def test_communication_debug_mode(rank, world):
+    fsdpc.set_collectives("c10d", trust_order=True)
+    model = warm(rank)
+    mode = CommDebugMode()
+    with mode:  # of one step: it counts on each module running forward once
+        loss_of(model, tokens(rank, 1)).backward()
+    counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items() if n}
+    assert counts == {"_allgather_base_": FULL, "_reduce_scatter_base_": UNITS,
+                      "allreduce_": 1}, counts
+
+
+@ranks(2, env={"TORCH_FR_BUFFER_SIZE": "2000"})
+def test_flight_recorder(rank, world):
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        pytest.skip("this torch records flights of NCCL only")
+    fsdpc.set_collectives("c10d", trust_order=True)
+    model = warm(rank)
+
+    def recorded():
+        entries = json.loads(dump()).get("entries", [])
+        return Counter(e["profiling_name"].split(":")[-1] for e in entries)
+
+    before = recorded()
+    step(model, rank)
+    new = recorded() - before
+    assert new.total() == STEPS * (FULL + UNITS + 1), new  # gloo reduces by more than one name
+
+
+@ranks(1)
+def test_fake_process_group(rank, world):
+    """One process stands for rank 1 of 4: the shapes, the memory and the calls of a step are those
+    of a real one; values are not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    model = warm(1)
+    assert {p.numel() for p in model.parameters()} < {0, *range(100)}
+    with Counting(4) as calls:
+        step(model, 1)
+    assert calls[GATHER] == STEPS * FULL and calls[SCATTER] == STEPS * UNITS, calls
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@ranks(2)
+def test_trusted_order_trains_alike(rank, world):
+    fsdpc.set_collectives("c10d", trust_order=True)
+    model = toy()
+    reference = Reference(model)
+    model = wrap_blocks("fsdpc", model)
+    for number in range(STEPS):
+        loss_of(model, tokens(rank, number)).backward()
+        reference.backward(tokens(rank, number))
+        check_equal(full_gradients(model), reference.gradients(), f"of step {number}")
+
+
+@ranks(2)
+def test_choosing_collectives(rank, world):
+    with pytest.raises(ValueError, match="auto, shm, c10d"):
+        fsdpc.set_collectives("nccl")
+    fsdpc.set_collectives("c10d")
+    model = warm(rank)
+    fsdpc.set_collectives("c10d")
+    with pytest.raises(RuntimeError, match="2 ranks uses 'c10d' already.*new group"):
+        fsdpc.set_collectives("auto")
+    assert model._tree.kind == "wire"
+
+
+@ranks(2)
+def test_ranks_that_disagree_about_trust(rank, world):
+    fsdpc.set_collectives("c10d", trust_order=rank == 0)
+    with pytest.raises(fsdpc.MismatchError, match="order of collectives"):
+        warm(rank)
