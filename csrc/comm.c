@@ -22,8 +22,8 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
 }
 
-static int
-check_sound(const fsdpc_comm *comm)
+int
+fsdpc_comm_check(const fsdpc_comm *comm)
 {
     int state = atomic_load_explicit(&comm->state, memory_order_acquire);
     if (state == FSDPC_COMM_SOUND) {
@@ -136,7 +136,7 @@ fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const 
 {
     size_t bytes;
     what = name_of(what, "all_gather");
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     if (!fsdpc_size_mul(piece_bytes, (size_t)comm->world, &bytes)) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes from each of %d ranks is no size", what,
                            piece_bytes, comm->world);
@@ -153,7 +153,7 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
                           const char *what)
 {
     what = name_of(what, "reduce_scatter");
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     FSDPC_TRY(check_elements(comm, buffer, piece_numel, comm->world, dtype, what));
     if (piece_numel == 0) {
         return FSDPC_OK;
@@ -166,7 +166,7 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
                       enum fsdpc_op op, const char *what)
 {
     what = name_of(what, "all_reduce");
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     if (op != FSDPC_SUM && op != FSDPC_MAX && op != FSDPC_MIN) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: %d is not a reduction", what, (int)op);
     }
@@ -181,7 +181,7 @@ int
 fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
 {
     what = name_of(what, "broadcast");
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     if (root < 0 || root >= comm->world) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: root %d is not a rank of a group of %d", what, root,
                            comm->world);
@@ -196,14 +196,14 @@ fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, con
 int
 fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
 {
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     return finish(comm, comm->ops->barrier(comm, name_of(what, "barrier")));
 }
 
 int
 fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
 {
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     if (!text) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
     }
@@ -218,7 +218,7 @@ int
 fsdpc_comm_buffer_new(fsdpc_comm *comm, size_t bytes, bool common, fsdpc_comm_buffer **out)
 {
     *out = NULL;
-    FSDPC_TRY(check_sound(comm));
+    FSDPC_TRY(fsdpc_comm_check(comm));
     if (!comm->ops->buffer_new) {
         return fsdpc_error(FSDPC_E_UNAVAILABLE,
                            "a communicator of kind \"%s\" has no shared memory", comm->ops->kind);

@@ -1,7 +1,7 @@
 /* Communicators: collectives among the ranks of a group, whatever carries them.
  *
  * kinds: "self" (one rank), "shm" (ranks of one host), "c10d" (calls back into another library,
- * in practice torch.distributed), later "nccl". All collectives are in place, block until done (or
+ * in practice torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives are in place, block until done (or
  * are queued, on an asynchronous device), must be called by all ranks of the group in the same
  * order, and end by the group's deadline at the latest. After a failure the communicator is broken:
  * later calls return the first error at once. Sums are in rank order in F32 (F64 for F64), so that
@@ -48,6 +48,9 @@ int fsdpc_comm_c10d(fsdpc_device *device, int rank, int world,
 void fsdpc_comm_free(fsdpc_comm *comm);
 /* Marks the group broken for all ranks where the kind can (shm), else for this rank. */
 void fsdpc_comm_abort(fsdpc_comm *comm, const char *text);
+
+/* The failure that broke the communicator, or FSDPC_OK. Local; for results of queued work. */
+int fsdpc_comm_check(const fsdpc_comm *comm);
 
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);

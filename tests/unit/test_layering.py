@@ -19,7 +19,7 @@ SOURCES = {
 LAYERS = (
     ("status", "mem", "dtype"),
     ("layout", "trace", "agree", "pool"),
-    ("kernels", "convert", "vector", "cuda"),
+    ("kernels", "convert", "vector", "cuda", "nccl"),
     ("device",),
     ("room",),
     ("shm",),

@@ -1,0 +1,471 @@
+/* The communicator over NCCL: starting it, and its collectives. See comm_nccl.h.
+ *
+ * NCCL is told not to block, so each of its calls may answer "in progress"; nothing may follow on
+ * the communicator or on its stream until it is done, which settle() awaits with the deadline.
+ */
+#include "comm_nccl.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "agree.h"
+#include "comm_nccl_impl.h"
+#include "mem.h"
+#include "status.h"
+
+static nccl_comm *
+of(fsdpc_comm *comm)
+{
+    return (nccl_comm *)comm;
+}
+
+/* --- one call of NCCL ------------------------------------------------------------------------------- */
+
+static int
+refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+{
+    return fsdpc_error(FSDPC_E_COMM, "rank %d: %s: NCCL answers \"%s\" (%d): %s", comm->base.rank,
+                       what, comm->nccl->error_string(result), result,
+                       comm->nccl->last_error(comm->handle));
+}
+
+/* `result` of the call just made; `calls` is held. */
+static int
+settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+{
+    double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
+    while (result == FSDPC_NCCL_IN_PROGRESS) {
+        if (atomic_load(&comm->abort_wanted)) {
+            return fsdpc_comm_check(&comm->base);
+        }
+        if (fsdpc_nccl_now_s() > end) {
+            return fsdpc_error(FSDPC_E_TIMEOUT,
+                               "rank %d: %s: NCCL has been busy for %g s (communicator %s): not "
+                               "all ranks have come",
+                               comm->base.rank, what, comm->options.timeout_s, comm->name);
+        }
+        fsdpc_nccl_nap(100);
+        fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
+        result = comm->nccl->async_error(comm->handle, &state);
+        result = result == FSDPC_NCCL_SUCCESS ? state : result;
+    }
+    return result == FSDPC_NCCL_SUCCESS ? FSDPC_OK : refused(comm, result, what);
+}
+
+/* What a collective does, with `calls` held. */
+typedef struct order {
+    enum { GATHER, SCATTER, REDUCE, SEND } kind;
+    char *buffer;
+    size_t count; /* of a piece */
+    fsdpc_dtype dtype;
+    fsdpc_nccl_op op;
+    int root;
+} order;
+
+static fsdpc_nccl_result
+issue(const nccl_comm *comm, const order *o)
+{
+    const fsdpc_nccl *nccl = comm->nccl;
+    fsdpc_nccl_type type = fsdpc_nccl_type_of(o->dtype);
+    char *own = o->buffer + (size_t)comm->base.rank * o->count * fsdpc_dtype_bytes(o->dtype);
+    switch (o->kind) {
+    case GATHER:
+        return nccl->all_gather(own, o->buffer, o->count, type, comm->handle, comm->stream);
+    case SCATTER:
+        return nccl->reduce_scatter(o->buffer, own, o->count, type, o->op, comm->handle,
+                                    comm->stream);
+    case REDUCE:
+        return nccl->all_reduce(o->buffer, o->buffer, o->count, type, o->op, comm->handle,
+                                comm->stream);
+    default:
+        return nccl->broadcast(o->buffer, o->buffer, o->count, type, o->root, comm->handle,
+                               comm->stream);
+    }
+}
+
+static int
+run(nccl_comm *comm, const order *o, const char *what)
+{
+    int status = FSDPC_OK;
+    size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
+    bool pieces = o->kind == GATHER || o->kind == SCATTER;
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    pthread_mutex_lock(&comm->calls);
+    if (!comm->handle) {
+        FSDPC_GOTO(fsdpc_comm_check(&comm->base), end);
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what), end);
+    }
+    FSDPC_GOTO(settle(comm, issue(comm, o), what), end);
+    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, what, pieces ? bytes * (size_t)comm->base.world : bytes),
+               end);
+end:
+    pthread_mutex_unlock(&comm->calls);
+    if (status != FSDPC_OK) {
+        fsdpc_nccl_fail(comm, status, "%s", fsdpc_error_text());
+    }
+    return status;
+}
+
+/* --- the table ---------------------------------------------------------------------------------------- */
+
+static int
+all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    order o = {.kind = GATHER, .buffer = buffer, .count = piece_bytes, .dtype = FSDPC_BYTES};
+    return run(of(comm), &o, what);
+}
+
+static int
+reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+               const char *what)
+{
+    order o = {.kind = SCATTER,
+               .buffer = buffer,
+               .count = (size_t)piece_numel,
+               .dtype = dtype,
+               .op = FSDPC_NCCL_SUM};
+    return run(of(comm), &o, what);
+}
+
+static int
+all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+           const char *what)
+{
+    order o = {.kind = REDUCE,
+               .buffer = buffer,
+               .count = (size_t)numel,
+               .dtype = dtype,
+               .op = op == FSDPC_SUM   ? FSDPC_NCCL_SUM
+                     : op == FSDPC_MAX ? FSDPC_NCCL_MAX
+                                       : FSDPC_NCCL_MIN};
+    return run(of(comm), &o, what);
+}
+
+static int
+broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
+{
+    order o = {.kind = SEND, .buffer = buffer, .count = bytes, .dtype = FSDPC_BYTES, .root = root};
+    return run(of(comm), &o, what);
+}
+
+int
+fsdpc_comm_nccl_wait(fsdpc_comm *base)
+{
+    nccl_comm *comm = of(base);
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    pthread_mutex_lock(&comm->lock);
+    uint64_t end = comm->next;
+    pthread_mutex_unlock(&comm->lock);
+    /* The watching thread sets the deadline. */
+    for (;;) {
+        FSDPC_TRY(fsdpc_comm_check(base));
+        pthread_mutex_lock(&comm->lock);
+        bool done = comm->first >= end;
+        fsdpc_cu_result result = FSDPC_CU_SUCCESS;
+        if (!done) {
+            result = comm->driver->event_query(comm->ring[(end - 1) % FSDPC_NCCL_RING].event);
+        }
+        pthread_mutex_unlock(&comm->lock);
+        if (result != FSDPC_CU_NOT_READY) {
+            FSDPC_TRY(
+                fsdpc_cuda_check(comm->driver, result, "rank %d: waiting for NCCL", base->rank));
+            return fsdpc_comm_check(base);
+        }
+        fsdpc_nccl_nap(50);
+    }
+}
+
+/* --- without a channel of the host --------------------------------------------------------------------- */
+
+/* Made once, for the largest exchange there is: that of agree. */
+static int
+need_scratch(nccl_comm *comm, const char *what)
+{
+    fsdpc_cu_ptr block = 0;
+    void *pinned = NULL;
+    size_t bytes = (size_t)comm->base.world * sizeof(fsdpc_agree_record);
+    if (comm->scratch) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_cuda_check(comm->driver, comm->driver->mem_alloc(&block, bytes),
+                               "%s: %zu bytes of device memory", what, bytes));
+    fsdpc_cu_result result = comm->driver->host_alloc(&pinned, bytes, 0);
+    if (result != FSDPC_CU_SUCCESS) {
+        (void)comm->driver->mem_free(block);
+        return fsdpc_cuda_check(comm->driver, result, "%s: %zu bytes of pinned memory", what,
+                                bytes);
+    }
+    comm->scratch = (char *)(uintptr_t)block;
+    comm->pinned = pinned;
+    return FSDPC_OK;
+}
+
+/* An all-gather of host memory by way of the GPU. */
+static int
+exchange_over_gpu(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    const fsdpc_cuda_driver *driver = comm->driver;
+    size_t all = piece_bytes * (size_t)comm->base.world;
+    size_t own = piece_bytes * (size_t)comm->base.rank;
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    FSDPC_TRY(need_scratch(comm, what));
+    memcpy(comm->pinned + own, (char *)buffer + own, piece_bytes);
+    FSDPC_TRY(
+        fsdpc_cuda_check(driver,
+                         driver->copy_to_device((fsdpc_cu_ptr)(uintptr_t)(comm->scratch + own),
+                                                comm->pinned + own, piece_bytes, comm->stream),
+                         "%s: copying to the device", what));
+    FSDPC_TRY(all_gather(&comm->base, comm->scratch, piece_bytes, what));
+    FSDPC_TRY(
+        fsdpc_cuda_check(driver,
+                         driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch,
+                                              all, comm->stream),
+                         "%s: copying to the host", what));
+    FSDPC_TRY(fsdpc_nccl_watch_add(comm, what, all));
+    FSDPC_TRY(fsdpc_comm_nccl_wait(&comm->base));
+    memcpy(buffer, comm->pinned, all);
+    return FSDPC_OK;
+}
+
+static int
+exchange(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (comm->options.exchange) {
+        return comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
+    }
+    return exchange_over_gpu(comm, buffer, piece_bytes, what);
+}
+
+static const fsdpc_agree_record *
+record_of(const void *context, int rank)
+{
+    return (const fsdpc_agree_record *)context + rank;
+}
+
+static int
+agree(fsdpc_comm *comm, const char *text, const char *what)
+{
+    fsdpc_agree_record *records = fsdpc_mem_calloc((size_t)comm->world, sizeof *records);
+    if (!records) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the texts of %d ranks", what,
+                           comm->world);
+    }
+    int status = FSDPC_OK;
+    fsdpc_agree_fill(&records[comm->rank], text);
+    FSDPC_GOTO(exchange(of(comm), records, sizeof *records, what), end);
+    FSDPC_GOTO(fsdpc_agree_compare(record_of, records, comm->world, what), end);
+end:
+    fsdpc_mem_free(records);
+    return status;
+}
+
+/* Of the hosts: what is on streams may still be on its way. */
+static int
+barrier(fsdpc_comm *comm, const char *what)
+{
+    char *bytes = fsdpc_mem_calloc((size_t)comm->world, 1);
+    if (!bytes) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d bytes", what, comm->world);
+    }
+    int status = exchange(of(comm), bytes, 1, what);
+    fsdpc_mem_free(bytes);
+    return status;
+}
+
+/* --- the end -------------------------------------------------------------------------------------------- */
+
+/* Only tells the thread: an abort of NCCL may take long. */
+static void
+abort_comm(fsdpc_comm *comm, const char *text)
+{
+    fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
+}
+
+void
+fsdpc_nccl_dispose(nccl_comm *comm)
+{
+    (void)fsdpc_nccl_use_context(comm);
+    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
+        if (comm->ring[i].event) {
+            (void)comm->driver->event_destroy(comm->ring[i].event);
+        }
+    }
+    if (comm->scratch) {
+        (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
+        (void)comm->driver->host_free(comm->pinned);
+    }
+    pthread_cond_destroy(&comm->told);
+    pthread_mutex_destroy(&comm->lock);
+    pthread_mutex_destroy(&comm->calls);
+    fsdpc_mem_free(comm);
+}
+
+static void
+release(fsdpc_comm *base)
+{
+    nccl_comm *comm = of(base);
+    void (*release_context)(void *) = comm->options.release;
+    void *context = comm->options.context;
+    if (fsdpc_nccl_watch_end(comm)) {
+        fsdpc_nccl_dispose(comm);
+    }
+    if (release_context) {
+        release_context(context);
+    }
+}
+
+static const fsdpc_comm_ops nccl_ops = {
+    .kind = "nccl",
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+    .broadcast = broadcast,
+    .barrier = barrier,
+    .agree = agree,
+    .abort = abort_comm,
+    .free = release,
+};
+
+/* --- the start ------------------------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES])
+{
+    const fsdpc_nccl *nccl;
+    fsdpc_nccl_id made;
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    fsdpc_nccl_result result = nccl->get_unique_id(&made);
+    if (result != FSDPC_NCCL_SUCCESS) {
+        return fsdpc_error(FSDPC_E_COMM, "NCCL gives no unique id: %s", nccl->error_string(result));
+    }
+    memcpy(id, made.bytes, FSDPC_COMM_NCCL_ID_BYTES);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_nccl_describe(char *text, size_t bytes)
+{
+    const fsdpc_nccl *nccl;
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    snprintf(text, bytes, "NCCL %d.%d.%d (%s)", nccl->version / 10000, nccl->version / 100 % 100,
+             nccl->version % 100, nccl->path);
+    return FSDPC_OK;
+}
+
+static int
+make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *options,
+     nccl_comm **out)
+{
+    const fsdpc_nccl *nccl;
+    const fsdpc_cuda_driver *driver;
+    fsdpc_cu_context context = NULL;
+    if (world < 1 || rank < 0 || rank >= world) {
+        return fsdpc_error(FSDPC_E_INVAL, "rank %d is not one of a group of %d", rank, world);
+    }
+    if (!(options->timeout_s > 0)) {
+        return fsdpc_error(FSDPC_E_INVAL, "timeout_s is %g: a deadline above 0 is needed",
+                           options->timeout_s);
+    }
+    FSDPC_TRY(fsdpc_cuda_driver_get(&driver));
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    FSDPC_TRY(fsdpc_cuda_check(driver, driver->ctx_get_current(&context), "the CUDA context"));
+    if (!context) {
+        return fsdpc_error(FSDPC_E_STATE, "no CUDA context is current on this thread");
+    }
+    nccl_comm *comm = fsdpc_mem_calloc(1, sizeof *comm);
+    if (!comm) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
+    }
+    comm->base.ops = &nccl_ops;
+    comm->base.device = device;
+    comm->base.rank = rank;
+    comm->base.world = world;
+    comm->nccl = nccl;
+    comm->driver = driver;
+    comm->context = context;
+    comm->options = *options;
+    comm->options.poll_ms = options->poll_ms > 0 ? options->poll_ms : 50;
+    snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "nccl");
+    fsdpc_comm_nccl_set_stream(&comm->base, options->stream);
+    pthread_mutex_init(&comm->calls, NULL);
+    pthread_mutex_init(&comm->lock, NULL);
+    pthread_cond_init(&comm->told, NULL);
+    *out = comm;
+    return FSDPC_OK;
+}
+
+/* With `calls` held, though nobody else knows of the communicator but its thread. */
+static int
+meet(nccl_comm *comm, const char *id)
+{
+    char what[64];
+    fsdpc_nccl_id unique;
+    fsdpc_nccl_config config = fsdpc_nccl_config_new();
+    memcpy(unique.bytes, id, sizeof unique.bytes);
+    config.comm_name = comm->name;
+    snprintf(what, sizeof what, "starting communicator %s", comm->name);
+    fsdpc_nccl_result result =
+        comm->nccl->init_rank(&comm->handle, comm->base.world, unique, comm->base.rank, &config);
+    return settle(comm, result, what);
+}
+
+int
+fsdpc_comm_nccl(fsdpc_device *device, int rank, int world, const char id[FSDPC_COMM_NCCL_ID_BYTES],
+                const fsdpc_comm_nccl_options *options, fsdpc_comm **out)
+{
+    nccl_comm *comm = NULL;
+    *out = NULL;
+    int status = make(device, rank, world, options, &comm);
+    if (status != FSDPC_OK) {
+        if (options->release) {
+            options->release(options->context);
+        }
+        return status;
+    }
+    FSDPC_GOTO(fsdpc_nccl_watch_start(comm), fail);
+    pthread_mutex_lock(&comm->calls);
+    status = meet(comm, id);
+    pthread_mutex_unlock(&comm->calls);
+    if (status != FSDPC_OK) {
+        goto fail;
+    }
+    *out = &comm->base;
+    return FSDPC_OK;
+fail:
+    fsdpc_comm_break(&comm->base, status, fsdpc_error_text());
+    release(&comm->base);
+    return status;
+}
+
+void
+fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream)
+{
+    memcpy(&of(comm)->stream, &stream, sizeof stream);
+}
+
+int
+fsdpc_comm_nccl_register(fsdpc_comm *base, void *buffer, size_t bytes)
+{
+    nccl_comm *comm = of(base);
+    int status = FSDPC_OK;
+    void *registered = NULL;
+    if (!comm->nccl->register_buffer || !comm->nccl->deregister_buffer) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "NCCL %d cannot register buffers",
+                           comm->nccl->version);
+    }
+    FSDPC_TRY(fsdpc_comm_check(base));
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    pthread_mutex_lock(&comm->calls);
+    if (!comm->handle || comm->buffer_count == FSDPC_NCCL_BUFFERS) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "no more buffers can be registered (at most %d)",
+                               FSDPC_NCCL_BUFFERS),
+                   end);
+    }
+    FSDPC_GOTO(settle(comm, comm->nccl->register_buffer(comm->handle, buffer, bytes, &registered),
+                      "registering a buffer"),
+               end);
+    comm->buffers[comm->buffer_count++] = registered;
+end:
+    pthread_mutex_unlock(&comm->calls);
+    return status;
+}

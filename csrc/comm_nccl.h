@@ -1,0 +1,49 @@
+/* The communicator over NCCL: collectives of GPUs, put on a stream.
+ *
+ * Kind "nccl". Collectives return when they are on the stream; all but agree and barrier leave the
+ * host free. Sums are NCCL's, in the elements' type; a maximum or minimum may drop a NaN. A thread
+ * of its own looks after what is on its way: when the oldest collective has not ended by the
+ * deadline, or NCCL reports an error, it marks the communicator broken with a text that names the
+ * collective, its number and the rank, and aborts NCCL's side, so that the stream goes on (with
+ * undefined bytes: check fsdpc_comm_check() before results are used). No call ever waits for NCCL
+ * without a deadline. One communicator may be used by several threads, one at a time.
+ */
+#ifndef FSDPC_COMM_NCCL_H
+#define FSDPC_COMM_NCCL_H
+
+#include "comm.h"
+
+enum { FSDPC_COMM_NCCL_ID_BYTES = 128 };
+
+typedef struct fsdpc_comm_nccl_options {
+    const char *name; /* for texts: "gather"; NULL: "nccl" */
+    double timeout_s; /* of the start and of each collective; > 0 */
+    int poll_ms;      /* of the watching thread; 0: 50 */
+    void *stream;     /* the CUDA stream of the collectives; NULL: the legacy stream */
+    /* (optional) The host's own channel, used by agree and barrier: an all-gather of bytes in host
+     * memory, with a deadline of its own; a status with its text. Without it they go over the GPU. */
+    int (*exchange)(void *context, void *buffer, size_t piece_bytes, const char *what);
+    void *context;
+    void (*release)(void *context); /* (optional) called once, when the communicator is freed */
+} fsdpc_comm_nccl_options;
+
+/* On one rank; its bytes are then given to the others. FSDPC_E_UNAVAILABLE without NCCL. */
+int fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES]);
+/* Collective. A CUDA context must be current. The device is the one whose memory will be passed.
+ * FSDPC_E_TIMEOUT when not all ranks come. Copies the options but for name's characters, which it
+ * copies, too. `release` is called even if this fails. */
+int fsdpc_comm_nccl(fsdpc_device *device, int rank, int world,
+                    const char id[FSDPC_COMM_NCCL_ID_BYTES], const fsdpc_comm_nccl_options *options,
+                    fsdpc_comm **out);
+/* Local. Later collectives go on this stream. */
+void fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream);
+/* Local: the host waits until all that was put on streams has ended, by queries. The failure, if
+ * there is one. */
+int fsdpc_comm_nccl_wait(fsdpc_comm *comm);
+/* All ranks in one order: makes NCCL use these bytes without staging where it can. Forgotten with
+ * the communicator. FSDPC_E_UNAVAILABLE where the library is too old. */
+int fsdpc_comm_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
+/* "NCCL 2.28.3 (/path/libnccl.so.2)" into `text`. */
+int fsdpc_comm_nccl_describe(char *text, size_t bytes);
+
+#endif

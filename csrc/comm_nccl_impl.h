@@ -1,0 +1,72 @@
+/* What the files of the NCCL communicator share. Callers use comm_nccl.h. */
+#ifndef FSDPC_COMM_NCCL_IMPL_H
+#define FSDPC_COMM_NCCL_IMPL_H
+
+#include <pthread.h>
+
+#include "comm_impl.h"
+#include "comm_nccl.h"
+#include "nccl_api.h"
+
+enum {
+    FSDPC_NCCL_RING = 512,
+    FSDPC_NCCL_WHAT_BYTES = 64,
+    FSDPC_NCCL_NAME_BYTES = 32,
+    FSDPC_NCCL_BUFFERS = 64
+};
+
+/* A collective on its way. */
+typedef struct fsdpc_nccl_entry {
+    uint64_t sequence;
+    char what[FSDPC_NCCL_WHAT_BYTES];
+    size_t bytes;
+    double since_s;       /* put on the stream, or became the oldest: whichever is later */
+    fsdpc_cu_event event; /* made once for the place, reused */
+} fsdpc_nccl_entry;
+
+typedef struct nccl_comm {
+    fsdpc_comm base;
+    const fsdpc_nccl *nccl;
+    const fsdpc_cuda_driver *driver;
+    fsdpc_cu_context context;
+    fsdpc_cu_stream stream;
+    fsdpc_comm_nccl_options options;
+    char name[FSDPC_NCCL_NAME_BYTES];
+
+    /* One thread at a time is inside NCCL: whoever holds this. */
+    pthread_mutex_t calls;
+    fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
+    void *buffers[FSDPC_NCCL_BUFFERS];
+    int buffer_count;
+    char *scratch; /* on the device, for agree and barrier without a channel */
+    char *pinned;
+
+    /* The ring and the thread's orders; never held while NCCL is called. */
+    pthread_mutex_t lock;
+    pthread_cond_t told; /* the thread has an order, or has ended */
+    fsdpc_nccl_entry ring[FSDPC_NCCL_RING];
+    uint64_t first, next; /* sequences: [first, next) are on their way */
+    pthread_t thread;
+    bool threaded, stop, ended, orphan;
+    _Atomic bool abort_wanted; /* whoever polls inside NCCL leaves */
+} nccl_comm;
+
+double fsdpc_nccl_now_s(void);
+void fsdpc_nccl_nap(int us);
+/* The calling thread may have no CUDA context. */
+int fsdpc_nccl_use_context(const nccl_comm *comm);
+/* Breaks the communicator and leaves the abort to the thread. Any thread. */
+void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* comm_nccl_watch.c */
+int fsdpc_nccl_watch_start(nccl_comm *comm);
+/* Ends the thread and NCCL's side. True: all is over and the caller frees. False: NCCL does not let
+ * go; the thread frees the communicator when it does. */
+bool fsdpc_nccl_watch_end(nccl_comm *comm);
+/* Notes what has just been put on the stream. */
+int fsdpc_nccl_watch_add(nccl_comm *comm, const char *what, size_t bytes);
+/* Frees memory, events and locks; NCCL's side is gone. */
+void fsdpc_nccl_dispose(nccl_comm *comm);
+
+#endif

@@ -1,0 +1,340 @@
+/* The thread that looks after an NCCL communicator, and the ring of what is on its way.
+ *
+ * Every poll_ms it asks the oldest collective's event and NCCL's own error. It is also the only
+ * one that aborts or destroys NCCL's side, because either may take long: nobody waits for it
+ * longer than END_MS. It takes `calls` before it enters NCCL; whoever holds that leaves soon,
+ * because NCCL was told not to block and loops look at abort_wanted.
+ */
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "comm_nccl_impl.h"
+#include "mem.h"
+#include "status.h"
+
+enum { STACK_BYTES = 512 * 1024, END_MS = 1000, QUIET_S = 2 };
+
+double
+fsdpc_nccl_now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+void
+fsdpc_nccl_nap(int us)
+{
+    struct timespec time = {.tv_nsec = (long)us * 1000};
+    nanosleep(&time, NULL);
+}
+
+int
+fsdpc_nccl_use_context(const nccl_comm *comm)
+{
+    fsdpc_cu_context current = NULL;
+    FSDPC_TRY(fsdpc_cuda_check(comm->driver, comm->driver->ctx_get_current(&current),
+                               "the thread's CUDA context"));
+    if (current == comm->context) {
+        return FSDPC_OK;
+    }
+    return fsdpc_cuda_check(comm->driver, comm->driver->ctx_set_current(comm->context),
+                            "setting the thread's CUDA context");
+}
+
+/* --- the ring ----------------------------------------------------------------------------------- */
+
+static fsdpc_nccl_entry *
+entry_of(nccl_comm *comm, uint64_t sequence)
+{
+    return &comm->ring[sequence % FSDPC_NCCL_RING];
+}
+
+/* Takes out what has ended. A query that fails ends nothing: the failure is told by look(). */
+static fsdpc_cu_result
+sweep_locked(nccl_comm *comm)
+{
+    while (comm->first < comm->next) {
+        fsdpc_cu_result result = comm->driver->event_query(entry_of(comm, comm->first)->event);
+        if (result != FSDPC_CU_SUCCESS) {
+            return result;
+        }
+        comm->first++;
+        if (comm->first < comm->next) {
+            entry_of(comm, comm->first)->since_s = fsdpc_nccl_now_s();
+        }
+    }
+    return FSDPC_CU_SUCCESS;
+}
+
+static int
+make_room(nccl_comm *comm)
+{
+    double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
+    for (;;) {
+        pthread_mutex_lock(&comm->lock);
+        (void)sweep_locked(comm);
+        bool room = comm->next - comm->first < FSDPC_NCCL_RING;
+        pthread_mutex_unlock(&comm->lock);
+        if (room) {
+            return FSDPC_OK;
+        }
+        FSDPC_TRY(fsdpc_comm_check(&comm->base));
+        if (fsdpc_nccl_now_s() > end) {
+            return fsdpc_error(FSDPC_E_TIMEOUT,
+                               "rank %d: %d collectives of communicator %s are on their way and "
+                               "none has ended for %g s",
+                               comm->base.rank, FSDPC_NCCL_RING, comm->name,
+                               comm->options.timeout_s);
+        }
+        fsdpc_nccl_nap(200);
+    }
+}
+
+int
+fsdpc_nccl_watch_add(nccl_comm *comm, const char *what, size_t bytes)
+{
+    int status = FSDPC_OK;
+    FSDPC_TRY(make_room(comm));
+    pthread_mutex_lock(&comm->lock);
+    fsdpc_nccl_entry *entry = entry_of(comm, comm->next);
+    if (!entry->event) {
+        FSDPC_GOTO(fsdpc_cuda_check(
+                       comm->driver,
+                       comm->driver->event_create(&entry->event, FSDPC_CU_EVENT_DISABLE_TIMING),
+                       "%s: an event", what),
+                   end);
+    }
+    FSDPC_GOTO(fsdpc_cuda_check(comm->driver,
+                                comm->driver->event_record(entry->event, comm->stream),
+                                "%s: recording its end", what),
+               end);
+    entry->sequence = comm->next++;
+    entry->bytes = bytes;
+    entry->since_s = fsdpc_nccl_now_s();
+    snprintf(entry->what, sizeof entry->what, "%s", what);
+end:
+    pthread_mutex_unlock(&comm->lock);
+    return status;
+}
+
+/* --- failing ------------------------------------------------------------------------------------ */
+
+void
+fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
+{
+    char text[FSDPC_COMM_TEXT_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fsdpc_comm_break(&comm->base, status, text);
+    atomic_store(&comm->abort_wanted, true);
+    pthread_mutex_lock(&comm->lock);
+    pthread_cond_broadcast(&comm->told);
+    pthread_mutex_unlock(&comm->lock);
+}
+
+/* The oldest collective, for texts. */
+static void
+describe_oldest(nccl_comm *comm, char *text, size_t bytes)
+{
+    pthread_mutex_lock(&comm->lock);
+    (void)sweep_locked(comm);
+    const fsdpc_nccl_entry *entry = entry_of(comm, comm->first);
+    if (comm->first < comm->next) {
+        snprintf(text, bytes, "%s (collective %llu of communicator %s, %zu bytes)", entry->what,
+                 (unsigned long long)entry->sequence, comm->name, entry->bytes);
+    } else {
+        snprintf(text, bytes, "communicator %s after %llu collectives", comm->name,
+                 (unsigned long long)comm->first);
+    }
+    pthread_mutex_unlock(&comm->lock);
+}
+
+static void
+look_at_time(nccl_comm *comm)
+{
+    char oldest[192];
+    double waited = 0;
+    pthread_mutex_lock(&comm->lock);
+    fsdpc_cu_result result = sweep_locked(comm);
+    if (comm->first < comm->next) {
+        waited = fsdpc_nccl_now_s() - entry_of(comm, comm->first)->since_s;
+    }
+    pthread_mutex_unlock(&comm->lock);
+    describe_oldest(comm, oldest, sizeof oldest);
+    if (result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY) {
+        (void)fsdpc_cuda_check(comm->driver, result, "rank %d: %s", comm->base.rank, oldest);
+        fsdpc_nccl_fail(comm, FSDPC_E_COMM, "%s", fsdpc_error_text());
+    } else if (waited > comm->options.timeout_s) {
+        fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT,
+                        "rank %d: %s has not ended after %g s: another rank has not come to it, "
+                        "or has died",
+                        comm->base.rank, oldest, comm->options.timeout_s);
+    }
+}
+
+static void
+look_at_nccl(nccl_comm *comm)
+{
+    char oldest[192], said[256] = "";
+    fsdpc_nccl_result error = FSDPC_NCCL_SUCCESS;
+    if (pthread_mutex_trylock(&comm->calls) != 0) {
+        return; /* somebody is inside and sees the error itself */
+    }
+    if (comm->handle && comm->nccl->async_error(comm->handle, &error) == FSDPC_NCCL_SUCCESS &&
+        error != FSDPC_NCCL_SUCCESS && error != FSDPC_NCCL_IN_PROGRESS) {
+        snprintf(said, sizeof said, "%s; %s", comm->nccl->error_string(error),
+                 comm->nccl->last_error(comm->handle));
+    }
+    pthread_mutex_unlock(&comm->calls);
+    if (said[0]) {
+        describe_oldest(comm, oldest, sizeof oldest);
+        fsdpc_nccl_fail(comm, FSDPC_E_COMM, "rank %d: NCCL failed in %s: %s", comm->base.rank,
+                        oldest, said);
+    }
+}
+
+/* --- ending NCCL's side --------------------------------------------------------------------------- */
+
+static void
+deregister_buffers(nccl_comm *comm)
+{
+    while (comm->buffer_count > 0) {
+        (void)comm->nccl->deregister_buffer(comm->handle, comm->buffers[--comm->buffer_count]);
+    }
+}
+
+/* A sound communicator is taken down in peace: peers may still be in its last collective. */
+static bool
+ended_in_peace(nccl_comm *comm)
+{
+    fsdpc_nccl_result state = comm->nccl->finalize(comm->handle);
+    double end = fsdpc_nccl_now_s() + QUIET_S;
+    while (state == FSDPC_NCCL_IN_PROGRESS && fsdpc_nccl_now_s() < end) {
+        fsdpc_nccl_nap(500);
+        if (comm->nccl->async_error(comm->handle, &state) != FSDPC_NCCL_SUCCESS) {
+            break;
+        }
+    }
+    return state == FSDPC_NCCL_SUCCESS && comm->nccl->destroy(comm->handle) == FSDPC_NCCL_SUCCESS;
+}
+
+static void
+end_nccl(nccl_comm *comm)
+{
+    pthread_mutex_lock(&comm->lock);
+    bool idle = sweep_locked(comm) == FSDPC_CU_SUCCESS;
+    pthread_mutex_unlock(&comm->lock);
+    pthread_mutex_lock(&comm->calls);
+    fsdpc_nccl_comm handle = comm->handle;
+    bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
+    if (handle && sound && idle) {
+        deregister_buffers(comm);
+        if (ended_in_peace(comm)) {
+            handle = NULL;
+        }
+    }
+    /* Gone before it is aborted: whoever comes now finds nothing. An abort may take long. */
+    comm->handle = NULL;
+    pthread_mutex_unlock(&comm->calls);
+    if (handle) {
+        (void)comm->nccl->abort(handle);
+    }
+}
+
+/* --- the thread ------------------------------------------------------------------------------------ */
+
+/* True: time to end. */
+static bool
+rest(nccl_comm *comm, bool aborted)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += (long)comm->options.poll_ms * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&comm->lock);
+    if (!comm->stop && (aborted || !atomic_load(&comm->abort_wanted))) {
+        pthread_cond_timedwait(&comm->told, &comm->lock, &until);
+    }
+    bool stop = comm->stop;
+    pthread_mutex_unlock(&comm->lock);
+    return stop;
+}
+
+static void *
+watch(void *argument)
+{
+    nccl_comm *comm = argument;
+    bool aborted = false;
+    (void)fsdpc_nccl_use_context(comm);
+    while (!rest(comm, aborted)) {
+        if (!aborted && !atomic_load(&comm->abort_wanted)) {
+            look_at_nccl(comm);
+            look_at_time(comm);
+        }
+        if (!aborted && atomic_load(&comm->abort_wanted)) {
+            end_nccl(comm);
+            aborted = true;
+        }
+    }
+    end_nccl(comm);
+    pthread_mutex_lock(&comm->lock);
+    comm->ended = true;
+    bool orphan = comm->orphan;
+    pthread_cond_broadcast(&comm->told);
+    pthread_mutex_unlock(&comm->lock);
+    if (orphan) {
+        fsdpc_nccl_dispose(comm);
+    }
+    return NULL;
+}
+
+int
+fsdpc_nccl_watch_start(nccl_comm *comm)
+{
+    pthread_attr_t attr;
+    sigset_t all, before;
+    int rc = pthread_attr_init(&attr);
+    if (rc == 0) {
+        pthread_attr_setstacksize(&attr, STACK_BYTES);
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        rc = pthread_create(&comm->thread, &attr, watch, comm);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        pthread_attr_destroy(&attr);
+    }
+    comm->threaded = rc == 0;
+    return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
+}
+
+bool
+fsdpc_nccl_watch_end(nccl_comm *comm)
+{
+    struct timespec until;
+    if (!comm->threaded) {
+        end_nccl(comm);
+        return true;
+    }
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += END_MS / 1000;
+    pthread_mutex_lock(&comm->lock);
+    comm->stop = true;
+    pthread_cond_broadcast(&comm->told);
+    while (!comm->ended && pthread_cond_timedwait(&comm->told, &comm->lock, &until) == 0) {}
+    bool ended = comm->ended;
+    comm->orphan = !ended;
+    if (!ended) {
+        pthread_detach(comm->thread);
+    }
+    pthread_mutex_unlock(&comm->lock);
+    if (ended) {
+        pthread_join(comm->thread, NULL);
+    }
+    return ended;
+}
