@@ -125,7 +125,8 @@ SIMDIR := $(CDIR)/simgpu
 SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
 SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%)
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
-SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libfsdpc_kernels_host.so
+SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
+SIMNCCL := $(wildcard tests/simgpu/nccl_*.c)
 
 $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@
@@ -142,12 +143,21 @@ $(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/*.cpp tests/simgpu/c
 	  -Wall -Wextra -Wno-unknown-pragmas -Icsrc -Ikernels -Itests/simgpu \
 	  -shared -Wl,-soname,$(@F) $(filter %.cpp,$^) -o $@
 
+# And one that is as old as fsdpc can use, without what came later.
+$(SIMDIR)/libnccl.so.2: $(SIMNCCL:tests/simgpu/%.c=$(SIMDIR)/%.o) $(SIMDIR)/libcuda.so.1
+	@$(CC) $(SIMCFLAGS) -shared -Wl,-soname,$(@F) $^ -Wl,-rpath,'$$ORIGIN' -o $@
+
+$(SIMDIR)/libnccl-old.so.2: $(SIMNCCL) $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2
+	@$(CC) $(filter-out -MMD -MP,$(SIMCFLAGS)) -DSIMNCCL_OLD -fPIC -fvisibility=hidden -shared \
+	  -Wl,-soname,$(@F) $(SIMNCCL) $(SIMDIR)/libcuda.so.1 -Wl,-rpath,'$$ORIGIN' -o $@
+
 $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLIBS)
 	@$(CC) $(SIMCFLAGS) $^ -o $@ -Wl,-rpath,'$$ORIGIN' -ldl -lrt -lm
 
-simgpu-run: $(SIMPROGRAMS)
+simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW=test_schedule \
 	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
+	  FSDPC_LIBNCCL=$(CURDIR)/$(SIMDIR)/libnccl.so.2 TSAN_OPTIONS=halt_on_error=1 \
 	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
 
 simgpu:
@@ -160,6 +170,7 @@ asan: asan-c asan-py
 asan-c:
 	$(call say,C tests under ASan and UBSan)
 	@$(MAKE) -j$(JOBS) ctest-run SAN=address,undefined
+	@$(MAKE) -j$(JOBS) simgpu-run SAN=address,undefined
 
 # The Python package with an instrumented extension lies in build/asan, not in place. The runtime
 # must come first into the process; leaks of the interpreter and of torch are not ours to report.
@@ -181,6 +192,7 @@ TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))
 tsan:
 	$(call say,C tests with threads under TSan)
 	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) ctest-run SAN=thread T="$(TSAN_FILES:tests/c/test_%.c=%)"
+	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) simgpu-run SAN=thread T="nccl comm_nccl"
 
 # --- looks ---------------------------------------------------------------------------------------
 C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch] tests/simgpu/*.[ch])

@@ -58,18 +58,14 @@ __attribute__((unused)) static CUfunction
 gpu_function(const char *name)
 {
     static const char image[] = "image";
-    static CUlibrary library;
+    CUlibrary library;
     CUkernel kernel;
     CUfunction function;
-    if (library) {
-        (void)cuLibraryUnload(library);
-    }
     REQUIRE_CU(cuLibraryLoadData(&library, image, NULL, NULL, 0, NULL, NULL, 0));
     REQUIRE_CU(cuLibraryGetKernel(&kernel, library, name));
     REQUIRE_CU(cuKernelGetFunction(&function, kernel));
     REQUIRE_CU(cuFuncLoad(function));
     REQUIRE_CU(cuLibraryUnload(library));
-    library = NULL;
     return function;
 }
 

@@ -130,9 +130,11 @@ keep_write(sim_space *space, uint64_t lo, uint64_t hi, sim_mark mark)
     while (to < space->count && space->segments[to].lo < hi) {
         free(space->segments[to++].reads);
     }
-    memmove(&space->segments[from], &space->segments[to],
-            (size_t)(space->count - to) * sizeof *space->segments);
-    space->count -= to - from;
+    if (to > from) {
+        memmove(&space->segments[from], &space->segments[to],
+                (size_t)(space->count - to) * sizeof *space->segments);
+        space->count -= to - from;
+    }
     insert(space, from, (sim_segment){.lo = lo, .hi = hi, .written = true, .write = mark});
 }
 

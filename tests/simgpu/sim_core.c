@@ -10,7 +10,8 @@
 
 enum { PLANTS = 64, NAMES = 4096, REPORT_BYTES = 512 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Recursive, because work that runs may report. Waits are made at depth one only. */
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
 #define DEFAULTS                      \
@@ -283,25 +284,19 @@ sim_leave(CUresult result)
 
 /* --- reports ------------------------------------------------------------------------------------ */
 
-static char (*reports)[REPORT_BYTES];
+static char **reports;
 static int report_count, report_capacity;
 
 void
 sim_say(bool race, const char *format, ...)
 {
     va_list args;
-    reports = sim_grow(reports, report_count, &report_capacity, sizeof *reports);
-    char *text = reports[report_count];
+    char *text = sim_alloc(1, REPORT_BYTES);
     va_start(args, format);
     vsnprintf(text, REPORT_BYTES, format, args);
     va_end(args);
-    for (int i = 0; i < report_count; i++) {
-        if (strcmp(reports[i], text) == 0) {
-            report_count--; /* the same once more is counted, not told again */
-            break;
-        }
-    }
-    report_count++;
+    reports = sim_grow(reports, report_count, &report_capacity, sizeof *reports);
+    reports[report_count++] = text;
     *(race ? &sim_counters.races : &sim_counters.faults) += 1;
     if (!sim_options.quiet) {
         fprintf(stderr, "simgpu: %s: %s\n", race ? "race" : "fault", text);
@@ -327,13 +322,19 @@ simgpu_fault(const char *format, ...)
 SIM_EXPORT const char *
 simgpu_report(int index)
 {
-    return index >= 0 && index < report_count ? reports[index] : NULL;
+    sim_lock();
+    const char *report = index >= 0 && index < report_count ? reports[index] : NULL;
+    sim_unlock();
+    return report;
 }
 
 SIM_EXPORT int
 simgpu_reports(void)
 {
-    return report_count;
+    sim_lock();
+    int count = report_count;
+    sim_unlock();
+    return count;
 }
 
 SIM_EXPORT simgpu_counters
@@ -393,7 +394,9 @@ simgpu_reset(void)
     sim_options.quiet = quiet;
     sim_options.abort_on_report = is_set("SIMGPU_ABORT");
     sim_options.foreign = is_set("SIMGPU_FOREIGN");
-    report_count = 0;
+    while (report_count) {
+        free(reports[--report_count]);
+    }
     sim_sticky = CUDA_SUCCESS;
     initialised = false;
     sim_unlock();

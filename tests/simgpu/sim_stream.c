@@ -32,8 +32,11 @@ typedef struct host {
 } host;
 
 sim_actor sim_actors[SIM_ACTORS];
-static host main_host;
+static host main_host, rank_hosts[SIM_ACTORS / 2];
+static int rank_host_count;
 static __thread host *own_host;
+static __thread uint64_t own_epoch;
+static uint64_t epoch; /* counts resets: a thread's host does not outlive one */
 static struct CUstream_st *handles;
 static int streams_made, waiting_works;
 static bool helper_started;
@@ -81,7 +84,7 @@ make_host(host *made, const char *name)
 static host *
 this_host(void)
 {
-    host *mine = own_host ? own_host : &main_host;
+    host *mine = own_host && own_epoch == epoch ? own_host : &main_host;
     if (mine->processor == 0) {
         make_host(mine, "");
     }
@@ -92,7 +95,8 @@ SIM_EXPORT void
 simgpu_thread_is_rank(const char *name)
 {
     sim_lock();
-    own_host = sim_alloc(1, sizeof *own_host);
+    own_host = &rank_hosts[rank_host_count++ % (SIM_ACTORS / 2)];
+    own_epoch = epoch;
     make_host(own_host, name);
     sim_unlock();
 }
@@ -580,6 +584,15 @@ simgpu_point_done(const simgpu_point *point)
     return done;
 }
 
+SIM_EXPORT bool
+simgpu_point_demand(const simgpu_point *point)
+{
+    sim_lock();
+    bool done = point->time == 0 || sim_demand(point->actor, point->time) == CUDA_SUCCESS;
+    sim_unlock();
+    return done;
+}
+
 /* For the driver's own entry points. */
 CUresult
 sim_enqueue_counted(CUstream stream, const simgpu_work *work)
@@ -797,8 +810,9 @@ sim_streams_reset(void)
         free(handle);
     }
     main_host = (host){0};
-    free(own_host);
-    own_host = NULL;
+    memset(rank_hosts, 0, sizeof rank_hosts);
+    rank_host_count = 0;
+    epoch++;
     streams_made = 0;
     sim_events_reset();
 }

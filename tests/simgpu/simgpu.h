@@ -145,6 +145,8 @@ typedef struct simgpu_point {
 /* `after` (may be NULL): also ordered behind this point; becomes the new work's point. */
 CUresult simgpu_enqueue(CUstream stream, const simgpu_work *work, simgpu_point *after);
 bool simgpu_point_done(const simgpu_point *point);
+/* Runs what leads to it, as another piece of work waiting for it would. False: it never came. */
+bool simgpu_point_demand(const simgpu_point *point);
 /* For such libraries: reports a fault of their own, and wakes whoever waits for a state change. */
 void simgpu_fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void simgpu_wake(void);

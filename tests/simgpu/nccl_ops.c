@@ -1,0 +1,209 @@
+/* The calls that put collectives on streams, and groups of them. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "nccl_sim.h"
+
+static __thread int group_depth;
+static __thread nccl_call *group_first, **group_end;
+
+static void
+count_call(const nccl_call *call)
+{
+    int64_t *const counters[] = {&nccl_counters.all_gathers, &nccl_counters.reduce_scatters,
+                                 &nccl_counters.all_reduces, &nccl_counters.broadcasts};
+    size_t item = nccl_item(call->request.type);
+    size_t pieces = call->request.kind == REDUCE_SCATTER ? (size_t)call->comm->world : 1;
+    ++*counters[call->request.kind];
+    nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
+}
+
+static void
+arm(nccl_call *call)
+{
+    int rank = call->comm->rank, value;
+    if (nccl_planted(SIMNCCL_STOP, rank) >= 0) {
+        call->comm->stalled = true;
+    }
+    call->stuck = call->comm->stalled;
+    if ((value = nccl_planted(SIMNCCL_ASYNC_ERROR, rank)) >= 0) {
+        call->stuck = true;
+        call->stuck_error = value;
+    }
+    if ((value = nccl_planted(SIMNCCL_SLOW, rank)) >= 0) {
+        call->not_before_ms = nccl_now_ms() + value;
+    }
+}
+
+/* Takes the call over. Lock held. */
+fsdpc_nccl_result
+nccl_put(nccl_call *call)
+{
+    struct ncclComm *comm = call->comm;
+    simgpu_work work = {.name = "collective",
+                        .context = call,
+                        .run = nccl_run,
+                        .wanted = nccl_wanted,
+                        .drop = nccl_drop};
+    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast"};
+    work.name = names[call->request.kind];
+    call->number = ++comm->issued;
+    count_call(call);
+    arm(call);
+    atomic_fetch_add(&comm->users, 1);
+    CUstream stream;
+    memcpy(&stream, &call->stream, sizeof stream);
+    CUresult result = simgpu_enqueue(stream, &work, &comm->last);
+    return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
+}
+
+/* In place means this rank's own part; anything else that overlaps is undefined. */
+static bool
+overlaps(const nccl_call *call)
+{
+    size_t piece = call->request.count * nccl_item(call->request.type);
+    size_t world = (size_t)call->comm->world, rank = (size_t)call->comm->rank;
+    size_t sent = call->request.kind == REDUCE_SCATTER ? world * piece : piece;
+    size_t got = call->request.kind == ALL_GATHER ? world * piece : piece;
+    const char *in_place = call->request.kind == ALL_GATHER       ? call->recv + rank * piece
+                           : call->request.kind == REDUCE_SCATTER ? call->recv - rank * piece
+                                                                  : call->recv;
+    return call->send != in_place && call->send < call->recv + got &&
+           call->recv < call->send + sent;
+}
+
+static fsdpc_nccl_result
+begin(nccl_call made)
+{
+    api_lock();
+    struct ncclComm *comm = nccl_check(made.comm, "a collective");
+    fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
+    if (!comm) {
+        result = FSDPC_NCCL_INVALID_ARGUMENT;
+    } else if (comm->polls > 0) {
+        result =
+            nccl_misuse(comm, "a collective is called while the call before it is in progress");
+    } else if (atomic_load(&comm->segment->joined) < comm->world) {
+        result = nccl_misuse(comm, "a collective is called before the communicator is ready");
+    } else if ((result = nccl_planted(SIMNCCL_REFUSE, comm->rank)) >= 0) {
+        strcpy(comm->text, "a planted refusal");
+    } else if (made.request.count && overlaps(&made)) {
+        result = nccl_misuse(comm, "buffers overlap but are not in place");
+    } else {
+        result = FSDPC_NCCL_SUCCESS;
+    }
+    if (result || made.request.count == 0) {
+        api_unlock();
+        return result;
+    }
+    nccl_call *call = malloc(sizeof *call);
+    if (!call) {
+        abort();
+    }
+    *call = made;
+    if (group_depth) {
+        *group_end = call;
+        group_end = &call->next;
+    } else if (!comm->blocking && nccl_options.in_progress > 0) {
+        comm->late = call;
+        comm->polls = nccl_options.in_progress;
+        result = FSDPC_NCCL_IN_PROGRESS;
+    } else {
+        result = nccl_put(call);
+    }
+    api_unlock();
+    return result;
+}
+
+NCCL_EXPORT fsdpc_nccl_result ncclGroupStart(void);
+NCCL_EXPORT fsdpc_nccl_result ncclGroupEnd(void);
+NCCL_EXPORT fsdpc_nccl_result ncclAllGather(const void *send, void *recv, size_t count,
+                                            fsdpc_nccl_type type, fsdpc_nccl_comm comm,
+                                            fsdpc_cu_stream stream);
+NCCL_EXPORT fsdpc_nccl_result ncclReduceScatter(const void *send, void *recv, size_t count,
+                                                fsdpc_nccl_type type, fsdpc_nccl_op op,
+                                                fsdpc_nccl_comm comm, fsdpc_cu_stream stream);
+NCCL_EXPORT fsdpc_nccl_result ncclAllReduce(const void *send, void *recv, size_t count,
+                                            fsdpc_nccl_type type, fsdpc_nccl_op op,
+                                            fsdpc_nccl_comm comm, fsdpc_cu_stream stream);
+NCCL_EXPORT fsdpc_nccl_result ncclBroadcast(const void *send, void *recv, size_t count,
+                                            fsdpc_nccl_type type, int root, fsdpc_nccl_comm comm,
+                                            fsdpc_cu_stream stream);
+
+fsdpc_nccl_result
+ncclGroupStart(void)
+{
+    if (group_depth++ == 0) {
+        group_first = NULL;
+        group_end = &group_first;
+    }
+    return FSDPC_NCCL_SUCCESS;
+}
+
+fsdpc_nccl_result
+ncclGroupEnd(void)
+{
+    fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
+    if (group_depth == 0) {
+        return FSDPC_NCCL_INVALID_USAGE;
+    }
+    if (--group_depth > 0) {
+        return result;
+    }
+    api_lock();
+    while (group_first) {
+        nccl_call *call = group_first;
+        group_first = call->next;
+        fsdpc_nccl_result one = nccl_put(call);
+        result = result ? result : one;
+    }
+    api_unlock();
+    return result;
+}
+
+fsdpc_nccl_result
+ncclAllGather(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
+              fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
+{
+    return begin((nccl_call){.comm = comm,
+                             .request = {.kind = ALL_GATHER, .type = type, .count = count},
+                             .send = send,
+                             .recv = recv,
+                             .stream = stream});
+}
+
+fsdpc_nccl_result
+ncclReduceScatter(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
+                  fsdpc_nccl_op op, fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
+{
+    return begin(
+        (nccl_call){.comm = comm,
+                    .request = {.kind = REDUCE_SCATTER, .type = type, .op = op, .count = count},
+                    .send = send,
+                    .recv = recv,
+                    .stream = stream});
+}
+
+fsdpc_nccl_result
+ncclAllReduce(const void *send, void *recv, size_t count, fsdpc_nccl_type type, fsdpc_nccl_op op,
+              fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
+{
+    return begin(
+        (nccl_call){.comm = comm,
+                    .request = {.kind = ALL_REDUCE, .type = type, .op = op, .count = count},
+                    .send = send,
+                    .recv = recv,
+                    .stream = stream});
+}
+
+fsdpc_nccl_result
+ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, int root,
+              fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
+{
+    return begin(
+        (nccl_call){.comm = comm,
+                    .request = {.kind = BROADCAST, .type = type, .root = root, .count = count},
+                    .send = send,
+                    .recv = recv,
+                    .stream = stream});
+}

@@ -1,0 +1,102 @@
+/* What the files of the simulated NCCL share.
+ *
+ * A communicator's ranks meet in a memfd that each opens by the unique id (process and descriptor
+ * of whoever made the id), so threads and processes are alike and no name is left behind. A
+ * collective is a piece of work on its stream: when it runs, the rank lays its part into the
+ * segment and is *blocked* until all have; then it takes the result. Long ones go in rounds.
+ *
+ * Locks: api_lock() may be held when the driver's lock is taken, never the other way round; what
+ * runs as work uses atomics only.
+ */
+#ifndef SIMGPU_NCCL_SIM_H
+#define SIMGPU_NCCL_SIM_H
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "nccl_api.h"
+#include "simgpu.h"
+#include "simnccl.h"
+
+enum { NCCL_RANKS = 16, ROUND_BYTES = 256 * 1024 };
+#define NCCL_EXPORT __attribute__((visibility("default")))
+
+enum nccl_kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST };
+
+/* What a rank asks for; all must ask for the same. */
+typedef struct nccl_request {
+    int kind, type, op, root;
+    uint64_t count;
+} nccl_request;
+
+typedef struct nccl_rank {
+    _Atomic int joined;
+    _Atomic uint64_t at;      /* collectives that it has come to */
+    _Atomic uint64_t arrived; /* rounds laid out */
+    nccl_request asked[2];    /* of the last two rounds */
+    _Atomic uint64_t splits;
+    int color, key, fd;
+    pid_t process;
+} nccl_rank;
+
+typedef struct nccl_segment {
+    _Atomic int world, joined;
+    nccl_rank ranks[NCCL_RANKS];
+} nccl_segment;
+
+struct ncclComm {
+    struct ncclComm *next; /* among the live ones */
+    int rank, world, fd;
+    bool blocking, stalled;
+    nccl_segment *segment;
+    size_t segment_bytes;
+    _Atomic int users; /* the handle and the work in queues */
+    _Atomic bool aborted;
+    _Atomic int error;
+    uint64_t issued; /* collectives so far */
+    uint64_t round;  /* only for work that runs */
+    uint64_t splits;
+    simgpu_point last;      /* collectives of one communicator follow each other */
+    struct nccl_call *late; /* a call that has not taken effect yet */
+    int polls;
+    char text[256];
+};
+
+typedef struct nccl_call {
+    struct nccl_call *next; /* in a group */
+    struct ncclComm *comm;
+    nccl_request request;
+    const char *send;
+    char *recv;
+    fsdpc_cu_stream stream;
+    uint64_t number;
+    uint64_t done_items; /* of a piece */
+    bool begun, laid, stuck;
+    int stuck_error;
+    int64_t not_before_ms;
+} nccl_call;
+
+extern simnccl_options nccl_options;
+extern simnccl_counters nccl_counters;
+
+void api_lock(void);
+void api_unlock(void);
+int64_t nccl_now_ms(void);
+/* The value planted for this event, or -1. Counts the event. Lock held. */
+int nccl_planted(enum simnccl_fault fault, int rank);
+/* A call that a real library would not survive: reported. */
+fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+/* NULL with a misuse reported when it is not alive. Lock held. */
+struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
+void nccl_unuse(struct ncclComm *comm);
+size_t nccl_item(int type);
+
+/* nccl_ops.c */
+fsdpc_nccl_result nccl_put(nccl_call *call);
+/* nccl_run.c */
+enum simgpu_progress nccl_run(void *context, simgpu_task *task);
+bool nccl_wanted(void *context);
+void nccl_drop(void *context);
+
+#endif

@@ -1,0 +1,39 @@
+/* The test's side of the simulated NCCL: faults, versions, counters. See nccl_sim.h for the rest. */
+#ifndef SIMGPU_SIMNCCL_H
+#define SIMGPU_SIMNCCL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum simnccl_fault {
+    SIMNCCL_STOP,        /* the rank never comes to its k-th collective, nor to later ones */
+    SIMNCCL_SLOW,        /* it comes `value` milliseconds late */
+    SIMNCCL_ASYNC_ERROR, /* the k-th collective never ends, and the communicator's error is `value` */
+    SIMNCCL_REFUSE,      /* the k-th call of a collective returns `value` at once */
+    SIMNCCL_INIT_STALL,  /* the k-th communicator never meets the others */
+    SIMNCCL_ABORT_BLOCKS /* the k-th abort lasts `value` milliseconds */
+};
+/* k counts from now (1 = the next), over all communicators of that rank in this process; rank -1
+ * means any. */
+bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
+
+typedef struct simnccl_options {
+    int version;     /* 22803 */
+    int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls */
+    int stall_ms;    /* blocking waits for other ranks end after this, as an error; 30000 */
+} simnccl_options;
+simnccl_options *simnccl_get_options(void);
+
+typedef struct simnccl_counters {
+    int64_t all_gathers, reduce_scatters, all_reduces, broadcasts;
+    int64_t bytes_sent;                /* what this process's ranks put before the others */
+    int64_t mismatches;                /* collectives in which ranks asked for different things */
+    int64_t misuses;                   /* calls that a real library would not survive */
+    int64_t registered, communicators; /* alive now */
+    int64_t aborts_ended;
+} simnccl_counters;
+simnccl_counters simnccl_count(void);
+/* Forgets faults, options and counters. */
+void simnccl_reset(void);
+
+#endif

@@ -1,0 +1,416 @@
+/* The core's NCCL communicator on the simulated GPU: values, agreement, and every way to fail.
+ *
+ * Nothing here asserts how long something takes: that a call does not wait is shown by what has
+ * not happened yet when it returns.
+ */
+#include "comm_nccl.h"
+#include "gpu.h"
+#include "nccl_api.h"
+#include "ranks.h"
+#include "simnccl.h"
+
+static char id[FSDPC_COMM_NCCL_ID_BYTES];
+
+typedef struct setup {
+    fsdpc_comm *comm;
+    CUstream stream;
+    float *x;     /* 64 floats */
+    int64_t live; /* heap blocks before */
+    int rank, world;
+} setup;
+
+static void
+rank_begin(setup *s, int rank, const ranks_run *run)
+{
+    fsdpc_device *device;
+    gpu_start();
+    simnccl_reset();
+    simgpu_policy_random((uint64_t)(run->option * 10 + rank));
+    REQUIRE_OK(fsdpc_device_cpu(&device));
+    *s = (setup){.rank = rank, .world = run->world};
+    s->live = fsdpc_mem_live();
+    s->stream = gpu_stream("gather");
+    s->x = gpu_floats(64, "unit 3");
+    for (int i = 0; i < 64; i++) {
+        s->x[i] = (float)(rank + 1);
+    }
+}
+
+static int
+open_comm(setup *s, double timeout_s, const fsdpc_comm_nccl_options *more)
+{
+    fsdpc_device *device;
+    fsdpc_comm_nccl_options options = more ? *more : (fsdpc_comm_nccl_options){0};
+    REQUIRE_OK(fsdpc_device_cpu(&device));
+    options.name = "gather";
+    options.timeout_s = timeout_s;
+    options.poll_ms = 5;
+    options.stream = s->stream;
+    return fsdpc_comm_nccl(device, s->rank, s->world, id, &options, &s->comm);
+}
+
+static void
+run_ranks_of(int world, int option, rank_function function)
+{
+    ranks_run *run = ranks_new(world);
+    run->option = option;
+    REQUIRE_OK(fsdpc_comm_nccl_id(id));
+    ranks_start(run, function);
+    ranks_free(run);
+}
+
+/* Frees, and looks for what is left behind. */
+static void
+close_comm(setup *s)
+{
+    fsdpc_comm_free(s->comm);
+    CHECK_CU(cuStreamDestroy(s->stream), CUDA_SUCCESS);
+    CHECK_CU(cuMemFree((CUdeviceptr)(uintptr_t)s->x), CUDA_SUCCESS);
+    CHECK_INT(simgpu_leaks(NULL, 0), 0);
+    CHECK_INT(simnccl_count().communicators, 0);
+    CHECK_INT(simnccl_count().registered, 0);
+    CHECK_INT(simnccl_count().misuses, 0);
+    CHECK_INT(fsdpc_mem_live(), s->live);
+}
+
+/* --- what works -------------------------------------------------------------------------------------- */
+
+static void
+collectives(int rank, ranks_run *run)
+{
+    setup s;
+    float sum = (float)(run->world * (run->world + 1) / 2);
+    rank_begin(&s, rank, run);
+    simnccl_get_options()->in_progress = run->option % 4;
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CHECK_STR(fsdpc_comm_kind(s.comm), "nccl");
+    int64_t syncs = simgpu_count().host_syncs;
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 3"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    for (int r = 0; r < run->world; r++) {
+        CHECK(s.x[4 * r] == (float)(r + 1) || r == rank);
+    }
+    CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x + 32, 8, FSDPC_F32, FSDPC_SUM, "sum"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x + 40, 8, FSDPC_F32, FSDPC_MAX, "max"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_broadcast(s.comm, s.x + 48, 16, run->world - 1, "broadcast"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter(s.comm, s.x + 52, 3, FSDPC_F32, "reduce of unit 3"),
+              FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK(s.x[32] == sum && s.x[39] == sum && s.x[31] != sum + 1);
+    CHECK(s.x[40] == (float)run->world && s.x[47] == (float)run->world);
+    CHECK(s.x[48] == (float)run->world && s.x[51] == (float)run->world);
+    CHECK(s.x[52 + 3 * rank] == sum && s.x[54 + 3 * rank] == sum);
+    CHECK_INT(simgpu_count().host_syncs, syncs);
+    CHECK_INT(fsdpc_comm_barrier(s.comm, "barrier"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_agree(s.comm, "unit 3: 64 floats", "units"), FSDPC_OK);
+    CHECK_ERROR(fsdpc_comm_agree(s.comm, rank == 0 ? "a\nb" : "a\nc", "units"),
+                run->world > 1 ? FSDPC_E_MISMATCH : FSDPC_OK, "");
+    CHECK_INT(fsdpc_comm_check(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather after a mismatch"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    close_comm(&s);
+}
+
+/* More collectives than the ring holds; events are reused. */
+static void
+many(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    s.x[0] = 1;
+    for (int i = 0; i < 1200; i++) {
+        CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x, 1, FSDPC_F32, FSDPC_MAX, "max"), FSDPC_OK);
+    }
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK(simgpu_count().events_created <= 512);
+    CHECK(s.x[0] == 1);
+    close_comm(&s);
+}
+
+/* The host's channel carries agreement and barriers; here over a page that all ranks share. */
+static int released, exchanged;
+
+static int
+exchange(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    (void)context, (void)what;
+    exchanged++;
+    char *own = buffer;
+    memcpy(own + piece_bytes, own, piece_bytes); /* rank 1 says what rank 0 says */
+    return FSDPC_OK;
+}
+
+static void
+release(void *context)
+{
+    released += *(int *)context;
+}
+
+static void
+channel(int rank, ranks_run *run)
+{
+    setup s;
+    int seven = 7;
+    fsdpc_comm_nccl_options options = {.exchange = exchange, .context = &seven, .release = release};
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, &options));
+    int64_t before = simnccl_count().all_gathers;
+    if (rank == 0) {
+        CHECK_INT(fsdpc_comm_agree(s.comm, "text", "units"), FSDPC_OK);
+        CHECK_INT(fsdpc_comm_barrier(s.comm, "barrier"), FSDPC_OK);
+        CHECK_INT(exchanged, 2);
+    }
+    CHECK_INT(simnccl_count().all_gathers, before);
+    close_comm(&s);
+    CHECK_INT(released, 7);
+}
+
+static void
+registration(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CUdeviceptr range = gpu_range("slot");
+    CUmemGenericAllocationHandle memory = gpu_memory();
+    gpu_map(range, memory);
+    CHECK_INT(fsdpc_comm_nccl_register(s.comm, (void *)(uintptr_t)range, GRANULE), FSDPC_OK);
+    CHECK_INT(simnccl_count().registered, 1);
+    CHECK_ERROR(fsdpc_comm_nccl_register(s.comm, (char *)(uintptr_t)range + 8, 64), FSDPC_E_COMM,
+                "registering a buffer: NCCL answers \"invalid argument\"");
+    CHECK_INT(fsdpc_comm_check(s.comm), FSDPC_OK);
+    fsdpc_comm_free(s.comm);
+    CHECK_INT(simnccl_count().registered, 0);
+    char text[256];
+    CHECK_INT(fsdpc_comm_nccl_describe(text, sizeof text), FSDPC_OK);
+    CHECK(strncmp(text, "NCCL 2.28.3 (/", 14) == 0 && strstr(text, "libnccl.so.2)"));
+}
+
+/* --- what fails -------------------------------------------------------------------------------------- */
+
+static void
+await_failure(const setup *s)
+{
+    while (fsdpc_comm_check(s->comm) == FSDPC_OK) {
+        rank_sleep_ms(1);
+    }
+}
+
+/* After the abort the stream goes on, so the process can end. */
+static void
+check_over(setup *s, int status, const char *part)
+{
+    CHECK_ERROR(fsdpc_comm_check(s->comm), status, part);
+    CHECK_ERROR(fsdpc_comm_all_gather(s->comm, s->x, 16, "a later gather"), status, part);
+    CHECK_ERROR(fsdpc_comm_nccl_wait(s->comm), status, part);
+    while (cuStreamQuery(s->stream) == CUDA_ERROR_NOT_READY) {
+        rank_sleep_ms(1);
+    }
+}
+
+static void
+a_rank_stops(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    if (rank == 1) {
+        REQUIRE(simnccl_plant(SIMNCCL_STOP, -1, 3, 0));
+    }
+    REQUIRE_OK(open_comm(&s, 0.3, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter(s.comm, s.x, 4, FSDPC_F32, "reduce of unit layers.3"),
+              FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 4"), FSDPC_OK);
+    await_failure(&s);
+    char expected[160];
+    snprintf(expected, sizeof expected,
+             "rank %d: reduce of unit layers.3 (collective 2 of communicator gather, %d bytes) has "
+             "not ended after 0.3 s",
+             rank, 16 * run->world);
+    check_over(&s, FSDPC_E_TIMEOUT, expected);
+    close_comm(&s);
+}
+
+static void
+nccl_reports_an_error(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    if (rank == 0) {
+        REQUIRE(simnccl_plant(SIMNCCL_ASYNC_ERROR, -1, 2, FSDPC_NCCL_REMOTE_ERROR));
+    }
+    REQUIRE_OK(open_comm(&s, rank == 0 ? 30 : 1, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_OK);
+    (void)fsdpc_comm_nccl_wait(s.comm);
+    if (rank == 0) {
+        check_over(&s, FSDPC_E_COMM, "NCCL failed in gather of unit 1");
+        CHECK_ERROR(fsdpc_comm_check(s.comm), FSDPC_E_COMM, "remote process exited");
+    } else {
+        check_over(&s, FSDPC_E_TIMEOUT, "gather of unit 1");
+    }
+    close_comm(&s);
+}
+
+static void
+ranks_call_different_things(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    if (rank == 0) {
+        CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 5"), FSDPC_OK);
+    } else {
+        CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x, 16, FSDPC_F32, FSDPC_SUM, "norm"), FSDPC_OK);
+    }
+    await_failure(&s);
+    check_over(&s, FSDPC_E_COMM, rank == 0 ? "gather of unit 5" : "norm");
+    close_comm(&s);
+}
+
+static void
+a_call_is_refused(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE(simnccl_plant(SIMNCCL_REFUSE, -1, 2, FSDPC_NCCL_SYSTEM_ERROR));
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
+    CHECK_ERROR(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_E_COMM,
+                "gather of unit 1: NCCL answers \"unhandled system error\" (2): a planted refusal");
+    check_over(&s, FSDPC_E_COMM, "gather of unit 1");
+    close_comm(&s);
+}
+
+static void
+not_all_ranks_start(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    if (rank == 1) {
+        REQUIRE(simnccl_plant(SIMNCCL_INIT_STALL, -1, 1, 0));
+    }
+    CHECK_ERROR(open_comm(&s, 0.2, NULL), FSDPC_E_TIMEOUT,
+                "starting communicator gather: NCCL has been busy for 0.2 s (communicator "
+                "gather): not all ranks have come");
+    CHECK(s.comm == NULL);
+    close_comm(&s);
+}
+
+static void
+late_ranks_are_awaited(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    if (rank == 1) {
+        REQUIRE(simnccl_plant(SIMNCCL_SLOW, -1, 1, 300));
+    }
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK(s.x[4 * (1 - rank)] == (float)(2 - rank));
+    close_comm(&s);
+}
+
+/* Neither an abort nor the end waits for a library that does not let go. */
+static void
+aborts_that_block(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE(simnccl_plant(SIMNCCL_STOP, -1, 1, 0));
+    REQUIRE(simnccl_plant(SIMNCCL_ABORT_BLOCKS, -1, 1, 4000));
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather"), FSDPC_OK);
+    fsdpc_comm_abort(s.comm, "the loss is NaN");
+    check_over(&s, FSDPC_E_COMM, "gave up: the loss is NaN");
+    CHECK_INT(simnccl_count().aborts_ended, 0);
+    fsdpc_comm_free(s.comm);
+    CHECK_INT(simnccl_count().aborts_ended, 0);
+    while (simnccl_count().aborts_ended == 0 || fsdpc_mem_live() > s.live) {
+        rank_sleep_ms(10); /* the thread frees what it was left with */
+    }
+    s.comm = NULL;
+    close_comm(&s);
+}
+
+/* --- alone ------------------------------------------------------------------------------------------------ */
+
+static int
+start_and_gather(void *argument)
+{
+    setup *s = argument;
+    REQUIRE_OK(fsdpc_comm_nccl_id(id));
+    FSDPC_TRY(open_comm(s, 30, NULL));
+    int status = fsdpc_comm_all_gather(s->comm, s->x, 16, "gather");
+    FSDPC_KEEP(fsdpc_comm_agree(s->comm, "text", "units"));
+    fsdpc_comm_free(s->comm);
+    return status;
+}
+
+static void
+failures_of_the_driver(void)
+{
+    static const char *const entries[] = {"cuCtxGetCurrent",  "cuEventCreate",  "cuEventRecord",
+                                          "cuMemAlloc",       "cuMemHostAlloc", "cuMemcpyHtoDAsync",
+                                          "cuMemcpyDtoHAsync"};
+    ranks_run one = {.world = 1};
+    setup s;
+    rank_begin(&s, 0, &one);
+    test_alloc_sweep(start_and_gather, &s);
+    for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
+        REQUIRE(simgpu_fail(entries[i], 1, CUDA_ERROR_OUT_OF_MEMORY));
+        CHECK_ERROR(start_and_gather(&s), FSDPC_E_DEVMEM, "CUDA_ERROR_OUT_OF_MEMORY");
+        CHECK_INT(fsdpc_mem_live(), s.live);
+        CHECK_INT(simnccl_count().communicators, 0);
+    }
+    CHECK_INT(start_and_gather(&s), FSDPC_OK);
+    s.comm = NULL;
+    close_comm(&s);
+}
+
+static void
+arguments(void)
+{
+    ranks_run one = {.world = 1};
+    setup s;
+    rank_begin(&s, 0, &one);
+    REQUIRE_OK(fsdpc_comm_nccl_id(id));
+    CHECK_ERROR(open_comm(&s, 0, NULL), FSDPC_E_INVAL, "timeout_s is 0");
+    s.world = 0;
+    CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_INVAL, "rank 0 is not one of a group of 0");
+    s.world = 1;
+    REQUIRE_CU(cuCtxSetCurrent(NULL));
+    CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_STATE, "no CUDA context");
+}
+
+int
+main(void)
+{
+    if (!getenv("FSDPC_LIBNCCL")) {
+        test_skip("FSDPC_LIBNCCL does not name the simulated library: run make simgpu");
+    }
+    simgpu_get_options()->quiet = true;
+    for (int world = 1; world <= 4; world++) {
+        run_ranks_of(world, world - 1, collectives);
+    }
+    run_ranks_of(2, 1, many);
+    run_ranks_of(2, 1, channel);
+    run_ranks_of(2, 1, registration);
+    run_ranks_of(2, 1, a_rank_stops);
+    run_ranks_of(3, 2, a_rank_stops);
+    run_ranks_of(2, 1, nccl_reports_an_error);
+    run_ranks_of(2, 1, ranks_call_different_things);
+    run_ranks_of(2, 1, a_call_is_refused);
+    run_ranks_of(2, 1, not_all_ranks_start);
+    run_ranks_of(2, 1, late_ranks_are_awaited);
+    run_ranks_of(1, 1, aborts_that_block);
+    failures_of_the_driver();
+    arguments();
+    return test_result();
+}
