@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import ranks
 from models import MODELS, batch, blocks, both_models, both_ways, build, steps
+from resume import FORMS, load, save
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpc import FSDP
@@ -99,6 +100,25 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
         assert torch.equal(plain(**batch(rank, 3)).loss, loss)
         assert torch.equal(again(**batch(rank, 3)).loss, loss)
     assert steps(again, trained(again), rank, 3, 6) == steps(model, trained(model), rank, 3, 6)
+
+
+@ranks(2)
+@both_ways
+@pytest.mark.parametrize("form", FORMS)
+def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_path):
+    """Frozen and trained parameters beside each other, the optimizer knows the trained alone; saved
+    under one wrap policy and loaded under the other one.
+    """
+    model = shard("llama", with_adapters("llama"), use_orig_params, "blocks")
+    optimizer = trained(model)
+    steps(model, optimizer, rank, 0, 3)
+    save(form, model, optimizer, tmp_path)
+    expected = steps(model, optimizer, rank, 3, 6)
+    for policy in ("blocks", "peft"):
+        again = shard("llama", with_adapters("llama"), use_orig_params, policy)
+        optimizer = trained(again)
+        load(form, again, optimizer, tmp_path)
+        assert steps(again, optimizer, rank, 3, 6) == expected
 
 
 @ranks(2)

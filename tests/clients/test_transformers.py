@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
 from models import adamw, batch, both_models, both_ways, build, shard, steps
+from resume import FORMS, load, save
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpc import FSDP, MixedPrecision
@@ -91,3 +93,23 @@ def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
     )
     reference = DistributedDataParallel(build(name))
     assert steps(model, adamw(model), rank, 0, 4) == steps(reference, adamw(reference), rank, 0, 4)
+
+
+@ranks(2)
+@both_models
+@both_ways
+@pytest.mark.parametrize("form", FORMS)
+def test_resuming_gives_the_same_losses(rank, world, name, use_orig_params, form, tmp_path):
+    """Saved after three steps; the next three to the bit, and with the parameters shown the other
+    way, too.
+    """
+    model = shard(name, build(name), use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    steps(model, optimizer, rank, 0, 3)
+    save(form, model, optimizer, tmp_path)
+    expected = steps(model, optimizer, rank, 3, 6)
+    for shown in (use_orig_params, not use_orig_params):
+        again = shard(name, build(name, seed=5), use_orig_params=shown)
+        optimizer = adamw(again)
+        load(form, again, optimizer, tmp_path)
+        assert steps(again, optimizer, rank, 3, 6) == expected
