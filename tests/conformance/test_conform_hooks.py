@@ -277,6 +277,15 @@ def initialising_sharded_parameters(lib):
 
 
 @case()
+def other_data_for_a_parameter(lib):
+    """p.data = tensor"""
+    model = lib.wrap_blocks(toy(), use_orig_params=True)
+    for p in model.parameters():
+        p.data = torch.full_like(p.data, 0.125)
+    return model(lib.batch()).detach(), lib.full(model)
+
+
+@case()
 def no_gradient_before_the_step(lib):
     """p.grad = None for some parameters"""
     model = lib.wrap_blocks(toy(), use_orig_params=True)

@@ -263,6 +263,15 @@ def saving_and_loading_the_local_form(lib):
 
 
 @case(raises=RuntimeError)
+def the_local_form_of_original_parameters(lib):
+    """torch saves it, and cannot load what it saved."""
+    first, second = (lib.wrap(toy(seed=s), use_orig_params=True) for s in (1, 2))
+    state = sharded(lib, first, LOCAL)
+    with lib.FSDP.state_dict_type(second, LOCAL):
+        second.load_state_dict(state)
+
+
+@case(raises=RuntimeError)
 def the_local_form_with_a_mesh(lib):
     model = lib.wrap(toy(), device_mesh=init_device_mesh("cpu", (2,)))
     sharded(lib, model, LOCAL)

@@ -104,6 +104,18 @@ def conversions_that_change_nothing(lib):
     return lib.train(model)
 
 
+@case(
+    torch=raises(ValueError, "dtypes"), fsdpc_does="trains on in the new dtype", over={"orig": BOTH}
+)
+def conversions_between_steps(lib, orig):
+    """double() after a step"""
+    model = lib.wrap_blocks(toy(), use_orig_params=orig)
+    lib.train(model)
+    model.double()
+    loss_of(model, lib.batch()).backward()
+    assert {g.dtype for g in lib.gradients(model).values()} == {torch.float64}
+
+
 @case(over={"orig": BOTH})
 def requires_grad_of_everything(lib, orig):
     model = lib.wrap(nn.Sequential(nn.Linear(3, 3)), use_orig_params=orig).requires_grad_(False)
