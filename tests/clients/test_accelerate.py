@@ -41,12 +41,12 @@ def accelerator_of(kind: str, precision: str = "no", **plugin) -> Accelerator:
         return Accelerator(**common)
     fsdpc.install()
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    options = FullyShardedDataParallelPlugin(
-        fsdp_version=1,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
+    options = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["Block"],
         **plugin,
-    )
+    }
+    options = FullyShardedDataParallelPlugin(fsdp_version=1, **options)
     return Accelerator(fsdp_plugin=options, **common)
 
 
@@ -81,7 +81,7 @@ def run(rank, world, kind, precision="no", dtype=None, **plugin):
     accelerator = accelerator_of(kind, precision, **plugin)
     model, *rest = prepared(accelerator, dtype)
     assert (type(model) is fsdpc.FSDP) == (kind == "fsdpc")
-    if kind == "fsdpc":
+    if kind == "fsdpc" and "auto_wrap_policy" not in plugin:
         assert len(fsdpc.FSDP.fsdp_modules(model)) == 3
     seen = train(accelerator, model, *rest)
     dtypes = {p.dtype for p in model.parameters()}
@@ -103,6 +103,25 @@ def test_training_equals_ddp(use_orig_params, strategy):
     for name, value in state.items():
         torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-7, msg=name)
     assert got[1][-1] == {}
+
+
+OPTIONS = {
+    "activation checkpoints": {"activation_checkpointing": True},
+    "offload": {"cpu_offload": True},
+    "prefetch": {"forward_prefetch": True, "backward_prefetch": "BACKWARD_POST"},
+    "hybrid": {"sharding_strategy": "HYBRID_SHARD"},
+    "by size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
+    "one unit": {"auto_wrap_policy": "no_wrap"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_plugin(name):
+    got = run_ranks(run, 2, kind="fsdpc", use_orig_params=True, **OPTIONS[name])
+    expected = run_ranks(run, 2, kind="ddp")
+    for (losses, *_), (reference, *_) in zip(got, expected, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+    assert list(got[0][-1]) == list(expected[0][-1])
 
 
 @both_ways
