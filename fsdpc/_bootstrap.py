@@ -94,7 +94,7 @@ def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm
     comm = _comms.get(pg)
     if comm is None:
         wanted = _read_kind(kind)
-        comm = _make_comm(pg, wanted, _read_timeout())
+        comm = _make_comm(pg, wanted, read_timeout())
         _comms[pg] = comm
         if pg.size() > 1:
             _wanted[pg] = wanted
@@ -178,7 +178,8 @@ def _read_kind(kind: str | None) -> str:
     return wanted
 
 
-def _read_timeout() -> float:
+def read_timeout() -> float:
+    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``. Local."""
     text = os.environ.get("FSDPC_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
     try:
         seconds = float(text)

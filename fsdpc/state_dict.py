@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdpc import _state_full, _state_local, _state_sharded
 from fsdpc._collect import unit_modules
+from fsdpc._meeting import meet
 from fsdpc._names import FSDP_PREFIX, clean_fqn
 from fsdpc._state_keys import fill_ties, put_wrapper_in, take_wrapper_out
 from fsdpc._summon import uninstall
@@ -89,7 +90,7 @@ def _begin(member: Any, action: str) -> ModuleType:
         )
         return _state_full
     if kind is not StateDictType.LOCAL_STATE_DICT:
-        unit.groups.shard.agree(f"{action} of a {kind.name}", f"state dict of unit {unit.name}")
+        meet(unit.groups, f"{action} of a {kind.name}", f"state dict of unit {unit.name}")
     return _FORMS[kind]
 
 

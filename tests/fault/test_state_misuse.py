@@ -5,10 +5,13 @@ what, never a hang.
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from checkpoints import FULL, LOCAL, SHARDED, build, same, typed
 from harness import run_ranks
 from torch.distributed.fsdp import FullStateDictConfig
 from toys import toy, wrap_blocks
+
+import fsdpc
 
 SHORT = {"FSDPC_TIMEOUT": "2"}
 ON_RANK_0 = FullStateDictConfig(rank0_only=True)
@@ -36,13 +39,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "config", "load"), CASES)
-def test_one_rank_does_not_come(kind, config, load):
-    outcomes = run_ranks(alone, 3, env=SHORT, faults=True, kind=kind, config=config, load=load)
+@pytest.mark.parametrize("wire", ["shm", "c10d"])
+def test_one_rank_does_not_come(kind, config, load, wire):
+    env = {**SHORT, "FSDPC_COLLECTIVES": wire}
+    outcomes = run_ranks(alone, 3, env=env, faults=True, kind=kind, config=config, load=load)
     assert outcomes[1].returned
     for outcome in (outcomes[0], outcomes[2]):
         assert {"CommTimeout", "PeerError"} & set(outcome.error_types), outcome.error
         assert "rank 1" in outcome.error or "rank 1" in outcome.log, outcome.error
         assert "state dict of unit" in outcome.error, outcome.error
+    if wire == "c10d":
+        for outcome in (outcomes[0], outcomes[2]):
+            assert "rank 1 of the group did not come" in outcome.error, outcome.error
     first = next(o for o in outcomes if "CommTimeout" in o.error_types)
     assert "rank 1" in first.error and "unit" in first.error, first.error
 
@@ -57,8 +65,11 @@ def different(rank, world, kinds, load):
             model.state_dict()
 
 
-def test_different_types():
-    outcomes = run_ranks(different, 2, faults=True, kinds=[FULL, SHARDED], load=[False, False])
+@pytest.mark.parametrize("wire", ["shm", "c10d"])
+def test_different_types(wire):
+    arguments = {"kinds": [FULL, SHARDED], "load": [False, False]}
+    env = {"FSDPC_COLLECTIVES": wire}
+    outcomes = run_ranks(different, 2, env=env, faults=True, **arguments)
     for outcome in outcomes:
         assert "MismatchError" in outcome.error_types
         assert "saving of a FULL_STATE_DICT" in outcome.error, outcome.error
@@ -83,3 +94,25 @@ def local_alone(rank, world):
 
 def test_a_local_state_dict_needs_nobody():
     run_ranks(local_alone, 2)
+
+
+def late_again(rank, world):
+    """One comes too late; the ranks that gave up can try again together."""
+    model = build("fsdpc")
+    for _ in range(3):
+        model.state_dict()
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(fsdpc.CommTimeout, match="rank 1 of the group did not come"):
+                model.state_dict()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(fsdpc.CommTimeout, match="rank 0 of the group did not come"):
+            model.state_dict()
+    dist.barrier()
+    with typed(model, SHARDED):
+        same(model.state_dict(), toy().state_dict())
+
+
+def test_after_a_rank_gave_up_over_a_wire():
+    run_ranks(late_again, 2, env={**SHORT, "FSDPC_COLLECTIVES": "c10d"})

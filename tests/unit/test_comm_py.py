@@ -389,16 +389,16 @@ def test_signatures_tell_the_truth():
 def test_bad_timeout(monkeypatch, text):
     monkeypatch.setenv("FSDPC_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"FSDPC_TIMEOUT.*{text}"):
-        _bootstrap._read_timeout()
+        _bootstrap.read_timeout()
 
 
 def test_timeout(monkeypatch):
     monkeypatch.delenv("FSDPC_TIMEOUT", raising=False)
-    assert _bootstrap._read_timeout() == 600.0
+    assert _bootstrap.read_timeout() == 600.0
     monkeypatch.setenv("FSDPC_TIMEOUT", "")
-    assert _bootstrap._read_timeout() == 600.0
+    assert _bootstrap.read_timeout() == 600.0
     monkeypatch.setenv("FSDPC_TIMEOUT", "2.5")
-    assert _bootstrap._read_timeout() == 2.5
+    assert _bootstrap.read_timeout() == 2.5
 
 
 def test_kind(monkeypatch):
