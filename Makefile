@@ -158,7 +158,8 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW=test_schedule \
 	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
 	  FSDPC_LIBNCCL=$(CURDIR)/$(SIMDIR)/libnccl.so.2 TSAN_OPTIONS=halt_on_error=1 \
-	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
+	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so \
+	  FSDPC_CUDA_IMAGE=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

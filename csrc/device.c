@@ -127,15 +127,22 @@ fsdpc_device_accumulate(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, c
 }
 
 int
-fsdpc_device_reduce(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *const *src,
-                    int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add)
+fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
+                          fsdpc_dtype src_type, int64_t n)
 {
     FSDPC_TRY(check_accumulator("reduce", acc_type));
     FSDPC_TRY(check_float("reduce", src_type));
     if (src_count < 0) {
         return fsdpc_error(FSDPC_E_INVAL, "reduce: %d sources", src_count);
     }
-    FSDPC_TRY(check_count("reduce", n, acc && (src || src_count == 0)));
+    return check_count("reduce", n, acc && (src || src_count == 0));
+}
+
+int
+fsdpc_device_reduce(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                    int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add)
+{
+    FSDPC_TRY(fsdpc_device_check_reduce(acc, acc_type, src, src_count, src_type, n));
     return n ? device->i->reduce(device->context, acc, acc_type, src, src_count, src_type, n, scale,
                                  add)
              : FSDPC_OK;
@@ -165,10 +172,16 @@ fsdpc_device_norm_p(fsdpc_device *device, const void *src, fsdpc_dtype type, int
 }
 
 int
-fsdpc_device_scale(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n, double factor)
+fsdpc_device_check_scale(const void *x, fsdpc_dtype type, int64_t n)
 {
     FSDPC_TRY(check_float("scale", type));
-    FSDPC_TRY(check_count("scale", n, x));
+    return check_count("scale", n, x);
+}
+
+int
+fsdpc_device_scale(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n, double factor)
+{
+    FSDPC_TRY(fsdpc_device_check_scale(x, type, n));
     if (n == 0) {
         return FSDPC_OK;
     }

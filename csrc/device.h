@@ -17,14 +17,20 @@
 typedef struct fsdpc_device fsdpc_device;
 
 typedef struct fsdpc_device_caps {
-    bool asynchronous;  /* work is queued on streams */
-    bool host_memory;   /* the CPU can read and write its memory */
-    size_t align_bytes; /* wanted alignment of parameters and shard cuts */
+    bool asynchronous;   /* work is queued on streams */
+    bool host_memory;    /* the CPU can read and write its memory */
+    bool virtual_memory; /* addresses can be reserved and slots shown behind them */
+    size_t align_bytes;  /* wanted alignment of parameters and shard cuts */
+    const char *note;    /* one sentence that users should see once, or NULL */
 } fsdpc_device_caps;
 
 /* The process-wide CPU device, made on first call with the kernels of this processor and
  * `FSDPC_NUM_THREADS` (default: 1) threads. Never freed. Thread safe. */
 int fsdpc_device_cpu(fsdpc_device **out);
+/* The process-wide device of one GPU, made on first call in its primary context (torch's), with all
+ * kernels loaded. Never freed. Thread safe. FSDPC_E_UNAVAILABLE in one sentence where there is no
+ * such GPU, no driver, or no kernels in this extension. */
+int fsdpc_device_cuda(int ordinal, fsdpc_device **out);
 /* Number of threads that big kernels may use, the caller included (1..256). Local. */
 int fsdpc_device_set_threads(fsdpc_device *device, int threads);
 int fsdpc_device_threads(const fsdpc_device *device);
@@ -58,5 +64,98 @@ int fsdpc_device_pack(fsdpc_device *device, void *dst, fsdpc_dtype dst_type, con
                       double scale);
 int fsdpc_device_poison(fsdpc_device *device, void *dst, fsdpc_dtype type, int64_t n);
 int fsdpc_device_zero(fsdpc_device *device, void *dst, size_t bytes);
+
+/* --- streams and events (device_stream.c) --------------------------------------------------------
+ *
+ * Every call above and below that touches memory queues its work on the calling thread's current
+ * stream of the device. A device that is not asynchronous has done its work when the call returns:
+ * there these functions succeed and do nothing, streams and events are NULL.
+ */
+
+/* The driver's own handle: torch's `stream.cuda_stream` is one. NULL is the default stream. */
+typedef struct fsdpc_stream fsdpc_stream;
+typedef struct fsdpc_event fsdpc_event;
+
+/* An own stream that does not wait for the default one; `urgent`: its work goes first. */
+int fsdpc_device_stream_new(fsdpc_device *device, bool urgent, fsdpc_stream **out);
+/* Its work may still be queued. NULL is allowed. */
+void fsdpc_device_stream_free(fsdpc_device *device, fsdpc_stream *stream);
+/* Makes it this thread's current stream and returns what was; any stream of the same device. */
+fsdpc_stream *fsdpc_device_use(fsdpc_device *device, fsdpc_stream *stream);
+fsdpc_stream *fsdpc_device_current(fsdpc_device *device);
+
+/* From the device's pool, back into it: no driver call once the pool is filled. An event may be
+ * recorded or given back as soon as the waits for it have been queued. */
+int fsdpc_device_event_new(fsdpc_device *device, fsdpc_event **out);
+void fsdpc_device_event_free(fsdpc_device *device, fsdpc_event *event);
+/* Marks what has been queued so far on the current stream. */
+int fsdpc_device_record(fsdpc_device *device, fsdpc_event *event);
+/* Later work on the current stream waits for the mark; the host does not. */
+int fsdpc_device_wait(fsdpc_device *device, fsdpc_event *event);
+/* Whether the marked work is done (true without a mark). */
+int fsdpc_device_poll(fsdpc_device *device, fsdpc_event *event, bool *done);
+/* The host waits: FSDPC_E_TIMEOUT naming `what` after so many seconds. The only place that does. */
+int fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout, const char *what);
+
+/* --- host memory and copies (device_stream.c) ------------------------------------------------------ */
+
+/* Zeroed host memory that the device reaches by itself; FSDPC_E_NOMEM. */
+int fsdpc_device_host_alloc(fsdpc_device *device, size_t bytes, void **out);
+void fsdpc_device_host_free(fsdpc_device *device, void *block, size_t bytes);
+/* The same for memory that exists already, in whole pages. */
+int fsdpc_device_host_register(fsdpc_device *device, void *block, size_t bytes);
+void fsdpc_device_host_unregister(fsdpc_device *device, void *block);
+/* Host memory stays as it is until the copy is done. */
+int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
+int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
+
+/* --- many tensors at once (device_pack.c) ---------------------------------------------------------- */
+
+/* Where one tensor goes in a flat buffer. */
+typedef struct fsdpc_pack_target {
+    int64_t n;
+    size_t offset; /* bytes, a multiple of the item */
+    fsdpc_dtype dtype;
+} fsdpc_pack_target;
+/* A tensor; data NULL: none, zeros are written. strides NULL: contiguous, and shape is not read. */
+typedef struct fsdpc_pack_source {
+    const void *data;
+    fsdpc_dtype dtype;
+    int ndim;
+    const int64_t *shape, *strides;
+} fsdpc_pack_source;
+typedef struct fsdpc_pack_plan fsdpc_pack_plan;
+
+/* The way into a buffer of `bytes`: targets by rising offset, without overlap; what lies between
+ * them becomes zeros. Made once for a unit. FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+int fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets, int count,
+                           size_t bytes, fsdpc_pack_plan **out);
+void fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan);
+/* `sources` as many as targets, with as many elements. One launch where the device queues. */
+int fsdpc_device_pack_all(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
+                          const fsdpc_pack_source *sources, double scale);
+
+/* --- norms that stay on the device (device_stream.c) ------------------------------------------------
+ *
+ * For devices that queue: FSDPC_E_UNAVAILABLE elsewhere, where fsdpc_device_norm2 is at once. A part
+ * is FSDPC_NORM_PART_BYTES of device memory; how many an array of n elements leaves is a function of
+ * n. Parts of several units lie end to end and are summed in that order.
+ */
+enum { FSDPC_NORM_PART_BYTES = 24 };
+int64_t fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n);
+/* As reduce; and the norm of what acc holds then, left in `parts`. */
+int fsdpc_device_reduce_norm(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
+                             const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,
+                             double scale, bool add, void *parts);
+/* *total (one part) = the sum of parts; with `add` on top of what it holds. */
+int fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
+                            void *total);
+/* Two doubles on the device: out[0] = the norm of order p, out[1] = the factor
+ * min(1, max_norm / (norm + 1e-6)). */
+int fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, double max_norm,
+                             double *out);
+/* x[i] *= *factor, a double on the device; nothing is read or written where it is 1. */
+int fsdpc_device_scale_by(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n,
+                          const double *factor);
 
 #endif

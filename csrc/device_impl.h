@@ -10,7 +10,7 @@
 
 #include "device.h"
 
-enum { FSDPC_DEVICE_API_VERSION = 1 };
+enum { FSDPC_DEVICE_API_VERSION = 2 };
 
 typedef struct fsdpc_device_i {
     int api_version; /* FSDPC_DEVICE_API_VERSION of the implementer */
@@ -41,12 +41,53 @@ typedef struct fsdpc_device_i {
                 double scale);
     int (*poison)(void *context, void *dst, fsdpc_dtype type, int64_t n);
     int (*zero)(void *context, void *dst, size_t bytes);
+
+    /* All from here on (optional): a device with caps.asynchronous has them all, others none. */
+    int (*stream_new)(void *context, bool urgent, fsdpc_stream **out);
+    void (*stream_free)(void *context, fsdpc_stream *stream);
+    fsdpc_stream *(*use)(void *context, fsdpc_stream *stream);
+    fsdpc_stream *(*current)(void *context);
+    int (*event_new)(void *context, fsdpc_event **out);
+    void (*event_free)(void *context, fsdpc_event *event);
+    int (*record)(void *context, fsdpc_event *event);
+    int (*wait)(void *context, fsdpc_event *event);
+    int (*poll)(void *context, fsdpc_event *event, bool *done);
+    int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
+    int (*host_alloc)(void *context, size_t bytes, void **out);
+    void (*host_free)(void *context, void *block);
+    int (*host_register)(void *context, void *block, size_t bytes);
+    void (*host_unregister)(void *context, void *block);
+    int (*copy_in)(void *context, void *dst, const void *host, size_t bytes);
+    int (*copy_out)(void *context, void *host, const void *src, size_t bytes);
+    int (*plan_new)(void *context, fsdpc_pack_plan *plan);
+    void (*plan_free)(void *context, fsdpc_pack_plan *plan);
+    int (*pack_all)(void *context, const fsdpc_pack_plan *plan, void *buffer,
+                    const fsdpc_pack_source *sources, double scale);
+    int64_t (*norm_parts)(int64_t n);
+    int (*reduce_norm)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                       int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
+                       void *parts);
+    int (*norm_total)(void *context, const void *parts, int64_t count, bool add, void *total);
+    int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
+    int (*scale_by)(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);
 } fsdpc_device_i;
+
+struct fsdpc_pack_plan {
+    int count;
+    fsdpc_pack_target *targets;
+    size_t bytes;
+    void *own; /* the implementer's */
+};
 
 struct fsdpc_device {
     const fsdpc_device_i *i;
     void *context; /* owned by the implementer */
     fsdpc_device_caps caps;
 };
+
+/* The checks of device.c that device_stream.c and device_pack.c need, too. */
+int fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src,
+                              int src_count, fsdpc_dtype src_type, int64_t n);
+int fsdpc_device_check_scale(const void *x, fsdpc_dtype type, int64_t n);
 
 #endif

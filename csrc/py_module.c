@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "py_comm.h"
+#include "py_cuda.h"
 #include "py_engine.h"
 #include "py_inspect.h"
 #include "py_kernels.h"
@@ -141,8 +142,8 @@ static int
 add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
-                                      fsdpc_py_kernel_methods};
-    for (int i = 0; i < 3; i++) {
+                                      fsdpc_py_kernel_methods, fsdpc_py_cuda_methods};
+    for (int i = 0; i < 4; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;
         }

@@ -80,7 +80,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_pack(const __grid_constant__ fsdpc_cuda_pack_params p)
 {
     const int64_t tile = blockIdx.x;
-    const fsdpc_cuda_pack_entry entry = p.entries[p.tile_entry[tile]];
+    const fsdpc_cuda_pack_entry entry = p.entries[p.tile_entry ? p.tile_entry[tile] : 0];
     const int dst_bytes = item_bytes(entry.dst_type);
     const int most = FSDPC_CUDA_TILE_BYTES / dst_bytes;
     const int64_t begin = (tile - entry.first_tile) * most;

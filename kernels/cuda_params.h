@@ -72,7 +72,7 @@ typedef uint64_t fsdpc_cuda_source;
 typedef struct fsdpc_cuda_pack_params {
     void *dst;
     const fsdpc_cuda_pack_entry *entries;
-    const int32_t *tile_entry; /* the entry of each tile */
+    const int32_t *tile_entry; /* the entry of each tile; NULL: all are of the first */
     int64_t tiles;             /* = blocks */
     double scale;
     const fsdpc_cuda_source *table; /* NULL: the sources are in `source` */

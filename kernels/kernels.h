@@ -63,6 +63,17 @@ int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);
 
 /* Not speed critical, plain C only. */
 
+/* A strided tensor with as few dimensions as possible: none of size 1 (a tensor of one element has
+ * no dimension), neighbours that step evenly joined. */
+typedef struct fsdpc_kernel_view {
+    int ndim;
+    int64_t numel;
+    int64_t shape[FSDPC_KERNEL_MAX_DIMS];
+    int64_t strides[FSDPC_KERNEL_MAX_DIMS];
+} fsdpc_kernel_view;
+int fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t *shape,
+                               const int64_t *strides);
+
 /* Gathers a strided tensor (strides in elements, may be 0 or negative) into dst, row-major, with
  * conversion and scale as in cast. ndim <= FSDPC_KERNEL_MAX_DIMS. */
 int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,

@@ -13,13 +13,6 @@
 
 enum { BLOCK_BYTES = 8192, DIRECT_ROW = 64 };
 
-struct view {
-    int ndim;
-    int64_t numel;
-    int64_t shape[FSDPC_KERNEL_MAX_DIMS];
-    int64_t strides[FSDPC_KERNEL_MAX_DIMS];
-};
-
 static int
 count_elements(int ndim, const int64_t *shape, int64_t *out)
 {
@@ -39,8 +32,9 @@ count_elements(int ndim, const int64_t *shape, int64_t *out)
     return FSDPC_OK;
 }
 
-static int
-simplify(struct view *view, int ndim, const int64_t *shape, const int64_t *strides)
+int
+fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t *shape,
+                           const int64_t *strides)
 {
     if (ndim < 0 || ndim > FSDPC_KERNEL_MAX_DIMS) {
         return fsdpc_error(FSDPC_E_INVAL, "a tensor of %d dimensions: at most %d are supported",
@@ -66,7 +60,7 @@ simplify(struct view *view, int ndim, const int64_t *shape, const int64_t *strid
 
 /* Moves to the next index of the leading `ndim` dimensions and returns the change of the offset. */
 static int64_t
-advance(const struct view *view, int ndim, int64_t *index)
+advance(const fsdpc_kernel_view *view, int ndim, int64_t *index)
 {
     int64_t change = 0;
     for (int d = ndim - 1; d >= 0; d--) {
@@ -96,7 +90,7 @@ convert(const struct job *job, int64_t at, const void *src, int64_t n)
 }
 
 static void
-pack_rows(const struct job *job, const struct view *view)
+pack_rows(const struct job *job, const fsdpc_kernel_view *view)
 {
     int64_t index[FSDPC_KERNEL_MAX_DIMS] = {0};
     const int outer = view->ndim - 1;
@@ -109,7 +103,7 @@ pack_rows(const struct job *job, const struct view *view)
 }
 
 static void
-pack_elements(const struct job *job, const struct view *view)
+pack_elements(const struct job *job, const fsdpc_kernel_view *view)
 {
     int64_t index[FSDPC_KERNEL_MAX_DIMS] = {0};
     _Alignas(64) char block[BLOCK_BYTES];
@@ -133,8 +127,8 @@ fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype d
                           const void *src, fsdpc_dtype src_type, int ndim, const int64_t *shape,
                           const int64_t *strides, double scale)
 {
-    struct view view;
-    FSDPC_TRY(simplify(&view, ndim, shape, strides));
+    fsdpc_kernel_view view;
+    FSDPC_TRY(fsdpc_kernel_view_simplify(&view, ndim, shape, strides));
     struct job job = {.kernels = kernels,
                       .dst = dst,
                       .src = src,

@@ -74,11 +74,12 @@ declare_pack(simgpu_task *task, const void *params, const simgpu_launch *launch)
     const fsdpc_cuda_pack_params *p = params;
     int32_t seen = -1;
     if (launch->grid[0] != p->tiles ||
-        !simgpu_task_read(task, p->tile_entry, (size_t)p->tiles * sizeof *p->tile_entry)) {
+        (p->tile_entry &&
+         !simgpu_task_read(task, p->tile_entry, (size_t)p->tiles * sizeof *p->tile_entry))) {
         return false;
     }
     for (int64_t tile = 0; tile < p->tiles; tile++) {
-        const int32_t entry = p->tile_entry[tile];
+        const int32_t entry = p->tile_entry ? p->tile_entry[tile] : 0;
         if (entry != seen && (!simgpu_task_read(task, &p->entries[entry], sizeof *p->entries) ||
                               !declare_pack_entry(task, p, &p->entries[entry]))) {
             return false;

@@ -1,0 +1,250 @@
+/* Memory of the CUDA device: physical pieces shown behind reserved addresses, so that it can be
+ * registered with collectives; plain allocations where that does not exist, and for small blocks.
+ */
+#include "device_cuda_impl.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "mem.h"
+
+/* Less than this much of a granule would be wasted by a piece of its own. */
+static bool
+is_mapped(const struct fsdpc_cuda *cuda, size_t bytes)
+{
+    return cuda->virtual_memory && bytes >= cuda->granule / 2;
+}
+
+/* --- pieces behind addresses ---------------------------------------------------------------------- */
+
+static int
+map_piece(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes)
+{
+    const fsdpc_cu_access access = {.location = cuda->memory.location,
+                                    .flags = FSDPC_CU_ACCESS_READWRITE};
+    fsdpc_cu_handle piece;
+    FSDPC_CU(cuda, mem_create(&piece, bytes, &cuda->memory, 0),
+             "allocation of %zu bytes of device memory", bytes);
+    int status = fsdpc_cuda_check(cuda->driver, cuda->driver->mem_map(address, bytes, 0, piece, 0),
+                                  "mapping %zu bytes of device memory", bytes);
+    /* The mapping keeps the piece. */
+    FSDPC_KEEP(fsdpc_cuda_check(cuda->driver, cuda->driver->mem_release(piece),
+                                "release of a piece of device memory"));
+    if (status != FSDPC_OK) {
+        return status;
+    }
+    status =
+        fsdpc_cuda_check(cuda->driver, cuda->driver->mem_set_access(address, bytes, &access, 1),
+                         "access to %zu bytes of device memory", bytes);
+    if (status != FSDPC_OK) {
+        (void)cuda->driver->mem_unmap(address, bytes);
+    }
+    return status;
+}
+
+static int
+alloc_mapped(const struct fsdpc_cuda *cuda, size_t bytes, fsdpc_cu_ptr *out)
+{
+    const size_t rounded = fsdpc_round_up(bytes, cuda->granule);
+    fsdpc_cu_ptr address;
+    FSDPC_CU(cuda, address_reserve(&address, rounded, cuda->granule, 0, 0),
+             "reservation of %zu bytes of addresses", rounded);
+    int status = map_piece(cuda, address, rounded);
+    if (status != FSDPC_OK) {
+        (void)cuda->driver->address_free(address, rounded);
+        return status;
+    }
+    *out = address;
+    return FSDPC_OK;
+}
+
+static void
+free_mapped(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes)
+{
+    const size_t rounded = fsdpc_round_up(bytes, cuda->granule);
+    (void)cuda->driver->mem_unmap(address, rounded);
+    (void)cuda->driver->address_free(address, rounded);
+}
+
+static bool
+attribute(const struct fsdpc_cuda *cuda, unsigned which)
+{
+    int value = 0;
+    return cuda->driver->device_get_attribute(&value, which, cuda->device) == FSDPC_CU_SUCCESS &&
+           value != 0;
+}
+
+static bool
+has_entries(const fsdpc_cuda_driver *d)
+{
+    return d->address_reserve && d->address_free && d->mem_create && d->mem_release && d->mem_map &&
+           d->mem_unmap && d->mem_set_access && d->mem_granularity;
+}
+
+/* Attributes alone say too much on parts of a GPU (MIG): one granule is mapped as a proof. */
+static bool
+try_virtual_memory(struct fsdpc_cuda *cuda)
+{
+    fsdpc_cu_ptr address;
+    const fsdpc_cuda_driver *driver = cuda->driver;
+    if (!has_entries(driver) || !attribute(cuda, FSDPC_CU_ATTRIBUTE_VIRTUAL_MEMORY) ||
+        driver->mem_granularity(&cuda->granule, &cuda->memory, FSDPC_CU_GRANULARITY_RECOMMENDED) !=
+            FSDPC_CU_SUCCESS ||
+        cuda->granule == 0 || alloc_mapped(cuda, cuda->granule, &address) != FSDPC_OK) {
+        return false;
+    }
+    free_mapped(cuda, address, cuda->granule);
+    return true;
+}
+
+int
+fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda)
+{
+    cuda->memory = (fsdpc_cu_memory){
+        .type = FSDPC_CU_MEMORY_PINNED,
+        .location = {.type = FSDPC_CU_LOCATION_DEVICE, .id = cuda->device},
+    };
+    /* What collectives want of memory that they register. */
+    if (attribute(cuda, FSDPC_CU_ATTRIBUTE_POSIX_HANDLES)) {
+        cuda->memory.handle_types = FSDPC_CU_HANDLE_POSIX;
+    }
+    cuda->memory.rdma_capable = attribute(cuda, FSDPC_CU_ATTRIBUTE_RDMA_VIRTUAL_MEMORY);
+    cuda->virtual_memory = try_virtual_memory(cuda);
+    if (!cuda->virtual_memory) {
+        fsdpc_error_clear();
+        snprintf(cuda->note, sizeof cuda->note,
+                 "this GPU has no virtual memory management (part of a GPU, or an old driver): "
+                 "each slot is a plain allocation");
+    }
+    return FSDPC_OK;
+}
+
+/* --- blocks --------------------------------------------------------------------------------------- */
+
+int
+fsdpc_cuda_alloc(void *context, size_t bytes, void **out)
+{
+    struct fsdpc_cuda *cuda = context;
+    fsdpc_cu_ptr address = 0;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    if (is_mapped(cuda, bytes)) {
+        FSDPC_TRY(alloc_mapped(cuda, bytes, &address));
+    } else {
+        FSDPC_CU(cuda, mem_alloc(&address, bytes), "allocation of %zu bytes of device memory",
+                 bytes);
+    }
+    void *block = (void *)(uintptr_t)address;
+    int status = fsdpc_cuda_zero(cuda, block, bytes);
+    if (status == FSDPC_OK) {
+        status = fsdpc_cuda_settle(cuda, "zeroing new memory");
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_cuda_free(cuda, block, bytes);
+        return status;
+    }
+    *out = block;
+    return FSDPC_OK;
+}
+
+/* What is in use stays for ever if the GPU does not come to an end: better than to take it away. */
+void
+fsdpc_cuda_free(void *context, void *block, size_t bytes)
+{
+    struct fsdpc_cuda *cuda = context;
+    if (fsdpc_cuda_enter(cuda) != FSDPC_OK ||
+        fsdpc_cuda_settle_all(cuda, "giving device memory back") != FSDPC_OK) {
+        return;
+    }
+    if (is_mapped(cuda, bytes)) {
+        free_mapped(cuda, fsdpc_cuda_address(block), bytes);
+    } else {
+        (void)cuda->driver->mem_free(fsdpc_cuda_address(block));
+    }
+}
+
+int
+fsdpc_cuda_host_alloc(void *context, size_t bytes, void **out)
+{
+    const struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    const fsdpc_cu_result result = cuda->driver->host_alloc(out, bytes, FSDPC_CU_HOST_PORTABLE);
+    if (result == FSDPC_CU_OUT_OF_MEMORY) {
+        return fsdpc_error(FSDPC_E_NOMEM, "allocation of %zu bytes of pinned host memory", bytes);
+    }
+    FSDPC_TRY(fsdpc_cuda_check(cuda->driver, result, "allocation of pinned host memory"));
+    memset(*out, 0, bytes);
+    return FSDPC_OK;
+}
+
+void
+fsdpc_cuda_host_free(void *context, void *block)
+{
+    struct fsdpc_cuda *cuda = context;
+    if (fsdpc_cuda_enter(cuda) == FSDPC_OK &&
+        fsdpc_cuda_settle_all(cuda, "giving pinned memory back") == FSDPC_OK) {
+        (void)cuda->driver->host_free(block);
+    }
+}
+
+int
+fsdpc_cuda_host_register(void *context, void *block, size_t bytes)
+{
+    const struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, host_register(block, bytes, FSDPC_CU_HOST_PORTABLE),
+             "pinning %zu bytes of host memory", bytes);
+    return FSDPC_OK;
+}
+
+void
+fsdpc_cuda_host_unregister(void *context, void *block)
+{
+    struct fsdpc_cuda *cuda = context;
+    if (fsdpc_cuda_enter(cuda) == FSDPC_OK &&
+        fsdpc_cuda_settle_all(cuda, "giving pinned memory back") == FSDPC_OK) {
+        (void)cuda->driver->host_unregister(block);
+    }
+}
+
+/* --- copies and fills ------------------------------------------------------------------------------ */
+
+int
+fsdpc_cuda_copy_in(void *context, void *dst, const void *host, size_t bytes)
+{
+    const struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, copy_to_device(fsdpc_cuda_address(dst), host, bytes, fsdpc_cuda_current(cuda)),
+             "copy of %zu bytes to the GPU", bytes);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes)
+{
+    const struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, copy_to_host(host, fsdpc_cuda_address(src), bytes, fsdpc_cuda_current(cuda)),
+             "copy of %zu bytes from the GPU", bytes);
+    return FSDPC_OK;
+}
+
+static int
+set_bytes(const struct fsdpc_cuda *cuda, void *dst, unsigned char value, size_t bytes)
+{
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, set_bytes(fsdpc_cuda_address(dst), value, bytes, fsdpc_cuda_current(cuda)),
+             "filling %zu bytes of device memory", bytes);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_cuda_zero(void *context, void *dst, size_t bytes)
+{
+    return set_bytes(context, dst, 0, bytes);
+}
+
+int
+fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n)
+{
+    return set_bytes(context, dst, 0xFF, (size_t)n * fsdpc_dtype_bytes(type));
+}

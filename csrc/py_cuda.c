@@ -1,0 +1,50 @@
+/* The GPUs of this process as plain data. Asking starts the CUDA driver; importing does not. */
+#include "py_cuda.h"
+
+#include <limits.h>
+
+#include "cuda_image.h"
+#include "device.h"
+
+static PyObject *
+cuda_image_bytes(PyObject *module, PyObject *ignored)
+{
+    size_t bytes;
+    (void)module, (void)ignored;
+    (void)fsdpc_cuda_image(&bytes);
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *
+cuda_device(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    int status;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
+    return Py_BuildValue("{s:s,s:s,s:O,s:n,s:z}", "device", fsdpc_device_name(device), "kernels",
+                         fsdpc_device_kernels_name(device), "virtual_memory",
+                         caps->virtual_memory ? Py_True : Py_False, "align_bytes",
+                         (Py_ssize_t)caps->align_bytes, "note", caps->note);
+}
+
+PyMethodDef fsdpc_py_cuda_methods[] = {
+    {"cuda_image_bytes", cuda_image_bytes, METH_NOARGS,
+     "cuda_image_bytes()\n--\n\n"
+     "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."},
+    {"cuda_device", cuda_device, METH_O,
+     "cuda_device(ordinal, /)\n--\n\n"
+     "Returns what is known of a GPU: device, kernels, virtual_memory, align_bytes, note.\n"
+     "NotImplementedError in one sentence where there is no such GPU, driver or kernel."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,638 @@
+/* The CUDA device on the simulated GPU: made and refused, memory, streams, and every operation with
+ * the CPU device's results, in several legal orders of the held-back work. */
+#include "gpu.h"
+
+#include <math.h>
+#include <pthread.h>
+
+#include "device.h"
+#include "kernels.h"
+
+enum { N = 20011 };
+
+static fsdpc_device *cpu, *gpu;
+static uint64_t random_state = 0x2545F4914F6CDD1Du;
+
+static uint64_t
+random_bits(void)
+{
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+static void
+fill(void *block, fsdpc_dtype type, int64_t n)
+{
+    const fsdpc_kernels *plain = fsdpc_kernels_plain();
+    for (int64_t i = 0; i < n; i++) {
+        const double value = ((double)(random_bits() >> 11) * 0x1p-53 - 0.5) * 8;
+        plain->cast((char *)block + (size_t)i * fsdpc_dtype_bytes(type), type, &value, FSDPC_F64, 1,
+                    1.0);
+    }
+}
+
+/* --- made and refused ----------------------------------------------------------------------------- */
+
+static void
+refusals_name_the_reason(void)
+{
+    fsdpc_device *device = (fsdpc_device *)&device;
+    char image[512];
+    snprintf(image, sizeof image, "%s", getenv("FSDPC_CUDA_IMAGE"));
+    CHECK_ERROR(fsdpc_device_cuda(2, &device), FSDPC_E_UNAVAILABLE, "no CUDA device 2");
+    CHECK(device == NULL);
+    CHECK_ERROR(fsdpc_device_cuda(-1, &device), FSDPC_E_UNAVAILABLE, "no CUDA device -1");
+    unsetenv("FSDPC_CUDA_IMAGE");
+    CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_UNAVAILABLE, "nvcc");
+    setenv("FSDPC_CUDA_IMAGE", "/nowhere", 1);
+    CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_IO, "/nowhere");
+    setenv("FSDPC_CUDA_IMAGE", image, 1);
+    CHECK_INT(simgpu_leaks(NULL, 0), 0);
+}
+
+static int
+open_and_leave(void *ordinal)
+{
+    fsdpc_device *device;
+    return fsdpc_device_cuda(*(int *)ordinal, &device);
+}
+
+static void
+a_failed_start_leaves_nothing(void)
+{
+    static const char *const entries[] = {"cuDeviceGet",
+                                          "cuDeviceGetName",
+                                          "cuDevicePrimaryCtxRetain",
+                                          "cuCtxSetCurrent",
+                                          "cuLibraryLoadData",
+                                          "cuLibraryGetKernel",
+                                          "cuKernelGetFunction",
+                                          "cuFuncLoad",
+                                          "cuMemAlloc",
+                                          "cuMemsetD8Async",
+                                          "cuEventCreate",
+                                          "cuEventRecord",
+                                          "cuMemHostAlloc",
+                                          "cuCtxGetStreamPriorityRange"};
+    fsdpc_device *device;
+    const int64_t live = fsdpc_mem_live();
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+        char text[512] = "";
+        REQUIRE(simgpu_fail(entries[i], 1, CUDA_ERROR_OUT_OF_MEMORY));
+        CHECK(fsdpc_device_cuda(0, &device) < 0 && device == NULL);
+        CHECK_INT(simgpu_leaks(text, sizeof text), 0);
+        CHECK_STR(text, "");
+        CHECK_INT(fsdpc_mem_live(), live);
+        if (simgpu_leaks(NULL, 0)) {
+            fprintf(stderr, "after a failed %s\n", entries[i]);
+        }
+    }
+}
+
+static void
+the_device_says_what_it_is(void)
+{
+    fsdpc_device *again;
+    const simgpu_counters before = simgpu_count();
+    REQUIRE_OK(fsdpc_device_cuda(0, &again));
+    CHECK(again == gpu);
+    CHECK_INT(simgpu_count().allocations, before.allocations);
+    CHECK_STR(fsdpc_device_name(gpu), "cuda");
+    CHECK(strstr(fsdpc_device_kernels_name(gpu), "sm_") != NULL);
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(gpu);
+    CHECK(caps->asynchronous && !caps->host_memory && caps->virtual_memory && !caps->note);
+    CHECK_INT(caps->align_bytes, 128);
+    CHECK_INT(fsdpc_device_threads(gpu), 1);
+    CHECK_INT(simgpu_count().late_loads, 0);
+}
+
+/* --- memory --------------------------------------------------------------------------------------- */
+
+static bool
+all_zero(const unsigned char *block, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++) {
+        if (block[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+memory_is_zeroed_and_given_back(fsdpc_device *device, bool mapped)
+{
+    static const size_t sizes[] = {1, 4096, GRANULE / 2, GRANULE + 1};
+    char text[256] = "";
+    const int leaks = simgpu_leaks(NULL, 0);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        const int64_t maps = simgpu_count().maps;
+        void *block;
+        unsigned char *seen = malloc(sizes[i]);
+        REQUIRE_OK(fsdpc_device_alloc(device, sizes[i], &block));
+        REQUIRE(seen != NULL);
+        memset(seen, 1, sizes[i]);
+        CHECK_INT(simgpu_count().maps - maps, mapped && sizes[i] >= GRANULE / 2);
+        REQUIRE_OK(fsdpc_device_copy_out(device, seen, block, sizes[i]));
+        CHECK(simgpu_drain());
+        CHECK(all_zero(seen, sizes[i]));
+        fsdpc_device_free(device, block, sizes[i]);
+        CHECK(!simgpu_accessible(block, sizes[i], false));
+        free(seen);
+    }
+    CHECK_INT(simgpu_leaks(text, sizeof text), leaks);
+}
+
+static void
+exhausted_memory_is_an_error_and_leaves_nothing(void)
+{
+    static const char *const entries[] = {"cuMemAddressReserve", "cuMemCreate", "cuMemMap",
+                                          "cuMemSetAccess", "cuMemsetD8Async"};
+    void *block = &block;
+    const int leaks = simgpu_leaks(NULL, 0);
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+        REQUIRE(simgpu_fail(entries[i], 1, CUDA_ERROR_OUT_OF_MEMORY));
+        CHECK_ERROR(fsdpc_device_alloc(gpu, GRANULE, &block), FSDPC_E_DEVMEM, "OUT_OF_MEMORY");
+        CHECK(block == NULL);
+        CHECK_INT(simgpu_leaks(NULL, 0), leaks);
+    }
+    CHECK_ERROR(fsdpc_device_alloc(gpu, (size_t)1 << 40, &block), FSDPC_E_DEVMEM, "device memory");
+    CHECK_INT(simgpu_leaks(NULL, 0), leaks);
+}
+
+static void
+without_virtual_memory_there_are_plain_blocks(void)
+{
+    fsdpc_device *other;
+    simgpu_get_options()->vmm = false;
+    REQUIRE_OK(fsdpc_device_cuda(1, &other));
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(other);
+    CHECK(!caps->virtual_memory && caps->note && strstr(caps->note, "plain allocation"));
+    memory_is_zeroed_and_given_back(other, false);
+    simgpu_get_options()->vmm = true;
+}
+
+/* --- streams and events ---------------------------------------------------------------------------- */
+
+static enum simgpu_progress
+until_told(void *told, simgpu_task *task)
+{
+    (void)task;
+    return *(bool *)told ? SIMGPU_DONE : SIMGPU_BLOCKED;
+}
+
+static void
+a_host_wait_has_a_deadline(void)
+{
+    fsdpc_stream *stream;
+    fsdpc_event *event;
+    bool told = false, done = true;
+    const simgpu_work work = {.name = "a peer", .context = &told, .run = until_told};
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, true, &stream));
+    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
+    REQUIRE_OK(fsdpc_device_finish(gpu, event, 0, "no mark"));
+    fsdpc_stream *before = fsdpc_device_use(gpu, stream);
+    CHECK(fsdpc_device_current(gpu) == stream);
+    REQUIRE_CU(simgpu_enqueue((CUstream)stream, &work, NULL));
+    REQUIRE_OK(fsdpc_device_record(gpu, event));
+    REQUIRE_OK(fsdpc_device_poll(gpu, event, &done));
+    CHECK(!done);
+    CHECK_ERROR(fsdpc_device_finish(gpu, event, 0.05, "gather of unit 3"), FSDPC_E_TIMEOUT,
+                "gather of unit 3: the GPU has not finished in 0.05 s");
+    told = true;
+    REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "gather of unit 3"));
+    REQUIRE_OK(fsdpc_device_poll(gpu, event, &done));
+    CHECK(done);
+    CHECK(fsdpc_device_use(gpu, before) == stream);
+    fsdpc_device_event_free(gpu, event);
+    fsdpc_device_stream_free(gpu, stream);
+}
+
+/* Two streams hand a buffer over: side casts into it, the other one reads it. */
+static bool
+handed_over(bool with_wait)
+{
+    fsdpc_stream *side, *other;
+    fsdpc_event *event;
+    void *from, *to, *host;
+    const int64_t races = simgpu_count().races;
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &side));
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, true, &other));
+    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
+    REQUIRE_OK(fsdpc_device_alloc(gpu, N * 4, &from));
+    REQUIRE_OK(fsdpc_device_alloc(gpu, N * 2, &to));
+    REQUIRE_OK(fsdpc_device_host_alloc(gpu, N * 2, &host));
+    fsdpc_device_use(gpu, side);
+    REQUIRE_OK(fsdpc_device_cast(gpu, to, FSDPC_BF16, from, FSDPC_F32, N, 1));
+    REQUIRE_OK(fsdpc_device_record(gpu, event));
+    fsdpc_device_use(gpu, other);
+    if (with_wait) {
+        REQUIRE_OK(fsdpc_device_wait(gpu, event));
+    }
+    REQUIRE_OK(fsdpc_device_copy_out(gpu, host, to, N * 2));
+    REQUIRE_OK(fsdpc_device_record(gpu, event));
+    fsdpc_device_use(gpu, NULL);
+    REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "a copy"));
+    fsdpc_device_free(gpu, from, N * 4);
+    fsdpc_device_free(gpu, to, N * 2);
+    fsdpc_device_host_free(gpu, host, N * 2);
+    fsdpc_device_event_free(gpu, event);
+    fsdpc_device_stream_free(gpu, side);
+    fsdpc_device_stream_free(gpu, other);
+    return simgpu_count().races == races;
+}
+
+static void
+events_order_streams(void)
+{
+    CHECK(handed_over(true));
+    CHECK(!handed_over(false));
+    CHECK(gpu_reported("nothing orders them"));
+    const int64_t created = simgpu_count().events_created;
+    for (int i = 0; i < 5; i++) {
+        CHECK(handed_over(true));
+    }
+    CHECK_INT(simgpu_count().events_created, created);
+}
+
+static void *
+elsewhere(void *buffer)
+{
+    int status = fsdpc_device_zero(gpu, buffer, 64);
+    CHECK_INT(status, FSDPC_OK);
+    CHECK(fsdpc_device_current(gpu) == NULL);
+    return NULL;
+}
+
+static void
+a_thread_without_a_context_may_use_it(void)
+{
+    pthread_t thread;
+    fsdpc_stream *stream;
+    void *buffer;
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &stream));
+    REQUIRE_OK(fsdpc_device_alloc(gpu, 64, &buffer));
+    fsdpc_device_use(gpu, stream);
+    REQUIRE(pthread_create(&thread, NULL, elsewhere, buffer) == 0);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    CHECK(fsdpc_device_current(gpu) == stream);
+    fsdpc_device_use(gpu, NULL);
+    CHECK(simgpu_drain());
+    fsdpc_device_free(gpu, buffer, 64);
+    fsdpc_device_stream_free(gpu, stream);
+}
+
+/* --- operations ------------------------------------------------------------------------------------ */
+
+/* The same buffer in both memories. */
+struct both {
+    size_t bytes;
+    void *cpu, *gpu;
+};
+
+static struct both
+new_both(int64_t n, fsdpc_dtype type)
+{
+    struct both both = {.bytes = (size_t)n * fsdpc_dtype_bytes(type)};
+    REQUIRE_OK(fsdpc_device_host_alloc(gpu, both.bytes, &both.cpu));
+    REQUIRE_OK(fsdpc_device_alloc(gpu, both.bytes, &both.gpu));
+    fill(both.cpu, type, n);
+    REQUIRE_OK(fsdpc_device_copy_in(gpu, both.gpu, both.cpu, both.bytes));
+    return both;
+}
+
+static void
+settle(void)
+{
+    fsdpc_event *event;
+    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
+    REQUIRE_OK(fsdpc_device_record(gpu, event));
+    REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "the test"));
+    fsdpc_device_event_free(gpu, event);
+}
+
+static bool
+equal(const struct both *both)
+{
+    void *seen;
+    REQUIRE_OK(fsdpc_device_host_alloc(gpu, both->bytes, &seen));
+    REQUIRE_OK(fsdpc_device_copy_out(gpu, seen, both->gpu, both->bytes));
+    settle();
+    const bool result = memcmp(seen, both->cpu, both->bytes) == 0;
+    fsdpc_device_host_free(gpu, seen, both->bytes);
+    return result;
+}
+
+static void
+free_both(struct both *both)
+{
+    fsdpc_device_free(gpu, both->gpu, both->bytes);
+    fsdpc_device_host_free(gpu, both->cpu, both->bytes);
+}
+
+/* fsdpc_device_*(device, ...) on both, `a` and `b` being the buffers of that device. */
+#define ON_BOTH(call, ...)                     \
+    do {                                       \
+        fsdpc_device *device = cpu;            \
+        void *a = first.cpu, *b = second.cpu;  \
+        settle();                              \
+        (void)a, (void)b;                      \
+        REQUIRE_OK(call(device, __VA_ARGS__)); \
+        device = gpu, a = first.gpu;           \
+        b = second.gpu;                        \
+        REQUIRE_OK(call(device, __VA_ARGS__)); \
+    } while (0)
+
+static void
+results_are_the_cpu_devices(void)
+{
+    static const int64_t shape[] = {N / 7, 7}, turned[] = {1, N / 7};
+    struct both first = new_both(N, FSDPC_F32), second = new_both(N, FSDPC_BF16);
+    ON_BOTH(fsdpc_device_cast, b, FSDPC_BF16, a, FSDPC_F32, N, 0.3);
+    CHECK(equal(&second));
+    ON_BOTH(fsdpc_device_cast, (char *)a + 4, FSDPC_F32, (char *)b + 2, FSDPC_BF16, N - 1, 1.0);
+    CHECK(equal(&first));
+    ON_BOTH(fsdpc_device_accumulate, a, FSDPC_F32, b, FSDPC_BF16, N, 0.7);
+    CHECK(equal(&first));
+    ON_BOTH(fsdpc_device_reduce, a, FSDPC_F32, ((const void *[]){b, NULL, b}), 3, FSDPC_BF16, N,
+            0.5, true);
+    CHECK(equal(&first));
+    ON_BOTH(fsdpc_device_scale, a, FSDPC_F32, N, 0.9);
+    CHECK(equal(&first));
+    ON_BOTH(fsdpc_device_pack, b, FSDPC_BF16, a, FSDPC_F32, 2, shape, turned, 2.0);
+    CHECK(equal(&second));
+    ON_BOTH(fsdpc_device_zero, (char *)a + 3, 1001);
+    ON_BOTH(fsdpc_device_poison, b, FSDPC_BF16, 33);
+    CHECK(equal(&first) && equal(&second));
+    free_both(&first);
+    free_both(&second);
+}
+
+static void
+what_a_gpu_cannot_read_is_refused(void)
+{
+    struct both first = new_both(16, FSDPC_F32);
+    char *odd = (char *)first.gpu + 1;
+    const void *many[300] = {NULL};
+    CHECK_ERROR(fsdpc_device_cast(gpu, odd, FSDPC_F32, first.gpu, FSDPC_F32, 2, 2), FSDPC_E_INVAL,
+                "not aligned to float32");
+    CHECK_ERROR(fsdpc_device_accumulate(gpu, first.gpu, FSDPC_F32, odd, FSDPC_BF16, 2, 1),
+                FSDPC_E_INVAL, "not aligned to bfloat16");
+    CHECK_ERROR(fsdpc_device_reduce(gpu, first.gpu, FSDPC_F32, many, 300, FSDPC_F32, 2, 1, false),
+                FSDPC_E_UNAVAILABLE, "at most 256");
+    REQUIRE_OK(fsdpc_device_cast(gpu, odd, FSDPC_BYTES, first.gpu, FSDPC_BYTES, 1, 1));
+    free_both(&first);
+}
+
+static void
+norms_come_to_the_host(void)
+{
+    struct both first = new_both(N, FSDPC_BF16);
+    fsdpc_norm want, got;
+    double want_p, got_p;
+    REQUIRE_OK(fsdpc_device_norm2(cpu, first.cpu, FSDPC_BF16, N, &want));
+    REQUIRE_OK(fsdpc_device_norm2(gpu, first.gpu, FSDPC_BF16, N, &got));
+    CHECK(fabs(got.sum - want.sum) <= 1e-12 * want.sum && got.max == want.max);
+    CHECK(!got.nonfinite);
+    REQUIRE_OK(fsdpc_device_norm_p(cpu, first.cpu, FSDPC_BF16, N, 1.5, &want_p));
+    REQUIRE_OK(fsdpc_device_norm_p(gpu, first.gpu, FSDPC_BF16, N, 1.5, &got_p));
+    CHECK(fabs(got_p - want_p) <= 1e-12 * want_p);
+    free_both(&first);
+}
+
+/* Two units' gradients are summed, measured, and clipped; the host looks at nothing in between. */
+static void
+clipping_needs_no_look_by_the_host(void)
+{
+    enum { UNITS = 2 };
+    struct both sums[UNITS], sources[UNITS];
+    const int64_t parts = fsdpc_device_norm_parts(gpu, N);
+    char *list;
+    double *clip, *host, square = 0;
+    void *block;
+    CHECK(parts > 1);
+    CHECK_INT(fsdpc_device_norm_parts(cpu, N), 0);
+    REQUIRE_OK(
+        fsdpc_device_alloc(gpu, (size_t)(UNITS * parts + 2) * FSDPC_NORM_PART_BYTES, &block));
+    list = block;
+    clip = (double *)(list + (UNITS * parts + 1) * FSDPC_NORM_PART_BYTES);
+    for (int u = 0; u < UNITS; u++) {
+        sums[u] = new_both(N, FSDPC_F32);
+        sources[u] = new_both(N, FSDPC_BF16);
+    }
+    settle();
+    const simgpu_counters before = simgpu_count();
+    for (int u = 0; u < UNITS; u++) {
+        REQUIRE_OK(fsdpc_device_reduce_norm(gpu, sums[u].gpu, FSDPC_F32,
+                                            (const void *[]){sources[u].gpu}, 1, FSDPC_BF16, N,
+                                            0.25, true, list + u * parts * FSDPC_NORM_PART_BYTES));
+    }
+    char *total = list + UNITS * parts * FSDPC_NORM_PART_BYTES;
+    REQUIRE_OK(fsdpc_device_norm_total(gpu, list, UNITS * parts, false, total));
+    REQUIRE_OK(fsdpc_device_clip_factor(gpu, total, 2, 1.5, clip));
+    for (int u = 0; u < UNITS; u++) {
+        REQUIRE_OK(fsdpc_device_scale_by(gpu, sums[u].gpu, FSDPC_F32, N, clip + 1));
+    }
+    const simgpu_counters after = simgpu_count();
+    CHECK_INT(after.launches - before.launches, 2 * UNITS + 2);
+    CHECK_INT(after.host_syncs, before.host_syncs);
+    CHECK_INT(after.not_ready, before.not_ready);
+    CHECK_INT(after.allocations, before.allocations);
+
+    REQUIRE_OK(fsdpc_device_host_alloc(gpu, 16, &block));
+    host = block;
+    REQUIRE_OK(fsdpc_device_copy_out(gpu, host, clip, 16));
+    settle();
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_norm norm;
+        REQUIRE_OK(fsdpc_device_reduce(cpu, sums[u].cpu, FSDPC_F32,
+                                       (const void *[]){sources[u].cpu}, 1, FSDPC_BF16, N, 0.25,
+                                       true));
+        REQUIRE_OK(fsdpc_device_norm2(cpu, sums[u].cpu, FSDPC_F32, N, &norm));
+        square += norm.sum;
+    }
+    CHECK(fabs(host[0] - sqrt(square)) <= 1e-12 * host[0]);
+    CHECK(host[1] == 1.5 / (host[0] + 1e-6));
+    for (int u = 0; u < UNITS; u++) {
+        REQUIRE_OK(fsdpc_device_scale(cpu, sums[u].cpu, FSDPC_F32, N, host[1]));
+        CHECK(equal(&sums[u]));
+        free_both(&sums[u]);
+        free_both(&sources[u]);
+    }
+    CHECK_ERROR(fsdpc_device_norm_total(cpu, list, 1, false, total), FSDPC_E_UNAVAILABLE, "norm2");
+    fsdpc_device_host_free(gpu, host, 16);
+    fsdpc_device_free(gpu, list, (size_t)(UNITS * parts + 2) * FSDPC_NORM_PART_BYTES);
+}
+
+/* --- many tensors at once ---------------------------------------------------------------------------- */
+
+enum { MANY = 400 };
+
+struct unit {
+    int count;
+    fsdpc_pack_target targets[MANY];
+    struct both tensors[MANY];
+    fsdpc_pack_source sources[2][MANY]; /* of the CPU, of the GPU */
+    int64_t shapes[MANY][2], strides[MANY][2];
+    size_t bytes;
+};
+
+static void
+make_unit(struct unit *unit, int count, bool strided)
+{
+    static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F64};
+    memset(unit, 0, sizeof *unit);
+    unit->count = count;
+    for (int i = 0; i < count; i++) {
+        const fsdpc_dtype dst = i < count / 2 ? FSDPC_BF16 : FSDPC_F32, src = types[i % 3];
+        const int64_t rows = 1 + i % 5, columns = 1 + i % 31;
+        unit->bytes = (unit->bytes + 127) / 128 * 128;
+        unit->targets[i] =
+            (fsdpc_pack_target){.n = rows * columns, .offset = unit->bytes, .dtype = dst};
+        unit->bytes += (size_t)(rows * columns) * fsdpc_dtype_bytes(dst);
+        unit->tensors[i] = new_both(rows * columns, src);
+        unit->shapes[i][0] = rows, unit->shapes[i][1] = columns;
+        unit->strides[i][0] = strided ? 1 : columns, unit->strides[i][1] = strided ? rows : 1;
+        for (int d = 0; d < 2; d++) {
+            unit->sources[d][i] =
+                (fsdpc_pack_source){.data = d ? unit->tensors[i].gpu : unit->tensors[i].cpu,
+                                    .dtype = src,
+                                    .ndim = 2,
+                                    .shape = unit->shapes[i],
+                                    .strides = i % 4 ? unit->strides[i] : NULL};
+            if (i % 7 == 3) {
+                unit->sources[d][i].data = NULL;
+            }
+        }
+    }
+    unit->bytes += 48;
+}
+
+static void
+pack_unit(int count, bool strided)
+{
+    struct unit *unit = malloc(sizeof *unit);
+    fsdpc_pack_plan *on_cpu, *on_gpu;
+    REQUIRE(unit != NULL);
+    make_unit(unit, count, strided);
+    struct both buffer = new_both((int64_t)unit->bytes / 4 + 4, FSDPC_F32);
+    REQUIRE_OK(fsdpc_device_pack_plan(cpu, unit->targets, count, unit->bytes, &on_cpu));
+    REQUIRE_OK(fsdpc_device_pack_plan(gpu, unit->targets, count, unit->bytes, &on_gpu));
+    for (int round = 0; round < 3; round++) {
+        const double scale = round ? 0.125 : 1;
+        settle();
+        const simgpu_counters before = simgpu_count();
+        REQUIRE_OK(fsdpc_device_pack_all(cpu, on_cpu, buffer.cpu, unit->sources[0], scale));
+        REQUIRE_OK(fsdpc_device_pack_all(gpu, on_gpu, buffer.gpu, unit->sources[1], scale));
+        const simgpu_counters after = simgpu_count();
+        CHECK_INT(after.launches - before.launches, 1);
+        CHECK_INT(after.copies - before.copies, strided || count > 384);
+        if (round) {
+            CHECK_INT(after.allocations + after.host_allocations,
+                      before.allocations + before.host_allocations);
+            CHECK_INT(after.host_syncs, before.host_syncs);
+            CHECK_INT(after.events_created, before.events_created);
+        }
+        CHECK(equal(&buffer));
+    }
+    fsdpc_device_pack_plan_free(cpu, on_cpu);
+    fsdpc_device_pack_plan_free(gpu, on_gpu);
+    for (int i = 0; i < count; i++) {
+        free_both(&unit->tensors[i]);
+    }
+    free_both(&buffer);
+    free(unit);
+}
+
+static void
+units_are_packed_by_one_launch(void)
+{
+    pack_unit(9, false);
+    pack_unit(9, true);
+    pack_unit(MANY, false);
+    pack_unit(0, false);
+}
+
+static void
+wrong_plans_are_refused(void)
+{
+    fsdpc_pack_plan *plan = (fsdpc_pack_plan *)&plan;
+    const fsdpc_pack_target good[] = {{4, 0, FSDPC_F32}, {4, 16, FSDPC_BF16}};
+    const fsdpc_pack_target lapping[] = {{4, 0, FSDPC_F32}, {4, 12, FSDPC_BF16}};
+    const fsdpc_pack_target askew[] = {{4, 2, FSDPC_F32}};
+    const int64_t shape[] = {3}, strides[] = {1};
+    float x[8] = {0};
+    const fsdpc_pack_source sources[] = {{.data = x, .dtype = FSDPC_F32},
+                                         {x, FSDPC_F32, 1, shape, strides}};
+    const fsdpc_pack_source bytes[] = {{.data = x, .dtype = FSDPC_BYTES}, {.data = NULL}};
+    CHECK_ERROR(fsdpc_device_pack_plan(gpu, good, 2, 20, &plan), FSDPC_E_INVAL, "target 1");
+    CHECK(plan == NULL);
+    CHECK_ERROR(fsdpc_device_pack_plan(cpu, lapping, 2, 64, &plan), FSDPC_E_INVAL, "target 1");
+    CHECK_ERROR(fsdpc_device_pack_plan(cpu, askew, 1, 64, &plan), FSDPC_E_INVAL, "byte 2");
+    REQUIRE_OK(fsdpc_device_pack_plan(cpu, good, 2, 24, &plan));
+    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, x, sources, 1), FSDPC_E_INVAL, "3 elements");
+    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, x, bytes, 1), FSDPC_E_INVAL, "uint8");
+    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, NULL, sources, 1), FSDPC_E_INVAL, "NULL");
+    fsdpc_device_pack_plan_free(cpu, plan);
+}
+
+static int
+plan_and_free(void *device)
+{
+    const fsdpc_pack_target targets[] = {{4, 0, FSDPC_F32}, {4, 64, FSDPC_BF16}};
+    fsdpc_pack_plan *plan;
+    FSDPC_TRY(fsdpc_device_pack_plan(device, targets, 2, 128, &plan));
+    fsdpc_device_pack_plan_free(device, plan);
+    return FSDPC_OK;
+}
+
+int
+main(void)
+{
+    int ordinal = 0;
+    simgpu_get_options()->devices = 2;
+    simgpu_get_options()->quiet = true;
+    REQUIRE_OK(fsdpc_device_cpu(&cpu));
+    refusals_name_the_reason();
+    a_failed_start_leaves_nothing();
+    fsdpc_mem_fail_after(1);
+    CHECK_INT(open_and_leave(&ordinal), FSDPC_E_NOMEM);
+    fsdpc_mem_fail_after(0);
+    REQUIRE_OK(fsdpc_device_cuda(0, &gpu));
+    the_device_says_what_it_is();
+    memory_is_zeroed_and_given_back(gpu, true);
+    exhausted_memory_is_an_error_and_leaves_nothing();
+    a_host_wait_has_a_deadline();
+    events_order_streams();
+    a_thread_without_a_context_may_use_it();
+    wrong_plans_are_refused();
+    test_alloc_sweep(plan_and_free, gpu);
+    static const char *const policies[] = {"lazy", "eager", "random:7", "order:1,host,0"};
+    int leaks = 0;
+    for (int i = 0; i < 4; i++) {
+        fsdpc_stream *stream;
+        REQUIRE(simgpu_policy(policies[i]));
+        REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &stream));
+        const simgpu_counters before = simgpu_count();
+        for (int side = 0; side < 2; side++) {
+            fsdpc_device_use(gpu, side ? stream : NULL);
+            results_are_the_cpu_devices();
+            what_a_gpu_cannot_read_is_refused();
+            norms_come_to_the_host();
+            clipping_needs_no_look_by_the_host();
+            units_are_packed_by_one_launch();
+        }
+        fsdpc_device_use(gpu, NULL);
+        fsdpc_device_stream_free(gpu, stream);
+        CHECK_INT(simgpu_count().races, before.races);
+        CHECK_INT(simgpu_count().faults, before.faults);
+        /* What the device keeps, it keeps from the first round on. */
+        leaks = i ? leaks : simgpu_leaks(NULL, 0);
+        CHECK_INT(simgpu_leaks(NULL, 0), leaks);
+    }
+    CHECK_INT(simgpu_count().late_loads, 0);
+    without_virtual_memory_there_are_plain_blocks();
+    return test_result();
+}
