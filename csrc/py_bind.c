@@ -207,7 +207,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
 int
 fsdpc_py_install(fsdpc_py_flat *flat)
 {
-    if (flat->installed++ > 0) {
+    if (flat->installed++ > 0 || flat->shown) {
         return 0;
     }
     for (int i = 0; i < flat->site_count; i++) {
@@ -221,7 +221,7 @@ fsdpc_py_install(fsdpc_py_flat *flat)
 static int
 put_back(fsdpc_py_flat *flat)
 {
-    for (int i = 0; i < flat->site_count; i++) {
+    for (int i = 0; i < flat->site_count && !flat->shown; i++) {
         if (PyDict_SetItem(flat->sites[i].dict, flat->sites[i].key, flat->sites[i].sharded) < 0) {
             return -1;
         }

@@ -48,7 +48,8 @@ typedef struct fsdpc_py_flat {
     PyObject **held;
     int installed; /* how many users want the gathered tensors in the modules */
     bool hold_installed;
-    bool sync; /* false inside no_sync */
+    bool shown; /* whole values of the user's own are in the modules: they stay */
+    bool sync;  /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks.c). */
     int *watched;

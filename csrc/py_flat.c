@@ -511,6 +511,29 @@ set_on_unattached(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static PyObject *
+get_in_use(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->installed > 0);
+}
+
+static PyObject *
+get_shown(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->shown);
+}
+
+static int
+set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    int truth = value ? PyObject_IsTrue(value) : 0;
+    self->shown = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+static PyObject *
 get_on_changed(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
@@ -616,6 +639,10 @@ static PyGetSetDef getset[] = {
      "Called by the first forward of a unit without a tree.", NULL},
     {"after_backward", (getter)get_after_backward, (setter)set_after_backward,
      "Called when a backward has ended and gradients are shown.", NULL},
+    {"in_use", (getter)get_in_use, NULL, "A forward or backward runs on the gathered values.",
+     NULL},
+    {"shown", (getter)get_shown, (setter)set_shown,
+     "The modules show whole values of the caller's: a pass does not touch their entries.", NULL},
     {"on_changed", (getter)get_on_changed, (setter)set_on_changed,
      "Called before a pass when the user has changed what the optimizer's parameters point at, or "
      "what is in their places.",

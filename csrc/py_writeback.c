@@ -39,6 +39,9 @@ int
 fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
 {
     int changed = 0;
+    if (flat->shown) {
+        return 0;
+    }
     for (int i = 0; changed == 0 && i < flat->site_count; i++) {
         changed = place_has_changed(&flat->sites[i]);
     }

@@ -159,6 +159,9 @@ class FlatParameter:
     after_backward: Callable[[], object] | None
     comm_hook: Callable[[], bool] | None
     on_changed: Callable[[], object] | None
+    shown: bool
+    @property
+    def in_use(self) -> bool: ...
     def replace_param(self, number: int, param: Any) -> None: ...
     @property
     def kept(self) -> bool: ...

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._mixed import cast_arguments
 from fsdpc._names import flat_param_name
 
 Tensors = list[torch.Tensor]
@@ -38,7 +39,7 @@ def summon_full_params(
     check_arguments(writeback, rank0_only, offload_to_cpu)
     members = unit_modules(module) if recurse else [module] * is_unit_module(module)
     for member in members:
-        check_idle(member)
+        _check_free(member)
     with ExitStack() as stack:
         for member in members:
             stack.enter_context(summon_one(member, writeback, rank0_only, with_grads))
@@ -77,6 +78,15 @@ def check_idle(member: Any) -> None:
         )
 
 
+def _check_free(member: Any) -> None:
+    """Raises torch's ``AssertionError`` for a unit that is summoned already, or that a forward or
+    backward in progress works with.
+    """
+    unit = member._unit
+    if member._summoned or (unit is not None and unit.flat.in_use):
+        check_idle(member)
+
+
 @contextmanager
 def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
     """One FSDP instance's own unit, without nested ones."""
@@ -92,13 +102,68 @@ def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool)
         if full is None:
             yield
             return
+        # Other ranks may have gathered a unit already for a pass that this rank is in, too.
+        frozen = unit.state in ("forward", "backward")
+        before = [tensor.clone() for tensor in full] if frozen else []
         install(member, full, grads)
         try:
             yield
-            if writeback or not unit.is_sharded:
+            if frozen and writeback:
+                _check_unchanged(unit, before)
+            elif writeback or not unit.is_sharded:
                 write_back(unit, with_grads)
         finally:
             uninstall(member)
+
+
+def _check_unchanged(unit: Any, before: Tensors) -> None:
+    for info, old, new in zip(unit.infos, before, site_params(unit), strict=True):
+        same = new is not None and new.shape == old.shape and new.dtype == old.dtype
+        if not same or not torch.equal(_bits(new.detach()), _bits(old)):
+            raise AssertionError(
+                f"parameter {info.name!r} of unit {unit.name!r} was changed by summon_full_params "
+                "during a forward or backward on rank "
+                f"{unit.groups.shard.rank}, which others may have begun with the old values: "
+                "change it between steps, or pass writeback=False to drop the change"
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of an instance whose full parameters are shown: it runs on these, with what the
+    user did to them, and without the engine.
+    """
+    mixed = member.mixed_precision
+    dtype = mixed.param_dtype
+    wanted = mixed.cast_forward_inputs or (member._is_root and mixed.cast_root_forward_inputs)
+    if dtype is not None and wanted:
+        args, kwargs = cast_arguments(dtype, args, kwargs)
+    with _lowered(member._unit, dtype):
+        return member._fsdp_wrapped_module(*args, **kwargs)
+
+
+@contextmanager
+def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """The shown parameters in the dtype that forward computes in."""
+    if unit is None or dtype is None:
+        yield
+        return
+    shown = site_params(unit)
+    low = [p.to(dtype) if p.is_floating_point() else p for p in shown]
+    _put(unit, [nn.Parameter(p.detach(), requires_grad=False) for p in low])
+    try:
+        yield
+    finally:
+        _put(unit, shown)
+
+
+def _put(unit: Any, params: list[Any]) -> None:
+    for info, param in zip(unit.infos, params, strict=True):
+        for module, name in info.sites:
+            module._parameters[name] = param
 
 
 @contextmanager

@@ -366,7 +366,7 @@ class Unit(HandleFace):
             for module, attribute in info.sites:
                 module.__dict__.pop(attribute, None)
                 module._parameters[attribute] = param
-        self.summoned = True
+        self.summoned = self.flat.shown = True
 
     def install_sharded(self) -> None:
         """Back to the sharded state. Local."""
@@ -377,7 +377,7 @@ class Unit(HandleFace):
                 else:
                     module._parameters.pop(attribute, None)
                     module.__dict__[attribute] = self.full[i]
-        self.summoned = False
+        self.summoned = self.flat.shown = False
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -222,6 +222,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """Run the wrapped module on full parameters. Floating inputs are cast where mixed precision
         asks for it.
         """
+        if self._summoned and (self._unit is None or self._unit.summoned):
+            return _summon.forward(self, args, kwargs)
         self._enter(self, args, kwargs)
         try:
             if self._cast_inputs_to is not None:
