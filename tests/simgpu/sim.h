@@ -76,6 +76,11 @@ void sim_clock_join(uint64_t *into, const uint64_t *other);
 /* Checks rights and history of an access by a task. */
 bool sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write);
 bool sim_is_pinned(uintptr_t address, size_t bytes);
+/* Between begin and run, accesses are noted; between run and end, other pages are unreadable. End
+ * reports bytes that changed without having been declared. */
+void sim_verify_begin(void);
+void sim_verify_run(void);
+void sim_verify_end(const char *kernel);
 void sim_memory_reset(void);
 int sim_memory_leaks(char *text, size_t bytes);
 

@@ -235,6 +235,7 @@ read_environment(void)
     read_plants("SIMGPU_FAIL", false);
     sim_options.abort_on_report = is_set("SIMGPU_ABORT");
     sim_options.foreign = is_set("SIMGPU_FOREIGN");
+    sim_options.verify = is_set("SIMGPU_VERIFY");
     if (policy && *policy && !simgpu_policy(policy)) {
         fprintf(stderr, "simgpu: SIMGPU_POLICY=%s is not understood\n", policy);
         abort();
@@ -394,6 +395,7 @@ simgpu_reset(void)
     sim_options.quiet = quiet;
     sim_options.abort_on_report = is_set("SIMGPU_ABORT");
     sim_options.foreign = is_set("SIMGPU_FOREIGN");
+    sim_options.verify = is_set("SIMGPU_VERIFY");
     while (report_count) {
         free(reports[--report_count]);
     }

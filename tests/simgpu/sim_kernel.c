@@ -201,7 +201,13 @@ run_launch(void *context, simgpu_task *task)
 {
     const launch *made = context;
     const simgpu_launch *s = &made->shape;
+    if (sim_options.verify) {
+        sim_verify_begin();
+    }
     bool may = made->kernel->declare(task, made->params, s);
+    if (sim_options.verify) {
+        sim_verify_run();
+    }
     if (!may && !task->broken) {
         sim_say(false, "kernel %s refused its parameters", made->kernel->name);
         sim_sticky = CUDA_ERROR_LAUNCH_FAILED;
@@ -209,6 +215,9 @@ run_launch(void *context, simgpu_task *task)
     if (may && !task->broken) {
         made->kernel->launcher(made->params, s->grid[0], s->grid[1], s->grid[2], s->block[0],
                                s->block[1], s->block[2], s->shared_bytes);
+    }
+    if (sim_options.verify) {
+        sim_verify_end(made->kernel->name);
     }
     return SIMGPU_DONE;
 }

@@ -15,35 +15,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "sim.h"
+#include "sim_memory.h"
 
 enum { ALIGN = 512 };
-
-typedef enum kind { VIRTUAL, PLAIN, HOST, REGISTERED } kind;
-
-typedef struct physical {
-    struct physical *next;
-    kind kind;
-    uint64_t handle; /* VIRTUAL: 0 after cuMemRelease */
-    int fd;
-    size_t bytes;
-    int mappings;
-    sim_space space;
-} physical;
-
-typedef struct use {
-    uint64_t time;
-    const char *what;
-} use;
-
-typedef struct mapping {
-    uintptr_t base;
-    size_t bytes, offset;
-    physical *memory;
-    int rights;     /* PROT_* */
-    uint64_t since; /* the moment of mapping */
-    use *last;      /* through these addresses, by each actor */
-} mapping;
 
 typedef struct range {
     uintptr_t base;
@@ -58,8 +32,9 @@ typedef struct label {
 } label;
 
 static physical *memories;
-static mapping *mappings;
-static int mapping_count, mapping_capacity;
+mapping *sim_mappings;
+int sim_mapping_count;
+static int mapping_capacity;
 static range *ranges;
 static int range_count, range_capacity;
 static label *labels;
@@ -72,9 +47,10 @@ static uint64_t handles_made;
 static mapping *
 find_mapping(uintptr_t address)
 {
-    for (int i = 0; i < mapping_count; i++) {
-        if (address >= mappings[i].base && address - mappings[i].base < mappings[i].bytes) {
-            return &mappings[i];
+    for (int i = 0; i < sim_mapping_count; i++) {
+        if (address >= sim_mappings[i].base &&
+            address - sim_mappings[i].base < sim_mappings[i].bytes) {
+            return &sim_mappings[i];
         }
     }
     return NULL;
@@ -116,8 +92,8 @@ was_ours(uintptr_t address)
     return false;
 }
 
-static const char *
-label_of(uintptr_t address)
+const char *
+sim_label_of(uintptr_t address)
 {
     char text[64];
     for (int i = label_count - 1; i >= 0; i--) {
@@ -154,7 +130,7 @@ simgpu_label(const void *ptr, size_t bytes, const char *text)
 static bool
 refuse(simgpu_task *task, uintptr_t address, bool write, const char *why)
 {
-    sim_say(false, "%s: %s by %s (%s), %s", label_of(address), write ? "written" : "read",
+    sim_say(false, "%s: %s by %s (%s), %s", sim_label_of(address), write ? "written" : "read",
             sim_actor_name(task->actor), task->what, why);
     sim_sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
     task->broken = true;
@@ -173,7 +149,8 @@ sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write)
             return refuse(task, address, write, "but nothing is mapped there");
         }
         if (!found) {
-            sim_space_access(&foreign, address, address + bytes, task, write, label_of(address));
+            sim_space_access(&foreign, address, address + bytes, task, write,
+                             sim_label_of(address));
             return true;
         }
         if (!(found->rights & (write ? PROT_WRITE : PROT_READ))) {
@@ -181,13 +158,14 @@ sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write)
         }
         if (task->stamp < found->since) {
             sim_say(true, "%s: used by %s (%s), put there before the memory was mapped",
-                    label_of(address), sim_actor_name(task->actor), task->what);
+                    sim_label_of(address), sim_actor_name(task->actor), task->what);
         }
         uint64_t lo = found->offset + (address - found->base);
         size_t part = found->bytes - (address - found->base);
         part = part < bytes ? part : bytes;
-        sim_space_access(&found->memory->space, lo, lo + part, task, write, label_of(address));
+        sim_space_access(&found->memory->space, lo, lo + part, task, write, sim_label_of(address));
         found->last[task->actor] = (use){.time = task->time, .what = task->what};
+        sim_verify_note(address, part, write, found);
         address += part;
         bytes -= part;
     }
@@ -235,8 +213,8 @@ check_unused(const mapping *gone, const char *act)
     const uint64_t *seen = sim_actors[sim_processor()].clock;
     for (int i = 0; i < SIM_ACTORS; i++) {
         if (gone->last[i].time > seen[i]) {
-            sim_say(true, "%s: used by %s (%s), then %s, nothing orders them", label_of(gone->base),
-                    sim_actor_name(i), gone->last[i].what, act);
+            sim_say(true, "%s: used by %s (%s), then %s, nothing orders them",
+                    sim_label_of(gone->base), sim_actor_name(i), gone->last[i].what, act);
         }
     }
 }
@@ -292,14 +270,15 @@ take_device_bytes(size_t bytes)
 static void
 add_mapping(uintptr_t base, size_t bytes, physical *memory, size_t offset, int rights)
 {
-    mappings = sim_grow(mappings, mapping_count, &mapping_capacity, sizeof *mappings);
-    mappings[mapping_count++] = (mapping){.base = base,
-                                          .bytes = bytes,
-                                          .memory = memory,
-                                          .offset = offset,
-                                          .rights = rights,
-                                          .since = sim_now()};
-    mappings[mapping_count - 1].last = sim_alloc(SIM_ACTORS, sizeof(use));
+    sim_mappings =
+        sim_grow(sim_mappings, sim_mapping_count, &mapping_capacity, sizeof *sim_mappings);
+    sim_mappings[sim_mapping_count++] = (mapping){.base = base,
+                                                  .bytes = bytes,
+                                                  .memory = memory,
+                                                  .offset = offset,
+                                                  .rights = rights,
+                                                  .since = sim_now()};
+    sim_mappings[sim_mapping_count - 1].last = sim_alloc(SIM_ACTORS, sizeof(use));
     memory->mappings++;
 }
 
@@ -313,7 +292,7 @@ remove_mapping(mapping *gone)
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     }
     free(gone->last);
-    *gone = mappings[--mapping_count];
+    *gone = sim_mappings[--sim_mapping_count];
     if (--memory->mappings == 0 && memory->handle == 0) {
         free_physical(memory);
     }
@@ -395,10 +374,10 @@ cuMemAddressFree(CUdeviceptr ptr, size_t bytes)
     if (!found || found->base != ptr || found->bytes != bytes) {
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
-    for (int i = 0; i < mapping_count; i++) {
-        if (mappings[i].base >= ptr && mappings[i].base - ptr < bytes) {
+    for (int i = 0; i < sim_mapping_count; i++) {
+        if (sim_mappings[i].base >= ptr && sim_mappings[i].base - ptr < bytes) {
             sim_say(false, "%s: its addresses are freed while memory is mapped there",
-                    label_of(mappings[i].base));
+                    sim_label_of(sim_mappings[i].base));
             return sim_leave(CUDA_ERROR_INVALID_VALUE);
         }
     }
@@ -475,10 +454,11 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
         !find_range((uintptr_t)ptr, bytes)) {
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
-    for (int i = 0; i < mapping_count; i++) {
-        if (mappings[i].base < ptr + bytes && ptr < mappings[i].base + mappings[i].bytes) {
+    for (int i = 0; i < sim_mapping_count; i++) {
+        if (sim_mappings[i].base < ptr + bytes &&
+            ptr < sim_mappings[i].base + sim_mappings[i].bytes) {
             sim_say(false, "%s: mapped while other memory is mapped there",
-                    label_of(mappings[i].base));
+                    sim_label_of(sim_mappings[i].base));
             return sim_leave(CUDA_ERROR_ALREADY_MAPPED);
         }
     }
@@ -613,7 +593,7 @@ cuMemFree(CUdeviceptr ptr)
         return sim_leave(result);
     }
     if (!find_start((uintptr_t)ptr, PLAIN)) {
-        sim_say(false, "%s: freed but not allocated", label_of((uintptr_t)ptr));
+        sim_say(false, "%s: freed but not allocated", sim_label_of((uintptr_t)ptr));
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
     sim_counters.host_syncs++;
@@ -654,7 +634,7 @@ give_back_host(void *ptr, kind wanted, CUresult otherwise)
 {
     mapping *found = find_start((uintptr_t)ptr, wanted);
     if (!found) {
-        sim_say(false, "%s: given back but not %s", label_of((uintptr_t)ptr),
+        sim_say(false, "%s: given back but not %s", sim_label_of((uintptr_t)ptr),
                 wanted == HOST ? "allocated" : "registered");
         return otherwise;
     }
@@ -714,9 +694,10 @@ sim_memory_leaks(char *text, size_t bytes)
     int count = 0;
     static const char *const kinds[] = {"mapping", "device memory", "host memory",
                                         "registered memory"};
-    for (int i = 0; i < mapping_count; i++) {
-        count = sim_list(text, bytes, count, "%s: %s, %zu bytes\n", kinds[mappings[i].memory->kind],
-                         label_of(mappings[i].base), mappings[i].bytes);
+    for (int i = 0; i < sim_mapping_count; i++) {
+        count =
+            sim_list(text, bytes, count, "%s: %s, %zu bytes\n", kinds[sim_mappings[i].memory->kind],
+                     sim_label_of(sim_mappings[i].base), sim_mappings[i].bytes);
     }
     for (physical *memory = memories; memory; memory = memory->next) {
         if (memory->handle) {
@@ -727,7 +708,7 @@ sim_memory_leaks(char *text, size_t bytes)
     for (int i = 0; i < range_count; i++) {
         if (ranges[i].live) {
             count = sim_list(text, bytes, count, "addresses: %s, %zu bytes\n",
-                             label_of(ranges[i].base), ranges[i].bytes);
+                             sim_label_of(ranges[i].base), ranges[i].bytes);
         }
     }
     return count;
@@ -737,8 +718,8 @@ sim_memory_leaks(char *text, size_t bytes)
 void
 sim_memory_reset(void)
 {
-    while (mapping_count) {
-        remove_mapping(&mappings[mapping_count - 1]);
+    while (sim_mapping_count) {
+        remove_mapping(&sim_mappings[sim_mapping_count - 1]);
     }
     while (memories) {
         free_physical(memories);

@@ -74,6 +74,7 @@ typedef struct simgpu_options {
     bool foreign; /* memory that the driver did not give may be accessed; false by default */
     bool abort_on_report; /* abort() at the first race or fault; $SIMGPU_ABORT */
     bool quiet;           /* reports are kept but not printed */
+    bool verify;          /* kernels may touch only what they declare; slow; $SIMGPU_VERIFY */
     int driver_version;   /* 13000 */
     int devices;          /* 1 */
     size_t memory_bytes;  /* 1 GiB */

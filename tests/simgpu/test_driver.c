@@ -537,6 +537,41 @@ launches_are_checked(void)
     CHECK_CU(cuLibraryUnload(library), CUDA_ERROR_INVALID_HANDLE);
 }
 
+/* axpb with a declaration that forgets something. */
+static bool
+forgetful_declare(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const axpb_params *p = params;
+    (void)launch;
+    return p->scale > 0 ? simgpu_task_write(task, p->dst, p->count * sizeof *p->dst)
+                        : simgpu_task_read(task, p->src, p->count * sizeof *p->src) &&
+                              simgpu_task_write(task, p->dst, sizeof *p->dst);
+}
+
+static void
+kernels_touch_what_they_declare(void)
+{
+    gpu_start();
+    simgpu_get_options()->verify = true;
+    float *x = gpu_floats(4, "x"), *y = gpu_floats(4, "y");
+    CHECK_CU(gpu_axpb(NULL, x, NULL, 4, 0, 1), CUDA_SUCCESS);
+    CHECK_CU(gpu_axpb(NULL, y, x, 4, 1, 1), CUDA_SUCCESS);
+    CHECK(y[3] == 2);
+    CHECK_INT(simgpu_count().faults, 0);
+    simgpu_kernel("axpb", sizeof(axpb_params), axpb_launch, forgetful_declare);
+    CHECK_CU(gpu_axpb(NULL, y, x, 4, -1, 1), CUDA_SUCCESS);
+    CHECK(gpu_reported("kernel axpb writes y, byte 7, which it did not declare"));
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) { /* reads x without having said so */
+        (void)gpu_axpb(NULL, y, x, 4, 1, 1);
+        _exit(0);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+}
+
 int
 main(void)
 {
@@ -561,6 +596,7 @@ main(void)
     calls_can_fail_or_be_skipped();
     leaks_are_listed();
     launches_are_checked();
+    kernels_touch_what_they_declare();
     simgpu_reset();
     return test_result();
 }

@@ -1,0 +1,40 @@
+/* Pieces of memory and where they are mapped: what sim_memory.c and sim_verify.c share. */
+#ifndef SIMGPU_SIM_MEMORY_H
+#define SIMGPU_SIM_MEMORY_H
+
+#include "sim.h"
+
+typedef enum kind { VIRTUAL, PLAIN, HOST, REGISTERED } kind;
+
+typedef struct physical {
+    struct physical *next;
+    kind kind;
+    uint64_t handle; /* VIRTUAL: 0 after cuMemRelease */
+    int fd;
+    size_t bytes;
+    int mappings;
+    sim_space space;
+} physical;
+
+typedef struct use {
+    uint64_t time;
+    const char *what;
+} use;
+
+typedef struct mapping {
+    uintptr_t base;
+    size_t bytes, offset;
+    physical *memory;
+    int rights;     /* PROT_* */
+    uint64_t since; /* the moment of mapping */
+    use *last;      /* through these addresses, by each actor */
+} mapping;
+
+extern mapping *sim_mappings;
+extern int sim_mapping_count;
+
+const char *sim_label_of(uintptr_t address);
+/* An access that a kernel declares. */
+void sim_verify_note(uintptr_t address, size_t bytes, bool write, const mapping *found);
+
+#endif
