@@ -7,6 +7,7 @@ belongs to the parameter and must be equal on every rank that holds elements of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ class Outline:
     shape: tuple[int, ...]
     dtype: torch.dtype
     index: int = -1  # which one, where that matters
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass

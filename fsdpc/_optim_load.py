@@ -8,6 +8,7 @@ elements before the next one comes.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from fsdpc._bootstrap import comm_for_group
 from fsdpc._objects import broadcast
 from fsdpc._optim_book import Book, Key, Part, UnitEntry
 from fsdpc._optim_describe import Outline, State, equal
+from fsdpc._optim_window import Run, Wanted, gather
+from fsdpc._optim_window import broadcast as broadcast_elements
 
 
 class Source(Protocol):
@@ -31,6 +34,11 @@ class Source(Protocol):
 
     def fetch(self, value: Any, what: str) -> Any:
         """The whole value of a leaf of ``tree``. Every rank must call it for the same leaves."""
+
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        """Elements of a tensor of ``tree``, 1-D, perhaps a view. Every rank must call it for the
+        same leaves, each for the range it wants.
+        """
 
 
 class OwnDict:
@@ -43,21 +51,41 @@ class OwnDict:
         if isinstance(value, DTensor):
             return value.full_tensor()
         if isinstance(value, ShardedTensor):
-            return _from_rows(value, what)
+            return self.elements(value, 0, value.size().numel(), what).view(value.size())
         return value
 
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        if isinstance(value, ShardedTensor):
+            return _from_rows(value, begin, end, what, value._process_group)
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            if list(value.placements) == _sharded.placements(mesh):
+                return _from_rows(value, begin, end, what, mesh.get_group(mesh.ndim - 1))
+            value = value.full_tensor()
+        return value.reshape(-1)[begin:end]
 
-def _from_rows(value: ShardedTensor, what: str) -> torch.Tensor:
-    comm = comm_for_group(value._process_group)
+
+def _from_rows(value: Any, begin: int, end: int, what: str, group: Any) -> torch.Tensor:
+    comm = comm_for_group(group)
     shape = tuple(value.size())
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
     if not _sharded.is_cut(shape):
-        return rows
-    block = _sharded.rows_shape(shape, comm.world, 0)[0]
-    whole = torch.empty((comm.world * block, *shape[1:]), dtype=rows.dtype)
-    whole[comm.rank * block : comm.rank * block + len(rows)].copy_(rows)
-    comm.all_gather(whole.view(-1).view(torch.uint8), what=what)
-    return whole[: shape[0]]
+        return rows.reshape(-1)[begin:end]
+    of_row = math.prod(shape[1:])
+    limits = [_sharded.rows(shape, comm.world, rank) for rank in range(comm.world)]
+    runs = [
+        Run(rank, 0, 0, start * of_row, (stop - start) * of_row)
+        for rank, (start, stop) in enumerate(limits)
+    ]
+    own = rows.detach().reshape(-1)
+
+    def fill(part: torch.Tensor, start: int) -> None:
+        mine = own[start : start + len(part)]
+        part[: len(mine)].copy_(mine)
+
+    want = Wanted(begin, torch.empty(end - begin, dtype=rows.dtype))
+    gather(comm, runs[0].length, rows.dtype, fill, runs, {0: want}, what)
+    return want.values
 
 
 class FirstRanksDict:
@@ -93,13 +121,17 @@ class FirstRanksDict:
     def fetch(self, value: Any, what: str) -> Any:
         if not isinstance(value, Outline):
             return value
+        return self.elements(value, 0, value.numel, what).view(value.shape)
+
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        if not isinstance(value, Outline):  # without dimensions: it came along
+            return value.reshape(-1)[begin:end]
+        want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype))
+        whole = None
         if self._comm.rank == 0:
-            whole = self._held[value.index].detach().cpu().contiguous()
-        else:
-            whole = torch.empty(value.shape, dtype=value.dtype)
-        if whole.numel() and self._comm.world > 1:
-            self._comm.broadcast(whole.view(-1).view(torch.uint8), root=0, what=what)
-        return whole
+            whole = self._held[value.index].detach().cpu().contiguous().view(-1)
+        broadcast_elements(self._comm, whole, value.numel, want, what)
+        return want.values
 
 
 def _checked(state_dict: Any) -> dict[str, Any]:
@@ -212,18 +244,19 @@ class _Loader:
         rank = entry.comm.rank
         result: torch.Tensor | None = None
         for i, value in values.items():
-            whole = self.fetch(value, name, entry.names[i][0]).reshape(-1)
+            begin, place, length = entry.layout["spans"][i][rank]
+            what = f"optimizer state {name} of {entry.names[i][0]}"
+            mine = self.source.elements(value, begin, begin + length, what)
             if result is None:
-                result = torch.zeros(entry.length(part, rank), dtype=whole.dtype)
-            if whole.dtype != result.dtype:
+                result = torch.zeros(entry.length(part, rank), dtype=mine.dtype)
+            if mine.dtype != result.dtype:
                 raise ValueError(
                     "All unflattened parameters comprising a single flat parameter must have "
                     "positive-dimension tensor state with the same dtype but got dtypes "
-                    f"{result.dtype} and {whole.dtype} for state {name} ({entry.names[i][0]})"
+                    f"{result.dtype} and {mine.dtype} for state {name} ({entry.names[i][0]})"
                 )
-            begin, place, length = entry.layout["spans"][i][rank]
             place = 0 if entry.unit.use_orig_params else place
-            result[place : place + length].copy_(whole[begin : begin + length])
+            result[place : place + length].copy_(mine)
         assert result is not None
         return result.view(entry.shape(part, rank))
 

@@ -1,15 +1,16 @@
 """From the optimizer of a sharded model to the state dict of the unsharded model's.
 
-Units are treated one after another and, within a unit, one state of one dtype segment at a time, so
-that a rank that keeps nothing holds no more than that.
+Units are treated one after another and, within a unit, one state of one dtype segment at a time. It
+goes through a window of limited size, which is all that a rank holds that keeps nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,27 +18,35 @@ from torch import nn
 from fsdpc import _sharded
 from fsdpc._optim_book import Book, Key, Part, UnitEntry
 from fsdpc._optim_describe import ABSENT, Plan, State, plan_states
+from fsdpc._optim_window import Run, Wanted, gather
 from fsdpc._state_sharded import mesh_of
 
-Finish = Callable[[UnitEntry, int, torch.Tensor], Any]
+
+class Keep(Protocol):
+    """What a rank keeps of the whole states."""
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        """The first element of the unit's ``i``-th parameter, and the one after the last."""
+
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
+        """What the dict holds for these elements, a 1-D tensor."""
 
 
 def gather_states(
     book: Book,
     held: list[tuple[Key, nn.Parameter]],
     state: dict[Key, Any],
-    finish: Finish | None,
+    keep: Keep | None,
 ) -> dict[str, State]:
     """The state of every parameter of the model, by name. Collective over the units' groups.
 
-    ``finish`` gets a unit's entry, a parameter's position and its whole value, a view that lives
-    until it returns, and gives what the dict keeps; ``None``: this rank keeps nothing.
+    ``keep``: what this rank keeps; ``None``: nothing.
     """
     keys = {id(param): key for key, param in held}
     kept: dict[str, State] = {}
     for entry in book.units:
-        _gather_unit(entry, keys, state, finish, kept)
-    if finish is not None:
+        _gather_unit(entry, keys, state, keep, kept)
+    if keep is not None:
         for name, param in book.plain.items():
             key = keys.get(id(param))
             if key is not None and key in state:
@@ -53,7 +62,7 @@ def _gather_unit(
     entry: UnitEntry,
     keys: dict[int, Key],
     state: dict[Key, Any],
-    finish: Finish | None,
+    keep: Keep | None,
     kept: dict[str, State],
 ) -> None:
     states: list[Any] = [
@@ -61,23 +70,17 @@ def _gather_unit(
         for part in entry.parts
     ]
     plans = plan_states(entry, states)
-    _keep_same(entry, plans, finish, kept)
+    _keep_same(entry, plans, keep, kept)
     for name, dtype, members in _cut_runs(entry, plans):
-        whole = _gather_run(entry, name, dtype, members, states)
-        if finish is None:
-            continue
-        for j in members:
-            for i in entry.parts[j].covers:
-                place = entry.layout["params"][i]
-                flat = whole[place["offset"] : place["offset"] + place["numel"]]
-                value = finish(entry, i, flat.view(entry.unit.shapes[i]))
-                kept[entry.names[i][0]][name] = value
+        wanted = _gather_run(entry, name, dtype, members, states, keep)
+        for i, want in wanted.items():
+            kept[entry.names[i][0]][name] = keep.made(entry, i, want.values)  # type: ignore[union-attr]
 
 
 def _keep_same(
-    entry: UnitEntry, plans: list[Plan | None], finish: Finish | None, kept: dict[str, State]
+    entry: UnitEntry, plans: list[Plan | None], keep: Keep | None, kept: dict[str, State]
 ) -> None:
-    if finish is None:
+    if keep is None:
         return
     for part, plan in zip(entry.parts, plans, strict=True):
         if plan is not None:
@@ -101,22 +104,41 @@ def _cut_runs(
 
 
 def _gather_run(
-    entry: UnitEntry, name: str, dtype: torch.dtype, members: list[int], states: list[Any]
-) -> torch.Tensor:
-    """The segment's whole state. Collective."""
-    first = entry.parts[members[0]]
-    piece = entry.segment(first)["piece_numel"]
-    comm = entry.comm
-    whole = torch.empty(comm.world * piece, dtype=dtype)
-    own = whole[comm.rank * piece : (comm.rank + 1) * piece]
-    for j in members:
-        begin, length = _place(entry, entry.parts[j])
-        if length:
-            own[begin : begin + length].copy_(states[j][name].reshape(-1))
-    if comm.world > 1:
-        what = f"optimizer state {name} of unit {entry.unit.name}"
-        comm.all_gather(whole.view(torch.uint8), what=what)
-    return whole
+    entry: UnitEntry,
+    name: str,
+    dtype: torch.dtype,
+    members: list[int],
+    states: list[Any],
+    keep: Keep | None,
+) -> dict[int, Wanted]:
+    """The elements that this rank keeps of one state, by the parameters' positions. Collective."""
+    wanted: dict[int, Wanted] = {}
+    covered = [i for j in members for i in entry.parts[j].covers]
+    for i in covered if keep is not None else ():
+        begin, end = keep.span(entry, i)  # type: ignore[union-attr]
+        wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype))
+    runs = [
+        Run(rank, place, i, begin, length)
+        for i in covered
+        for rank, (begin, place, length) in enumerate(entry.layout["spans"][i])
+        if length
+    ]
+    own = [
+        (*_place(entry, entry.parts[j]), states[j][name].reshape(-1))
+        for j in members
+        if _place(entry, entry.parts[j])[1]
+    ]
+
+    def fill(part: torch.Tensor, start: int) -> None:
+        for place, length, values in own:
+            low, high = max(place, start), min(place + length, start + len(part))
+            if low < high:
+                part[low - start : high - start].copy_(values[low - place : high - place])
+
+    piece = entry.segment(entry.parts[members[0]])["piece_numel"]
+    what = f"optimizer state {name} of unit {entry.unit.name}"
+    gather(entry.comm, piece, dtype, fill, runs, wanted, what)
+    return wanted
 
 
 def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
@@ -130,29 +152,49 @@ def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
 # --- what is kept ---
 
 
-def finish_full(offload: bool) -> Finish:
-    """Whole values, in memory of their own."""
-
-    def finish(entry: UnitEntry, i: int, value: torch.Tensor) -> torch.Tensor:
-        return value.clone() if offload else value.clone().to(entry.member.compute_device)
-
-    return finish
+def _device(entry: UnitEntry, offload: bool) -> torch.device:
+    return torch.device("cpu") if offload else entry.member.compute_device
 
 
-def finish_sharded(use_dtensor: bool, offload: bool) -> Finish:
+@dataclass
+class Whole:
+    """Whole values in the original shapes."""
+
+    offload: bool
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        return 0, entry.unit.shapes[i].numel()
+
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
+        return values.view(entry.unit.shapes[i]).to(_device(entry, self.offload))
+
+
+@dataclass
+class Rows:
     """This rank's rows as a ``ShardedTensor``, or as a ``DTensor`` of the unit's mesh."""
 
-    def finish(entry: UnitEntry, i: int, value: torch.Tensor) -> Any:
-        unit, shape = entry.unit, tuple(value.shape)
-        device = torch.device("cpu") if offload else entry.member.compute_device
-        if not unit.is_sharded or not _sharded.is_cut(shape):
-            return value.clone().to(device)
+    use_dtensor: bool
+    offload: bool
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        shape, unit = entry.unit.shapes[i], entry.unit
+        if not self._cut(entry, i):
+            return 0, shape.numel()
         pg = unit.groups.shard_pg
         start, stop = _sharded.rows(shape, pg.size(), pg.rank())
-        mesh = _mesh(entry, use_dtensor)
-        return _sharded.wrap_rows(value[start:stop].clone().to(device), shape, pg, mesh)
+        of_row = shape.numel() // shape[0]
+        return start * of_row, stop * of_row
 
-    return finish
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
+        shape, values = entry.unit.shapes[i], values.to(_device(entry, self.offload))
+        if not self._cut(entry, i):
+            return values.view(shape)
+        pg = entry.unit.groups.shard_pg
+        rows = values.view(_sharded.rows_shape(shape, pg.size(), pg.rank()))
+        return _sharded.wrap_rows(rows, shape, pg, _mesh(entry, self.use_dtensor))
+
+    def _cut(self, entry: UnitEntry, i: int) -> bool:
+        return entry.unit.is_sharded and _sharded.is_cut(entry.unit.shapes[i])
 
 
 def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:

@@ -22,7 +22,7 @@ from fsdpc._optim_book import Key, is_named, keys_of_input, keys_of_optimizer, r
 from fsdpc._optim_groups import keyed_groups, named_groups
 from fsdpc._optim_load import FirstRanksDict, OwnDict, sharded_states
 from fsdpc._optim_rekey import rekey
-from fsdpc._optim_save import copy_unknown, finish_full, finish_sharded, gather_states
+from fsdpc._optim_save import Keep, Rows, Whole, copy_unknown, gather_states
 from fsdpc.api import OptimStateKeyType, StateDictType
 
 StateDict = dict[str, Any]
@@ -70,13 +70,13 @@ def _save(
     )
     for _, param in held:
         book.names_of(param)
-    finish = None
+    keep: Keep | None = None
     if not form.full:
-        finish = finish_sharded(form.use_dtensor, form.offload)
+        keep = Rows(form.use_dtensor, form.offload)
     elif not form.rank0_only or dist.get_rank(group) == 0:
-        finish = finish_full(form.offload)
-    kept: dict[Any, Any] = gather_states(book, held, state, finish)
-    if finish is None:
+        keep = Whole(form.offload)
+    kept: dict[Any, Any] = gather_states(book, held, state, keep)
+    if keep is None:
         return {}
     copy_unknown(state, {key for key, _ in held}, kept)
     result: StateDict = {"state": kept}

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.optim.named_optimizer import _NamedOptimizer
-from toys import Block, Toy, loss_of, tokens, toy, wrap, wrap_blocks
+from toys import Toy, loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
 from fsdpc import FSDP
@@ -283,6 +283,25 @@ def test_state_per_row(rank, world):
     again = factored(rank)
     load(again, saved)
     check_dict(save(again), saved)
+
+
+@ranks(3)
+@both
+def test_a_group_of_some_ranks(rank, world, use_orig_params):
+    pair = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    model = wrap_blocks("fsdpc", toy(), process_group=pair, use_orig_params=use_orig_params)
+    run = Run(model, adam(model), None, None, rank)
+    loss_of(model, tokens(rank, 0)).backward()
+    run.optim.step()
+    expected = save(run)
+    with on_rank_0(model):
+        saved = FSDP.optim_state_dict(model, run.optim, group=pair)
+        assert bool(saved) == (rank == 1)
+        fresh = adam(model)
+        FSDP.optim_state_dict_to_load(model, fresh, saved, load_directly=True, group=pair)
+    check_dict(FSDP.optim_state_dict(model, fresh), expected)
 
 
 # --- mistakes ------------------------------------------------------------------------------------

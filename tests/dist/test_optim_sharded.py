@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from checkpoints import whole
 from harness import ranks
-from optim_runs import check_dict, load, mixed, save, start
+from optim_runs import check_dict, mixed, save, start
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -19,6 +20,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from toys import toy
 
+from fsdpc import _optim_window
+
+FULL = StateDictType.FULL_STATE_DICT
 SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 WIRE = {"FSDPC_COLLECTIVES": "c10d"}
 
@@ -157,3 +161,22 @@ def test_hybrid_without_a_mesh(rank, world):
         load_rows = type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
     again.optim.load_state_dict(load_rows)
     check_dict(save(again), run.expected())
+
+
+@ranks(3)
+@both
+def test_through_windows_that_hold_a_few_elements(rank, world, use_orig_params):
+    _optim_window.WINDOW_BYTES, _optim_window.LEAST_NUMEL = 20, 7
+    run = start(rank, mixed(), use_orig_params=use_orig_params)
+    expected = run.expected()
+    check_dict(save(run), expected)
+    with in_form(run):
+        rows = save(run)
+    check_dict(wholes(rows), expected)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    for kind, options, saved in ((SHARDED, None, rows), (FULL, config, expected)):
+        again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
+        with type(again.model).state_dict_type(again.model, kind, None, options):
+            again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
+                again.model, again.optim, saved))
+        check_dict(save(again), expected)

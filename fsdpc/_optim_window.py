@@ -1,0 +1,81 @@
+"""Moves elements from the ranks that hold them to those that want them, through a window of limited
+size, so that a tensor that is spread over ranks is never whole anywhere unless it is wanted whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WINDOW_BYTES = 4 << 20
+LEAST_NUMEL = 8192  # per rank: fewer would make the collectives' own cost felt
+
+
+@dataclass(frozen=True)
+class Run:
+    """``length`` elements of a rank's piece from ``place`` on: a target's from ``begin`` on."""
+
+    rank: int
+    place: int
+    target: int
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """This rank wants a target's elements from ``begin`` on in ``values``, 1-D."""
+
+    begin: int
+    values: torch.Tensor
+
+
+def gather(
+    comm: Any,
+    piece: int,
+    dtype: torch.dtype,
+    fill: Callable[[torch.Tensor, int], None],
+    runs: list[Run],
+    wanted: dict[int, Wanted],
+    what: str,
+) -> None:
+    """Collective. Every rank has a piece of ``piece`` elements; ``fill(part, start)`` writes this
+    rank's from ``start`` on into ``part``. ``runs`` say, equally on all ranks, what they are.
+    """
+    room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
+    memory = torch.empty(comm.world * room, dtype=dtype)
+    runs = [run for run in runs if run.target in wanted]
+    for start in range(0, piece, max(room, 1)):
+        count = min(room, piece - start)
+        flat = memory[: comm.world * count]
+        window = flat.view(comm.world, count)
+        fill(window[comm.rank], start)
+        if comm.world > 1:
+            comm.all_gather(flat.view(torch.uint8), what=what)
+        for run in runs:
+            _take(run, wanted[run.target], window[run.rank], start)
+
+
+def _take(run: Run, want: Wanted, part: torch.Tensor, start: int) -> None:
+    shift = run.place - run.begin  # from the target's elements to the piece's
+    low = max(run.place, start, want.begin + shift)
+    high = min(run.place + run.length, start + len(part), want.begin + len(want.values) + shift)
+    if low < high:
+        at = low - shift - want.begin
+        want.values[at : at + high - low].copy_(part[low - start : high - start])
+
+
+def broadcast(comm: Any, whole: torch.Tensor | None, numel: int, want: Wanted, what: str) -> None:
+    """Collective. Rank 0's elements, a flat contiguous tensor that the others do not have."""
+    dtype = want.values.dtype
+    room = max(1, min(numel, WINDOW_BYTES // dtype.itemsize))
+    memory = None if whole is not None else torch.empty(room, dtype=dtype)
+    for start in range(0, numel, room):
+        count = min(room, numel - start)
+        part = memory[:count] if whole is None else whole[start : start + count]
+        if comm.world > 1:
+            comm.broadcast(part.view(torch.uint8), root=0, what=what)
+        _take(Run(0, 0, 0, 0, numel), want, part, start)
