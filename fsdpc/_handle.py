@@ -28,6 +28,7 @@ class HandleFace:
         shard = over(self.flat.shard_segment(index), dtype)
         param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
         param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
+        param._fsdp_flattened = True  # torch's mark of what FSDP manages; frameworks look for it
         param._fqns = tuple(self.infos[i].name for i in members)  # type: ignore[attr-defined]
         return param
 

@@ -278,13 +278,14 @@ class OptimStateDicts:
         Local.
 
         The ids are ``optim``'s, or those of an optimizer over ``optim_input`` (by default
-        ``model.parameters()``). The dict itself comes back when its keys are of the type asked for.
+        ``model.parameters()``, of the unsharded model where flat parameters stand for its own). The
+        dict itself comes back when its keys are of the type asked for.
         ``ValueError``: keys of both types. ``AssertionError``: no ``OptimStateKeyType``.
         ``RuntimeError``: a parameter with several names.
         """
         _warn_of_input(optim_input)
-        if optim_input is None and optim is not None:
-            held = keys_of_optimizer(optim, model, False)
-        else:
+        if optim_input is not None:
             held = keys_of_input(model, optim_input)
+        else:
+            held = None if optim is None else keys_of_optimizer(optim, model, False)
         return rekey(optim_state_dict, optim_state_key_type, model, held)

@@ -159,6 +159,7 @@ class Unit(HandleFace):
             dtype, shape = self.dtypes[i], None if self.is_sharded else self.shapes[i]
             info.param.grad = None
             info.param.data = over(self.flat.shard_part(i), dtype, shape)
+            info.param._fsdp_flattened = True  # torch's mark of what FSDP manages
             grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
             self._see(info.param, grad, (i,))
 

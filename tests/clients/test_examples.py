@@ -34,3 +34,12 @@ def test_accelerate():
     start, end = (float(word) for word in first.split() if word[0].isdigit())
     assert end < start
     assert last.endswith("from the checkpoint the same: True")
+
+
+def test_lightning():
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    lines = torchrun("lightning_fsdpc.py", "--batches", "12", "--width", "48").splitlines()
+    (fall,) = (line for line in lines if line.startswith("loss "))
+    start, end = (float(word) for word in fall.split() if word[0].isdigit())
+    assert end < start
+    assert "from the checkpoint the same: True" in lines
