@@ -41,6 +41,7 @@ def mesh_of(member: Any) -> DeviceMesh | None:
             f"{mesh}: a DTensor cannot say how it lies. Pass a 1-D mesh, or a 2-D one with "
             "HYBRID_SHARD"
         )
+    member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
     return mesh
 
 

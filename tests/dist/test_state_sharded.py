@@ -10,6 +10,7 @@ import torch.distributed as dist
 from checkpoints import FULL, SHARDED, build, mixed, same, typed, whole
 from harness import ranks, run_ranks
 from torch import nn
+from torch.distributed._shard.api import load_with_process_group
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -35,8 +36,10 @@ def round_trip(rank, world, mesh, use_orig_params):
     expected = copy.deepcopy(mixed(seed=1).state_dict())
     model = wrap("fsdpc", mixed(), **options)
     saved = wrap("fsdpc", mixed(seed=1), **options)
-    with typed(saved):
+    config = ShardedStateDictConfig()
+    with typed(saved, SHARDED, config):
         state = saved.state_dict()
+    assert config._use_dtensor == mesh
     kind = DTensor if mesh else ShardedTensor
     for key in ("embed.weight", "head.weight", "stage.0.bias", "again.weight", "low", "codes"):
         assert type(state[key]) is kind, key
@@ -374,3 +377,18 @@ def test_a_module_that_writes_in_its_own_way(rank, world):
     same(state, expected)
 
 
+
+
+def write_own_file(rank, world, folder):
+    model = wrap_blocks("fsdpc", toy(seed=1))
+    with typed(model):
+        torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    other = wrap_blocks("fsdpc", toy())
+    with typed(other), load_with_process_group(dist.group.WORLD):
+        other.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=False))
+    same(other.state_dict(), toy(seed=1).state_dict())
+
+
+def test_a_file_for_each_rank(tmp_path):
+    run_ranks(write_own_file, 2, folder=str(tmp_path))
