@@ -235,6 +235,11 @@ def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _broadcast(comm: Any, name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise RuntimeError(
+            f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; modules that "
+            "are ignored are not materialised: give them memory before wrapping"
+        )
     if tensor.numel() == 0:
         return
     dense = tensor.contiguous()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def _reset_all(modules: list[tuple[str, nn.Module]], device: torch.device, warn:
     with torch.no_grad():
         for name, module in modules:
             if any(tensor.is_meta for _, tensor in _own_tensors(module, Ignored())):
-                _reset(module, device)
+                _reset(module, device, needed=warn)
                 unwritten += [join(name, key) for key in _all_nan(module)]
     if warn and unwritten:
         warnings.warn(
@@ -92,13 +93,16 @@ def _reset_all(modules: list[tuple[str, nn.Module]], device: torch.device, warn:
         )
 
 
-def _reset(module: nn.Module, device: torch.device) -> None:
+def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
+    """``needed`` is false where other values come next: no ``reset_parameters()`` is fine then."""
     try:
-        module.to_empty(device=device, recurse=False)
-        for _, tensor in _own_tensors(module, Ignored()):
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
-        _reset_parameters(module)
+        with _real_buffers_kept(module):
+            module.to_empty(device=device, recurse=False)
+            for _, tensor in _own_tensors(module, Ignored()):
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+        if needed or hasattr(module, "reset_parameters"):
+            _reset_parameters(module)
     except BaseException as error:
         warnings.warn(
             f"Unable to call `reset_parameters()` for module on meta device with error {error}. "
@@ -107,6 +111,17 @@ def _reset(module: nn.Module, device: torch.device) -> None:
             stacklevel=6,
         )
         raise
+
+
+@contextmanager
+def _real_buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers that have values, as where only parameters were made on the meta device."""
+    real = {name: b for name, b in module._buffers.items() if b is not None and not b.is_meta}
+    module._buffers.update(dict.fromkeys(real))
+    try:
+        yield
+    finally:
+        module._buffers.update(real)
 
 
 def _reset_parameters(module: Any) -> None:
