@@ -52,6 +52,17 @@ settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
     return result == FSDPC_NCCL_SUCCESS ? FSDPC_OK : refused(comm, result, what);
 }
 
+static fsdpc_cu_stream
+stream_of(const nccl_comm *comm)
+{
+    fsdpc_cu_stream stream = comm->stream;
+    if (!stream && fsdpc_device_get_caps(comm->base.device)->asynchronous) {
+        fsdpc_stream *current = fsdpc_device_current(comm->base.device);
+        memcpy(&stream, &current, sizeof stream);
+    }
+    return stream;
+}
+
 /* What a collective does, with `calls` held. */
 typedef struct order {
     enum { GATHER, SCATTER, REDUCE, SEND } kind;
@@ -60,6 +71,7 @@ typedef struct order {
     fsdpc_dtype dtype;
     fsdpc_nccl_op op;
     int root;
+    fsdpc_cu_stream stream;
 } order;
 
 static fsdpc_nccl_result
@@ -70,25 +82,25 @@ issue(const nccl_comm *comm, const order *o)
     char *own = o->buffer + (size_t)comm->base.rank * o->count * fsdpc_dtype_bytes(o->dtype);
     switch (o->kind) {
     case GATHER:
-        return nccl->all_gather(own, o->buffer, o->count, type, comm->handle, comm->stream);
+        return nccl->all_gather(own, o->buffer, o->count, type, comm->handle, o->stream);
     case SCATTER:
-        return nccl->reduce_scatter(o->buffer, own, o->count, type, o->op, comm->handle,
-                                    comm->stream);
+        return nccl->reduce_scatter(o->buffer, own, o->count, type, o->op, comm->handle, o->stream);
     case REDUCE:
         return nccl->all_reduce(o->buffer, o->buffer, o->count, type, o->op, comm->handle,
-                                comm->stream);
+                                o->stream);
     default:
         return nccl->broadcast(o->buffer, o->buffer, o->count, type, o->root, comm->handle,
-                               comm->stream);
+                               o->stream);
     }
 }
 
 static int
-run(nccl_comm *comm, const order *o, const char *what)
+run(nccl_comm *comm, order *o, const char *what)
 {
     int status = FSDPC_OK;
     size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
     bool pieces = o->kind == GATHER || o->kind == SCATTER;
+    o->stream = stream_of(comm);
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->calls);
     if (!comm->handle) {
@@ -96,7 +108,8 @@ run(nccl_comm *comm, const order *o, const char *what)
         FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what), end);
     }
     FSDPC_GOTO(settle(comm, issue(comm, o), what), end);
-    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, what, pieces ? bytes * (size_t)comm->base.world : bytes),
+    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, o->stream, what,
+                                    pieces ? bytes * (size_t)comm->base.world : bytes),
                end);
 end:
     pthread_mutex_unlock(&comm->calls);
@@ -207,21 +220,21 @@ exchange_over_gpu(nccl_comm *comm, void *buffer, size_t piece_bytes, const char 
     const fsdpc_cuda_driver *driver = comm->driver;
     size_t all = piece_bytes * (size_t)comm->base.world;
     size_t own = piece_bytes * (size_t)comm->base.rank;
+    fsdpc_cu_stream stream = stream_of(comm);
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     FSDPC_TRY(need_scratch(comm, what));
     memcpy(comm->pinned + own, (char *)buffer + own, piece_bytes);
     FSDPC_TRY(
         fsdpc_cuda_check(driver,
                          driver->copy_to_device((fsdpc_cu_ptr)(uintptr_t)(comm->scratch + own),
-                                                comm->pinned + own, piece_bytes, comm->stream),
+                                                comm->pinned + own, piece_bytes, stream),
                          "%s: copying to the device", what));
     FSDPC_TRY(all_gather(&comm->base, comm->scratch, piece_bytes, what));
-    FSDPC_TRY(
-        fsdpc_cuda_check(driver,
-                         driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch,
-                                              all, comm->stream),
-                         "%s: copying to the host", what));
-    FSDPC_TRY(fsdpc_nccl_watch_add(comm, what, all));
+    FSDPC_TRY(fsdpc_cuda_check(
+        driver,
+        driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch, all, stream),
+        "%s: copying to the host", what));
+    FSDPC_TRY(fsdpc_nccl_watch_add(comm, stream, what, all));
     FSDPC_TRY(fsdpc_comm_nccl_wait(&comm->base));
     memcpy(buffer, comm->pinned, all);
     return FSDPC_OK;

@@ -19,7 +19,7 @@ typedef struct fsdpc_comm_nccl_options {
     const char *name; /* for texts: "gather"; NULL: "nccl" */
     double timeout_s; /* of the start and of each collective; > 0 */
     int poll_ms;      /* of the watching thread; 0: 50 */
-    void *stream;     /* the CUDA stream of the collectives; NULL: the legacy stream */
+    void *stream;     /* of the collectives; NULL: the device's current stream at each call */
     /* (optional) The host's own channel, used by agree and barrier: an all-gather of bytes in host
      * memory, with a deadline of its own; a status with its text. Without it they go over the GPU. */
     int (*exchange)(void *context, void *buffer, size_t piece_bytes, const char *what);
@@ -35,7 +35,7 @@ int fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES]);
 int fsdpc_comm_nccl(fsdpc_device *device, int rank, int world,
                     const char id[FSDPC_COMM_NCCL_ID_BYTES], const fsdpc_comm_nccl_options *options,
                     fsdpc_comm **out);
-/* Local. Later collectives go on this stream. */
+/* Local. Later collectives go on this CUDA stream; NULL: on the device's current one. */
 void fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream);
 /* Local: the host waits until all that was put on streams has ended, by queries. The failure, if
  * there is one. */

@@ -29,7 +29,7 @@ typedef struct nccl_comm {
     const fsdpc_nccl *nccl;
     const fsdpc_cuda_driver *driver;
     fsdpc_cu_context context;
-    fsdpc_cu_stream stream;
+    fsdpc_cu_stream stream; /* NULL: the device's current one */
     fsdpc_comm_nccl_options options;
     char name[FSDPC_NCCL_NAME_BYTES];
 
@@ -65,7 +65,7 @@ int fsdpc_nccl_watch_start(nccl_comm *comm);
  * go; the thread frees the communicator when it does. */
 bool fsdpc_nccl_watch_end(nccl_comm *comm);
 /* Notes what has just been put on the stream. */
-int fsdpc_nccl_watch_add(nccl_comm *comm, const char *what, size_t bytes);
+int fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes);
 /* Frees memory, events and locks; NCCL's side is gone. */
 void fsdpc_nccl_dispose(nccl_comm *comm);
 

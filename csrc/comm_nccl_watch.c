@@ -95,7 +95,7 @@ make_room(nccl_comm *comm)
 }
 
 int
-fsdpc_nccl_watch_add(nccl_comm *comm, const char *what, size_t bytes)
+fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes)
 {
     int status = FSDPC_OK;
     FSDPC_TRY(make_room(comm));
@@ -108,8 +108,7 @@ fsdpc_nccl_watch_add(nccl_comm *comm, const char *what, size_t bytes)
                        "%s: an event", what),
                    end);
     }
-    FSDPC_GOTO(fsdpc_cuda_check(comm->driver,
-                                comm->driver->event_record(entry->event, comm->stream),
+    FSDPC_GOTO(fsdpc_cuda_check(comm->driver, comm->driver->event_record(entry->event, stream),
                                 "%s: recording its end", what),
                end);
     entry->sequence = comm->next++;
