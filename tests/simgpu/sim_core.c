@@ -260,7 +260,9 @@ sim_enter(enum sim_entry entry, bool needs_context)
     int64_t call = ++calls[entry];
     for (int i = 0; i < plant_count; i++) {
         if (plants[i].entry == (int)entry && plants[i].call == call) {
-            return plants[i].result;
+            CUresult planted = plants[i].result;
+            plants[i] = plants[--plant_count];
+            return planted;
         }
     }
     if (needs_no_init(entry)) {
