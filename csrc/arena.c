@@ -1,5 +1,5 @@
-/* Ranges and slots. See arena.h. */
-#include "arena.h"
+/* Ranges and slots in host memory, and what they share with those of a device. See arena.h. */
+#include "arena_impl.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,21 +12,6 @@
 #include "status.h"
 
 #define HUGE_BYTES ((size_t)1 << 21)
-
-struct slot {
-    uint64_t offset; /* in the segment or in the private file */
-    size_t bytes;
-};
-
-struct fsdpc_arena {
-    fsdpc_shm *shm; /* borrowed; NULL: the private file holds the slots */
-    int file;       /* -1 until the first private slot */
-    uint64_t file_bytes;
-    struct slot *slots;
-    int slot_count;
-    size_t total_bytes, spare_bytes;
-    uint64_t spare_count;
-};
 
 /* NORESERVE: an unbound range may be read (zeros) without costing memory. */
 static void *
@@ -71,6 +56,10 @@ fsdpc_range_init(fsdpc_range *range, size_t bytes)
 void
 fsdpc_range_fini(fsdpc_range *range)
 {
+    if (range->device) {
+        fsdpc_arena_device_range_fini(range);
+        return;
+    }
     if (range->address) {
         munmap(range->address, range->bytes);
     }
@@ -101,6 +90,9 @@ fsdpc_arena_free(fsdpc_arena *arena)
     if (arena->file >= 0) {
         close(arena->file);
     }
+    if (arena->device) {
+        fsdpc_arena_device_drop(arena);
+    }
     fsdpc_mem_free(arena->slots);
     fsdpc_mem_free(arena);
 }
@@ -129,20 +121,23 @@ int
 fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot)
 {
     *slot = -1;
-    bytes = fsdpc_round_up(bytes ? bytes : 1, fsdpc_shm_page_bytes());
-    struct slot *grown =
+    bytes = fsdpc_round_up(bytes ? bytes : 1, arena->device ? fsdpc_device_grain(arena->device)
+                                                            : fsdpc_shm_page_bytes());
+    fsdpc_arena_slot *grown =
         fsdpc_mem_realloc(arena->slots, (size_t)arena->slot_count + 1, sizeof *grown);
     if (!grown) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the table of gather slots");
     }
     arena->slots = grown;
-    uint64_t offset;
-    if (arena->shm) {
-        FSDPC_TRY(fsdpc_shm_alloc(arena->shm, bytes, true, &offset));
+    fsdpc_arena_slot made = {.bytes = bytes};
+    if (arena->device) {
+        FSDPC_TRY(fsdpc_arena_device_slot(arena, &made));
+    } else if (arena->shm) {
+        FSDPC_TRY(fsdpc_shm_alloc(arena->shm, bytes, true, &made.offset));
     } else {
-        FSDPC_TRY(grow_private_file(arena, bytes, &offset));
+        FSDPC_TRY(grow_private_file(arena, bytes, &made.offset));
     }
-    arena->slots[arena->slot_count] = (struct slot){.offset = offset, .bytes = bytes};
+    arena->slots[arena->slot_count] = made;
     arena->total_bytes += bytes;
     *slot = arena->slot_count++;
     return FSDPC_OK;
@@ -160,6 +155,12 @@ int
 fsdpc_arena_slot_count(const fsdpc_arena *arena)
 {
     return arena->slot_count;
+}
+
+void *
+fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot)
+{
+    return slot >= 0 && slot < arena->slot_count ? arena->slots[slot].address : NULL;
 }
 
 size_t
@@ -181,8 +182,11 @@ fsdpc_arena_spare_count(const fsdpc_arena *arena)
 }
 
 static int
-map_slot(fsdpc_arena *arena, fsdpc_range *range, const struct slot *slot)
+map_slot(fsdpc_arena *arena, fsdpc_range *range, const fsdpc_arena_slot *slot)
 {
+    if (arena->device) {
+        return fsdpc_arena_device_bind(slot, range);
+    }
     if (arena->shm) {
         void *mapped;
         return fsdpc_shm_map(arena->shm, slot->offset, range->bytes, range->address, &mapped);
@@ -202,10 +206,24 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
         return fsdpc_error(FSDPC_E_INTERNAL, "slot %d does not hold a range of %zu bytes", slot,
                            range->bytes);
     }
+    if (range->device != arena->device) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "a range and a slot of different devices");
+    }
     FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
     range->slot = slot;
     /* An arena before this one may have left private memory; it is unmapped now. */
     range->spare = false;
+    return FSDPC_OK;
+}
+
+static int
+map_spare(fsdpc_range *range)
+{
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
+    }
     return FSDPC_OK;
 }
 
@@ -215,11 +233,7 @@ fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range)
     if (range->spare) {
         return FSDPC_OK;
     }
-    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-    if (mapped == MAP_FAILED) {
-        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
-    }
+    FSDPC_TRY(range->device ? fsdpc_arena_device_spare(range) : map_spare(range));
     range->spare = true;
     arena->spare_bytes += range->bytes;
     arena->spare_count++;

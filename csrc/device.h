@@ -109,6 +109,30 @@ void fsdpc_device_host_unregister(fsdpc_device *device, void *block);
 int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
 int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
 
+/* --- addresses and pieces of memory (device_stream.c) -----------------------------------------------
+ *
+ * What an arena (arena.h) is made of: an address is reserved once, and pieces of memory are shown
+ * behind it; one piece may be shown behind several. For devices without host memory:
+ * FSDPC_E_UNAVAILABLE elsewhere. Only at set-up: hiding waits for the work of this thread's
+ * current, the default and the device's own streams.
+ *
+ * Where caps.virtual_memory is false a piece is a block with an address of its own: reserve gives
+ * NULL, the first show sets the address, and showing another piece there is FSDPC_E_UNAVAILABLE.
+ */
+typedef struct fsdpc_piece fsdpc_piece;
+
+/* The grain: sizes of reservations and pieces are multiples of it. */
+size_t fsdpc_device_grain(const fsdpc_device *device);
+int fsdpc_device_reserve(fsdpc_device *device, size_t bytes, void **out);
+/* Nothing is shown there any more. */
+void fsdpc_device_unreserve(fsdpc_device *device, void *address, size_t bytes);
+/* FSDPC_E_DEVMEM. The caller holds it until piece_free; the memory stays as long as it is shown. */
+int fsdpc_device_piece_new(fsdpc_device *device, size_t bytes, fsdpc_piece **out);
+void fsdpc_device_piece_free(fsdpc_device *device, fsdpc_piece *piece);
+/* The piece's first bytes behind an address where nothing is shown. */
+int fsdpc_device_show(fsdpc_device *device, void **address, size_t bytes, fsdpc_piece *piece);
+int fsdpc_device_hide(fsdpc_device *device, void *address, size_t bytes, fsdpc_piece *piece);
+
 /* --- many tensors at once (device_pack.c) ---------------------------------------------------------- */
 
 /* Where one tensor goes in a flat buffer. */

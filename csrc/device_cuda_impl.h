@@ -97,6 +97,20 @@ int fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes
 int fsdpc_cuda_zero(void *context, void *dst, size_t bytes);
 int fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n);
 
+/* Physical memory behind addresses; the mapping alone keeps it after mem_release. */
+int fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes,
+                   fsdpc_cu_handle physical);
+
+/* device_cuda_slots.c */
+
+size_t fsdpc_cuda_grain(void *context);
+int fsdpc_cuda_reserve(void *context, size_t bytes, void **out);
+void fsdpc_cuda_unreserve(void *context, void *address, size_t bytes);
+int fsdpc_cuda_piece_new(void *context, size_t bytes, fsdpc_piece **out);
+void fsdpc_cuda_piece_free(void *context, fsdpc_piece *piece);
+int fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece);
+int fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece);
+
 /* device_cuda_kernels.c */
 
 /* Loads the image and every function of it, so that no launch has to. */

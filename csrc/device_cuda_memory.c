@@ -17,28 +17,31 @@ is_mapped(const struct fsdpc_cuda *cuda, size_t bytes)
 
 /* --- pieces behind addresses ---------------------------------------------------------------------- */
 
-static int
-map_piece(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes)
+int
+fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes,
+               fsdpc_cu_handle physical)
 {
     const fsdpc_cu_access access = {.location = cuda->memory.location,
                                     .flags = FSDPC_CU_ACCESS_READWRITE};
-    fsdpc_cu_handle piece;
-    FSDPC_CU(cuda, mem_create(&piece, bytes, &cuda->memory, 0),
-             "allocation of %zu bytes of device memory", bytes);
-    int status = fsdpc_cuda_check(cuda->driver, cuda->driver->mem_map(address, bytes, 0, piece, 0),
-                                  "mapping %zu bytes of device memory", bytes);
-    /* The mapping keeps the piece. */
-    FSDPC_KEEP(fsdpc_cuda_check(cuda->driver, cuda->driver->mem_release(piece),
-                                "release of a piece of device memory"));
-    if (status != FSDPC_OK) {
-        return status;
-    }
-    status =
+    FSDPC_CU(cuda, mem_map(address, bytes, 0, physical, 0), "mapping %zu bytes of device memory",
+             bytes);
+    const int status =
         fsdpc_cuda_check(cuda->driver, cuda->driver->mem_set_access(address, bytes, &access, 1),
                          "access to %zu bytes of device memory", bytes);
     if (status != FSDPC_OK) {
         (void)cuda->driver->mem_unmap(address, bytes);
     }
+    return status;
+}
+
+static int
+map_new(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes)
+{
+    fsdpc_cu_handle physical;
+    FSDPC_CU(cuda, mem_create(&physical, bytes, &cuda->memory, 0),
+             "allocation of %zu bytes of device memory", bytes);
+    const int status = fsdpc_cuda_map(cuda, address, bytes, physical);
+    (void)cuda->driver->mem_release(physical);
     return status;
 }
 
@@ -49,7 +52,7 @@ alloc_mapped(const struct fsdpc_cuda *cuda, size_t bytes, fsdpc_cu_ptr *out)
     fsdpc_cu_ptr address;
     FSDPC_CU(cuda, address_reserve(&address, rounded, cuda->granule, 0, 0),
              "reservation of %zu bytes of addresses", rounded);
-    int status = map_piece(cuda, address, rounded);
+    int status = map_new(cuda, address, rounded);
     if (status != FSDPC_OK) {
         (void)cuda->driver->address_free(address, rounded);
         return status;

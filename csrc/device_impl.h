@@ -59,6 +59,13 @@ typedef struct fsdpc_device_i {
     void (*host_unregister)(void *context, void *block);
     int (*copy_in)(void *context, void *dst, const void *host, size_t bytes);
     int (*copy_out)(void *context, void *host, const void *src, size_t bytes);
+    size_t (*grain)(void *context);
+    int (*reserve)(void *context, size_t bytes, void **out);
+    void (*unreserve)(void *context, void *address, size_t bytes);
+    int (*piece_new)(void *context, size_t bytes, fsdpc_piece **out);
+    void (*piece_free)(void *context, fsdpc_piece *piece);
+    int (*show)(void *context, void **address, size_t bytes, fsdpc_piece *piece);
+    int (*hide)(void *context, void *address, size_t bytes, fsdpc_piece *piece);
     int (*plan_new)(void *context, fsdpc_pack_plan *plan);
     void (*plan_free)(void *context, fsdpc_pack_plan *plan);
     int (*pack_all)(void *context, const fsdpc_pack_plan *plan, void *buffer,

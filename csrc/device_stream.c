@@ -1,4 +1,4 @@
-/* Streams, events, copies and norms that stay on the device: the part of device.h that only devices
+/* Streams, events, copies, pieces of memory and norms that stay on the device: the part of device.h that only devices
  * which queue their work implement. Elsewhere all is done when a call returns, so that there is
  * nothing to wait for and a copy is a copy.
  */
@@ -147,6 +147,79 @@ fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t 
         memcpy(host, src, bytes);
     }
     return FSDPC_OK;
+}
+
+/* --- addresses and pieces of memory -------------------------------------------------------------- */
+
+static int
+check_pieces(const fsdpc_device *device)
+{
+    return device->i->reserve
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_UNAVAILABLE, "device %s has no pieces of memory: map files",
+                             device->i->name);
+}
+
+size_t
+fsdpc_device_grain(const fsdpc_device *device)
+{
+    return device->i->grain ? device->i->grain(device->context) : 1;
+}
+
+static int
+check_grain(const fsdpc_device *device, size_t bytes, const char *what)
+{
+    FSDPC_TRY(check_pieces(device));
+    return bytes && bytes % fsdpc_device_grain(device) == 0
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "%s of %zu bytes: not a multiple of %zu", what, bytes,
+                             fsdpc_device_grain(device));
+}
+
+int
+fsdpc_device_reserve(fsdpc_device *device, size_t bytes, void **out)
+{
+    *out = NULL;
+    FSDPC_TRY(check_grain(device, bytes, "a reservation"));
+    return device->i->reserve(device->context, bytes, out);
+}
+
+void
+fsdpc_device_unreserve(fsdpc_device *device, void *address, size_t bytes)
+{
+    if (address) {
+        device->i->unreserve(device->context, address, bytes);
+    }
+}
+
+int
+fsdpc_device_piece_new(fsdpc_device *device, size_t bytes, fsdpc_piece **out)
+{
+    *out = NULL;
+    FSDPC_TRY(check_grain(device, bytes, "a piece"));
+    return device->i->piece_new(device->context, bytes, out);
+}
+
+void
+fsdpc_device_piece_free(fsdpc_device *device, fsdpc_piece *piece)
+{
+    if (piece) {
+        device->i->piece_free(device->context, piece);
+    }
+}
+
+int
+fsdpc_device_show(fsdpc_device *device, void **address, size_t bytes, fsdpc_piece *piece)
+{
+    FSDPC_TRY(check_grain(device, bytes, "what is shown"));
+    return device->i->show(device->context, address, bytes, piece);
+}
+
+int
+fsdpc_device_hide(fsdpc_device *device, void *address, size_t bytes, fsdpc_piece *piece)
+{
+    FSDPC_TRY(check_pieces(device));
+    return device->i->hide(device->context, address, bytes, piece);
 }
 
 /* --- norms that stay on the device -------------------------------------------------------------- */
