@@ -429,3 +429,17 @@ def test_a_unit_complete_twice_in_a_backward(rank, world):
     reference.backward(x)
     assert len(hook.seen) == 2
     check_equal(full_gradients(model), reference.gradients(), "used twice", rtol=1e-5)
+
+
+@ranks(1)
+def test_in_a_fake_process_group(rank, world):
+    """Nothing travels; calls are made as if it did."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    sizes = []
+    model.register_comm_hook(sizes, lambda state, grad, output: state.append(len(grad)))
+    loss_of(model, tokens(0, 0)).backward()
+    assert len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
