@@ -106,9 +106,12 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
             "FullyShardedDataParallel: wrap a module with one of the two only"
         )
     if hasattr(param, "placements") and hasattr(param, "device_mesh"):
+        names = param.device_mesh.mesh_dim_names  # type: ignore[attr-defined]
         raise ValueError(
-            f"parameter {name!r} of unit {unit_name!r} is a DTensor ({param.placements}); fsdpc "
-            "shards plain parameters: wrap the module before it is distributed"
+            f"parameter {name!r} of unit {unit_name!r} is a DTensor ({param.placements} over the "
+            f"mesh dimensions {names or 'without names'}); fsdpc shards plain parameters: list it "
+            "in ignored_states and average its gradient over the data-parallel ranks yourself, or "
+            "shard this model with torch's fully_shard"
         )
 
 

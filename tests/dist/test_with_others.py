@@ -1,0 +1,244 @@
+"""Other wrappers in the same program: DDP beside and around, torch's fully_shard, tensor parallel
+parameters. Each works as without fsdpc, or one sentence says why not and what to do.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+from toys import (
+    Block,
+    Reference,
+    check_equal,
+    check_gradients,
+    loss_of,
+    tokens,
+    toy,
+    wrap,
+    wrap_blocks,
+)
+
+import fsdpc
+
+STEPS = 3
+both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
+both_collectives = pytest.mark.parametrize("collectives", ["auto", "c10d"])
+
+
+def sgd(*modules):
+    params = {id(p): p for m in modules for p in m.parameters()}  # once, where they share some
+    return torch.optim.SGD(params.values(), lr=0.1)
+
+
+def turn(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+@both_ways
+@both_collectives
+def test_ddp_beside(rank, world, use_orig_params, collectives):
+    """A generator under fsdpc and a critic under DDP, in one loss and one backward."""
+    fsdpc.set_collectives(collectives)
+    generator, critic = toy(seed=0), nn.Linear(13, 1)
+    references = Reference(generator), Reference(critic)
+    sharded = wrap_blocks("fsdpc", generator, use_orig_params=use_orig_params)
+    critic = DDP(critic)
+    optimizers = [sgd(sharded), sgd(critic), *(sgd(r.master) for r in references)]
+    for step in range(STEPS):
+        batch = tokens(rank, step)
+        critic(sharded(batch)).square().mean().backward()
+        for reference in references:
+            refresh(reference)
+        plain_generator, plain_critic = (r.compute for r in references)
+        plain_critic(plain_generator(batch)).square().mean().backward()
+        for reference in references:
+            reference.take_gradients()
+            reference.reduce()
+        check_gradients("fsdpc", sharded, references[0], f"of step {step}")
+        check_equal({n: p.grad for n, p in critic.module.named_parameters()},
+                    references[1].gradients(), f"critic, step {step}", rtol=1e-6)
+        turn(*optimizers)
+        check_equal(dict(critic.module.named_parameters()), references[1].parameters(),
+                    f"critic after step {step}", rtol=1e-5)
+        with torch.no_grad():  # DDP's mean may round once more: go on from one value
+            for p, q in zip(critic.parameters(), references[1].master.parameters(), strict=True):
+                q.copy_(p)
+
+
+def refresh(reference):
+    with torch.no_grad():
+        pairs = zip(reference.compute.parameters(), reference.master.parameters(), strict=True)
+        for low, high in pairs:
+            low.copy_(high)
+
+
+class Mixed(nn.Module):
+    """A plain root whose block is sharded and whose ends DDP replicates."""
+
+    def __init__(self, ends: nn.Module, block: nn.Module) -> None:
+        super().__init__()
+        self.ends, self.block = ends, block
+
+    def forward(self, batch):
+        return self.ends(batch, self.block)
+
+
+class Ends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
+
+    def forward(self, batch, block):
+        return self.head(block(self.embed(batch)))
+
+
+@ranks(2)
+@both_ways
+def test_fsdp_and_ddp_inside_a_plain_root(rank, world, use_orig_params):
+    torch.manual_seed(0)
+    plain = Mixed(Ends(), nn.Sequential(Block(6), Block(6)))
+    reference = Reference(plain)
+    block = wrap_blocks("fsdpc", plain.block, use_orig_params=use_orig_params)
+    model = Mixed(DDP(plain.ends), block)
+    optimizers = sgd(model), sgd(reference.master)
+    for step in range(STEPS):
+        loss_of(model, tokens(rank, step)).backward()
+        reference.backward(tokens(rank, step))
+        ends = {n: p for n, p in reference.gradients().items() if n.startswith("ends.")}
+        check_equal({f"ends.{n}": p.grad for n, p in model.ends.module.named_parameters()}, ends,
+                    f"ends, step {step}", rtol=1e-6)
+        whole = {f"block.{n}": p for n, p in full(block).items()}
+        inside = {n: p for n, p in reference.parameters().items() if n.startswith("block.")}
+        check_equal(whole, inside, f"block before step {step}", rtol=1e-5)
+        turn(*optimizers)
+
+
+def full(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@ranks(2)
+@both_ways
+def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
+    """The embedding is ignored by fsdpc and replicated by a DDP module of its own."""
+    model = toy()
+    reference = Reference(model)
+    model.embed = DDP(model.embed)
+    sharded = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params,
+                          ignored_modules=[model.embed])
+    optimizers = sgd(sharded), sgd(reference.master)
+    for step in range(STEPS):
+        loss_of(sharded, tokens(rank, step)).backward()
+        reference.backward(tokens(rank, step))
+        turn(*optimizers)
+        got = {n.replace("embed.module.", "embed."): v for n, v in full(sharded).items()}
+        check_equal(got, reference.parameters(), f"after step {step}", rtol=1e-5)
+
+
+@ranks(2)
+@both_ways
+@both_collectives
+def test_fully_shard_beside(rank, world, use_orig_params, collectives):
+    """torch's FSDP2 and an fsdpc model train in one program, also in one backward."""
+    fsdpc.set_collectives(collectives)
+    first, second = toy(seed=0), nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13))
+    both = copy.deepcopy(nn.Sequential(first, second))
+    reference = Reference(both)
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(second[0], mesh=mesh)
+    fully_shard(second, mesh=mesh)
+    sharded = wrap_blocks("fsdpc", first, use_orig_params=use_orig_params)
+    model = nn.Sequential(sharded, second)
+    assert not isinstance(second, fsdpc.FSDP)
+    assert all(isinstance(p, DTensor) for p in second.parameters())
+    optimizers = sgd(sharded), sgd(second), sgd(reference.master)
+    for step in range(STEPS):
+        loss_of(model, tokens(rank, step)).backward()
+        reference.backward(tokens(rank, step))
+        turn(*optimizers)
+        got = {f"0.{n}": v for n, v in full(sharded).items()}
+        got |= {f"1.{n}": p.detach().full_tensor() for n, p in second.named_parameters()}
+        check_equal(got, reference.parameters(), f"after step {step}", rtol=1e-5)
+
+
+@ranks(2)
+def test_units_of_two_kinds_in_one_tree_are_refused(rank, world):
+    """fully_shard's parameters inside a unit: which, where, and the way out."""
+    model = toy()
+    fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(ValueError, match=r"parameter 'blocks.0.norm.weight'.*DTensor.*fully_shard"):
+        wrap("fsdpc", model)
+
+
+class Parallel(nn.Module):
+    """A block whose linear layers a mesh dimension splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 13)
+
+    def forward(self, batch):
+        x = self.embed(batch)
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+@ranks(4)
+def test_tensor_parallel_parameters_are_refused(rank, world):
+    """With the mesh dimension in the error, before anything is sharded or waited for."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = parallelize_module(Parallel(), mesh["model"], PLAN)
+    with pytest.raises(
+            ValueError, match=r"parameter 'up.weight' of unit 'Parallel' is a DTensor.*'model'"
+                              r".*ignored_states"):
+        wrap("fsdpc", model, device_mesh=mesh["data"], use_orig_params=True)
+    dist.barrier()
+
+
+@ranks(4)
+@both_ways
+def test_tensor_parallel_beside(rank, world, use_orig_params):
+    """The way out: the split layers are ignored, each data-parallel rank averages their gradients,
+    and fsdpc shards the rest over the data dimension."""
+    torch.manual_seed(0)
+    model = Parallel()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    data = mesh["data"].get_local_rank()
+    # every model-parallel rank has the batch of its data-parallel rank
+    reference = Reference(model)
+    parallelize_module(model, mesh["model"], PLAN)
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    sharded = wrap("fsdpc", model, device_mesh=mesh["data"], ignored_states=split,
+                   use_orig_params=use_orig_params)
+    optimizers = sgd(sharded), sgd(reference.master)
+    for step in range(STEPS):
+        loss_of(sharded, tokens(data, step)).backward()
+        for p in split:
+            dist.all_reduce(p.grad._local_tensor, group=mesh["data"].get_group())
+            p.grad._local_tensor.div_(2)
+        reference.backward(tokens(data, step))
+        turn(*optimizers)
+        got = {n: v.full_tensor() if isinstance(v, DTensor) else v
+               for n, v in full(sharded).items()}
+        check_equal(got, reference.parameters(), f"after step {step}", rtol=1e-5)
