@@ -84,5 +84,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def _default_device() -> str:
+    if not torch.accelerator.is_available():  # a build for one may run without its driver
+        return "cpu"
     device = torch.accelerator.current_accelerator()
     return "cpu" if device is None else device.type
