@@ -82,6 +82,32 @@ start(engine *e, int rank)
     REQUIRE_OK(fsdpc_device_pack_plan(e->device, &target, 1, NUMEL * sizeof(float), &e->plan));
 }
 
+static void
+finish(engine *e)
+{
+    fsdpc_device *device = e->device;
+    fsdpc_comm_free(e->gathers);
+    fsdpc_comm_free(e->reduces);
+    for (int i = 0; i < SLOTS; i++) {
+        fsdpc_device_free(device, e->slots[i], NUMEL * sizeof(float));
+        fsdpc_device_free(device, e->sums[i], NUMEL * sizeof(float));
+        fsdpc_device_event_free(device, e->released[i]);
+        fsdpc_device_event_free(device, e->packed[i]);
+        fsdpc_device_event_free(device, e->reduced[i]);
+    }
+    for (int i = 0; i < UNITS; i++) {
+        fsdpc_device_event_free(device, e->gathered[i]);
+    }
+    fsdpc_device_event_free(device, e->stepped);
+    fsdpc_device_free(device, e->shards, UNITS * PIECE * sizeof(float));
+    fsdpc_device_free(device, e->grads, UNITS * PIECE * sizeof(float));
+    fsdpc_device_free(device, e->local, NUMEL * sizeof(float));
+    fsdpc_device_free(device, e->parts, 64 * sizeof(float));
+    fsdpc_device_pack_plan_free(device, e->plan);
+    fsdpc_device_stream_free(device, e->gather);
+    fsdpc_device_stream_free(device, e->reduce);
+}
+
 /* --- a step ------------------------------------------------------------------------------------------ */
 
 static void
@@ -234,6 +260,8 @@ on_a_rank(int rank, ranks_run *run)
     int found = 0, redundant = 0;
     gpu_start();
     simnccl_reset();
+    REQUIRE_OK(fsdpc_device_cuda(0, &e.device)); /* lives as long as the process */
+    int64_t live = fsdpc_mem_live(), device_bytes = simgpu_count().device_bytes;
     start(&e, rank);
     for (int p = 0; p < POLICIES; p++) {
         REQUIRE(simgpu_policy(policies[p]));
@@ -269,8 +297,12 @@ on_a_rank(int rank, ranks_run *run)
      * in the first gathers (2) and of the last forward unit but one in backward (1), the reduce slots
      * of the first packs (2), the last sum but one before the optimizer (1). */
     CHECK_INT(redundant, 7 + 2 + 1 + 2 + 1);
-    fsdpc_comm_free(e.gathers);
-    fsdpc_comm_free(e.reduces);
+    finish(&e);
+    CHECK_INT(simgpu_count().faults, 0);
+    CHECK_INT(fsdpc_mem_live(),
+              live + UNITS + 3 * SLOTS + 1); /* the events, in the device's pool */
+    CHECK_INT(simgpu_count().device_bytes, device_bytes);
+    CHECK_INT(simnccl_count().communicators, 0);
     (void)run;
 }
 
