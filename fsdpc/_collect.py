@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdpc._names import clean_fqn, join
 from fsdpc._unit import ParamInfo
@@ -71,11 +72,13 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
     """Parameters of the unit around ``root`` in registration order, each once with all its sites.
 
     Raises ``ValueError`` for a parameter that another unit already shards (tied across units), for
-    a torch FlatParameter and for a DTensor; ``RuntimeError`` for parameters on several devices;
-    ``NotImplementedError`` for an accelerator's parameters.
+    a torch FlatParameter, for a DTensor and below a DDP module; ``RuntimeError`` for parameters on
+    several devices; ``NotImplementedError`` for an accelerator's parameters.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in owned_modules(root, ignored.modules):
+        if isinstance(module, DistributedDataParallel):
+            _check_replicated(module, module_name, ignored, unit_name)
         for attr, param in module._parameters.items():
             if param is None or param in ignored.params:
                 continue
@@ -89,6 +92,16 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
     found = list(infos.values())
     _check_devices(found, unit_name)
     return found
+
+
+def _check_replicated(module: nn.Module, name: str, ignored: Ignored, unit_name: str) -> None:
+    for inner, param in module.named_parameters():
+        if param not in ignored.params and owner_of(param) is None:
+            raise ValueError(
+                f"parameter {join(name, inner)!r} of unit {unit_name!r} is replicated by "
+                "DistributedDataParallel, and one of the two only can average its gradient: list "
+                "that module in ignored_modules, or wrap what is inside it"
+            )
 
 
 def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:

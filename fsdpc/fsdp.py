@@ -469,6 +469,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return [] if self._unit is None else list(self._unit.shard_params)
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What DistributedDataParallel around this module must leave to it: the sharded ones."""
+        managed = {p for member in unit_modules(self) for p in member.params}
+        return [name for name, param in self.named_parameters() if param in managed]
+
+    @property
     def _handle(self) -> Unit | None:
         return self._unit
 

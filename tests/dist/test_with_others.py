@@ -154,6 +154,33 @@ def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
 
 @ranks(2)
 @both_ways
+def test_ddp_around_an_fsdpc_model(rank, world, use_orig_params):
+    """DDP gets what fsdpc ignores and nothing else; without anything it says that it has no use."""
+    model = toy()
+    reference = Reference(model)
+    sharded = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params,
+                          ignored_modules=[model.embed])
+    model = DDP(sharded)
+    optimizers = sgd(model), sgd(reference.master)
+    for step in range(STEPS):
+        loss_of(model, tokens(rank, step)).backward()
+        reference.backward(tokens(rank, step))
+        turn(*optimizers)
+        check_equal(full(sharded), reference.parameters(), f"after step {step}", rtol=1e-5)
+    with pytest.raises(RuntimeError, match="doesn't have any parameter"):
+        DDP(wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params))
+
+
+@ranks(2)
+def test_ddp_inside_a_unit_is_refused(rank, world):
+    model = toy()
+    model.embed = DDP(model.embed)
+    with pytest.raises(ValueError, match=r"parameter 'embed.module.weight'.*ignored_modules"):
+        wrap("fsdpc", model)
+
+
+@ranks(2)
+@both_ways
 @both_collectives
 def test_fully_shard_beside(rank, world, use_orig_params, collectives):
     """torch's FSDP2 and an fsdpc model train in one program, also in one backward."""
