@@ -215,10 +215,38 @@ def between_backward_and_step(lib):
 
 
 @case()
-def a_forward_inside(lib):
+def whole_values_in_functions(lib):
     model = lib.wrap_blocks(toy())
     with lib.FSDP.summon_full_params(model, writeback=False), torch.no_grad():
-        return toy()(lib.batch()), nn.functional.linear(torch.ones(6), model.head.weight)
+        return nn.functional.linear(torch.ones(6), model.head.weight)
+
+
+@case(
+    torch=any_of(raises(AssertionError), wrong("losses")),
+    over={"orig": BOTH},
+    fsdpc_does="runs on the whole parameters, and trains on",
+)
+def a_forward_inside(lib, orig):
+    """model(x) inside summon_full_params, then training"""
+    model = lib.wrap_blocks(toy(), use_orig_params=orig)
+    with lib.FSDP.summon_full_params(model), torch.no_grad():
+        inside = model(lib.batch())
+    assert torch.allclose(inside, toy()(lib.batch())), "another output"
+    got = lib.train(model)["losses"]
+    expected = lib.train(lib.wrap_blocks(toy(), use_orig_params=orig))["losses"]
+    pairs = zip(got, expected, strict=True)
+    assert all(torch.allclose(a, b) for a, b in pairs), f"losses {got}, not {expected}"
+
+
+@case()
+def a_method_of_the_wrapped_module_inside(lib):
+    class Coder(nn.Linear):
+        def encode(self, x):
+            return x @ self.weight
+
+    model = lib.wrap(Coder(3, 3))
+    with lib.FSDP.summon_full_params(model), torch.no_grad():
+        return model.encode(torch.ones(1, 3))
 
 
 @case(over={"orig": BOTH})
