@@ -60,8 +60,22 @@ void
 fsdpc_comm_free(fsdpc_comm *comm)
 {
     if (comm) {
+        fsdpc_comm_free(comm->twin);
         comm->ops->free(comm);
     }
+}
+
+void
+fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin)
+{
+    fsdpc_comm_free(comm->twin);
+    comm->twin = twin;
+}
+
+fsdpc_comm *
+fsdpc_comm_for_reductions(fsdpc_comm *comm)
+{
+    return comm->twin ? comm->twin : comm;
 }
 
 /* --- what it is ----------------------------------------------------------------------------- */

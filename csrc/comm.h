@@ -56,6 +56,10 @@ int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);
 const char *fsdpc_comm_kind(const fsdpc_comm *comm);
 fsdpc_device *fsdpc_comm_device(const fsdpc_comm *comm);
+/* A second communicator over the same ranks, so that reductions need not queue behind gathers; `comm`
+ * owns it from now on. Without one the first serves for both. */
+void fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin);
+fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
 /* The shared segment of an "shm" communicator, NULL for other kinds: where slots can be shared. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
 

@@ -35,6 +35,7 @@ enum { FSDPC_COMM_SOUND, FSDPC_COMM_BREAKING, FSDPC_COMM_BROKEN };
 struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
     fsdpc_device *device; /* borrowed: devices live as long as the process */
+    fsdpc_comm *twin;     /* owned, or NULL */
     int rank, world;
     _Atomic int state; /* the texts below are readable when it is BROKEN */
     int failed_status;

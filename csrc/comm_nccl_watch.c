@@ -76,7 +76,9 @@ make_room(nccl_comm *comm)
     double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
     for (;;) {
         pthread_mutex_lock(&comm->lock);
-        (void)sweep_locked(comm);
+        if (comm->next - comm->first == FSDPC_NCCL_RING) {
+            (void)sweep_locked(comm);
+        }
         bool room = comm->next - comm->first < FSDPC_NCCL_RING;
         pthread_mutex_unlock(&comm->lock);
         if (room) {
@@ -101,13 +103,6 @@ fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, 
     FSDPC_TRY(make_room(comm));
     pthread_mutex_lock(&comm->lock);
     fsdpc_nccl_entry *entry = entry_of(comm, comm->next);
-    if (!entry->event) {
-        FSDPC_GOTO(fsdpc_cuda_check(
-                       comm->driver,
-                       comm->driver->event_create(&entry->event, FSDPC_CU_EVENT_DISABLE_TIMING),
-                       "%s: an event", what),
-                   end);
-    }
     FSDPC_GOTO(fsdpc_cuda_check(comm->driver, comm->driver->event_record(entry->event, stream),
                                 "%s: recording its end", what),
                end);
@@ -294,11 +289,25 @@ watch(void *argument)
     return NULL;
 }
 
+/* All at once: none is made in a step. */
+static int
+make_events(nccl_comm *comm)
+{
+    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
+        FSDPC_TRY(fsdpc_cuda_check(
+            comm->driver,
+            comm->driver->event_create(&comm->ring[i].event, FSDPC_CU_EVENT_DISABLE_TIMING),
+            "an event of communicator %s", comm->name));
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_nccl_watch_start(nccl_comm *comm)
 {
     pthread_attr_t attr;
     sigset_t all, before;
+    FSDPC_TRY(make_events(comm));
     int rc = pthread_attr_init(&attr);
     if (rc == 0) {
         pthread_attr_setstacksize(&attr, STACK_BYTES);

@@ -42,7 +42,8 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 static int
 make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
-    FSDPC_TRY(fsdpc_arena_new(x->shm, &x->arena));
+    FSDPC_TRY(x->shm ? fsdpc_arena_new(x->shm, &x->arena)
+                     : fsdpc_arena_new_on(fsdpc_comm_device(x->comm), &x->arena));
     for (int s = 0; s < plan->slot_count; s++) {
         int slot;
         FSDPC_TRY(fsdpc_arena_add_slot(x->arena, plan->slot_bytes[s], &slot));
@@ -76,7 +77,11 @@ fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
     x->reduce_slots = plan->reduce_slots;
     FSDPC_GOTO(copy_units(x, plan), fail);
     FSDPC_GOTO(make_slots(x, plan), fail);
-    x->ops = x->shm ? &fsdpc_exchange_shared : &fsdpc_exchange_wire;
+    if (fsdpc_device_get_caps(fsdpc_comm_device(x->comm))->asynchronous) {
+        x->ops = &fsdpc_exchange_stream;
+    } else {
+        x->ops = x->shm ? &fsdpc_exchange_shared : &fsdpc_exchange_wire;
+    }
     FSDPC_GOTO(x->ops->open(x, plan), fail);
     *out = x;
     return FSDPC_OK;
@@ -277,10 +282,10 @@ fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
 int
 fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
 {
-    if (x->max_reduce_bytes == 0 || x->world == 1) {
+    if (x->max_reduce_bytes == 0 || (x->world == 1 && !x->streams)) {
         return 0;
     }
-    return x->shared ? x->reduce_slots : 1;
+    return x->shared || x->streams ? x->reduce_slots : 1;
 }
 
 size_t
@@ -292,7 +297,7 @@ fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 size_t
 fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
 {
-    if (x->shared) {
+    if (x->shared || x->streams) {
         return (size_t)x->reduce_slots * x->max_reduce_bytes;
     }
     return x->reduce_buffer ? x->max_reduce_bytes : 0;

@@ -1,6 +1,6 @@
 /* Who brings which bytes where: gathering units' values and reducing their gradients.
  *
- * An exchange serves the units of one tree that share one communicator. Two kinds:
+ * An exchange serves the units of one tree that share one communicator. Three kinds:
  *
  * shared  The ranks of a host see one set of slots (exchange_shared.c, exchange_reduce.c). A gather
  *         is "every rank casts its piece into the slot"; a rank that is early also casts the pieces
@@ -9,6 +9,8 @@
  *         into this rank's reduce slot, and every rank sums its own slice of all of them.
  * wire    Each rank has its own slots and the communicator's collectives carry the values
  *         (exchange_wire.c). Units must be asked for in the same order on all ranks.
+ * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
+ *         queued, and the caller's stream waits for what it needs.
  *
  * Time is told by tags: (number of finished synchronised backwards) << FSDPC_TAG_BITS | (root
  * forwards since). A rank's master shard does not change while its tag stands.

@@ -30,7 +30,7 @@ struct fsdpc_exchange {
     int *trace_ids;
     int unit_count;
     fsdpc_arena *arena;
-    int *slot_unit; /* "wire": which unit's values a slot holds, -1 */
+    int *slot_unit; /* "wire", "stream": which unit's values a slot holds, -1 */
     uint64_t *slot_tag;
     uint64_t tag;
     uint64_t backwards; /* synchronised backwards finished */
@@ -42,12 +42,14 @@ struct fsdpc_exchange {
     uint32_t step;
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 
-    struct fsdpc_shared *shared; /* "shared" kind's own state */
-    void *reduce_buffer;         /* "wire": one packed unit */
+    struct fsdpc_shared *shared;   /* "shared" kind's own state */
+    struct fsdpc_streams *streams; /* "stream" kind's own state */
+    void *reduce_buffer;           /* "wire": one packed unit */
 };
 
 extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
 extern const struct fsdpc_exchange_i fsdpc_exchange_wire;
+extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
 
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
                          uint64_t bytes);

@@ -109,7 +109,8 @@ make_buffers(fsdpc_unit *unit)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
     }
     unit->direct = unit->world == 1 && needs_no_cast(layout);
-    return unit->direct ? FSDPC_OK : fsdpc_range_init(&unit->range, layout->full_bytes);
+    return unit->direct ? FSDPC_OK
+                        : fsdpc_range_init_on(unit->device, &unit->range, layout->full_bytes);
 }
 
 int

@@ -1,0 +1,383 @@
+/* Gathering and reducing on a device with streams (a GPU): the host only says what waits for what.
+ *
+ *   gather stream   waits for the slot's last reader and for the optimizer, casts this rank's
+ *                   pieces into their place in the slot, all-gathers in place       -> filled
+ *   caller's stream waits for `filled`, computes                                    -> free
+ *                   waits for the reduce slot, packs all gradients in one launch    -> packed
+ *   reduce stream   waits for `packed`, reduce-scatters in place, adds this rank's
+ *                   piece to the shard gradient                                     -> summed
+ *   caller's stream waits for `summed` at the end of backward; then the optimizer may read
+ *
+ * Gathers and reductions have communicators of their own, so that a gather never queues behind a
+ * reduction. All ranks must ask in one order, as on a wire. Nothing is allocated and the host waits
+ * for nothing in a step, with two exceptions that are counted: a spare mapping (two live units of
+ * one slot), and a rank with parameters that it did not use, which must know whether others did.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange_stream_impl.h"
+#include "mem.h"
+#include "status.h"
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+plan_pack(struct fsdpc_streams *s, const fsdpc_unit *unit, fsdpc_pack_plan **out)
+{
+    int status = FSDPC_OK, count = 0;
+    const fsdpc_layout *layout = unit->layout;
+    if (layout->trainable_count == 0) {
+        return FSDPC_OK;
+    }
+    fsdpc_pack_target *targets = fsdpc_mem_calloc((size_t)layout->trainable_count, sizeof *targets);
+    if (!targets) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name);
+    }
+    for (int i = 0; i < layout->param_count; i++) {
+        const fsdpc_param_place *place = &layout->params[i];
+        if (place->trainable_index >= 0) {
+            targets[count++] = (fsdpc_pack_target){
+                .n = place->numel,
+                .offset = fsdpc_layout_reduce_offset(layout, i),
+                .dtype = layout->segments[place->segment].reduce,
+            };
+        }
+    }
+    FSDPC_GOTO(fsdpc_device_pack_plan(s->device, targets, count, layout->reduce_bytes, out), done);
+done:
+    fsdpc_mem_free(targets);
+    return status;
+}
+
+static int
+open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    int trains = 0, most = 0;
+    s->fillings = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->fillings);
+    s->plans = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_pack_plan *));
+    if (!s->fillings || !s->plans) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_layout *layout = x->units[u]->layout;
+        trains = layout->trainable_count > trains ? layout->trainable_count : trains;
+        most = layout->param_count > most ? layout->param_count : most;
+        s->bit_count += x->units[u]->layout->param_count;
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->fillings[u].done));
+        FSDPC_TRY(plan_pack(s, x->units[u], &s->plans[u]));
+    }
+    s->sources = fsdpc_mem_calloc((size_t)trains, sizeof *s->sources);
+    s->mask = fsdpc_mem_calloc((size_t)most, 1);
+    return s->sources && s->mask ? FSDPC_OK
+                                 : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+}
+
+static int
+open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    s->slot_count = fsdpc_arena_slot_count(x->arena);
+    s->readers = fsdpc_mem_calloc((size_t)s->slot_count, sizeof *s->readers);
+    s->slots = fsdpc_mem_calloc((size_t)x->reduce_slots, sizeof *s->slots);
+    if (!s->readers || !s->slots) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int i = 0; i < s->slot_count; i++) {
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->readers[i].done));
+    }
+    for (int i = 0; i < x->reduce_slots && x->max_reduce_bytes > 0; i++) {
+        FSDPC_TRY(fsdpc_device_alloc(s->device, x->max_reduce_bytes, &s->slots[i].buffer));
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].packed));
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].summed));
+    }
+    return FSDPC_OK;
+}
+
+/* What a rank brings that used all of its parameters. */
+static int
+fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
+{
+    float *bits = s->bits;
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            *bits++ = x->units[u]->layout->params[i].trainable_index >= 0;
+        }
+    }
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, s->all, s->bits, bytes));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
+    return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+                               "the set-up of an exchange");
+}
+
+static int
+open_bits(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    void *block;
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_device_host_alloc(s->device, bytes, &block));
+    s->bits = block;
+    FSDPC_TRY(fsdpc_device_alloc(s->device, bytes, &block));
+    s->device_bits = block;
+    FSDPC_TRY(fsdpc_device_alloc(s->device, bytes, &block));
+    s->all = block;
+    return fill_all(x, s, bytes);
+}
+
+static int
+open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    (void)plan;
+    struct fsdpc_streams *s = x->streams = fsdpc_mem_calloc(1, sizeof *s);
+    if (!s) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    s->device = fsdpc_comm_device(x->comm);
+    s->reduce_comm = fsdpc_comm_for_reductions(x->comm);
+    FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
+    FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->settled));
+    FSDPC_TRY(open_units(x, s));
+    FSDPC_TRY(open_slots(x, s));
+    return open_bits(x, s);
+}
+
+/* Memory goes back only when no stream uses it any more; a broken communicator's streams end by its
+ * abort. */
+static void
+drain(struct fsdpc_streams *s)
+{
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    fsdpc_stream *all[] = {s->gather, s->reduce, caller};
+    for (int i = 0; s->settled && i < 3; i++) {
+        fsdpc_device_use(s->device, all[i]);
+        if (fsdpc_device_record(s->device, s->settled) == FSDPC_OK) {
+            (void)fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+                                      "the end of an exchange");
+        }
+    }
+    fsdpc_device_use(s->device, caller);
+}
+
+static void
+close_streams(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s) {
+        return;
+    }
+    drain(s);
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
+        fsdpc_device_pack_plan_free(s->device, s->plans ? s->plans[u] : NULL);
+    }
+    for (int i = 0; s->readers && i < s->slot_count; i++) {
+        fsdpc_device_event_free(s->device, s->readers[i].done);
+    }
+    for (int i = 0; s->slots && i < x->reduce_slots; i++) {
+        fsdpc_device_free(s->device, s->slots[i].buffer, x->max_reduce_bytes);
+        fsdpc_device_event_free(s->device, s->slots[i].packed);
+        fsdpc_device_event_free(s->device, s->slots[i].summed);
+    }
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    fsdpc_device_host_free(s->device, s->bits, bytes);
+    fsdpc_device_free(s->device, s->device_bits, bytes);
+    fsdpc_device_free(s->device, s->all, bytes);
+    fsdpc_device_event_free(s->device, s->settled);
+    fsdpc_device_event_free(s->device, s->masters);
+    fsdpc_device_stream_free(s->device, s->gather);
+    fsdpc_device_stream_free(s->device, s->reduce);
+    fsdpc_mem_free(s->fillings);
+    fsdpc_mem_free(s->plans);
+    fsdpc_mem_free(s->sources);
+    fsdpc_mem_free(s->mask);
+    fsdpc_mem_free(s->readers);
+    fsdpc_mem_free(s->slots);
+    fsdpc_mem_free(s);
+    x->streams = NULL;
+}
+
+/* --- gather ---------------------------------------------------------------------------------- */
+
+static int
+begin(fsdpc_exchange *x, uint64_t tag)
+{
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    FSDPC_TRY(fsdpc_comm_check(x->comm));
+    FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
+    if (s->begun && s->tag == tag) {
+        return FSDPC_OK; /* a backward after its forward: the masters are the same */
+    }
+    s->begun = true;
+    s->tag = tag;
+    for (int i = 0; i < s->slot_count; i++) {
+        s->readers[i].pending = s->readers[i].pending && s->readers[i].stream != caller;
+    }
+    s->masters_awaited = false;
+    return fsdpc_device_record(s->device, s->masters);
+}
+
+/* On the gather stream. */
+static int
+await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
+{
+    if (!s->masters_awaited) {
+        FSDPC_TRY(fsdpc_device_wait(s->device, s->masters));
+        s->masters_awaited = true;
+    }
+    struct fsdpc_reader *reader = &s->readers[unit->slot];
+    if (unit->range.spare || !reader->pending) {
+        return FSDPC_OK;
+    }
+    reader->pending = false;
+    return fsdpc_device_wait(s->device, reader->done);
+}
+
+static int
+fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_filling *filling = &s->fillings[unit->id];
+    char what[FSDPC_STREAM_WHAT_BYTES];
+    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    FSDPC_TRY(await_slot(s, unit));
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        FSDPC_TRY(fsdpc_exchange_fill(x, unit, i, x->rank, 0, seg->piece_numel));
+        FSDPC_TRY(fsdpc_comm_all_gather(x->comm, (char *)unit->range.address + seg->full_offset,
+                                        (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute),
+                                        what));
+    }
+    filling->awaited = false;
+    return fsdpc_device_record(s->device, filling->done);
+}
+
+static int
+fill(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fill_on_stream(x, unit);
+    fsdpc_device_use(s->device, caller);
+    return status;
+}
+
+static bool
+slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    int other = x->slot_unit[unit->slot];
+    return other >= 0 && other != unit->id && x->units[other]->begun;
+}
+
+static bool
+slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return x->slot_unit[unit->slot] == unit->id && x->slot_tag[unit->slot] == x->tag;
+}
+
+/* Before other memory comes behind an address, whatever was queued must be done with the old. */
+static int
+settle(struct fsdpc_streams *s, const fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
+    return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S, unit->name);
+}
+
+static int
+start(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (slot_is_in_use(x, unit)) {
+        FSDPC_TRY(settle(x->streams, unit));
+        FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        FSDPC_TRY(fill(x, unit));
+    } else if (!slot_shows(x, unit)) {
+        x->slot_unit[unit->slot] = -1;
+        FSDPC_TRY(fill(x, unit));
+        x->slot_unit[unit->slot] = unit->id;
+        x->slot_tag[unit->slot] = x->tag;
+    }
+    unit->begun = true;
+    return FSDPC_OK;
+}
+
+static int
+await_values(struct fsdpc_streams *s, struct fsdpc_filling *filling)
+{
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    if (filling->awaited && filling->awaited_on == caller) {
+        return FSDPC_OK;
+    }
+    filling->awaited = true;
+    filling->awaited_on = caller;
+    return fsdpc_device_wait(s->device, filling->done);
+}
+
+static int
+gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!unit->begun) {
+        if (!wait && slot_is_in_use(x, unit)) {
+            return FSDPC_OK;
+        }
+        FSDPC_TRY(start(x, unit));
+    }
+    if (wait && !unit->ready) {
+        FSDPC_TRY(await_values(s, &s->fillings[unit->id]));
+        unit->ready = true;
+    }
+    return FSDPC_OK;
+}
+
+static int
+poison(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        FSDPC_TRY(fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
+                                      seg->compute, seg->piece_numel * x->world));
+    }
+    x->slot_unit[unit->slot] = -1;
+    return FSDPC_OK;
+}
+
+static int
+release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    bool unread = unit->begun && !unit->ready;
+    unit->begun = unit->ready = false;
+    if (unit->range.spare) {
+        FSDPC_TRY(settle(s, unit));
+        return fsdpc_arena_restore(x->arena, &unit->range);
+    }
+    if (unread) {
+        /* Prefetched and not wanted after all: the gather itself is the slot's last user, and the
+         * gather stream is in order. */
+        return FSDPC_OK;
+    }
+    if (x->poison) {
+        FSDPC_TRY(poison(x, unit));
+    }
+    struct fsdpc_reader *reader = &s->readers[unit->slot];
+    reader->pending = true;
+    reader->stream = fsdpc_device_current(s->device);
+    return fsdpc_device_record(s->device, reader->done);
+}
+
+const struct fsdpc_exchange_i fsdpc_exchange_stream = {
+    .kind = "stream",
+    .any_order = false,
+    .open = open_streams,
+    .close = close_streams,
+    .begin = begin,
+    .gather = gather,
+    .release = release,
+    .reduce = fsdpc_stream_reduce,
+    .end = fsdpc_stream_end,
+};

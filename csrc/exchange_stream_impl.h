@@ -1,0 +1,55 @@
+/* What the files of the "stream" exchange share. See exchange_stream.c. */
+#ifndef FSDPC_EXCHANGE_STREAM_IMPL_H
+#define FSDPC_EXCHANGE_STREAM_IMPL_H
+
+#include "exchange_impl.h"
+
+enum { FSDPC_STREAM_WHAT_BYTES = 256, FSDPC_STREAM_PATIENCE_S = 60 };
+
+struct fsdpc_reduce_slot {
+    void *buffer;
+    fsdpc_event *packed, *summed;
+    bool busy; /* the caller's stream has not waited for `summed` yet */
+};
+
+/* The last reader of a gather slot, unless what the gather stream has waited for covers it. */
+struct fsdpc_reader {
+    fsdpc_event *done;
+    fsdpc_stream *stream;
+    bool pending;
+};
+
+/* A unit's values in its slot: where they are waited for already. */
+struct fsdpc_filling {
+    fsdpc_event *done;
+    fsdpc_stream *awaited_on;
+    bool awaited;
+};
+
+struct fsdpc_streams {
+    fsdpc_device *device;
+    fsdpc_comm *reduce_comm;
+    fsdpc_stream *gather, *reduce;
+    fsdpc_event *masters;         /* all that the caller had queued when the pass began */
+    bool masters_awaited;         /* by the gather stream, in this pass */
+    bool begun;                   /* `tag` is one */
+    uint64_t tag;                 /* of this pass */
+    struct fsdpc_reader *readers; /* per gather slot */
+    int slot_count;
+    struct fsdpc_filling *fillings; /* per unit */
+    fsdpc_pack_plan **plans;        /* per unit, NULL without trainable parameters */
+    fsdpc_pack_source *sources;
+    struct fsdpc_reduce_slot *slots;
+    int next_slot;
+    int sent;      /* reductions in this backward */
+    uint8_t *mask; /* of the unit being packed */
+    /* Used bits, one float each: pinned here; on the device; there those of all that trains. */
+    float *bits, *device_bits, *all;
+    int64_t bit_count;
+    fsdpc_event *settled; /* for the waits of the host */
+};
+
+int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
+int fsdpc_stream_end(fsdpc_exchange *x);
+
+#endif

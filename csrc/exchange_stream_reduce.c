@@ -1,0 +1,193 @@
+/* The reducing half of the "stream" exchange (exchange_stream.c says what waits for what).
+ *
+ * [Note: used bits] Which parameters got a gradient on some rank is summed up on the device behind
+ * the last reduction and copied to pinned memory. A rank that used all of its parameters knows the
+ * result without looking.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange_stream_impl.h"
+#include "status.h"
+
+/* What waits from no_sync is added parameter by parameter; without it one launch does all. */
+static int
+pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer)
+{
+    struct fsdpc_streams *s = x->streams;
+    memset(s->mask, 0, (size_t)unit->layout->param_count);
+    if (unit->local_any) {
+        return fsdpc_grad_pack(unit, grads, buffer, s->mask);
+    }
+    int count = 0;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        if (unit->layout->params[i].trainable_index >= 0) {
+            const fsdpc_tensor *grad = grads ? &grads[i] : NULL;
+            s->sources[count++] = (fsdpc_pack_source){
+                .data = grad ? grad->data : NULL,
+                .dtype = grad ? grad->dtype : FSDPC_F32,
+                .ndim = grad ? grad->ndim : 0,
+                .shape = grad ? grad->shape : NULL,
+                .strides = grad && !grad->contiguous ? grad->strides : NULL,
+            };
+            s->mask[i] = grad && grad->data;
+        }
+    }
+    return fsdpc_device_pack_all(s->device, s->plans[unit->id], buffer, s->sources, 1.0);
+}
+
+static int
+sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
+{
+    struct fsdpc_streams *s = x->streams;
+    const void *source = slot->buffer;
+    char what[FSDPC_STREAM_WHAT_BYTES];
+    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        if (seg->trainable) {
+            FSDPC_TRY(fsdpc_comm_reduce_scatter(s->reduce_comm,
+                                                (char *)slot->buffer + seg->reduce_offset,
+                                                seg->piece_numel, seg->reduce, what));
+        }
+    }
+    FSDPC_TRY(fsdpc_grad_sum(unit, &source, 1));
+    return fsdpc_device_record(s->device, slot->summed);
+}
+
+static int
+send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_reduce_slot *slot = &s->slots[s->next_slot];
+    s->next_slot = (s->next_slot + 1) % x->reduce_slots;
+    unit->posted++;
+    if (slot->busy) {
+        FSDPC_TRY(fsdpc_device_wait(s->device, slot->summed));
+    }
+    slot->busy = true;
+    FSDPC_TRY(pack(x, unit, grads, slot->buffer));
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= s->mask[i];
+    }
+    FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+    int status = sum_on_stream(x, unit, slot);
+    fsdpc_device_use(s->device, caller);
+    s->sent++;
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    return status;
+}
+
+int
+fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    return unit->posted > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
+}
+
+/* --- the end of backward ----------------------------------------------------------------------- */
+
+static bool
+used_all(const fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        for (int i = 0; i < unit->layout->param_count; i++) {
+            if (unit->layout->params[i].trainable_index >= 0 && !unit->used[i]) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static void
+write_bits(const fsdpc_exchange *x, float *bits)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            *bits++ = x->units[u]->used[i];
+        }
+    }
+}
+
+static void
+read_bits(fsdpc_exchange *x, const float *bits)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            x->units[u]->used[i] = *bits++ > 0;
+        }
+    }
+}
+
+static int
+join_bits(fsdpc_exchange *x)
+{
+    return fsdpc_comm_all_reduce(x->streams->reduce_comm, x->streams->device_bits,
+                                 x->streams->bit_count, FSDPC_F32, FSDPC_MAX,
+                                 "used bits at the end of backward");
+}
+
+/* See [Note: used bits]. On the reduce stream. */
+static int
+share_used(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    if (used_all(x)) {
+        FSDPC_TRY(fsdpc_device_cast(s->device, s->device_bits, FSDPC_F32, s->all, FSDPC_F32,
+                                    s->bit_count, 1.0));
+        return join_bits(x);
+    }
+    write_bits(x, s->bits);
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
+    FSDPC_TRY(join_bits(x));
+    FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
+    FSDPC_TRY(fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+                                  "used bits at the end of backward"));
+    read_bits(x, s->bits);
+    return FSDPC_OK;
+}
+
+/* Later work on the caller's stream sees all sums: the reduce stream makes them in order. */
+static int
+await_sums(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    int last = (s->next_slot + x->reduce_slots - 1) % x->reduce_slots;
+    if (s->sent == 0) {
+        return FSDPC_OK;
+    }
+    for (int i = 0; i < x->reduce_slots; i++) {
+        s->slots[i].busy = false;
+    }
+    return fsdpc_device_wait(s->device, s->slots[last].summed);
+}
+
+int
+fsdpc_stream_end(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    int status = FSDPC_OK;
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        if (unit->local_any && !unit->hooked) {
+            FSDPC_TRY(send(x, unit, NULL));
+        }
+        unit->posted = 0;
+    }
+    if (x->world > 1 && s->bit_count > 0) {
+        fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+        status = share_used(x);
+        fsdpc_device_use(s->device, caller);
+    }
+    FSDPC_KEEP(await_sums(x));
+    s->sent = 0;
+    FSDPC_KEEP(fsdpc_comm_check(x->comm));
+    FSDPC_KEEP(fsdpc_comm_check(s->reduce_comm));
+    return status;
+}
