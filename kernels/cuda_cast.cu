@@ -18,7 +18,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_cast(const __grid_constant__ fsdpc_cuda_cast_params p)
 {
     const double scale = p.factor ? *p.factor : p.scale;
-    convert_any(p.dst, p.dst_type, p.src, p.src_type, p.n, scale, grid_lane(), grid_lanes());
+    convert_any<true>(p.dst, p.dst_type, p.src, p.src_type, p.n, scale, grid_lane(), grid_lanes());
 }
 
 /* --- pack ---------------------------------------------------------------------------------------- */
@@ -67,7 +67,7 @@ pack_view(char *dst, int dst_type, const fsdpc_cuda_view *view, int src_type, in
         default: gather_items<uint64_t>(held, view, begin + done, n); break;
         }
         __syncthreads();
-        convert_any(dst + done * dst_bytes, dst_type, held, src_type, n, scale, (int)threadIdx.x,
+        convert_any<false>(dst + done * dst_bytes, dst_type, held, src_type, n, scale, (int)threadIdx.x,
                     (int)blockDim.x);
         __syncthreads();
     }
@@ -98,7 +98,7 @@ fsdpc_cuda_pack(const __grid_constant__ fsdpc_cuda_pack_params p)
     } else if (source & FSDPC_CUDA_SOURCE_STRIDED) {
         pack_view(dst, entry.dst_type, (const fsdpc_cuda_view *)src, type, begin, n, p.scale);
     } else {
-        convert_any(dst, entry.dst_type, src + begin * item_bytes(type), type, n, p.scale, lane,
+        convert_any<true>(dst, entry.dst_type, src + begin * item_bytes(type), type, n, p.scale, lane,
                     lanes);
     }
 }

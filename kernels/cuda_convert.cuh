@@ -129,6 +129,19 @@ load_item(const void *base, int type, int64_t i)
 
 /* --- 16 bytes at a time -------------------------------------------------------------------------- */
 
+/* Global memory is read once: past the caches, to leave them to what is read again. That
+ * instruction must not meet shared memory. */
+template <bool GLOBAL, typename WORD>
+static __device__ __forceinline__ WORD
+load_word(const WORD *from)
+{
+    if constexpr (GLOBAL) {
+        return __ldcs(from);
+    } else {
+        return *from;
+    }
+}
+
 /* As many elements as both sides fill whole 16-byte words with. */
 template <typename RAW, int COUNT> struct group {
     enum { WORDS = COUNT * (int)sizeof(RAW) / 16 };
@@ -137,12 +150,11 @@ template <typename RAW, int COUNT> struct group {
         RAW item[COUNT];
     };
 
-    /* Read once: past the caches, to leave them to what is read again. */
-    __device__ __forceinline__ void load(const RAW *from)
+    template <bool GLOBAL> __device__ __forceinline__ void load(const RAW *from)
     {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
-            word[i] = __ldcs((const uint4 *)from + i);
+            word[i] = load_word<GLOBAL>((const uint4 *)from + i);
         }
     }
 

@@ -70,7 +70,7 @@ add_squares(fsdpc_cuda_norm_value *norm, const void *src_, int64_t n, int64_t la
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
             if (first + k * lanes < groups) {
-                in[k].load(src + head + (first + k * lanes) * COUNT);
+                in[k].template load<true>(src + head + (first + k * lanes) * COUNT);
             }
         }
 #pragma unroll
@@ -228,7 +228,7 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
             before.item[i] = 0;
         }
         if (p.add) {
-            before.load((const target *)p.acc + at);
+            before.template load<true>((const target *)p.acc + at);
         }
 #pragma unroll 1
         for (int s = 0; s < p.src_count; s++) {
@@ -236,7 +236,7 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
                 continue;
             }
             group<source, COUNT> in;
-            in.load((const source *)p.src[s] + at);
+            in.template load<true>((const source *)p.src[s] + at);
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
                 const target term = (target)item<S>::get(in.item[i]);

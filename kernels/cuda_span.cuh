@@ -1,9 +1,9 @@
 /* Stretches of elements, converted, copied or zeroed by any number of threads together.
  *
- * `lane` of `lanes` is the calling thread's number among them; I is wide enough for
- * every count (an int within a tile, which keeps the registers few). Neighbouring lanes touch neighbouring
- * memory; each element is read and written by one lane, which reads before it writes, so that a
- * buffer may be changed in place.
+ * `lane` of `lanes` is the calling thread's number among them; I is wide enough for every count (an
+ * int within a tile, which keeps the registers few), and GLOBAL says that the source is global memory
+ * and not a block's shared one. Neighbouring lanes touch neighbouring memory; each element is read
+ * and written by one lane, which reads before it writes, so that a buffer may be changed in place.
  */
 #ifndef FSDPC_CUDA_SPAN_CUH
 #define FSDPC_CUDA_SPAN_CUH
@@ -46,7 +46,7 @@ convert_items(const conversion<S, D> &convert, typename item<D>::raw *dst,
     }
 }
 
-template <int S, int D, typename I>
+template <int S, int D, bool GLOBAL, typename I>
 static __device__ void
 convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
                const typename item<S>::raw *src, I groups, I lane, I lanes)
@@ -58,7 +58,7 @@ convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
             if (first + k * lanes < groups) {
-                in[k].load(src + (first + k * lanes) * COUNT);
+                in[k].template load<GLOBAL>(src + (first + k * lanes) * COUNT);
             }
         }
 #pragma unroll
@@ -76,7 +76,7 @@ convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
 }
 
 /* Pairs with float64 are rare and wide enough to go element by element. */
-template <int S, int D, typename I>
+template <int S, int D, bool GLOBAL, typename I>
 static __device__ void
 convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
 {
@@ -92,7 +92,7 @@ convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
             const I groups = (n - head) / pair::COUNT;
             const I done = head + groups * pair::COUNT;
             convert_items(convert, dst, src, head, lane, lanes);
-            convert_groups(convert, dst + head, src + head, groups, lane, lanes);
+            convert_groups<S, D, GLOBAL>(convert, dst + head, src + head, groups, lane, lanes);
             convert_items(convert, dst + done, src + done, n - done, lane, lanes);
             return;
         }
@@ -102,7 +102,7 @@ convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
 
 /* --- bits ---------------------------------------------------------------------------------------- */
 
-template <typename WORD, typename I>
+template <typename WORD, bool GLOBAL, typename I>
 static __device__ void
 copy_words(char *dst, const char *src, I bytes, I lane, I lanes)
 {
@@ -114,7 +114,7 @@ copy_words(char *dst, const char *src, I bytes, I lane, I lanes)
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
             if (first + k * lanes < words) {
-                held[k] = __ldcs((const WORD *)src + first + k * lanes);
+                held[k] = load_word<GLOBAL>((const WORD *)src + first + k * lanes);
             }
         }
 #pragma unroll
@@ -131,7 +131,7 @@ copy_words(char *dst, const char *src, I bytes, I lane, I lanes)
 }
 
 /* In the widest words that begin at the same time on both sides. */
-template <typename I>
+template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 copy_span(void *dst_, const void *src_, I bytes, I lane, I lanes)
 {
@@ -147,13 +147,13 @@ copy_span(void *dst_, const void *src_, I bytes, I lane, I lanes)
     src += head;
     bytes -= head;
     if ((apart & 15) == 0) {
-        copy_words<uint4, I>(dst, src, bytes, lane, lanes);
+        copy_words<uint4, GLOBAL, I>(dst, src, bytes, lane, lanes);
     } else if ((apart & 3) == 0) {
-        copy_words<uint32_t, I>(dst, src, bytes, lane, lanes);
+        copy_words<uint32_t, GLOBAL, I>(dst, src, bytes, lane, lanes);
     } else if ((apart & 1) == 0) {
-        copy_words<uint16_t, I>(dst, src, bytes, lane, lanes);
+        copy_words<uint16_t, GLOBAL, I>(dst, src, bytes, lane, lanes);
     } else {
-        copy_words<uint8_t, I>(dst, src, bytes, lane, lanes);
+        copy_words<uint8_t, GLOBAL, I>(dst, src, bytes, lane, lanes);
     }
 }
 
@@ -181,21 +181,21 @@ zero_span(void *dst_, I bytes, I lane, I lanes)
 
 /* --- any types ----------------------------------------------------------------------------------- */
 
-template <int S, typename I>
+template <int S, bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 convert_from(void *dst, int dst_type, const void *src, I n, double scale, I lane,
              I lanes)
 {
     switch (dst_type) {
-    case FSDPC_F32: convert_span<S, FSDPC_F32, I>(dst, src, n, scale, lane, lanes); break;
-    case FSDPC_BF16: convert_span<S, FSDPC_BF16, I>(dst, src, n, scale, lane, lanes); break;
-    case FSDPC_F16: convert_span<S, FSDPC_F16, I>(dst, src, n, scale, lane, lanes); break;
-    default: convert_span<S, FSDPC_F64, I>(dst, src, n, scale, lane, lanes); break;
+    case FSDPC_F32: convert_span<S, FSDPC_F32, GLOBAL, I>(dst, src, n, scale, lane, lanes); break;
+    case FSDPC_BF16: convert_span<S, FSDPC_BF16, GLOBAL, I>(dst, src, n, scale, lane, lanes); break;
+    case FSDPC_F16: convert_span<S, FSDPC_F16, GLOBAL, I>(dst, src, n, scale, lane, lanes); break;
+    default: convert_span<S, FSDPC_F64, GLOBAL, I>(dst, src, n, scale, lane, lanes); break;
     }
 }
 
 /* All threads of a block take the same way. Inlined: a call would save registers in memory. */
-template <typename I>
+template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 convert_any(void *dst, int dst_type, const void *src, int src_type, I n, double scale,
             I lane, I lanes)
@@ -203,15 +203,15 @@ convert_any(void *dst, int dst_type, const void *src, int src_type, I n, double 
     const bool unscaled = (src_type == FSDPC_F64 ? scale : (double)(float)scale) == 1.0;
     if (src_type == FSDPC_BYTES || (src_type == dst_type && unscaled)) {
         if (dst != src) {
-            copy_span(dst, src, n * item_bytes(src_type), lane, lanes);
+            copy_span<GLOBAL>(dst, src, n * item_bytes(src_type), lane, lanes);
         }
         return;
     }
     switch (src_type) {
-    case FSDPC_F32: convert_from<FSDPC_F32, I>(dst, dst_type, src, n, scale, lane, lanes); break;
-    case FSDPC_BF16: convert_from<FSDPC_BF16, I>(dst, dst_type, src, n, scale, lane, lanes); break;
-    case FSDPC_F16: convert_from<FSDPC_F16, I>(dst, dst_type, src, n, scale, lane, lanes); break;
-    default: convert_from<FSDPC_F64, I>(dst, dst_type, src, n, scale, lane, lanes); break;
+    case FSDPC_F32: convert_from<FSDPC_F32, GLOBAL, I>(dst, dst_type, src, n, scale, lane, lanes); break;
+    case FSDPC_BF16: convert_from<FSDPC_BF16, GLOBAL, I>(dst, dst_type, src, n, scale, lane, lanes); break;
+    case FSDPC_F16: convert_from<FSDPC_F16, GLOBAL, I>(dst, dst_type, src, n, scale, lane, lanes); break;
+    default: convert_from<FSDPC_F64, GLOBAL, I>(dst, dst_type, src, n, scale, lane, lanes); break;
     }
 }
 

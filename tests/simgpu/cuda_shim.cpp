@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <link.h>
 #include <ucontext.h>
 
 thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
@@ -39,13 +40,6 @@ struct block {
 
 thread_local block here;
 
-[[noreturn]] void
-stop(const char *what)
-{
-    fprintf(stderr, "cuda_shim: block %u: %s\n", blockIdx.x, what);
-    abort();
-}
-
 void
 become(unsigned thread)
 {
@@ -76,11 +70,11 @@ idle_fibre()
     }
     fibre *made = (fibre *)calloc(1, sizeof *made);
     if (!made || here.fibre_count == MAX_THREADS) {
-        stop("no memory for a fibre");
+        shim_stop("no memory for a fibre");
     }
     made->stack = (char *)malloc(STACK_BYTES);
     if (!made->stack) {
-        stop("no memory for a stack");
+        shim_stop("no memory for a stack");
     }
     here.fibres[here.fibre_count++] = made;
     return made;
@@ -125,7 +119,7 @@ run_block()
     }
     for (unsigned count = waiting(); count > 0; count = waiting()) {
         if (count != here.threads) {
-            stop("some threads wait at a barrier that others never came to");
+            shim_stop("some threads wait at a barrier that others never came to");
         }
         for (unsigned i = 0; i < here.fibre_count; i++) {
             if (here.fibres[i]->state == AT_BARRIER) {
@@ -136,6 +130,43 @@ run_block()
     }
 }
 } // namespace
+
+void
+shim_stop(const char *what)
+{
+    fprintf(stderr, "cuda_shim: block %u: %s\n", blockIdx.x, what);
+    abort();
+}
+
+namespace
+{
+/* Shared variables are this library's thread-local ones: all of them lie in one stretch. */
+int
+find_shared(struct dl_phdr_info *info, size_t, void *found)
+{
+    const uintptr_t here_lies = (uintptr_t)&threadIdx, at = (uintptr_t)info->dlpi_tls_data;
+    for (int i = 0; at && i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = &info->dlpi_phdr[i];
+        if (part->p_type == PT_TLS && here_lies >= at && here_lies < at + part->p_memsz) {
+            *(shim_bytes *)found = {at, at + part->p_memsz};
+        }
+    }
+    return 0;
+}
+} // namespace
+
+const shim_bytes &
+shim_shared(void)
+{
+    static thread_local shim_bytes shared;
+    if (!shared.end) {
+        dl_iterate_phdr(find_shared, &shared);
+        if (!shared.end) {
+            shim_stop("shared memory cannot be found");
+        }
+    }
+    return shared;
+}
 
 void
 __syncthreads(void)
@@ -154,7 +185,7 @@ shim_launch(shim_kernel *kernel, const void *params, shim_grid grid)
     here.params = params;
     here.threads = grid.bx * grid.by * grid.bz;
     if (here.threads == 0 || here.threads > MAX_THREADS) {
-        stop("a block has 1 to 1024 threads");
+        shim_stop("a block has 1 to 1024 threads");
     }
     for (unsigned z = 0; z < grid.gz; z++) {
         for (unsigned y = 0; y < grid.gy; y++) {

@@ -34,10 +34,22 @@ extern thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
 /* All threads of the block come here, or none: anything else ends the program. */
 void __syncthreads(void);
 
+/* The bytes of all __shared__ variables, as this thread sees them. */
+struct shim_bytes {
+    uintptr_t begin, end;
+};
+const shim_bytes &shim_shared(void);
+[[noreturn]] void shim_stop(const char *what);
+
+/* On a GPU an instruction for global memory, which reads something else from a shared address. */
 template <typename T>
 static inline T
 __ldcs(const T *from)
 {
+    const shim_bytes &shared = shim_shared();
+    if ((uintptr_t)from >= shared.begin && (uintptr_t)from < shared.end) {
+        shim_stop("__ldcs reads shared memory");
+    }
     return *from;
 }
 
