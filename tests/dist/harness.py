@@ -185,6 +185,7 @@ class Template:
                 cls._instance.process.wait(5)
             except subprocess.TimeoutExpired:
                 cls._instance.process.kill()
+                cls._instance.process.wait()
             cls._instance = None
 
     def __init__(self) -> None:
