@@ -29,7 +29,8 @@ os.chdir(Path(__file__).resolve().parent)
 
 SOURCES = sorted(glob("csrc/*.c") + glob("kernels/*.c"))
 HEADERS = sorted(f for d in ("csrc", "kernels") for e in ("h", "inc") for f in glob(f"{d}/*.{e}"))
-IMAGE_SOURCES = [*glob("kernels/cuda_*"), "kernels/convert.h", "csrc/dtype.h"]
+KERNELS = sorted(f for e in ("cu", "cuh") for f in glob(f"kernels/*.{e}"))
+IMAGE_SOURCES = [*KERNELS, "kernels/cuda_params.h", "kernels/convert.h", "csrc/dtype.h"]
 IMAGE_HOLDER = "csrc/cuda_image.c"
 GPU_CODES = ("sm_80", "sm_90", "sm_100")
 NVCC_ARGS = "-std=c++17 -O3 -fmad=false -fatbin -Icsrc -Ikernels --threads 0".split()
@@ -156,7 +157,7 @@ class ParallelBuild(build_ext):
         )
         options = compiler._get_cc_args(pre, debug, extra_preargs)
         image = cuda_image()
-        newest = max((os.path.getmtime(f) for f in [*(depends or ()), "setup.py"]), default=0)
+        newest = max(os.path.getmtime(f) for f in [*HEADERS, "setup.py"])
 
         def stale(item: str) -> bool:
             if jobs[item][0] == IMAGE_HOLDER:
@@ -182,7 +183,7 @@ setup(
         Extension(
             "fsdpc._C",
             sources=SOURCES,
-            depends=HEADERS,
+            depends=[*HEADERS, *KERNELS],  # which also puts them into the sdist
             include_dirs=["csrc", "kernels", numpy.get_include()],
             extra_compile_args=COMPILE_ARGS,
             extra_link_args=LINK_ARGS,

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,19 @@ def test_a_wrong_nvcc_is_named():
     result = build_with("/nowhere/nvcc")
     assert result.returncode == 1
     assert "NVCC=/nowhere/nvcc: no such program" in result.stderr
+
+
+def test_the_source_distribution_has_every_source(tmp_path):
+    """What is missing there cannot be built by who installs from it."""
+    # Metadata of its own: what lies in the tree may remember files of an earlier build.
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    command += ["sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    folders = (ROOT / "csrc", ROOT / "kernels", ROOT / "fsdpc")
+    endings = (".c", ".h", ".inc", ".cu", ".cuh", ".py", ".pyi")
+    files = [path for folder in folders for path in folder.iterdir() if path.suffix in endings]
+    wanted = {str(path.relative_to(ROOT)) for path in files}
+    assert len(wanted) > 100
+    assert not wanted - packed
