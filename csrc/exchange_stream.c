@@ -287,12 +287,23 @@ settle(struct fsdpc_streams *s, const fsdpc_unit *unit)
     return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S, unit->name);
 }
 
+/* Spare memory is zeroed on the current stream: that of the gather which writes it next. */
+static int
+map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fsdpc_arena_spare(x->arena, &unit->range);
+    fsdpc_device_use(s->device, caller);
+    return status;
+}
+
 static int
 start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     if (slot_is_in_use(x, unit)) {
         FSDPC_TRY(settle(x->streams, unit));
-        FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
+        FSDPC_TRY(map_spare(x, unit));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
         FSDPC_TRY(fill(x, unit));
     } else if (!slot_shows(x, unit)) {

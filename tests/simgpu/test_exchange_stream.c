@@ -288,6 +288,37 @@ steps_are_right(int rank, ranks_run *run)
     close_model(&m);
 }
 
+/* Two live units of one slot: the second gets spare memory, for as long as it is used. */
+static void
+two_users_of_a_slot(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    for (int step = 1; step < 3; step++) {
+        set_masters(&m, step);
+        CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_OK);
+        use(&m, 1, step);
+        use(&m, 3, step);
+        CHECK_INT(fsdpc_tree_forward_leave(m.tree, 3, false), FSDPC_OK);
+        use(&m, 1, step);
+        CHECK_INT(fsdpc_tree_forward_leave(m.tree, 1, false), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
+    }
+    fsdpc_tree_memory memory;
+    fsdpc_tree_get_memory(m.tree, &memory);
+    CHECK_INT(memory.spare_count, 2);
+    CHECK_INT(memory.spare_bytes, 0);
+    CHECK_INT(m.wrong, 0);
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    report();
+    close_model(&m);
+}
+
 /* --- what a step costs ------------------------------------------------------------------------------ */
 
 /* Five units, one of them with two dtypes and bytes beside: it has three segments to gather. */
@@ -406,6 +437,13 @@ main(void)
             ranks_start(run, option == 8 ? a_step_costs_no_more_than_this : steps_are_right);
             ranks_free(run);
         }
+    }
+    for (int option = 0; option < 8; option++) {
+        ranks_run *run = ranks_new(2);
+        run->option = option;
+        new_ids();
+        ranks_start(run, two_users_of_a_slot);
+        ranks_free(run);
     }
     missing_waits_are_found();
     return test_result();
