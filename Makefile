@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run asan \
+.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run simlibs asan \
         asan-c asan-py tsan fmt size bench demo clean
 
 default: build
@@ -83,7 +83,7 @@ build: $(STAMPS)/extension
 test: build ctest simgpu pytest
 	$(call say,C tests and Python tests passed)
 
-pytest: build $(STAMPS)/clients
+pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q tests $(ARGS)
 
@@ -160,6 +160,10 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	  FSDPC_LIBNCCL=$(CURDIR)/$(SIMDIR)/libnccl.so.2 TSAN_OPTIONS=halt_on_error=1 \
 	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so \
 	  FSDPC_CUDA_IMAGE=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
+
+# Only the libraries, for Python tests.
+simlibs:
+	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

@@ -227,15 +227,25 @@ is_set(const char *variable)
     return value && *value && strcmp(value, "0") != 0;
 }
 
+static void
+read_options(void)
+{
+    const char *granule = getenv("SIMGPU_GRANULE");
+    sim_options.abort_on_report = is_set("SIMGPU_ABORT");
+    sim_options.foreign = is_set("SIMGPU_FOREIGN");
+    sim_options.verify = is_set("SIMGPU_VERIFY");
+    if (granule && atol(granule) >= 4096) {
+        sim_options.granule = (size_t)atol(granule);
+    }
+}
+
 __attribute__((constructor)) static void
 read_environment(void)
 {
     const char *policy = getenv("SIMGPU_POLICY");
     read_plants("SIMGPU_SKIP", true);
     read_plants("SIMGPU_FAIL", false);
-    sim_options.abort_on_report = is_set("SIMGPU_ABORT");
-    sim_options.foreign = is_set("SIMGPU_FOREIGN");
-    sim_options.verify = is_set("SIMGPU_VERIFY");
+    read_options();
     if (policy && *policy && !simgpu_policy(policy)) {
         fprintf(stderr, "simgpu: SIMGPU_POLICY=%s is not understood\n", policy);
         abort();
@@ -395,9 +405,7 @@ simgpu_reset(void)
     bool quiet = sim_options.quiet;
     sim_options = (simgpu_options)DEFAULTS;
     sim_options.quiet = quiet;
-    sim_options.abort_on_report = is_set("SIMGPU_ABORT");
-    sim_options.foreign = is_set("SIMGPU_FOREIGN");
-    sim_options.verify = is_set("SIMGPU_VERIFY");
+    read_options();
     while (report_count) {
         free(reports[--report_count]);
     }
