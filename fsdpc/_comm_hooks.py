@@ -84,7 +84,7 @@ class _Hooked:
 
     def reduce(self, used: bytes) -> None:
         unit = self.unit()
-        buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        buffer = torch.empty(self.bytes, dtype=torch.uint8, device=unit.device)
         unit.flat.pack_grads(buffer)
         with torch.no_grad():
             pieces = [self._call(unit, buffer, segment) for segment in self.segments]
@@ -95,7 +95,9 @@ class _Hooked:
         begin = segment["reduce_offset"]
         end = begin + piece * unit.groups.shard.world * dtype.itemsize
         grad = buffer[begin:end].view(dtype).detach()
-        output = torch.empty(piece, dtype=dtype) if unit.is_sharded else None
+        output = None
+        if unit.is_sharded:
+            output = torch.empty(piece, dtype=dtype, device=unit.device)
         tensors = (grad,) if output is None else (grad, output)
         for hook, low in _COMPRESSING:
             if self.hook is hook:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdpc._collect import owned_modules, unit_modules
@@ -74,6 +75,11 @@ class Book:
     plain: dict[str, nn.Parameter]  # parameters that no unit manages
     names: dict[int, list[str]] = field(default_factory=dict)  # id(parameter): first names
     aliases: dict[str, list[str]] = field(default_factory=dict)  # first name: all names
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and elements travel between ranks."""
+        return self.units[0].unit.device if self.units else torch.device("cpu")
 
     def names_of(self, param: nn.Parameter) -> list[str]:
         """First names of what an optimizer's parameter stands for; ``KeyError`` for a stranger."""

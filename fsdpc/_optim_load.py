@@ -44,8 +44,9 @@ class Source(Protocol):
 class OwnDict:
     """Every rank has the dict; distributed values in it are gathered over their ranks."""
 
-    def __init__(self, state_dict: dict[str, Any]) -> None:
+    def __init__(self, state_dict: dict[str, Any], device: torch.device) -> None:
         self.tree = _checked(state_dict)
+        self._device = device
 
     def fetch(self, value: Any, what: str) -> Any:
         if isinstance(value, DTensor):
@@ -56,16 +57,20 @@ class OwnDict:
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
         if isinstance(value, ShardedTensor):
-            return _from_rows(value, begin, end, what, value._process_group)
+            return _from_rows(value, begin, end, what, value._process_group, self._device)
         if isinstance(value, DTensor):
             mesh = value.device_mesh
             if list(value.placements) == _sharded.placements(mesh):
-                return _from_rows(value, begin, end, what, mesh.get_group(mesh.ndim - 1))
+                group = mesh.get_group(mesh.ndim - 1)
+                return _from_rows(value, begin, end, what, group, self._device)
             value = value.full_tensor()
         return value.reshape(-1)[begin:end]
 
 
-def _from_rows(value: Any, begin: int, end: int, what: str, group: Any) -> torch.Tensor:
+def _from_rows(
+    value: Any, begin: int, end: int, what: str, group: Any, device: torch.device
+) -> torch.Tensor:
+    """Elements of a distributed value, on ``device``, on which they travel. Collective."""
     comm = comm_for_group(group)
     shape = tuple(value.size())
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
@@ -83,16 +88,17 @@ def _from_rows(value: Any, begin: int, end: int, what: str, group: Any) -> torch
         mine = own[start : start + len(part)]
         part[: len(mine)].copy_(mine)
 
-    want = Wanted(begin, torch.empty(end - begin, dtype=rows.dtype))
-    gather(comm, runs[0].length, rows.dtype, fill, runs, {0: want}, what)
+    want = Wanted(begin, torch.empty(end - begin, dtype=rows.dtype, device=device))
+    gather(comm, runs[0].length, rows.dtype, fill, runs, {0: want}, what, device)
     return want.values
 
 
 class FirstRanksDict:
     """Only the group's rank 0 has the dict. Collective over the group."""
 
-    def __init__(self, state_dict: dict[str, Any] | None, group: Any) -> None:
+    def __init__(self, state_dict: dict[str, Any] | None, group: Any, device: torch.device) -> None:
         self._comm = comm_for_group(group)
+        self._device = device
         told: Any = None
         self._held: list[torch.Tensor] = []
         if self._comm.rank == 0:
@@ -126,11 +132,11 @@ class FirstRanksDict:
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
         if not isinstance(value, Outline):  # without dimensions: it came along
             return value.reshape(-1)[begin:end]
-        want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype))
+        want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype, device=self._device))
         whole = None
         if self._comm.rank == 0:
-            whole = self._held[value.index].detach().cpu().contiguous().view(-1)
-        broadcast_elements(self._comm, whole, value.numel, want, what)
+            whole = self._held[value.index].detach().contiguous().view(-1)
+        broadcast_elements(self._comm, whole, value.numel, want, what, self._device)
         return want.values
 
 
@@ -248,7 +254,8 @@ class _Loader:
             what = f"optimizer state {name} of {entry.names[i][0]}"
             mine = self.source.elements(value, begin, begin + length, what)
             if result is None:
-                result = torch.zeros(entry.length(part, rank), dtype=mine.dtype)
+                numel = entry.length(part, rank)
+                result = torch.zeros(numel, dtype=mine.dtype, device=part.param.device)
             if mine.dtype != result.dtype:
                 raise ValueError(
                     "All unflattened parameters comprising a single flat parameter must have "

@@ -31,6 +31,8 @@ class Keep(Protocol):
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         """What the dict holds for these elements, a 1-D tensor."""
 
+    offload: bool  # to the CPU
+
 
 def gather_states(
     book: Book,
@@ -50,12 +52,14 @@ def gather_states(
         for name, param in book.plain.items():
             key = keys.get(id(param))
             if key is not None and key in state:
-                kept[name] = {n: _copied(value) for n, value in state[key].items()}
+                kept[name] = {n: _copied(value, keep.offload) for n, value in state[key].items()}
     return kept
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _copied(value: Any, offload: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to("cpu", copy=True) if offload else value.detach().clone()
 
 
 def _gather_unit(
@@ -82,10 +86,18 @@ def _keep_same(
 ) -> None:
     if keep is None:
         return
+    device = _device(entry, keep.offload)
     for part, plan in zip(entry.parts, plans, strict=True):
         if plan is not None:
             for name in entry.first_names(part):
-                kept[name] = {n: _copied(value) for n, value in plan.same.items()}
+                kept[name] = {n: _on(device, value) for n, value in plan.same.items()}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A copy of what is equal on all ranks; numbers stay on the CPU, as in torch."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return value.to(device, copy=True)
+    return _copied(value, True)
 
 
 def _cut_runs(
@@ -116,7 +128,8 @@ def _gather_run(
     covered = [i for j in members for i in entry.parts[j].covers]
     for i in covered if keep is not None else ():
         begin, end = keep.span(entry, i)  # type: ignore[union-attr]
-        wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype))
+        where = _device(entry, keep.offload)  # type: ignore[union-attr]
+        wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype, device=where))
     runs = [
         Run(rank, place, i, begin, length)
         for i in covered
@@ -137,7 +150,7 @@ def _gather_run(
 
     piece = entry.segment(entry.parts[members[0]])["piece_numel"]
     what = f"optimizer state {name} of unit {entry.unit.name}"
-    gather(entry.comm, piece, dtype, fill, runs, wanted, what)
+    gather(entry.comm, piece, dtype, fill, runs, wanted, what, entry.unit.device)
     return wanted
 
 
@@ -153,7 +166,7 @@ def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
 
 
 def _device(entry: UnitEntry, offload: bool) -> torch.device:
-    return torch.device("cpu") if offload else entry.member.compute_device
+    return torch.device("cpu") if offload else entry.unit.device
 
 
 @dataclass
@@ -166,7 +179,7 @@ class Whole:
         return 0, entry.unit.shapes[i].numel()
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
-        return values.view(entry.unit.shapes[i]).to(_device(entry, self.offload))
+        return values.view(entry.unit.shapes[i])
 
 
 @dataclass
@@ -186,7 +199,7 @@ class Rows:
         return start * of_row, stop * of_row
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
-        shape, values = entry.unit.shapes[i], values.to(_device(entry, self.offload))
+        shape = entry.unit.shapes[i]
         if not self._cut(entry, i):
             return values.view(shape)
         pg = entry.unit.groups.shard_pg

@@ -103,9 +103,9 @@ def _load(
     else:
         held = keys_of_input(model, optim_input)
     if form.rank0_only:
-        source: Any = FirstRanksDict(state_dict, group or dist.group.WORLD)
+        source: Any = FirstRanksDict(state_dict, group or dist.group.WORLD, book.device)
     else:
-        source = OwnDict(state_dict)
+        source = OwnDict(state_dict, book.device)
     states = sharded_states(book, held, source)
     if named:
         _keep_unsaved(optim, held, states)

@@ -41,12 +41,14 @@ def gather(
     runs: list[Run],
     wanted: dict[int, Wanted],
     what: str,
+    device: torch.device,
 ) -> None:
     """Collective. Every rank has a piece of ``piece`` elements; ``fill(part, start)`` writes this
-    rank's from ``start`` on into ``part``. ``runs`` say, equally on all ranks, what they are.
+    rank's from ``start`` on into ``part``. ``runs`` say, equally on all ranks, what they are. The
+    window is on ``device``, the communicator's.
     """
     room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
-    memory = torch.empty(comm.world * room, dtype=dtype)
+    memory = torch.empty(comm.world * room, dtype=dtype, device=device)
     runs = [run for run in runs if run.target in wanted]
     for start in range(0, piece, max(room, 1)):
         count = min(room, piece - start)
@@ -68,14 +70,27 @@ def _take(run: Run, want: Wanted, part: torch.Tensor, start: int) -> None:
         want.values[at : at + high - low].copy_(part[low - start : high - start])
 
 
-def broadcast(comm: Any, whole: torch.Tensor | None, numel: int, want: Wanted, what: str) -> None:
-    """Collective. Rank 0's elements, a flat contiguous tensor that the others do not have."""
+def broadcast(
+    comm: Any,
+    whole: torch.Tensor | None,
+    numel: int,
+    want: Wanted,
+    what: str,
+    device: torch.device,
+) -> None:
+    """Collective. Rank 0's elements, a flat contiguous tensor that the others do not have. They
+    travel on ``device``, the communicator's.
+    """
     dtype = want.values.dtype
     room = max(1, min(numel, WINDOW_BYTES // dtype.itemsize))
-    memory = None if whole is not None else torch.empty(room, dtype=dtype)
+    passes_on = whole is not None and whole.device == device
+    memory = None if passes_on else torch.empty(room, dtype=dtype, device=device)
     for start in range(0, numel, room):
         count = min(room, numel - start)
-        part = memory[:count] if whole is None else whole[start : start + count]
+        end = start + count
+        part = whole[start:end] if memory is None else memory[:count]  # type: ignore[index]
+        if whole is not None and not passes_on:
+            part.copy_(whole[start:end])
         if comm.world > 1:
             comm.broadcast(part.view(torch.uint8), root=0, what=what)
         _take(Run(0, 0, 0, 0, numel), want, part, start)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from fsdpc import _C, _clip_utils, _writeback
 from fsdpc._bootstrap import Groups
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
-from fsdpc._sharded import is_cut, rows_shape
+from fsdpc._whole import WholeValues
 
 
 @dataclass
@@ -27,7 +26,7 @@ class ParamInfo:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-class Unit(HandleFace):
+class Unit(HandleFace, WholeValues):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
 
     Collective over the shard group (and the replicas). Takes this rank's slices of the current
@@ -52,6 +51,7 @@ class Unit(HandleFace):
         self._name = name
         self.infos = infos
         self.groups = groups
+        self.device = torch.device("cpu")
         self.use_orig_params = use_orig_params
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
@@ -182,7 +182,7 @@ class Unit(HandleFace):
             self._see(param, grad, tuple(by_segment[s]))
         for info in self.infos:
             info.param.grad = None
-            info.param.data = torch.empty(0, dtype=info.param.dtype)
+            info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.device)
 
     def _bind(self) -> None:
         sites = []
@@ -263,100 +263,6 @@ class Unit(HandleFace):
     def forward_failed(self) -> None:
         """To be called when the module's forward raised; the exception goes on."""
         self.flat.forward_failed()
-
-    # --- whole values ----------------------------------------------------------------------------
-
-    def gather_full(self) -> list[Tensor]:
-        """Private full copies, original shapes, storage dtypes. Collective over the shard group."""
-        _writeback.take_over(self)
-        full = [torch.empty(s, dtype=d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
-        self.flat.read(full)
-        return full
-
-    def attend_gather(self) -> None:
-        """Other ranks' ``gather_full``, of which this rank keeps nothing. Collective."""
-        _writeback.take_over(self)
-        self.flat.read([None] * len(self.infos))
-
-    def read_rows(self) -> list[Tensor]:
-        """This rank's block of rows of each parameter (see ``_sharded``), whole parameters where
-        there are no rows; private copies in storage dtypes. Collective over the shard group.
-        """
-        _writeback.take_over(self)
-        rank, world = self.groups.shard.rank, self.groups.shard.world
-        rows = [
-            torch.empty(rows_shape(shape, world, rank) if is_cut(shape) else shape, dtype=dtype)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-        self.flat.read_blocks(*self._blocks(rows))
-        whole = [None if is_cut(s) else t for s, t in zip(self.shapes, rows, strict=True)]
-        if any(tensor is not None for tensor in whole):
-            self.flat.read(whole)
-        return rows
-
-    def write_rows(self, rows: Sequence[Tensor]) -> None:
-        """The reverse: every rank's rows become the parameters' values. Collective over the shard
-        group. ``ValueError``: a shape other than that of ``read_rows``.
-        """
-        rank, world = self.groups.shard.rank, self.groups.shard.world
-        values = []
-        for i, tensor in enumerate(rows):
-            cut = is_cut(self.shapes[i])
-            shape = rows_shape(self.shapes[i], world, rank) if cut else tuple(self.shapes[i])
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"unit {self.name}: rank {rank}'s rows of parameter {self.infos[i].name} have "
-                    f"shape {shape}, the new value {tuple(tensor.shape)}"
-                )
-            values.append(tensor.detach().to(self.dtypes[i]).contiguous())
-            if not cut:
-                self.flat.write(i, values[i])
-        self.flat.write_blocks(*self._blocks(values))
-
-    def _blocks(self, rows: Sequence[Tensor]) -> tuple[list[int], list[Tensor | None]]:
-        world = self.groups.shard.world
-        blocks: list[int] = []
-        tensors: list[Tensor | None] = []
-        for shape, dtype, tensor in zip(self.shapes, self.dtypes, rows, strict=True):
-            cut = is_cut(shape)
-            item = 1 if computes(dtype) else dtype.itemsize
-            blocks.append(-(-shape[0] // world) * (shape.numel() // shape[0]) * item if cut else 0)
-            tensors.append(tensor if cut else None)
-        return blocks, tensors
-
-    def scatter_full(self, full: Sequence[Tensor]) -> None:
-        """Writes this rank's slices of full tensors into the shard. Local."""
-        for i, tensor in enumerate(full):
-            value = tensor.detach()
-            if value.shape != self.shapes[i]:
-                raise ValueError(
-                    f"unit {self.name}: parameter {self.infos[i].name} has shape "
-                    f"{tuple(self.shapes[i])}, the new value {tuple(value.shape)}"
-                )
-            self.flat.write(i, value.to(dtype=self.dtypes[i]).contiguous())
-
-    def gather_full_grads(self) -> list[Tensor | None]:
-        """Full gradients, None where no rank has one. Collective over the shard group."""
-        self.flat.adopt_grads()
-        have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
-        if len(have) and self.is_sharded:
-            self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
-        grads: list[Tensor | None] = [
-            torch.empty(s, dtype=d) if have[i] else None
-            for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
-        ]
-        self.flat.read(grads, grad=True)
-        self._keep_low()
-        return grads
-
-    def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Writes this rank's slices of full gradients; None clears the gradient. Local."""
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                self.flat.write(i, grad.detach().to(self.dtypes[i]).contiguous(), grad=True)
-        for param, view, covers in self._seen:
-            some = view is not None and any(grads[i] is not None for i in covers)
-            param.grad = view if some else None
 
     # --- what the modules show -------------------------------------------------------------------
 

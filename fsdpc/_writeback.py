@@ -93,7 +93,7 @@ def _write(unit: Any, index: int, value: torch.Tensor) -> None:
         view.copy_(value)
         return
     if unit.use_orig_params and value.shape == unit.shapes[index]:
-        unit.flat.write(index, value.to("cpu", unit.dtypes[index]).contiguous())
+        unit.flat.write(index, value.to(unit.device, unit.dtypes[index]).contiguous())
         return
     raise RuntimeError(
         "Cannot writeback when the parameter shape changes\n"
