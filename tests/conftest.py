@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "dist"))  # `from harness import ranks`
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "simgpu"))  # `import simgpu`
+sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 
 ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
@@ -20,6 +23,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the multi-rank tests wrap models with: fsdpc, or torch's own FSDP as a check of "
         "the tests themselves (it fails where it has the faults that fsdpc must not have)",
     )
+    parser.addoption(
+        "--gpu",
+        choices=["none", "sim"],
+        default="none",
+        help="sim: fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches "
+        "what torch's operators touch there, and fails tests in which accesses race",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--gpu") == "sim":
+        import env
+
+        if env.missing():
+            raise pytest.UsageError(f"--gpu sim: {env.missing()}")
+        os.environ["FSDPC_TEST_GPU"] = "sim"  # for the harness
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu") != "sim":
+        return
+    from applies import reason_to_skip
+
+    for item in items:
+        reason = reason_to_skip(item.path.relative_to(HERE).as_posix(), item.name)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"simulated GPU: {reason}"))
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def run_ranks(
         "function": function.__name__,
         "world": world,
         "timeout": timeout,
-        "env": {"FSDPC_TIMEOUT": str(PEER_TIMEOUT_S), **(env or {})},
+        "env": {"FSDPC_TIMEOUT": str(PEER_TIMEOUT_S), **gpu_environment(), **(env or {})},
         "faults": faults,
         "path": list(sys.path),
         "arguments": pickle.dumps(arguments),
@@ -147,6 +148,15 @@ def run_ranks(
         raise RankFailure(describe(
             outcomes, f"no end within {timeout:g} s" if only_expired else "a rank failed"))
     return [o.value for o in outcomes]
+
+
+def gpu_environment() -> dict[str, str]:
+    """What `pytest --gpu sim` adds to the ranks' environment."""
+    if os.environ.get("FSDPC_TEST_GPU") != "sim":
+        return {}
+    import env
+
+    return env.environment()
 
 
 def describe(outcomes: list[Outcome], headline: str) -> str:
@@ -282,7 +292,17 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     function = getattr(function, "rank_function", function)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
+    with device_watch(request["faults"]):
+        return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
+
+
+def device_watch(faults: bool) -> AbstractContextManager[None]:
+    """On the simulated GPU what torch's operators touch is declared, and races fail the test."""
+    if "FSDPC_LIBCUDA" not in os.environ:
+        return nullcontext()
+    import watch
+
+    return watch.watched(drain=not faults)
 
 
 def import_test_module(name: str, file: str) -> Any:

@@ -76,6 +76,9 @@ void sim_clock_join(uint64_t *into, const uint64_t *other);
 /* Checks rights and history of an access by a task. */
 bool sim_access(simgpu_task *task, uintptr_t address, size_t bytes, bool write);
 bool sim_is_pinned(uintptr_t address, size_t bytes);
+/* Memory that was given back counts as what it was reserved for: the device's. */
+enum sim_place { SIM_ELSEWHERE, SIM_ON_DEVICE, SIM_ON_HOST };
+enum sim_place sim_place_of(uintptr_t address);
 /* Between begin and run, accesses are noted; between run and end, other pages are unreadable. End
  * reports bytes that changed without having been declared. */
 void sim_verify_begin(void);

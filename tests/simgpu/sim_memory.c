@@ -206,6 +206,17 @@ sim_is_pinned(uintptr_t address, size_t bytes)
     return found && bytes <= found->bytes - (address - found->base);
 }
 
+enum sim_place
+sim_place_of(uintptr_t address)
+{
+    const mapping *found = find_mapping(address);
+    if (!found) {
+        return was_ours(address) ? SIM_ON_DEVICE : SIM_ELSEWHERE;
+    }
+    return found->memory->kind == VIRTUAL || found->memory->kind == PLAIN ? SIM_ON_DEVICE
+                                                                          : SIM_ON_HOST;
+}
+
 /* Nothing that the processor has not seen end may still use the memory that it takes away. */
 static void
 check_unused(const mapping *gone, const char *act)

@@ -677,6 +677,19 @@ simgpu_cpu_write(void *ptr, size_t bytes, const char *what)
     cpu_access(ptr, bytes, true, what);
 }
 
+SIM_EXPORT bool
+simgpu_host_operator(const void *ptr, size_t bytes, bool write, const char *what)
+{
+    sim_lock();
+    enum sim_place place = sim_place_of((uintptr_t)ptr);
+    if (place != SIM_ELSEWHERE) {
+        int actor = place == SIM_ON_DEVICE ? sim_stream_actor(NULL) : sim_processor();
+        sim_touch(actor, (uintptr_t)ptr, bytes, write, what);
+    }
+    sim_unlock();
+    return place != SIM_ELSEWHERE;
+}
+
 /* --- streams as the driver gives them ---------------------------------------------------------------------- */
 
 SIM_EXPORT CUresult

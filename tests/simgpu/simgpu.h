@@ -51,6 +51,9 @@ void simgpu_host_write(void *ptr, size_t bytes, const char *what);
 /* The same for the operators on any stream; they run when the call is made. */
 void simgpu_stream_access(CUstream stream, const void *ptr, size_t bytes, bool write,
                           const char *what);
+/* An operator over memory that may be the device's, pinned, or neither: as host_read or host_write,
+ * as cpu_read or cpu_write, or not at all. True: it was declared. */
+bool simgpu_host_operator(const void *ptr, size_t bytes, bool write, const char *what);
 /* The processor itself, in pinned memory. */
 void simgpu_cpu_read(const void *ptr, size_t bytes, const char *what);
 void simgpu_cpu_write(void *ptr, size_t bytes, const char *what);

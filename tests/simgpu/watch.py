@@ -1,0 +1,106 @@
+"""Tells the simulated GPU what torch's operators read and write.
+
+torch's operators run on the processor at once; on a GPU they would be work on the compute stream.
+`Operators()` is a context in which each operator says what it touches in the device's memory before
+it runs, so that the simulator's clocks see, for example, a slot that is refilled while an operator
+may still read it. Tensors in pinned memory count as touched by the processor.
+
+It watches its own thread; backward of CPU tensors runs there. A tensor with gaps counts as touched
+from its first element to its last.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import simgpu
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# They take a tensor for its shape or dtype.
+ONLY_LOOK_PREFIXES = ("aten::new_", "aten::sym_", "aten::_has_", "aten::size", "aten::stride")
+ONLY_LOOK_NAMES = {"aten::is_same_size", "aten::set_", "aten::resize_", "prim::device"}
+
+
+class Operators(TorchDispatchMode):
+    """Declares the accesses of every operator that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declare = simgpu.cuda().simgpu_host_operator
+        self.seen = 0  # accesses to the device's memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(t is not Tensor and t.__torch_dispatch__ is not _DISABLED for t in types):
+            return NotImplemented  # the subclass makes plain operators of it, which come here
+        kwargs = kwargs or {}
+        touches = touches_of(func)
+        if touches is not None:
+            for value, write in touches(args, kwargs):
+                self.touch(value, write, func)
+        return func(*args, **kwargs)
+
+    def touch(self, tensor: Tensor, write: bool, func: Any) -> None:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+            return
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        name = str(func).encode()
+        self.seen += self.declare(tensor.data_ptr(), extent * tensor.element_size(), write, name)
+
+
+@contextmanager
+def watched(drain: bool = True) -> Iterator[None]:
+    """A rank of a test on the simulated GPU: AssertionError with what the simulator reported.
+
+    `drain`: what is held back at the end is run first; not where ranks may have left. Without
+    `FSDPC_TEST_WATCH=0` operators are watched.
+    """
+    if not simgpu.is_on():
+        yield
+        return
+    with Operators() if os.environ.get("FSDPC_TEST_WATCH") != "0" else nullcontext():
+        yield
+    assert not drain or simgpu.drain(), "work that was queued can never run"
+    found = simgpu.reports()
+    assert not found, "the simulated GPU reported\n" + "\n".join(found)
+
+
+_DISABLED = torch._C._disabled_torch_dispatch_impl
+
+Touches = Callable[[tuple[Any, ...], dict[str, Any]], Iterator[tuple[Tensor, bool]]]
+
+
+@functools.cache
+def touches_of(func: Any) -> Touches | None:
+    """From an operator's arguments to its (tensor, written?); None: it touches no memory."""
+    schema = func._schema
+    name = schema.name
+    writes = {a.name: bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments}
+    order = [writes[a.name] for a in schema.arguments]
+    is_view = any(r.alias_info for r in schema.returns) and not any(order)
+    looks = name in ONLY_LOOK_NAMES or name.endswith("_like") or name.startswith(ONLY_LOOK_PREFIXES)
+    if is_view or looks:
+        return None
+
+    def touches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+        for value, write in zip(args, order, strict=False):
+            yield from ((t, write) for t in tensors_in(value))
+        for key, value in kwargs.items():
+            yield from ((t, writes.get(key, False)) for t in tensors_in(value))
+
+    return touches
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
