@@ -77,6 +77,17 @@ int fsdpc_comm_barrier(fsdpc_comm *comm, const char *what);
 /* See fsdpc_shm_agree. */
 int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
 
+/* The same on host memory, wherever the group's own collectives work (comm_host.c): for what ranks
+ * tell each other outside of steps. Sums are in rank order, in F32 (F64 for F64). */
+int fsdpc_comm_host_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes,
+                               const char *what);
+int fsdpc_comm_host_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
+                                   fsdpc_dtype dtype, const char *what);
+int fsdpc_comm_host_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                               enum fsdpc_op op, const char *what);
+int fsdpc_comm_host_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root,
+                              const char *what);
+
 /* Zero-copy collectives: memory that all ranks of an "shm" group see. A shared buffer has `bytes`
  * per rank; view(r) is rank r's part in this process. In-place collectives on it copy nothing that
  * they need not: all_gather on part `common` is a barrier; reduce_scatter reads the peers' parts.

@@ -27,7 +27,10 @@ typedef struct fsdpc_comm_ops {
     fsdpc_shm *(*segment)(const fsdpc_comm *comm);     /* (optional): NULL */
     int (*buffer_new)(fsdpc_comm *comm, size_t bytes, bool common,
                       fsdpc_comm_buffer **out); /* (optional): FSDPC_E_UNAVAILABLE */
-    void (*free)(fsdpc_comm *comm);             /* frees the struct itself, too */
+    /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that
+     * the host does not see; without it those take host memory. */
+    int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
+    void (*free)(fsdpc_comm *comm); /* frees the struct itself, too */
 } fsdpc_comm_ops;
 
 enum { FSDPC_COMM_SOUND, FSDPC_COMM_BREAKING, FSDPC_COMM_BROKEN };

@@ -100,7 +100,7 @@ run(nccl_comm *comm, order *o, const char *what)
     int status = FSDPC_OK;
     size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
     bool pieces = o->kind == GATHER || o->kind == SCATTER;
-    o->stream = stream_of(comm);
+    o->stream = o->stream ? o->stream : stream_of(comm);
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->calls);
     if (!comm->handle) {
@@ -188,15 +188,21 @@ fsdpc_comm_nccl_wait(fsdpc_comm *base)
     }
 }
 
-/* --- without a channel of the host --------------------------------------------------------------------- */
+/* --- host memory --------------------------------------------------------------------------------------- */
 
-/* Made once, for the largest exchange there is: that of agree. */
+static size_t
+staged_bytes(const nccl_comm *comm)
+{
+    return (size_t)comm->base.world * FSDPC_NCCL_STAGE_BYTES;
+}
+
+/* Made once, on the first use. */
 static int
 need_scratch(nccl_comm *comm, const char *what)
 {
     fsdpc_cu_ptr block = 0;
     void *pinned = NULL;
-    size_t bytes = (size_t)comm->base.world * sizeof(fsdpc_agree_record);
+    size_t bytes = staged_bytes(comm);
     if (comm->scratch) {
         return FSDPC_OK;
     }
@@ -210,43 +216,80 @@ need_scratch(nccl_comm *comm, const char *what)
     }
     comm->scratch = (char *)(uintptr_t)block;
     comm->pinned = pinned;
-    return FSDPC_OK;
+    return fsdpc_cuda_check(
+        comm->driver, comm->driver->stream_create(&comm->staging, FSDPC_CU_STREAM_NON_BLOCKING, 0),
+        "%s: a stream", what);
 }
 
-/* An all-gather of host memory by way of the GPU. */
+/* Own bytes at their place in comm->pinned; after, all ranks'. */
 static int
-exchange_over_gpu(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
 {
     const fsdpc_cuda_driver *driver = comm->driver;
     size_t all = piece_bytes * (size_t)comm->base.world;
     size_t own = piece_bytes * (size_t)comm->base.rank;
-    fsdpc_cu_stream stream = stream_of(comm);
-    FSDPC_TRY(fsdpc_nccl_use_context(comm));
-    FSDPC_TRY(need_scratch(comm, what));
-    memcpy(comm->pinned + own, (char *)buffer + own, piece_bytes);
+    fsdpc_cu_stream stream = comm->staging;
+    order o = {.kind = GATHER,
+               .buffer = comm->scratch,
+               .count = piece_bytes,
+               .dtype = FSDPC_BYTES,
+               .stream = stream};
     FSDPC_TRY(
         fsdpc_cuda_check(driver,
                          driver->copy_to_device((fsdpc_cu_ptr)(uintptr_t)(comm->scratch + own),
                                                 comm->pinned + own, piece_bytes, stream),
                          "%s: copying to the device", what));
-    FSDPC_TRY(all_gather(&comm->base, comm->scratch, piece_bytes, what));
+    FSDPC_TRY(run(comm, &o, what));
     FSDPC_TRY(fsdpc_cuda_check(
         driver,
         driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch, all, stream),
         "%s: copying to the host", what));
     FSDPC_TRY(fsdpc_nccl_watch_add(comm, stream, what, all));
-    FSDPC_TRY(fsdpc_comm_nccl_wait(&comm->base));
-    memcpy(buffer, comm->pinned, all);
+    return fsdpc_comm_nccl_wait(&comm->base);
+}
+
+/* An all-gather of host memory by way of the GPU, in windows. */
+static int
+exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char *what)
+{
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    FSDPC_TRY(need_scratch(comm, what));
+    for (size_t at = 0; at < piece_bytes; at += FSDPC_NCCL_STAGE_BYTES) {
+        size_t left = piece_bytes - at;
+        size_t part = left < FSDPC_NCCL_STAGE_BYTES ? left : FSDPC_NCCL_STAGE_BYTES;
+        memcpy(comm->pinned + (size_t)comm->base.rank * part,
+               buffer + (size_t)comm->base.rank * piece_bytes + at, part);
+        FSDPC_TRY(exchange_staged(comm, part, what));
+        for (int rank = 0; rank < comm->base.world; rank++) {
+            memcpy(buffer + (size_t)rank * piece_bytes + at, comm->pinned + (size_t)rank * part,
+                   part);
+        }
+    }
     return FSDPC_OK;
 }
 
+/* Who cannot talk to the others on the host will not meet them on the GPU either. */
 static int
-exchange(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
-    if (comm->options.exchange) {
-        return comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
+    if (!comm->options.exchange) {
+        return exchange_over_gpu(comm, buffer, piece_bytes, what);
     }
-    return exchange_over_gpu(comm, buffer, piece_bytes, what);
+    int status = comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
+    if (status != FSDPC_OK) {
+        fsdpc_nccl_fail(comm, status, "%s", fsdpc_error_text());
+    }
+    return status;
+}
+
+/* The host's channel is for words; what is large goes over the GPU, which is much faster. */
+static int
+exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (piece_bytes * (size_t)comm->world > FSDPC_NCCL_WORDS_BYTES) {
+        return exchange_over_gpu(of(comm), buffer, piece_bytes, what);
+    }
+    return exchange_on_host(of(comm), buffer, piece_bytes, what);
 }
 
 static const fsdpc_agree_record *
@@ -265,7 +308,7 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
     }
     int status = FSDPC_OK;
     fsdpc_agree_fill(&records[comm->rank], text);
-    FSDPC_GOTO(exchange(of(comm), records, sizeof *records, what), end);
+    FSDPC_GOTO(exchange_on_host(of(comm), records, sizeof *records, what), end);
     FSDPC_GOTO(fsdpc_agree_compare(record_of, records, comm->world, what), end);
 end:
     fsdpc_mem_free(records);
@@ -280,7 +323,7 @@ barrier(fsdpc_comm *comm, const char *what)
     if (!bytes) {
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d bytes", what, comm->world);
     }
-    int status = exchange(of(comm), bytes, 1, what);
+    int status = exchange_on_host(of(comm), bytes, 1, what);
     fsdpc_mem_free(bytes);
     return status;
 }
@@ -302,6 +345,9 @@ fsdpc_nccl_dispose(nccl_comm *comm)
         if (comm->ring[i].event) {
             (void)comm->driver->event_destroy(comm->ring[i].event);
         }
+    }
+    if (comm->staging) {
+        (void)comm->driver->stream_destroy(comm->staging);
     }
     if (comm->scratch) {
         (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
@@ -336,6 +382,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .barrier = barrier,
     .agree = agree,
     .abort = abort_comm,
+    .exchange = exchange,
     .free = release,
 };
 
@@ -365,6 +412,17 @@ fsdpc_comm_nccl_describe(char *text, size_t bytes)
     return FSDPC_OK;
 }
 
+/* Its context becomes this thread's: each of its calls sees to that. */
+static int
+enter(fsdpc_device *device)
+{
+    fsdpc_event *event = NULL;
+    FSDPC_TRY(fsdpc_device_event_new(device, &event));
+    int status = fsdpc_device_record(device, event);
+    fsdpc_device_event_free(device, event);
+    return status;
+}
+
 static int
 make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *options,
      nccl_comm **out)
@@ -381,6 +439,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     }
     FSDPC_TRY(fsdpc_cuda_driver_get(&driver));
     FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    FSDPC_TRY(enter(device));
     FSDPC_TRY(fsdpc_cuda_check(driver, driver->ctx_get_current(&context), "the CUDA context"));
     if (!context) {
         return fsdpc_error(FSDPC_E_STATE, "no CUDA context is current on this thread");

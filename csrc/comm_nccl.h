@@ -20,8 +20,9 @@ typedef struct fsdpc_comm_nccl_options {
     double timeout_s; /* of the start and of each collective; > 0 */
     int poll_ms;      /* of the watching thread; 0: 50 */
     void *stream;     /* of the collectives; NULL: the device's current stream at each call */
-    /* (optional) The host's own channel, used by agree and barrier: an all-gather of bytes in host
-     * memory, with a deadline of its own; a status with its text. Without it they go over the GPU. */
+    /* (optional) The host's own channel, used by agree, barrier and small collectives on host memory:
+     * an all-gather of bytes in host memory, with a deadline of its own; a status with its text.
+     * Without it they go over the GPU. */
     int (*exchange)(void *context, void *buffer, size_t piece_bytes, const char *what);
     void *context;
     void (*release)(void *context); /* (optional) called once, when the communicator is freed */
@@ -29,7 +30,8 @@ typedef struct fsdpc_comm_nccl_options {
 
 /* On one rank; its bytes are then given to the others. FSDPC_E_UNAVAILABLE without NCCL. */
 int fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES]);
-/* Collective. A CUDA context must be current. The device is the one whose memory will be passed.
+/* Collective. The device is the one whose memory will be passed; on one that
+ * does not queue a CUDA context must be current.
  * FSDPC_E_TIMEOUT when not all ranks come. Copies the options but for name's characters, which it
  * copies, too. `release` is called even if this fails. */
 int fsdpc_comm_nccl(fsdpc_device *device, int rank, int world,

@@ -12,7 +12,9 @@ enum {
     FSDPC_NCCL_RING = 512,
     FSDPC_NCCL_WHAT_BYTES = 64,
     FSDPC_NCCL_NAME_BYTES = 32,
-    FSDPC_NCCL_BUFFERS = 64
+    FSDPC_NCCL_BUFFERS = 64,
+    FSDPC_NCCL_STAGE_BYTES = 1024 * 1024, /* of one rank, when host memory goes over the GPU */
+    FSDPC_NCCL_WORDS_BYTES = 256 * 1024   /* of all ranks, at most, over the host's own channel */
 };
 
 /* A collective on its way. */
@@ -38,8 +40,9 @@ typedef struct nccl_comm {
     fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
     void *buffers[FSDPC_NCCL_BUFFERS];
     int buffer_count;
-    char *scratch; /* on the device, for agree and barrier without a channel */
+    char *scratch; /* on the device, for host memory that goes over it */
     char *pinned;
+    fsdpc_cu_stream staging;
 
     /* The ring and the thread's orders; never held while NCCL is called. */
     pthread_mutex_t lock;

@@ -113,6 +113,7 @@ load(fsdpc_cuda_driver *driver)
     FSDPC_GOTO(open_library(&library, &get), fail);
     FSDPC_GOTO(find_entries(get, driver), fail);
     FSDPC_GOTO(start(driver), forget);
+    driver->stand_in = dlsym(library, "fsdpc_stand_in") != NULL;
     return FSDPC_OK;
 fail:
     if (library) {

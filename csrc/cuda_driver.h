@@ -158,6 +158,7 @@ typedef struct fsdpc_cuda_driver {
 #undef FSDPC_CUDA_FIELD
     int version;      /* of the driver: 12040 is 12.4 */
     int device_count; /* > 0 */
+    bool stand_in;    /* simulated: device memory is host memory */
 } fsdpc_cuda_driver;
 
 /* The initialised driver; entries that are not required may be NULL in an old one. FSDPC_E_UNAVAILABLE

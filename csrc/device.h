@@ -20,8 +20,11 @@ typedef struct fsdpc_device_caps {
     bool asynchronous;   /* work is queued on streams */
     bool host_memory;    /* the CPU can read and write its memory */
     bool virtual_memory; /* addresses can be reserved and slots shown behind them */
-    size_t align_bytes;  /* wanted alignment of parameters and shard cuts */
-    const char *note;    /* one sentence that users should see once, or NULL */
+    /* A GPU whose driver is simulated: its memory is host memory, and tensors in it are the CPU's. */
+    bool stand_in;
+    int ordinal;        /* of the GPU among the process's, -1 for the CPU */
+    size_t align_bytes; /* wanted alignment of parameters and shard cuts */
+    const char *note;   /* one sentence that users should see once, or NULL */
 } fsdpc_device_caps;
 
 /* The process-wide CPU device, made on first call with the kernels of this processor and

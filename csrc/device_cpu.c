@@ -372,7 +372,10 @@ static struct cpu cpu_context;
 static fsdpc_device cpu_device = {
     .i = &cpu_table,
     .context = &cpu_context,
-    .caps = {.asynchronous = false, .host_memory = true, .align_bytes = CACHE_LINE_BYTES},
+    .caps = {.asynchronous = false,
+             .host_memory = true,
+             .ordinal = -1,
+             .align_bytes = CACHE_LINE_BYTES},
 };
 
 static int

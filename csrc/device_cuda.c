@@ -195,6 +195,8 @@ fsdpc_device_cuda(int ordinal, fsdpc_device **out)
         devices[ordinal] = (fsdpc_device){.i = &cuda_table,
                                           .context = cuda,
                                           .caps = {.asynchronous = true,
+                                                   .stand_in = cuda->driver->stand_in,
+                                                   .ordinal = ordinal,
                                                    .virtual_memory = cuda->virtual_memory,
                                                    .align_bytes = ALIGN_BYTES,
                                                    .note = cuda->note[0] ? cuda->note : NULL}};

@@ -67,14 +67,8 @@ call(const target *to, const char *method, void *buffer, size_t bytes, PyObject 
     return status;
 }
 
-/* An exception that was set before stays the first one. */
-typedef struct entered {
-    PyGILState_STATE gil;
-    PyObject *type, *value, *trace;
-} entered;
-
-static int
-enter(entered *self)
+int
+fsdpc_py_callback_enter(fsdpc_py_entered *self)
 {
     if (fsdpc_py_finalizing()) {
         return fsdpc_error(FSDPC_E_STATE, "the interpreter is shutting down");
@@ -84,8 +78,8 @@ enter(entered *self)
     return FSDPC_OK;
 }
 
-static int
-leave(entered *self, int status)
+int
+fsdpc_py_callback_leave(fsdpc_py_entered *self, int status)
 {
     if (self->type != NULL) {
         PyErr_Restore(self->type, self->value, self->trace);
@@ -98,11 +92,11 @@ static int
 all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
 {
     const target *to = context;
-    entered state;
-    FSDPC_TRY(enter(&state));
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
     PyObject *rest = Py_BuildValue("(ns)", (Py_ssize_t)piece_bytes, what);
     size_t bytes = piece_bytes * (size_t)to->world;
-    return leave(&state, call(to, "all_gather", buffer, bytes, rest, what));
+    return fsdpc_py_callback_leave(&state, call(to, "all_gather", buffer, bytes, rest, what));
 }
 
 static int
@@ -110,42 +104,42 @@ reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dty
                const char *what)
 {
     const target *to = context;
-    entered state;
-    FSDPC_TRY(enter(&state));
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
     PyObject *rest = Py_BuildValue("(Lss)", (long long)piece_numel, fsdpc_dtype_name(dtype), what);
     size_t bytes = (size_t)piece_numel * fsdpc_dtype_bytes(dtype) * (size_t)to->world;
-    return leave(&state, call(to, "reduce_scatter", buffer, bytes, rest, what));
+    return fsdpc_py_callback_leave(&state, call(to, "reduce_scatter", buffer, bytes, rest, what));
 }
 
 static int
 all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
            const char *what)
 {
-    entered state;
-    FSDPC_TRY(enter(&state));
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
     PyObject *rest =
         Py_BuildValue("(Lsss)", (long long)numel, fsdpc_dtype_name(dtype), op_names[op], what);
     size_t bytes = (size_t)numel * fsdpc_dtype_bytes(dtype);
-    return leave(&state, call(context, "all_reduce", buffer, bytes, rest, what));
+    return fsdpc_py_callback_leave(&state, call(context, "all_reduce", buffer, bytes, rest, what));
 }
 
 static int
 broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
 {
-    entered state;
-    FSDPC_TRY(enter(&state));
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
     PyObject *rest = Py_BuildValue("(is)", root, what);
-    return leave(&state, call(context, "broadcast", buffer, bytes, rest, what));
+    return fsdpc_py_callback_leave(&state, call(context, "broadcast", buffer, bytes, rest, what));
 }
 
 static int
 barrier(void *context, const char *what)
 {
     const target *to = context;
-    entered state;
-    FSDPC_TRY(enter(&state));
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
     PyObject *result = PyObject_CallMethod(to->object, "barrier", "s", what);
-    return leave(&state, finish(result, "barrier", what));
+    return fsdpc_py_callback_leave(&state, finish(result, "barrier", what));
 }
 
 static void

@@ -6,6 +6,8 @@
  */
 #include "py_comm.h"
 
+#include <limits.h>
+#include <limits.h>
 #include <stddef.h>
 #include <string.h>
 #include <structmember.h>
@@ -68,21 +70,60 @@ made(comm_object *self, int status)
     return NULL;
 }
 
-PyDoc_STRVAR(self_doc, "self_($type)\n--\n\nA communicator of this rank alone; needs no peer.");
+PyObject *
+fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks)
+{
+    comm_object *self = new_object((PyTypeObject *)type);
+    if (self == NULL) {
+        fsdpc_comm_free(comm);
+        return NULL;
+    }
+    self->comm = comm;
+    self->callbacks = callbacks;
+    return (PyObject *)self;
+}
+
+/* None is the CPU, a number a GPU's. */
+static int
+find_device(PyObject *number, fsdpc_device **out)
+{
+    int status;
+    long ordinal = number == Py_None ? 0 : PyLong_AsLong(number);
+    if (ordinal == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    ordinal = ordinal < 0 || ordinal > INT_MAX ? -1 : ordinal;
+    Py_BEGIN_ALLOW_THREADS
+    status = number == Py_None ? fsdpc_device_cpu(out) : fsdpc_device_cuda((int)ordinal, out);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(self_doc, "self_($type, device=None)\n--\n\n"
+                       "A communicator of this rank alone; needs no peer. device: a GPU's number,\n"
+                       "None for the CPU. NotImplementedError where there is no such GPU.");
 
 static PyObject *
-comm_self(PyObject *type, PyObject *Py_UNUSED(ignored))
+comm_self_(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
+    PyObject *number = Py_None;
+    fsdpc_device *device = NULL;
+    const fsdpc_py_arg table[] = {
+        {"device", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &number},
+    };
+    if (fsdpc_py_args("self_", table, 1, values, count, keywords) < 0 ||
+        find_device(number, &device) < 0) {
+        return NULL;
+    }
     comm_object *self = new_object((PyTypeObject *)type);
     if (self == NULL) {
         return NULL;
     }
-    fsdpc_device *device = NULL;
-    int status = fsdpc_device_cpu(&device);
-    if (status == FSDPC_OK) {
-        status = fsdpc_comm_self(device, &self->comm);
-    }
-    return made(self, status);
+    return made(self, fsdpc_comm_self(device, &self->comm));
 }
 
 PyDoc_STRVAR(
@@ -164,6 +205,17 @@ comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *k
     return (PyObject *)self;
 }
 
+PyDoc_STRVAR(
+    nccl_doc,
+    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=600.0, exchange=None)\n--\n\n"
+    "A communicator of GPUs over NCCL, and a second one for its reductions. Collective: all ranks\n"
+    "pass the same two ids of nccl_id(). device: this rank's GPU by number. timeout is in seconds\n"
+    "and holds for this call and each later collective. exchange(memory, piece_bytes, what):\n"
+    "the host's own channel, an all-gather on a 1-D array of bytes, for what ranks tell each "
+    "other\n"
+    "outside of steps; without it that goes over the GPU. Methods take arrays in host memory.\n"
+    "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
+
 /* --- collectives ----------------------------------------------------------------------------- */
 
 static int
@@ -223,30 +275,30 @@ static int
 run_all_gather(job *self)
 {
     size_t world = (size_t)fsdpc_comm_world(self->comm);
-    return fsdpc_comm_all_gather(self->comm, self->view.data, view_bytes(&self->view) / world,
-                                 self->what);
+    return fsdpc_comm_host_all_gather(self->comm, self->view.data, view_bytes(&self->view) / world,
+                                      self->what);
 }
 
 static int
 run_reduce_scatter(job *self)
 {
     int64_t piece = self->view.numel / fsdpc_comm_world(self->comm);
-    return fsdpc_comm_reduce_scatter(self->comm, self->view.data, piece, self->view.dtype,
-                                     self->what);
+    return fsdpc_comm_host_reduce_scatter(self->comm, self->view.data, piece, self->view.dtype,
+                                          self->what);
 }
 
 static int
 run_all_reduce(job *self)
 {
-    return fsdpc_comm_all_reduce(self->comm, self->view.data, self->view.numel, self->view.dtype,
-                                 self->op, self->what);
+    return fsdpc_comm_host_all_reduce(self->comm, self->view.data, self->view.numel,
+                                      self->view.dtype, self->op, self->what);
 }
 
 static int
 run_broadcast(job *self)
 {
-    return fsdpc_comm_broadcast(self->comm, self->view.data, view_bytes(&self->view), self->root,
-                                self->what);
+    return fsdpc_comm_host_broadcast(self->comm, self->view.data, view_bytes(&self->view),
+                                     self->root, self->what);
 }
 
 /* `pieces`, `floats`: what is demanded of the array. */
@@ -535,9 +587,12 @@ comm_dealloc(PyObject *object)
      name##_doc}
 
 static PyMethodDef comm_methods[] = {
-    {"self_", comm_self, METH_NOARGS | METH_CLASS, self_doc},
+    {"self_", (PyCFunction)(void (*)(void))comm_self_, METH_FASTCALL | METH_KEYWORDS | METH_CLASS,
+     self_doc},
     FAST(shm, METH_CLASS),
     FAST(c10d, METH_CLASS),
+    {"nccl", (PyCFunction)(void (*)(void))fsdpc_py_comm_nccl,
+     METH_FASTCALL | METH_KEYWORDS | METH_CLASS, nccl_doc},
     FAST(all_gather, 0),
     FAST(reduce_scatter, 0),
     FAST(all_reduce, 0),
@@ -552,10 +607,20 @@ static PyMethodDef comm_methods[] = {
 
 #undef FAST
 
+static PyObject *
+comm_device(PyObject *self, void *Py_UNUSED(closure))
+{
+    const fsdpc_device *device = fsdpc_comm_device(((comm_object *)self)->comm);
+    int ordinal = fsdpc_device_get_caps(device)->ordinal;
+    return ordinal < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(ordinal);
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", comm_rank, NULL, "Rank within the group.", NULL},
     {"world", comm_world, NULL, "Number of ranks of the group.", NULL},
-    {"kind", comm_kind, NULL, "'self', 'shm' or 'c10d'.", NULL},
+    {"kind", comm_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
+    {"device", comm_device, NULL, "Number of the GPU whose memory it carries; None: the CPU's.",
+     NULL},
     {"closed", comm_closed, NULL, "True after close().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -565,9 +630,10 @@ static PyMemberDef comm_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-PyDoc_STRVAR(comm_doc, "Collectives among the ranks of a group, in place on arrays and tensors.\n\n"
-                       "Made by Comm.self_(), Comm.shm() or Comm.c10d(). All collectives are\n"
-                       "called by all ranks in the same order and end within the deadline.");
+PyDoc_STRVAR(comm_doc,
+             "Collectives among the ranks of a group, in place on arrays and tensors.\n\n"
+             "Made by Comm.self_(), Comm.shm(), Comm.c10d() or Comm.nccl(). All\n"
+             "collectives are called by all ranks in the same order and end within the deadline.");
 
 static PyType_Slot comm_slots[] = {
     {Py_tp_doc, (void *)comm_doc}, {Py_tp_methods, comm_methods},

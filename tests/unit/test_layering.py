@@ -33,7 +33,7 @@ LAYERS = (
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Only these know CUDA or NCCL; everything else sees a device, a communicator, an arena.
-GPU_FILES = re.compile(r"csrc/((device|arena|py)_cuda|comm_nccl|(cuda|nccl)_)|kernels/cuda_")
+GPU_FILES = re.compile(r"csrc/((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_")
 
 Rule = Callable[[str, str], Iterator[str]]
 
