@@ -134,6 +134,9 @@ fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int
     char *dst = (char *)unit->range.address + seg->full_offset +
                 (size_t)((int64_t)r * seg->piece_numel + begin) * compute;
     x->copied_bytes += (uint64_t)n * compute;
+    if (unit->offload && seg->compute == seg->storage) {
+        return fsdpc_device_copy_in(unit->device, dst, src, (size_t)n * compute);
+    }
     return fsdpc_device_cast(unit->device, dst, seg->compute, src, seg->storage, n, 1.0);
 }
 

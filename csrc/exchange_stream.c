@@ -142,6 +142,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->settled));
     FSDPC_TRY(open_units(x, s));
     FSDPC_TRY(open_slots(x, s));
+    FSDPC_TRY(fsdpc_stream_offload_open(x));
     return open_bits(x, s);
 }
 
@@ -188,6 +189,7 @@ close_streams(fsdpc_exchange *x)
     fsdpc_device_free(s->device, s->all, bytes);
     fsdpc_device_event_free(s->device, s->settled);
     fsdpc_device_event_free(s->device, s->masters);
+    fsdpc_device_event_free(s->device, s->copied);
     fsdpc_device_stream_free(s->device, s->gather);
     fsdpc_device_stream_free(s->device, s->reduce);
     fsdpc_mem_free(s->fillings);
@@ -253,6 +255,7 @@ fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
                                         what));
     }
     filling->awaited = false;
+    FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_MASTER));
     return fsdpc_device_record(s->device, filling->done);
 }
 
@@ -387,6 +390,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .open = open_streams,
     .close = close_streams,
     .begin = begin,
+    .leave = fsdpc_stream_offload_leave,
     .gather = gather,
     .release = release,
     .reduce = fsdpc_stream_reduce,

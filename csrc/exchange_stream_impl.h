@@ -47,9 +47,20 @@ struct fsdpc_streams {
     float *bits, *device_bits, *all;
     int64_t bit_count;
     fsdpc_event *settled; /* for the waits of the host */
+    bool all_offloaded;   /* every unit that trains has its gradients in host memory */
+    fsdpc_event *copied;  /* the last gather that read an offloaded master; NULL: no unit has one */
 };
 
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
+
+/* --- exchange_stream_offload.c ---------------------------------------------------------------- */
+
+int fsdpc_stream_offload_open(fsdpc_exchange *x);
+/* The end of a synchronised backward: the host waits until all sums are in the gradients and nothing
+ * reads masters any more. Nothing without offloaded units. */
+int fsdpc_stream_offload_end(fsdpc_exchange *x);
+/* The end of a forward that no backward follows: nothing reads masters any more. */
+int fsdpc_stream_offload_leave(fsdpc_exchange *x);
 
 #endif

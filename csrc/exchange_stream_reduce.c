@@ -53,6 +53,7 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
         }
     }
     FSDPC_TRY(fsdpc_grad_sum(unit, &source, 1));
+    FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_GRAD));
     return fsdpc_device_record(s->device, slot->summed);
 }
 
@@ -165,7 +166,8 @@ await_sums(fsdpc_exchange *x)
     for (int i = 0; i < x->reduce_slots; i++) {
         s->slots[i].busy = false;
     }
-    return fsdpc_device_wait(s->device, s->slots[last].summed);
+    /* Where all gradients are the host's, it waits itself, and that is enough. */
+    return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
 }
 
 int
@@ -186,6 +188,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
         fsdpc_device_use(s->device, caller);
     }
     FSDPC_KEEP(await_sums(x));
+    FSDPC_KEEP(fsdpc_stream_offload_end(x));
     s->sent = 0;
     FSDPC_KEEP(fsdpc_comm_check(x->comm));
     FSDPC_KEEP(fsdpc_comm_check(s->reduce_comm));

@@ -214,7 +214,7 @@ fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums)
         }
     }
     unit->add = true;
-    return FSDPC_OK;
+    return fsdpc_unit_touch(unit, FSDPC_GRAD);
 }
 
 int
@@ -261,6 +261,7 @@ int
 fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out)
 {
     *out = (fsdpc_norm){0};
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     for (int i = 0; i < unit->layout->param_count; i++) {
         if (!mask[i] || unit->layout->params[i].trainable_index < 0) {
             continue;
@@ -269,9 +270,9 @@ fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm
         const void *own = fsdpc_unit_grad_part(unit, i, &length);
         fsdpc_dtype dtype = fsdpc_unit_grad_dtype(unit, i);
         fsdpc_norm one;
-        FSDPC_TRY(fsdpc_device_norm2(unit->device, own, dtype, length, &one));
+        FSDPC_TRY(fsdpc_device_norm2(unit->own_device, own, dtype, length, &one));
         if (p != 2.0) {
-            FSDPC_TRY(fsdpc_device_norm_p(unit->device, own, dtype, length, p, &one.sum));
+            FSDPC_TRY(fsdpc_device_norm_p(unit->own_device, own, dtype, length, p, &one.sum));
         }
         out->sum += one.sum;
         out->nonfinite |= one.nonfinite;
@@ -284,14 +285,15 @@ fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm
 int
 fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
 {
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     for (int i = 0; i < unit->layout->param_count; i++) {
         if (!mask[i] || unit->layout->params[i].trainable_index < 0) {
             continue;
         }
         int64_t length;
         void *own = fsdpc_unit_grad_part(unit, i, &length);
-        FSDPC_TRY(
-            fsdpc_device_scale(unit->device, own, fsdpc_unit_grad_dtype(unit, i), length, factor));
+        FSDPC_TRY(fsdpc_device_scale(unit->own_device, own, fsdpc_unit_grad_dtype(unit, i), length,
+                                     factor));
     }
     return FSDPC_OK;
 }
@@ -299,33 +301,36 @@ fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
 int
 fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
 {
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     size_t item = fsdpc_dtype_bytes(seg->accumulate);
     char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
-    FSDPC_TRY(fsdpc_device_zero(unit->device, acc, (size_t)span.length * item));
+    FSDPC_TRY(fsdpc_device_zero(unit->own_device, acc, (size_t)span.length * item));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     int64_t length;
     void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_zero(unit->device, seen, (size_t)length * fsdpc_dtype_bytes(seg->storage));
+    return fsdpc_device_zero(unit->own_device, seen,
+                             (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
 int
 fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor)
 {
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     char *acc = (char *)unit->grad + seg->grad_offset +
                 (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
-    FSDPC_TRY(fsdpc_device_scale(unit->device, acc, seg->accumulate, span.length, factor));
+    FSDPC_TRY(fsdpc_device_scale(unit->own_device, acc, seg->accumulate, span.length, factor));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     int64_t length;
     void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_scale(unit->device, seen, seg->storage, length, factor);
+    return fsdpc_device_scale(unit->own_device, seen, seg->storage, length, factor);
 }
 
 static char *
@@ -341,15 +346,17 @@ own_sum(const fsdpc_unit *unit, int param, int64_t *length)
 int
 fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype)
 {
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
     int64_t length;
     char *acc = own_sum(unit, param, &length);
-    FSDPC_TRY(fsdpc_device_cast(unit->device, acc, seg->accumulate, values, dtype, length, 1.0));
+    FSDPC_TRY(
+        fsdpc_device_cast(unit->own_device, acc, seg->accumulate, values, dtype, length, 1.0));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_cast(unit->device, seen, seg->storage, values, dtype, length, 1.0);
+    return fsdpc_device_cast(unit->own_device, seen, seg->storage, values, dtype, length, 1.0);
 }
 
 /* Elements of the sum whose seen value was changed take the seen value; the others keep the digits
@@ -362,11 +369,11 @@ reload(fsdpc_unit *unit, int param, char *shown)
     int64_t length;
     char *acc = own_sum(unit, param, &length);
     const char *seen = fsdpc_unit_grad_part(unit, param, &length);
-    FSDPC_TRY(
-        fsdpc_device_cast(unit->device, shown, seg->storage, acc, seg->accumulate, length, 1.0));
+    FSDPC_TRY(fsdpc_device_cast(unit->own_device, shown, seg->storage, acc, seg->accumulate, length,
+                                1.0));
     for (int64_t i = 0; i < length; i++) {
         if (memcmp(shown + (size_t)i * narrow, seen + (size_t)i * narrow, narrow) != 0) {
-            FSDPC_TRY(fsdpc_device_cast(unit->device, acc + (size_t)i * wide, seg->accumulate,
+            FSDPC_TRY(fsdpc_device_cast(unit->own_device, acc + (size_t)i * wide, seg->accumulate,
                                         seen + (size_t)i * narrow, seg->storage, 1, 1.0));
         }
     }
@@ -377,6 +384,7 @@ int
 fsdpc_unit_reload_grad(fsdpc_unit *unit, int param)
 {
     int64_t length;
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }

@@ -32,10 +32,9 @@ fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
 /* --- life ------------------------------------------------------------------------------------ */
 
 static int
-make_unit(fsdpc_py_flat *self, const char *name, double divide, bool reshard, PyObject *params)
+make_unit(fsdpc_py_flat *self, fsdpc_unit_options options, PyObject *params)
 {
     fsdpc_py_specs specs = {0};
-    fsdpc_unit_options options = {.name = name, .divide = divide, .reshard = reshard};
     int result = -1;
     if (fsdpc_py_comm_get(self->shard_comm, &options.shard) < 0 ||
         (self->replicate_comm && fsdpc_py_comm_get(self->replicate_comm, &options.replicate) < 0) ||
@@ -68,13 +67,14 @@ done:
 static PyObject *
 flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"name", "comm", "params", "replicate", "divide", "reshard", NULL};
+    static char *names[] = {"name",   "comm",    "params",  "replicate",
+                            "divide", "reshard", "offload", NULL};
     const char *name;
     PyObject *comm, *params, *replicate = Py_None;
     double divide = 1.0;
-    int reshard = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "sOO|Odp:FlatParameter", names, &name, &comm,
-                                     &params, &replicate, &divide, &reshard)) {
+    int reshard = 1, offload = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "sOO|Odpp:FlatParameter", names, &name, &comm,
+                                     &params, &replicate, &divide, &reshard, &offload)) {
         return NULL;
     }
     fsdpc_py_flat *self = (fsdpc_py_flat *)type->tp_alloc(type, 0);
@@ -85,7 +85,9 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->sync = true;
     self->shard_comm = Py_NewRef(comm);
     self->replicate_comm = replicate == Py_None ? NULL : Py_NewRef(replicate);
-    if (make_unit(self, name, divide, reshard != 0, params) < 0) {
+    const fsdpc_unit_options options = {
+        .name = name, .divide = divide, .reshard = reshard != 0, .offload = offload != 0};
+    if (make_unit(self, options, params) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -393,6 +395,13 @@ get_name(fsdpc_py_flat *self, void *closure)
     return PyUnicode_FromString(fsdpc_unit_name(self->unit));
 }
 
+static PyObject *
+get_offloaded(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit));
+}
+
 static int
 set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
@@ -633,6 +642,8 @@ static PyGetSetDef getset[] = {
     {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
      "This rank's gradient as a NumPy array, no copy.", NULL},
     {"refs", (getter)get_refs, NULL, "How often the unit is gathered at the moment.", NULL},
+    {"offloaded", (getter)get_offloaded, NULL,
+     "Shard and gradient lie in pinned host memory of a GPU.", NULL},
     {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
     {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
     {"on_unattached", (getter)get_on_unattached, (setter)set_on_unattached,
@@ -663,9 +674,12 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc,
-     "FlatParameter(name, comm, params, replicate=None, divide=1.0, reshard=True)\n--\n\n"
+     "FlatParameter(name, comm, params, replicate=None, divide=1.0, reshard=True, "
+     "offload=False)\n--\n\n"
      "The parameters of one unit laid end to end and cut into equal pieces, one per rank of comm.\n"
-     "params: (name, numel, storage, compute, reduce, trainable) each. Collective over comm."},
+     "params: (name, numel, storage, compute, reduce, trainable) each. offload: shard and "
+     "gradient\n"
+     "lie in host memory (where comm's device has other). Collective over comm."},
     {0, NULL},
 };
 

@@ -62,7 +62,7 @@ make_masters(fsdpc_unit *unit)
     if (shm && unit->world > 1) {
         return map_shared_masters(unit, shm);
     }
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, unit->layout->shard_bytes, &unit->master));
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, unit->layout->shard_bytes, &unit->master));
     unit->peers[unit->rank] = unit->master;
     return FSDPC_OK;
 }
@@ -95,9 +95,9 @@ make_buffers(fsdpc_unit *unit)
 {
     const fsdpc_layout *layout = unit->layout;
     FSDPC_TRY(make_masters(unit));
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->grad));
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->grad_bytes, &unit->grad));
     if (sees_other_grads(layout)) {
-        FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->shard_bytes, &unit->grad_out));
+        FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->shard_bytes, &unit->grad_out));
     }
     if (unit->replicate) {
         FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->partial));
@@ -108,7 +108,7 @@ make_buffers(fsdpc_unit *unit)
     if (!unit->used || !unit->local_used || !unit->local_offset) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
     }
-    unit->direct = unit->world == 1 && needs_no_cast(layout);
+    unit->direct = unit->world == 1 && needs_no_cast(layout) && !unit->offload;
     return unit->direct ? FSDPC_OK
                         : fsdpc_range_init_on(unit->device, &unit->range, layout->full_bytes);
 }
@@ -137,10 +137,12 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->world = fsdpc_comm_world(options->shard);
     unit->scale = 1.0 / options->divide;
     unit->reshard = options->reshard;
+    unit->offload = options->offload;
     unit->name = fsdpc_mem_strdup(options->name);
     if (!unit->name) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);
     }
+    FSDPC_GOTO(fsdpc_unit_open_own(unit), fail);
     size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
     FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
     FSDPC_GOTO(make_buffers(unit), fail);
@@ -174,17 +176,18 @@ fsdpc_unit_free(fsdpc_unit *unit)
     }
     fsdpc_range_fini(&unit->range);
     if (unit->layout) {
-        fsdpc_device_free(unit->device, unit->grad, unit->layout->grad_bytes);
-        fsdpc_device_free(unit->device, unit->grad_out, unit->layout->shard_bytes);
+        fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
+        fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);
         fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
         fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
         if (!unit->master_map) {
-            fsdpc_device_free(unit->device, unit->master, unit->layout->shard_bytes);
+            fsdpc_unit_own_free(unit, unit->master, unit->layout->shard_bytes);
         }
     }
     if (unit->master_map) {
         give_masters_back(unit);
     }
+    fsdpc_unit_close_own(unit);
     fsdpc_layout_free(unit->layout);
     fsdpc_mem_free(unit->peers);
     fsdpc_mem_free(unit->used);
@@ -287,12 +290,13 @@ fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
 int
 fsdpc_unit_finish_grad(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     for (int s = 0; unit->grad_out && s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
         fsdpc_dtype dtype;
         char *seen = fsdpc_unit_seen_grad(unit, s, &dtype);
         if (seg->trainable) {
-            FSDPC_TRY(fsdpc_device_cast(unit->device, seen, dtype,
+            FSDPC_TRY(fsdpc_device_cast(unit->own_device, seen, dtype,
                                         (char *)unit->grad + seg->grad_offset, seg->accumulate,
                                         seg->piece_numel, 1.0));
         }

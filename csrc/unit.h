@@ -22,6 +22,7 @@ typedef struct fsdpc_unit_options {
     fsdpc_comm *replicate; /* borrowed, NULL without replicas */
     double divide;         /* gradients are divided by this, once */
     bool reshard;          /* released after forward, gathered again for backward */
+    bool offload; /* this rank's own values lie in host memory; nothing more where all does */
 } fsdpc_unit_options;
 
 /* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
@@ -55,6 +56,12 @@ void *fsdpc_unit_full(const fsdpc_unit *unit);
 /* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
+/* True when master shard and shard gradient lie in host memory that the unit's device reaches by itself:
+ * the processor may touch them when the unit is settled. */
+bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
+/* The host waits until the device has done with the unit's own values. A synchronised backward and a
+ * forward that no backward follows end so; every call below that touches own values begins so. */
+int fsdpc_unit_settle(fsdpc_unit *unit);
 /* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
 

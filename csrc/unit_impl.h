@@ -15,6 +15,13 @@ struct fsdpc_unit {
     bool reshard;
     bool hooked; /* the caller sums its gradients over the ranks (fsdpc_unit_take_sums) */
 
+    /* Where this rank's own values (master, grad, grad_out) are worked on outside of the step's streams:
+     * `device`, or the CPU when they are offloaded. */
+    fsdpc_device *own_device;
+    bool offload;
+    fsdpc_event *touched[2]; /* the device's last use of masters and of gradients, by fsdpc_which */
+    bool in_flight[2];       /* the host has not waited for it */
+
     /* Master shards. With a shared segment all ranks' shards are mapped and peers[r] is rank r's;
      * otherwise only peers[rank] is set. */
     void *master;
@@ -61,6 +68,18 @@ char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dty
 /* This rank's piece of a segment, and the size of its elements. */
 char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
                            size_t *item);
+
+/* --- unit_offload.c -------------------------------------------------------------------------- */
+
+int fsdpc_unit_open_own(fsdpc_unit *unit);
+void fsdpc_unit_close_own(fsdpc_unit *unit);
+/* Zeroed memory for own values. */
+int fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out);
+void fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes);
+/* Work that uses own values has been queued on the current stream. */
+int fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which);
+/* The host has seen the end of all that was queued. */
+void fsdpc_unit_settled(fsdpc_unit *unit);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 

@@ -54,6 +54,7 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     size_t item;
     char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
+    FSDPC_TRY(fsdpc_unit_settle(unit));
     if (span.length > 0) {
         memcpy(piece + (size_t)span.piece_begin * item,
                (const char *)full + (size_t)span.param_begin * item, (size_t)span.length * item);

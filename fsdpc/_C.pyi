@@ -150,6 +150,7 @@ class FlatParameter:
         replicate: Comm | None = None,
         divide: float = 1.0,
         reshard: bool = True,
+        offload: bool = False,
     ) -> None: ...
     name: str
     @property
@@ -168,6 +169,8 @@ class FlatParameter:
     def grad(self) -> NDArray[Any]: ...
     @property
     def refs(self) -> int: ...
+    @property
+    def offloaded(self) -> bool: ...
     @property
     def attached(self) -> bool: ...
     sync: bool

@@ -1,0 +1,115 @@
+/* Where the host has to wait for the streams: units whose own values lie in host memory, because the
+ * optimizer that follows runs on the processor (unit_offload.c).
+ *
+ * One wait ends a synchronised backward, for all units at once: the reduce stream is told to wait for
+ * the last read of a master, and the host waits for the reduce stream. It ends when the work is done
+ * or when a communicator is found broken, whose own deadline each collective has.
+ */
+#include "exchange_stream_impl.h"
+#include "status.h"
+
+enum { SLICE_MS = 200, LONGEST_S = 7200 };
+
+int
+fsdpc_stream_offload_open(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    bool any = false;
+    s->all_offloaded = true;
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        any = any || unit->offload;
+        s->all_offloaded =
+            s->all_offloaded && (unit->offload || unit->layout->trainable_count == 0);
+    }
+    return any ? fsdpc_device_event_new(s->device, &s->copied) : FSDPC_OK;
+}
+
+static int
+in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
+{
+    int count = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        count += x->units[u]->in_flight[which];
+    }
+    return count;
+}
+
+static int
+await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
+{
+    struct fsdpc_streams *s = x->streams;
+    for (int slice = 0;; slice++) {
+        int status = fsdpc_device_finish(s->device, event, SLICE_MS / 1e3, what);
+        if (status != FSDPC_E_TIMEOUT || slice >= LONGEST_S * 1000 / SLICE_MS) {
+            return status;
+        }
+        FSDPC_TRY(fsdpc_comm_check(x->comm));
+        FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
+        fsdpc_error_clear();
+    }
+}
+
+/* Sums that are not made on the reduce stream: those of a communication hook. */
+static int
+join_hooked(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        if (unit->hooked && unit->in_flight[FSDPC_GRAD]) {
+            FSDPC_TRY(fsdpc_device_wait(x->streams->device, unit->touched[FSDPC_GRAD]));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+join(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (in_flight(x, FSDPC_MASTER)) {
+        fsdpc_device_use(s->device, s->gather);
+        FSDPC_TRY(fsdpc_device_record(s->device, s->copied));
+        fsdpc_device_use(s->device, s->reduce);
+        FSDPC_TRY(fsdpc_device_wait(s->device, s->copied));
+    }
+    fsdpc_device_use(s->device, s->reduce);
+    FSDPC_TRY(join_hooked(x));
+    return fsdpc_device_record(s->device, s->settled);
+}
+
+int
+fsdpc_stream_offload_end(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s->copied || (!in_flight(x, FSDPC_MASTER) && !in_flight(x, FSDPC_GRAD))) {
+        return FSDPC_OK;
+    }
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    int status = join(x);
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    FSDPC_TRY(await_host(x, s->settled, "the sums of offloaded gradients"));
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit_settled(x->units[u]);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_offload_leave(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s->copied || !in_flight(x, FSDPC_MASTER)) {
+        return FSDPC_OK;
+    }
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fsdpc_device_record(s->device, s->copied);
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    FSDPC_TRY(await_host(x, s->copied, "the gathers of offloaded parameters"));
+    for (int u = 0; u < x->unit_count; u++) {
+        x->units[u]->in_flight[FSDPC_MASTER] = false;
+    }
+    return FSDPC_OK;
+}
