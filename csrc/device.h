@@ -150,6 +150,7 @@ typedef struct fsdpc_pack_source {
     fsdpc_dtype dtype;
     int ndim;
     const int64_t *shape, *strides;
+    bool add; /* fsdpc_device_pack_onto: to what the base holds */
 } fsdpc_pack_source;
 typedef struct fsdpc_pack_plan fsdpc_pack_plan;
 
@@ -161,6 +162,22 @@ void fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan);
 /* `sources` as many as targets, with as many elements. One launch where the device queues. */
 int fsdpc_device_pack_all(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
                           const fsdpc_pack_source *sources, double scale);
+
+/* Where a target's elements lie in a second buffer, the base: F32 or F64, aligned to the item. */
+typedef struct fsdpc_pack_base {
+    size_t offset;
+    fsdpc_dtype dtype;
+} fsdpc_pack_base;
+/* A plan that leaves alone what lies between the targets; bases NULL: nothing is added to. */
+int fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
+                                const fsdpc_pack_base *bases, int count, size_t bytes,
+                                fsdpc_pack_plan **out);
+/* pack_all with such a plan; where sources[i].add the target becomes base + source * scale, in the
+ * base's type, rounded once (without data: the base's values). `base` may be `buffer` itself if
+ * offsets and types agree. One launch; FSDPC_E_UNAVAILABLE with a base on a device that does not
+ * queue. */
+int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
+                           const void *base, const fsdpc_pack_source *sources, double scale);
 
 /* --- norms that stay on the device (device_stream.c) ------------------------------------------------
  *

@@ -144,7 +144,7 @@ int fsdpc_cuda_pack_tensor(void *context, void *dst, fsdpc_dtype dst_type, const
                            const int64_t *strides, double scale);
 int fsdpc_cuda_plan_new(void *context, fsdpc_pack_plan *plan);
 void fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan);
-int fsdpc_cuda_pack_all(void *context, const fsdpc_pack_plan *plan, void *buffer,
-                        const fsdpc_pack_source *sources, double scale);
+int fsdpc_cuda_pack_onto(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
+                         const fsdpc_pack_source *sources, double scale);
 
 #endif

@@ -102,12 +102,21 @@ take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
     return FSDPC_OK;
 }
 
+/* The kernel that adds needs a base. */
 static int
-launch_staged(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, size_t bytes, int64_t blocks,
+launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
+{
+    return fsdpc_cuda_launch(cuda,
+                             params->base ? FSDPC_K_fsdpc_cuda_pack_add : FSDPC_K_fsdpc_cuda_pack,
+                             params->tiles, params);
+}
+
+static int
+launch_staged(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, size_t bytes,
               const fsdpc_cuda_pack_params *params)
 {
     FSDPC_TRY(fsdpc_cuda_copy_in(cuda, stage->device, stage->host, bytes));
-    FSDPC_TRY(fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_pack, blocks, params));
+    FSDPC_TRY(launch_pack(cuda, params));
     return fsdpc_cuda_record(cuda, stage->read);
 }
 
@@ -144,7 +153,7 @@ for_each_entry(const fsdpc_pack_plan *plan, void (*visit)(void *, const fsdpc_cu
         entry.n = (int64_t)(begin - end);
         entry.dst_type = FSDPC_BYTES;
         entry.source = -1;
-        if (entry.n > 0) {
+        if (entry.n > 0 && !plan->keep_gaps) {
             visit(argument, &entry);
             entry.first_tile += tiles_of(entry.n, FSDPC_BYTES);
         }
@@ -153,6 +162,8 @@ for_each_entry(const fsdpc_pack_plan *plan, void (*visit)(void *, const fsdpc_cu
             entry.n = target->n;
             entry.dst_type = (int32_t)target->dtype;
             entry.source = i;
+            entry.base_offset = plan->bases ? (int64_t)plan->bases[i].offset : 0;
+            entry.base_type = plan->bases ? (int32_t)plan->bases[i].dtype : 0;
             visit(argument, &entry);
             entry.first_tile += tiles_of(entry.n, target->dtype);
             end = begin + (size_t)target->n * fsdpc_dtype_bytes(target->dtype);
@@ -289,6 +300,7 @@ list_sources(const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources,
                 strided ? word_for(device_views + *view_count * sizeof *views, sources[i].dtype) |
                               FSDPC_CUDA_SOURCE_STRIDED
                         : word_for((uintptr_t)sources[i].data, sources[i].dtype);
+            words[i] |= sources[i].add ? FSDPC_CUDA_SOURCE_ADD : 0;
         }
         *view_count += strided;
     }
@@ -308,14 +320,39 @@ pack_staged(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, const fsdpc_pa
                               (uintptr_t)stage->device + list_bytes, &views);
     params->table = (const fsdpc_cuda_source *)stage->device;
     if (status == FSDPC_OK) {
-        status = launch_staged(cuda, stage, bytes, params->tiles, params);
+        status = launch_staged(cuda, stage, bytes, params);
     }
     return give_stage(cuda, stage, status);
 }
 
+static int
+check_pack(const fsdpc_pack_plan *plan, const char *buffer, const char *base)
+{
+    for (int i = 0; i < plan->count; i++) {
+        FSDPC_TRY(fsdpc_cuda_check_aligned("pack", buffer + plan->targets[i].offset,
+                                           plan->targets[i].dtype));
+        if (base && plan->bases) {
+            FSDPC_TRY(fsdpc_cuda_check_aligned("pack", base + plan->bases[i].offset,
+                                               plan->bases[i].dtype));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static bool
+adds(const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources)
+{
+    for (int i = 0; i < plan->count; i++) {
+        if (sources[i].add) {
+            return true;
+        }
+    }
+    return false;
+}
+
 int
-fsdpc_cuda_pack_all(void *context, const fsdpc_pack_plan *plan, void *buffer,
-                    const fsdpc_pack_source *sources, double scale)
+fsdpc_cuda_pack_onto(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
+                     const fsdpc_pack_source *sources, double scale)
 {
     const struct plan *own = plan->own;
     const bool short_list = plan->count <= FSDPC_CUDA_PACK_SOURCES;
@@ -323,15 +360,16 @@ fsdpc_cuda_pack_all(void *context, const fsdpc_pack_plan *plan, void *buffer,
                                      .entries = own->entries,
                                      .tile_entry = own->tile_entry,
                                      .tiles = own->tiles,
-                                     .scale = scale};
+                                     .scale = scale,
+                                     .base = adds(plan, sources) ? base : NULL};
     size_t views;
-    for (int i = 0; i < plan->count; i++) {
-        FSDPC_TRY(fsdpc_cuda_check_aligned("pack", (char *)buffer + plan->targets[i].offset,
-                                           plan->targets[i].dtype));
+    if (own->tiles == 0) {
+        return FSDPC_OK;
     }
+    FSDPC_TRY(check_pack(plan, buffer, params.base));
     FSDPC_TRY(list_sources(plan, sources, short_list ? params.source : NULL, NULL, 0, &views));
     if (short_list && views == 0) {
-        return fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_pack, own->tiles, &params);
+        return launch_pack(context, &params);
     }
     return pack_staged(context, plan, sources, &params, views);
 }
@@ -352,7 +390,7 @@ pack_view(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_entry *entry, char *dst
                                      .scale = scale};
     params.source[0] =
         word_for((uintptr_t)stage->device + sizeof *entry, src_type) | FSDPC_CUDA_SOURCE_STRIDED;
-    return give_stage(cuda, stage, launch_staged(cuda, stage, bytes, params.tiles, &params));
+    return give_stage(cuda, stage, launch_staged(cuda, stage, bytes, &params));
 }
 
 int

@@ -68,8 +68,8 @@ typedef struct fsdpc_device_i {
     int (*hide)(void *context, void *address, size_t bytes, fsdpc_piece *piece);
     int (*plan_new)(void *context, fsdpc_pack_plan *plan);
     void (*plan_free)(void *context, fsdpc_pack_plan *plan);
-    int (*pack_all)(void *context, const fsdpc_pack_plan *plan, void *buffer,
-                    const fsdpc_pack_source *sources, double scale);
+    int (*pack_onto)(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
+                     const fsdpc_pack_source *sources, double scale);
     int64_t (*norm_parts)(int64_t n);
     int (*reduce_norm)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
                        int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
@@ -82,7 +82,9 @@ typedef struct fsdpc_device_i {
 struct fsdpc_pack_plan {
     int count;
     fsdpc_pack_target *targets;
+    fsdpc_pack_base *bases; /* or NULL */
     size_t bytes;
+    bool keep_gaps;
     void *own; /* the implementer's */
 };
 

@@ -1,3 +1,4 @@
 /* All kernels in one translation unit: one image with one copy of what they share. */
 #include "cuda_cast.cu"
+#include "cuda_add.cu"
 #include "cuda_reduce.cu"

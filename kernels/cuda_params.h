@@ -28,6 +28,7 @@ enum {
 #define FSDPC_CUDA_KERNELS(X)                          \
     X(fsdpc_cuda_cast, fsdpc_cuda_cast_params)         \
     X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)         \
+    X(fsdpc_cuda_pack_add, fsdpc_cuda_pack_params)     \
     X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)     \
     X(fsdpc_cuda_norm, fsdpc_cuda_norm_params)         \
     X(fsdpc_cuda_norm_sum, fsdpc_cuda_norm_sum_params) \
@@ -51,7 +52,10 @@ typedef struct fsdpc_cuda_pack_entry {
     int64_t n;          /* elements */
     int64_t dst_offset; /* bytes from the buffer's start */
     int32_t dst_type;
-    int32_t source; /* index among the sources, -1: a gap, filled with zeros */
+    int32_t source;      /* index among the sources, -1: a gap, filled with zeros */
+    int64_t base_offset; /* pack_add: bytes from the start of the base */
+    int32_t base_type;   /* F32 or F64 */
+    int32_t pad;
 } fsdpc_cuda_pack_entry;
 
 /* A tensor that is not contiguous; strides in elements, dimensions as few as possible. */
@@ -67,6 +71,7 @@ typedef struct fsdpc_cuda_view {
 typedef uint64_t fsdpc_cuda_source;
 #define FSDPC_CUDA_SOURCE_TYPE_SHIFT 56
 #define FSDPC_CUDA_SOURCE_STRIDED ((uint64_t)1 << 60)
+#define FSDPC_CUDA_SOURCE_ADD ((uint64_t)1 << 61) /* pack_add: to what the base holds */
 #define FSDPC_CUDA_SOURCE_ADDRESS (((uint64_t)1 << FSDPC_CUDA_SOURCE_TYPE_SHIFT) - 1)
 
 typedef struct fsdpc_cuda_pack_params {
@@ -75,6 +80,7 @@ typedef struct fsdpc_cuda_pack_params {
     const int32_t *tile_entry; /* the entry of each tile; NULL: all are of the first */
     int64_t tiles;             /* = blocks */
     double scale;
+    const void *base;               /* of pack_add; may be dst */
     const fsdpc_cuda_source *table; /* NULL: the sources are in `source` */
     fsdpc_cuda_source source[FSDPC_CUDA_PACK_SOURCES];
 } fsdpc_cuda_pack_params;

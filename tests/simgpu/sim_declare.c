@@ -46,26 +46,42 @@ read_view(simgpu_task *task, const fsdpc_cuda_view *view, int type)
 }
 
 static bool
+declare_base(simgpu_task *task, const fsdpc_cuda_pack_params *p, const fsdpc_cuda_pack_entry *entry)
+{
+    return simgpu_task_read(task, (const char *)p->base + entry->base_offset,
+                            bytes_of(entry->n, entry->base_type));
+}
+
+static bool
 declare_pack_entry(simgpu_task *task, const fsdpc_cuda_pack_params *p,
                    const fsdpc_cuda_pack_entry *entry)
 {
-    if (!simgpu_task_write(task, (char *)p->dst + entry->dst_offset,
-                           bytes_of(entry->n, entry->dst_type))) {
+    char *dst = (char *)p->dst + entry->dst_offset;
+    fsdpc_cuda_source word = 0;
+    if (entry->source >= 0 && p->table &&
+        !simgpu_task_read(task, &p->table[entry->source], sizeof *p->table)) {
         return false;
     }
-    if (entry->source < 0) {
-        return true;
+    if (entry->source >= 0) {
+        word = p->table ? p->table[entry->source] : p->source[entry->source];
     }
-    if (p->table && !simgpu_task_read(task, &p->table[entry->source], sizeof *p->table)) {
-        return false;
-    }
-    const fsdpc_cuda_source word = p->table ? p->table[entry->source] : p->source[entry->source];
     const void *address = (const void *)(uintptr_t)(word & FSDPC_CUDA_SOURCE_ADDRESS);
     const int type = (int)(word >> FSDPC_CUDA_SOURCE_TYPE_SHIFT & 15);
+    if (word & FSDPC_CUDA_SOURCE_ADD) {
+        if (!address && dst == (const char *)p->base + entry->base_offset) {
+            return true; /* stays as it is */
+        }
+        if (!declare_base(task, p, entry)) {
+            return false;
+        }
+    }
+    if (!simgpu_task_write(task, dst, bytes_of(entry->n, entry->dst_type))) {
+        return false;
+    }
     if (word & FSDPC_CUDA_SOURCE_STRIDED) {
         return read_view(task, address, type);
     }
-    return !word || simgpu_task_read(task, address, bytes_of(entry->n, type));
+    return !address || simgpu_task_read(task, address, bytes_of(entry->n, type));
 }
 
 static bool
@@ -135,6 +151,7 @@ declare_clip(simgpu_task *task, const void *params, const simgpu_launch *launch)
 static const sim_declared declared[] = {
     {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
     {"fsdpc_cuda_pack", sizeof(fsdpc_cuda_pack_params), declare_pack},
+    {"fsdpc_cuda_pack_add", sizeof(fsdpc_cuda_pack_params), declare_pack},
     {"fsdpc_cuda_reduce", sizeof(fsdpc_cuda_reduce_params), declare_reduce},
     {"fsdpc_cuda_norm", sizeof(fsdpc_cuda_norm_params), declare_norm},
     {"fsdpc_cuda_norm_sum", sizeof(fsdpc_cuda_norm_sum_params), declare_norm_sum},

@@ -565,7 +565,7 @@ wrong_plans_are_refused(void)
     const int64_t shape[] = {3}, strides[] = {1};
     float x[8] = {0};
     const fsdpc_pack_source sources[] = {{.data = x, .dtype = FSDPC_F32},
-                                         {x, FSDPC_F32, 1, shape, strides}};
+                                         {x, FSDPC_F32, 1, shape, strides, false}};
     const fsdpc_pack_source bytes[] = {{.data = x, .dtype = FSDPC_BYTES}, {.data = NULL}};
     CHECK_ERROR(fsdpc_device_pack_plan(gpu, good, 2, 20, &plan), FSDPC_E_INVAL, "target 1");
     CHECK(plan == NULL);
