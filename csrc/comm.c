@@ -175,6 +175,63 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
     return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
 }
 
+/* The sizes of all are checked before any is sent. */
+static int
+check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    for (int i = 0; i < count; i++) {
+        size_t bytes;
+        if (parts[i].piece_numel < 0 ||
+            !fsdpc_size_mul((size_t)parts[i].piece_numel, fsdpc_dtype_bytes(parts[i].dtype),
+                            &bytes) ||
+            !fsdpc_size_mul(bytes, (size_t)comm->world, &bytes)) {
+            return fsdpc_error(FSDPC_E_INVAL, "%s: part %d of %lld elements is no size", what, i,
+                               (long long)parts[i].piece_numel);
+        }
+        FSDPC_TRY(check_buffer(parts[i].buffer, bytes, what));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what)
+{
+    what = name_of(what, "all_gather");
+    FSDPC_TRY(check_parts(comm, parts, count, what));
+    if (comm->ops->all_gather_parts) {
+        return count ? finish(comm, comm->ops->all_gather_parts(comm, parts, count, what))
+                     : FSDPC_OK;
+    }
+    for (int i = 0; i < count; i++) {
+        size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
+        FSDPC_TRY(fsdpc_comm_all_gather(comm, parts[i].buffer, bytes, what));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what)
+{
+    what = name_of(what, "reduce_scatter");
+    FSDPC_TRY(check_parts(comm, parts, count, what));
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(check_elements(comm, parts[i].buffer, parts[i].piece_numel, comm->world,
+                                 parts[i].dtype, what));
+    }
+    if (comm->ops->reduce_scatter_parts) {
+        return count ? finish(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what))
+                     : FSDPC_OK;
+    }
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(fsdpc_comm_reduce_scatter(comm, parts[i].buffer, parts[i].piece_numel,
+                                            parts[i].dtype, what));
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
                       enum fsdpc_op op, const char *what)

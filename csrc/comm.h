@@ -70,6 +70,17 @@ fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);
+/* Several of the same kind at once, as if one by one; "nccl" makes one call of them. Parts without
+ * elements are left out. */
+typedef struct fsdpc_comm_part {
+    void *buffer;
+    int64_t piece_numel;
+    fsdpc_dtype dtype;
+} fsdpc_comm_part;
+int fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what);
+int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                    const char *what);
 int fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
                           enum fsdpc_op op, const char *what);
 int fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);

@@ -23,6 +23,11 @@ typedef struct fsdpc_comm_ops {
     int (*broadcast)(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);
     int (*barrier)(fsdpc_comm *comm, const char *what);
     int (*agree)(fsdpc_comm *comm, const char *text, const char *what);
+    /* (optional) one by one */
+    int (*all_gather_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what);
+    int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what);
     void (*abort)(fsdpc_comm *comm, const char *text); /* (optional): nothing to tell others */
     fsdpc_shm *(*segment)(const fsdpc_comm *comm);     /* (optional): NULL */
     int (*buffer_new)(fsdpc_comm *comm, size_t bytes, bool common,

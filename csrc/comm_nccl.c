@@ -94,23 +94,62 @@ issue(const nccl_comm *comm, const order *o)
     }
 }
 
+static size_t
+bytes_of(const nccl_comm *comm, const order *o)
+{
+    size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
+    return o->kind == GATHER || o->kind == SCATTER ? bytes * (size_t)comm->base.world : bytes;
+}
+
+/* A part of several, as an order. */
+static order
+order_of(int kind, const fsdpc_comm_part *part, fsdpc_cu_stream stream)
+{
+    order o = {.buffer = part->buffer,
+               .count = (size_t)part->piece_numel,
+               .dtype = part->dtype,
+               .op = FSDPC_NCCL_SUM,
+               .stream = stream};
+    o.kind = kind == GATHER ? GATHER : SCATTER;
+    return o;
+}
+
+/* NCCL makes one kernel of a group. What fails inside it is told when the group is closed: it must be. */
+static fsdpc_nccl_result
+issue_parts(const nccl_comm *comm, int kind, const fsdpc_comm_part *parts, int count,
+            fsdpc_cu_stream stream, size_t *bytes)
+{
+    fsdpc_nccl_result result = comm->nccl->group_start();
+    for (int i = 0; i < count && result == FSDPC_NCCL_SUCCESS; i++) {
+        order o = order_of(kind, &parts[i], stream);
+        *bytes += bytes_of(comm, &o);
+        result = o.count ? issue(comm, &o) : FSDPC_NCCL_SUCCESS;
+        result = result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_NCCL_SUCCESS : result;
+    }
+    const fsdpc_nccl_result end = comm->nccl->group_end();
+    return result == FSDPC_NCCL_SUCCESS ? end : result;
+}
+
+/* One order, or (o NULL) several parts of one kind. */
 static int
-run(nccl_comm *comm, order *o, const char *what)
+put(nccl_comm *comm, order *o, int kind, const fsdpc_comm_part *parts, int count, const char *what)
 {
     int status = FSDPC_OK;
-    size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
-    bool pieces = o->kind == GATHER || o->kind == SCATTER;
-    o->stream = o->stream ? o->stream : stream_of(comm);
+    size_t bytes = o ? bytes_of(comm, o) : 0;
+    const fsdpc_cu_stream stream = o && o->stream ? o->stream : stream_of(comm);
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->calls);
     if (!comm->handle) {
         FSDPC_GOTO(fsdpc_comm_check(&comm->base), end);
         FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what), end);
     }
-    FSDPC_GOTO(settle(comm, issue(comm, o), what), end);
-    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, o->stream, what,
-                                    pieces ? bytes * (size_t)comm->base.world : bytes),
-               end);
+    if (o) {
+        o->stream = stream;
+        FSDPC_GOTO(settle(comm, issue(comm, o), what), end);
+    } else {
+        FSDPC_GOTO(settle(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what), end);
+    }
+    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, stream, what, bytes), end);
 end:
     pthread_mutex_unlock(&comm->calls);
     if (status != FSDPC_OK) {
@@ -119,7 +158,25 @@ end:
     return status;
 }
 
+static int
+run(nccl_comm *comm, order *o, const char *what)
+{
+    return put(comm, o, 0, NULL, 0, what);
+}
+
 /* --- the table ---------------------------------------------------------------------------------------- */
+
+static int
+all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return put(of(comm), NULL, GATHER, parts, count, what);
+}
+
+static int
+reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return put(of(comm), NULL, SCATTER, parts, count, what);
+}
 
 static int
 all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
@@ -381,6 +438,8 @@ static const fsdpc_comm_ops nccl_ops = {
     .broadcast = broadcast,
     .barrier = barrier,
     .agree = agree,
+    .all_gather_parts = all_gather_parts,
+    .reduce_scatter_parts = reduce_scatter_parts,
     .abort = abort_comm,
     .exchange = exchange,
     .free = release,

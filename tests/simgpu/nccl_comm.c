@@ -419,7 +419,7 @@ ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
         if (comm->polls == 0 && comm->late) {
             nccl_call *call = comm->late;
             comm->late = NULL;
-            *error = nccl_put(call);
+            *error = nccl_put_all(call);
         }
     }
     api_unlock();
@@ -443,9 +443,10 @@ static void
 leave(struct ncclComm *comm)
 {
     delist(comm);
-    if (comm->late) {
-        free(comm->late);
-        comm->late = NULL;
+    while (comm->late) {
+        nccl_call *call = comm->late;
+        comm->late = call->next;
+        free(call);
     }
     nccl_unuse(comm);
 }

@@ -57,6 +57,21 @@ nccl_put(nccl_call *call)
     return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
 }
 
+/* All of a group. Lock held. */
+fsdpc_nccl_result
+nccl_put_all(nccl_call *call)
+{
+    fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
+    for (int i = 0; call; i++) {
+        nccl_call *next = call->next;
+        nccl_counters.joined += i > 0;
+        fsdpc_nccl_result one = nccl_put(call);
+        result = result ? result : one;
+        call = next;
+    }
+    return result;
+}
+
 /* In place means this rank's own part; anything else that overlaps is undefined. */
 static bool
 overlaps(const nccl_call *call)
@@ -151,12 +166,15 @@ ncclGroupEnd(void)
         return result;
     }
     api_lock();
-    while (group_first) {
-        nccl_call *call = group_first;
-        group_first = call->next;
-        fsdpc_nccl_result one = nccl_put(call);
-        result = result ? result : one;
+    struct ncclComm *comm = group_first ? group_first->comm : NULL;
+    if (comm && !comm->blocking && nccl_options.in_progress > 0) {
+        comm->late = group_first;
+        comm->polls = nccl_options.in_progress;
+        result = FSDPC_NCCL_IN_PROGRESS;
+    } else {
+        result = nccl_put_all(group_first);
     }
+    group_first = NULL;
     api_unlock();
     return result;
 }

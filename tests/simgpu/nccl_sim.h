@@ -94,6 +94,7 @@ size_t nccl_item(int type);
 
 /* nccl_ops.c */
 fsdpc_nccl_result nccl_put(nccl_call *call);
+fsdpc_nccl_result nccl_put_all(nccl_call *call);
 /* nccl_run.c */
 enum simgpu_progress nccl_run(void *context, simgpu_task *task);
 bool nccl_wanted(void *context);

@@ -73,6 +73,27 @@ close_comm(setup *s)
     CHECK_INT(fsdpc_mem_live(), s->live);
 }
 
+/* Several at once take one call of NCCL, and are watched as one. */
+static void
+parts(setup *s, int rank, int world, float sum)
+{
+    const fsdpc_comm_part gathers[] = {
+        {s->x + 16, 1, FSDPC_F32}, {s->x + 20, 0, FSDPC_F32}, {s->x + 20, 4, FSDPC_BYTES}};
+    const fsdpc_comm_part scatters[] = {{s->x + 24, 1, FSDPC_F32}, {s->x + 28, 1, FSDPC_F32}};
+    const fsdpc_comm_part bytes[] = {{s->x + 24, 1, FSDPC_F32}, {s->x + 28, 1, FSDPC_BYTES}};
+    int64_t joined = simnccl_count().joined;
+    CHECK_INT(fsdpc_comm_all_gather_parts(s->comm, gathers, 3, "gather of unit 4"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter_parts(s->comm, scatters, 2, "reduce of unit 4"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_gather_parts(s->comm, gathers, 0, "nothing"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_reduce_scatter_parts(s->comm, bytes, 2, "bytes"), FSDPC_E_INVAL);
+    CHECK_INT(fsdpc_comm_nccl_wait(s->comm), FSDPC_OK);
+    CHECK_INT(simnccl_count().joined - joined, 2);
+    for (int r = 0; r < world; r++) {
+        CHECK(s->x[16 + r] == (float)(r + 1) && s->x[20 + r] == (float)(r + 1));
+    }
+    CHECK(s->x[24 + rank] == sum && s->x[28 + rank] == sum);
+}
+
 /* --- what works -------------------------------------------------------------------------------------- */
 
 static void
@@ -100,6 +121,7 @@ collectives(int rank, ranks_run *run)
     CHECK(s.x[40] == (float)run->world && s.x[47] == (float)run->world);
     CHECK(s.x[48] == (float)run->world && s.x[51] == (float)run->world);
     CHECK(s.x[52 + 3 * rank] == sum && s.x[54 + 3 * rank] == sum);
+    parts(&s, rank, run->world, sum);
     CHECK_INT(simgpu_count().host_syncs, syncs);
     CHECK_INT(fsdpc_comm_barrier(s.comm, "barrier"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_agree(s.comm, "unit 3: 64 floats", "units"), FSDPC_OK);
