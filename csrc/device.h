@@ -111,6 +111,9 @@ void fsdpc_device_host_unregister(fsdpc_device *device, void *block);
 /* Host memory stays as it is until the copy is done. */
 int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
 int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
+/* The same, and the host waits for it as in finish: never in a step. */
+int fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, size_t bytes,
+                           const char *what);
 
 /* --- addresses and pieces of memory (device_stream.c) -----------------------------------------------
  *

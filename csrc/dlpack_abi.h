@@ -10,8 +10,13 @@
 
 enum { DLPACK_MAJOR = 1 };
 
-/* Device types whose memory the CPU can read and write. */
-enum { DLPACK_DEVICE_CPU = 1, DLPACK_DEVICE_CUDA_HOST = 3, DLPACK_DEVICE_ROCM_HOST = 11 };
+/* Device types; the CPU can read and write the memory of all but CUDA's. */
+enum {
+    DLPACK_DEVICE_CPU = 1,
+    DLPACK_DEVICE_CUDA = 2,
+    DLPACK_DEVICE_CUDA_HOST = 3,
+    DLPACK_DEVICE_ROCM_HOST = 11
+};
 
 /* Bit of dlpack_versioned.flags. */
 enum { DLPACK_FLAG_READ_ONLY = 1 };

@@ -20,6 +20,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "device.h"
 #include "dlpack_abi.h"
 #include "dtype.h"
 #include "status.h"
@@ -42,6 +43,8 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *hook_type;
     PyObject *name_is_neg; /* interned str */
     PyObject *name_is_conj;
+    PyObject
+        *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
     /* Tensor types seen by fsdpc_py_torch_view with their C functions (NULL: they have none). */
     struct {
         PyTypeObject *type;
@@ -107,7 +110,15 @@ int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
 
 enum { FSDPC_PY_MAX_DIMS = 16 };
 
-/* Host memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
+/* Where tensors' memory is, in DLPack's codes; host memory of any kind is {DLPACK_DEVICE_CPU, 0}. */
+typedef struct fsdpc_py_place {
+    int32_t type, id;
+} fsdpc_py_place;
+extern const fsdpc_py_place fsdpc_py_host;
+/* Of tensors in a device's memory. */
+fsdpc_py_place fsdpc_py_place_of(const fsdpc_device *device);
+
+/* Memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
  * of one element in `itemsize`; shape and strides count elements in any case. */
 typedef struct fsdpc_py_view {
     void *data;
@@ -119,17 +130,26 @@ typedef struct fsdpc_py_view {
     int64_t strides[FSDPC_PY_MAX_DIMS];
     bool contiguous; /* row-major without gaps; true for tensors without elements */
     bool readonly;
+    fsdpc_py_place place;
     PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
 /* Any object with __dlpack__ (host memory only) or the buffer protocol. The view holds on to the
  * memory until fsdpc_py_view_release. TypeError, BufferError. */
 int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
+/* The same; a torch tensor may also be in a GPU's memory. */
+int fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out);
 void fsdpc_py_view_release(fsdpc_py_view *view);
 /* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,
  * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
  * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
+/* The same for tensors in a given place. BufferError names both. */
+int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out);
+/* The same for tensors in host memory or a GPU's. */
+int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
+/* 0 if the view is in that place, else -1 with BufferError. */
+int fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place);
 /* Only where its memory begins: the cheapest question. */
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
 /* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
@@ -139,11 +159,21 @@ bool fsdpc_py_is_torch(PyObject *object);
 /* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
  * BufferError. */
 int fsdpc_py_view_finish(fsdpc_py_view *view);
-/* Copies what a DLPack tensor says, host memory only. BufferError. */
+/* Copies what a DLPack tensor in host or CUDA memory says. BufferError. */
 int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
-/* A "dltensor" capsule over `data` (row-major, host memory), as torch.utils.dlpack.from_dlpack
- * takes it. Whoever consumes it keeps `owner` alive; shape is copied. */
+/* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. Whoever
+ * consumes it keeps `owner` alive; shape is copied. */
 PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
-                                 PyObject *owner);
+                                 fsdpc_py_place place, PyObject *owner);
+
+/* --- streams (py_stream.c) ------------------------------------------------------------------- */
+
+/* What this thread asks of the device from now on goes on torch's current stream. Nothing to do for
+ * a device that does not queue. */
+int fsdpc_py_enter_device(fsdpc_device *device);
+/* The same where no exception may come out: a current exception stays, a failure is dropped. */
+void fsdpc_py_enter_quietly(fsdpc_device *device);
+/* set_stream_function(function) of the module. */
+PyObject *fsdpc_py_set_stream_function(PyObject *module, PyObject *function);
 
 #endif

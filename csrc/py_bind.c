@@ -76,13 +76,13 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
 }
 
 static int
-bind_grad(fsdpc_py_seen *seen, PyObject *grad)
+bind_grad(const fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
     fsdpc_py_view view;
     if (grad == Py_None) {
         return 0;
     }
-    if (fsdpc_py_torch_view(grad, &view) < 0) {
+    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
         return -1;
     }
     seen->grad = Py_NewRef(grad);
@@ -110,7 +110,7 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
         fsdpc_py_seen *seen = &flat->seen[i];
         seen->param = Py_NewRef(param);
         flat->seen_count++;
-        if (bind_grad(seen, grad) < 0 || bind_covers(flat, seen, indices) < 0) {
+        if (bind_grad(flat, seen, grad) < 0 || bind_covers(flat, seen, indices) < 0) {
             return -1;
         }
         seen->requires_grad = seen->grad != NULL;
@@ -329,7 +329,7 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
     fsdpc_py_view view;
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
-    if (fsdpc_py_torch_view(grad, &view) < 0) {
+    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
         return -1;
     }
     int64_t at = 0;
@@ -373,7 +373,7 @@ static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
 {
     fsdpc_py_view view;
-    if (fsdpc_py_torch_view(seen->grad, &view) < 0) {
+    if (fsdpc_py_torch_view_on(seen->grad, fsdpc_py_own_place(flat), &view) < 0) {
         return -1;
     }
     if (view.data == seen->grad_data || view.numel == 0) {
@@ -521,7 +521,7 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
 static int
 view_grad(fsdpc_py_flat *flat, int i)
 {
-    if (fsdpc_py_torch_view(flat->held[i], &flat->views[i]) == 0) {
+    if (fsdpc_py_torch_view_on(flat->held[i], fsdpc_py_full_place(flat), &flat->views[i]) == 0) {
         return 0;
     }
     if (!PyErr_ExceptionMatches(PyExc_BufferError)) {
@@ -533,7 +533,7 @@ view_grad(fsdpc_py_flat *flat, int i)
         return -1;
     }
     Py_SETREF(flat->held[i], plain);
-    return fsdpc_py_torch_view(plain, &flat->views[i]);
+    return fsdpc_py_torch_view_on(plain, fsdpc_py_full_place(flat), &flat->views[i]);
 }
 
 int

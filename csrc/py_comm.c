@@ -7,7 +7,6 @@
 #include "py_comm.h"
 
 #include <limits.h>
-#include <limits.h>
 #include <stddef.h>
 #include <string.h>
 #include <structmember.h>

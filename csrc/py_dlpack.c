@@ -45,11 +45,13 @@ drop_capsule(PyObject *capsule)
 }
 
 static void
-describe(exported *self, void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape)
+describe(exported *self, void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
+         fsdpc_py_place place)
 {
     dlpack_tensor *tensor = &self->managed.tensor;
     tensor->data = data;
-    tensor->device.type = DLPACK_DEVICE_CPU;
+    tensor->device.type = place.type;
+    tensor->device.id = place.id;
     tensor->ndim = ndim;
     tensor->dtype.code = fsdpc_dtype_dlpack_code(dtype);
     tensor->dtype.bits = fsdpc_dtype_dlpack_bits(dtype);
@@ -66,7 +68,7 @@ describe(exported *self, void *data, fsdpc_dtype dtype, int ndim, const int64_t 
 
 PyObject *
 fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
-                       PyObject *owner)
+                       fsdpc_py_place place, PyObject *owner)
 {
     if (ndim < 0 || ndim > FSDPC_PY_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "a tensor of %d dimensions cannot be exported", ndim);
@@ -76,7 +78,7 @@ fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *s
     if (self == NULL) {
         return PyErr_NoMemory();
     }
-    describe(self, data, dtype, ndim, shape);
+    describe(self, data, dtype, ndim, shape, place);
     self->managed.context = self;
     self->managed.deleter = drop_export;
     PyObject *capsule = PyCapsule_New(&self->managed, "dltensor", drop_capsule);
@@ -164,10 +166,13 @@ view_from_capsule(PyObject *capsule, fsdpc_py_view *out)
             return -1;
         }
         out->readonly = (managed->flags & DLPACK_FLAG_READ_ONLY) != 0;
-        return 0;
+        return fsdpc_py_check_place(out, fsdpc_py_host);
     }
     dlpack_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-    return managed == NULL ? -1 : fsdpc_py_view_from_dlpack(&managed->tensor, out);
+    if (managed == NULL || fsdpc_py_view_from_dlpack(&managed->tensor, out) < 0) {
+        return -1;
+    }
+    return fsdpc_py_check_place(out, fsdpc_py_host);
 }
 
 static int
@@ -190,9 +195,23 @@ view_by_dlpack(PyObject *object, fsdpc_py_view *out)
 int
 fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out)
 {
+    if (fsdpc_py_tensor_view_any(object, out) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_check_place(out, fsdpc_py_host) < 0) {
+        fsdpc_py_view_release(out);
+        return -1;
+    }
+    return 0;
+}
+
+int
+fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out)
+{
     memset(out, 0, sizeof *out);
+    out->place = fsdpc_py_host;
     if (fsdpc_py_is_torch(object)) {
-        if (fsdpc_py_torch_view(object, out) < 0) {
+        if (fsdpc_py_torch_view_any(object, out) < 0) {
             return -1;
         }
         out->owner = Py_NewRef(object);

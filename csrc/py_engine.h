@@ -99,6 +99,13 @@ int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 /* A parameter's number from Python; IndexError names the unit. */
 int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
 
+/* Where the tensors are that torch computes with (gathered values and their gradients), and those
+ * that the optimizer sees. */
+fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
+fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
+/* See fsdpc_py_enter_device. */
+int fsdpc_py_enter(const fsdpc_py_flat *flat);
+
 /* --- py_flat_views.c ------------------------------------------------------------------------- */
 
 PyObject *fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index);

@@ -29,6 +29,24 @@ fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
     return 0;
 }
 
+fsdpc_py_place
+fsdpc_py_full_place(const fsdpc_py_flat *flat)
+{
+    return fsdpc_py_place_of(flat->unit->device);
+}
+
+fsdpc_py_place
+fsdpc_py_own_place(const fsdpc_py_flat *flat)
+{
+    return fsdpc_py_place_of(flat->unit->device);
+}
+
+int
+fsdpc_py_enter(const fsdpc_py_flat *flat)
+{
+    return fsdpc_py_enter_device(flat->unit->device);
+}
+
 /* --- life ------------------------------------------------------------------------------------ */
 
 static int
@@ -38,7 +56,8 @@ make_unit(fsdpc_py_flat *self, fsdpc_unit_options options, PyObject *params)
     int result = -1;
     if (fsdpc_py_comm_get(self->shard_comm, &options.shard) < 0 ||
         (self->replicate_comm && fsdpc_py_comm_get(self->replicate_comm, &options.replicate) < 0) ||
-        fsdpc_py_specs_parse(params, &specs) < 0) {
+        fsdpc_py_specs_parse(params, &specs) < 0 ||
+        fsdpc_py_enter_device(fsdpc_comm_device(options.shard)) < 0) {
         goto done;
     }
     int status;
@@ -145,6 +164,9 @@ flat_dealloc(fsdpc_py_flat *self)
     fsdpc_mem_free(self->grads);
     fsdpc_mem_free(self->views);
     fsdpc_mem_free(self->held);
+    if (self->unit) {
+        fsdpc_py_enter_quietly(self->unit->device);
+    }
     fsdpc_unit_free(self->unit);
     Py_XDECREF(self->shard_comm);
     Py_XDECREF(self->replicate_comm);
@@ -178,7 +200,7 @@ check_full_tensor(const fsdpc_py_flat *self, enum fsdpc_which which, int i, PyOb
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     fsdpc_dtype dtype = which == FSDPC_GRAD ? fsdpc_unit_grad_dtype(self->unit, i)
                                             : layout->segments[layout->params[i].segment].storage;
-    if (fsdpc_py_tensor_view(object, view) < 0) {
+    if (fsdpc_py_tensor_view_any(object, view) < 0) {
         return -1;
     }
     bool fits = dtype == FSDPC_BYTES
@@ -212,7 +234,7 @@ flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObjec
         return NULL;
     }
     which = grad ? FSDPC_GRAD : FSDPC_MASTER;
-    if (fsdpc_py_flat_index(self, index, &i) < 0 ||
+    if (fsdpc_py_flat_index(self, index, &i) < 0 || fsdpc_py_enter(self) < 0 ||
         check_full_tensor(self, which, i, tensor, &view) < 0) {
         return NULL;
     }
@@ -266,7 +288,7 @@ flat_read(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObject
         {"tensors", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
         {"grad", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &grad},
     };
-    if (fsdpc_py_args("read", table, 2, args, count, keywords) < 0) {
+    if (fsdpc_py_args("read", table, 2, args, count, keywords) < 0 || fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     PyObject *tensors = PySequence_Tuple(list);
@@ -302,7 +324,7 @@ grad_norm(fsdpc_py_flat *self, PyObject *args)
 {
     PyObject *object;
     double p;
-    if (!PyArg_ParseTuple(args, "Od:grad_norm", &object, &p)) {
+    if (!PyArg_ParseTuple(args, "Od:grad_norm", &object, &p) || fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     const uint8_t *mask = parse_mask(self, object);
@@ -325,7 +347,7 @@ scale_grads(fsdpc_py_flat *self, PyObject *args)
 {
     PyObject *object;
     double factor;
-    if (!PyArg_ParseTuple(args, "Od:scale_grads", &object, &factor)) {
+    if (!PyArg_ParseTuple(args, "Od:scale_grads", &object, &factor) || fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     const uint8_t *mask = parse_mask(self, object);

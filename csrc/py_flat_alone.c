@@ -46,7 +46,7 @@ PyObject *
 fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
-    if (own_tree(self) < 0) {
+    if (own_tree(self) < 0 || fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     int status = FSDPC_OK;
@@ -70,6 +70,9 @@ fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused)
         return run_core(fsdpc_error(FSDPC_E_STATE,
                                     "release() of unit %s without a gather() before it",
                                     fsdpc_unit_name(self->unit)));
+    }
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
     }
     int status;
     Py_BEGIN_ALLOW_THREADS
@@ -96,7 +99,10 @@ view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tens
         if (PyTuple_GET_ITEM(items, i) == Py_None) {
             continue;
         }
-        result = fsdpc_py_tensor_view(PyTuple_GET_ITEM(items, i), &views[i]);
+        result = fsdpc_py_tensor_view_any(PyTuple_GET_ITEM(items, i), &views[i]);
+        if (result == 0) {
+            result = fsdpc_py_check_place(&views[i], fsdpc_py_full_place(self));
+        }
         if (result == 0 && views[i].numel != layout->params[i].numel) {
             PyErr_Format(PyExc_ValueError,
                          "the gradient of parameter %s of unit %s has %lld elements, not %lld",
@@ -128,7 +134,8 @@ fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t coun
         {"grads", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
         {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &add},
     };
-    if (fsdpc_py_args("reduce", table, 2, args, count, keywords) < 0 || own_tree(self) < 0) {
+    if (fsdpc_py_args("reduce", table, 2, args, count, keywords) < 0 || own_tree(self) < 0 ||
+        fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     int params = fsdpc_unit_layout(self->unit)->param_count, status = FSDPC_OK;
@@ -168,6 +175,9 @@ fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
         return fsdpc_py_raise(
             fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
     }
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
     fsdpc_tree *tree = self->tree->tree;
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_tree_forward_enter(tree, self->id);
@@ -180,6 +190,9 @@ fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
     int status = FSDPC_OK;
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
     if (self->tree) {
         status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
     }

@@ -34,7 +34,7 @@ take_tensor(const fsdpc_py_flat *self, int i, PyObject *tensor, blocks *all)
     fsdpc_dtype dtype = layout->segments[layout->params[i].segment].storage;
     int64_t length = fsdpc_unit_block_length(self->unit, i, all->block[i]);
     fsdpc_py_view *view = &all->views[i];
-    if (fsdpc_py_tensor_view(tensor, view) < 0) {
+    if (fsdpc_py_tensor_view_any(tensor, view) < 0) {
         return -1;
     }
     all->held = i + 1;
@@ -86,6 +86,9 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
 {
     size_t count = (size_t)fsdpc_unit_layout(self->unit)->param_count + 1;
     PyObject *result = NULL;
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
     blocks all = {fsdpc_mem_calloc(count, sizeof *all.block),
                   fsdpc_mem_calloc(count, sizeof *all.data),
                   fsdpc_mem_calloc(count, sizeof *all.views), 0};

@@ -95,7 +95,8 @@ fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer)
 {
     fsdpc_py_view view;
     size_t bytes = fsdpc_unit_layout(self->unit)->reduce_bytes;
-    if (fsdpc_py_torch_view(buffer, &view) < 0) {
+    if (fsdpc_py_enter(self) < 0 ||
+        fsdpc_py_torch_view_on(buffer, fsdpc_py_full_place(self), &view) < 0) {
         return NULL;
     }
     if (!view.contiguous || (size_t)view.numel * view.itemsize != bytes) {
@@ -126,7 +127,8 @@ view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
             PyErr_SetString(PyExc_ValueError, "take_sums: one piece per trainable segment, please");
             return -1;
         }
-        if (fsdpc_py_torch_view(PyList_GET_ITEM(pieces, k++), &view) < 0) {
+        if (fsdpc_py_torch_view_on(PyList_GET_ITEM(pieces, k++), fsdpc_py_full_place(self), &view) <
+            0) {
             return -1;
         }
         if (!view.contiguous || view.dtype == FSDPC_BYTES ||
@@ -174,6 +176,9 @@ fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args)
     }
     if (length != layout->param_count) {
         PyErr_SetString(PyExc_ValueError, "take_sums: one byte per parameter, please");
+        return NULL;
+    }
+    if (fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     fsdpc_tensor *sums = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof *sums);

@@ -12,7 +12,8 @@
 static PyObject *
 capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
 {
-    return fsdpc_py_dlpack_export(data, dtype, 1, &length, (PyObject *)self);
+    return fsdpc_py_dlpack_export(data, dtype, 1, &length, fsdpc_py_own_place(self),
+                                  (PyObject *)self);
 }
 
 PyObject *
@@ -80,7 +81,7 @@ fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t 
     char *base = fsdpc_unit_full(self->unit);
     return fsdpc_py_dlpack_export(base + fsdpc_layout_full_offset(layout, i),
                                   layout->segments[layout->params[i].segment].compute, ndim, shape,
-                                  (PyObject *)self);
+                                  fsdpc_py_full_place(self), (PyObject *)self);
 }
 
 static int
@@ -146,6 +147,17 @@ host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
 {
     npy_intp shape = (npy_intp)numel;
     static char nothing[8];
+    if (fsdpc_py_own_place(self).type != DLPACK_DEVICE_CPU) {
+        PyErr_Format(
+            PyExc_BufferError,
+            "unit %s is in a GPU's memory, which NumPy does not see: shard_part, grad_part "
+            "and full_param give tensors over it",
+            fsdpc_unit_name(self->unit));
+        return NULL;
+    }
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
     PyObject *array =
         PyArray_SimpleNewFromData(1, &shape, numpy_type(dtype), numel ? data : nothing);
     if (array && PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(self)) < 0) {

@@ -291,6 +291,7 @@ fsdpc_py_forward_failed(fsdpc_py_flat *flat)
     if (!tree || tree->forward_depth == 0) {
         return 0;
     }
+    fsdpc_py_enter_quietly(flat->unit->device);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     tree->forward_depth--;
@@ -603,6 +604,16 @@ end_backward(fsdpc_py_tree *tree)
 
 /* --- the type -------------------------------------------------------------------------------- */
 
+static int
+enter(const hook *self)
+{
+    if (self->kind != FSDPC_HOOK_END) {
+        return fsdpc_py_enter((fsdpc_py_flat *)self->owner);
+    }
+    const fsdpc_py_tree *tree = (fsdpc_py_tree *)self->owner;
+    return tree->count > 0 ? fsdpc_py_enter(tree->units[0]) : 0;
+}
+
 static PyObject *
 hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
 {
@@ -610,6 +621,9 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywo
     hook *self = (hook *)object;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     int result = -1;
+    if (enter(self) < 0) {
+        return NULL;
+    }
     switch (self->kind) {
     case FSDPC_HOOK_PRE_FORWARD:
         result = pre_forward(self, args, count);

@@ -119,9 +119,11 @@ export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t c
         PyErr_SetString(PyExc_ValueError, "the array is not contiguous");
     } else if (view.dtype == FSDPC_BYTES) {
         int64_t bytes = view.numel * (int64_t)view.itemsize;
-        capsule = fsdpc_py_dlpack_export(view.data, FSDPC_BYTES, 1, &bytes, view.owner);
+        capsule =
+            fsdpc_py_dlpack_export(view.data, FSDPC_BYTES, 1, &bytes, fsdpc_py_host, view.owner);
     } else {
-        capsule = fsdpc_py_dlpack_export(view.data, view.dtype, view.ndim, view.shape, view.owner);
+        capsule = fsdpc_py_dlpack_export(view.data, view.dtype, view.ndim, view.shape,
+                                         fsdpc_py_host, view.owner);
     }
     fsdpc_py_view_release(&view);
     return capsule;

@@ -217,6 +217,7 @@ module_clear(PyObject *module)
     Py_CLEAR(state->hook_type);
     Py_CLEAR(state->name_is_neg);
     Py_CLEAR(state->name_is_conj);
+    Py_CLEAR(state->current_stream);
     for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
         Py_CLEAR(state->tensors[i].type);
     }

@@ -9,6 +9,7 @@
  * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
  * do not tell, so that is asked of the tensor in both ways.
  */
+#include <stdio.h>
 #include <string.h>
 
 #include "py.h"
@@ -53,19 +54,64 @@ set_dlpack_type(const dlpack_tensor *tensor, fsdpc_py_view *out)
     }
 }
 
-static bool
-host_device(int32_t type)
+const fsdpc_py_place fsdpc_py_host = {DLPACK_DEVICE_CPU, 0};
+
+fsdpc_py_place
+fsdpc_py_place_of(const fsdpc_device *device)
 {
-    return type == DLPACK_DEVICE_CPU || type == DLPACK_DEVICE_CUDA_HOST ||
-           type == DLPACK_DEVICE_ROCM_HOST;
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
+    if (!caps->asynchronous || caps->stand_in) {
+        return fsdpc_py_host;
+    }
+    return (fsdpc_py_place){DLPACK_DEVICE_CUDA, caps->ordinal};
+}
+
+static const char *
+place_text(fsdpc_py_place place, char *text, size_t bytes)
+{
+    if (place.type == DLPACK_DEVICE_CPU) {
+        return "host memory";
+    }
+    snprintf(text, bytes, "cuda:%d", (int)place.id);
+    return text;
+}
+
+int
+fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place)
+{
+    char have[32], want[32];
+    if (view->place.type == place.type && view->place.id == place.id) {
+        return 0;
+    }
+    PyErr_Format(PyExc_BufferError, "the tensor is not in %s but in %s",
+                 place_text(place, want, sizeof want), place_text(view->place, have, sizeof have));
+    return -1;
+}
+
+static int
+read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
+{
+    switch (tensor->device.type) {
+    case DLPACK_DEVICE_CPU:
+    case DLPACK_DEVICE_CUDA_HOST:
+    case DLPACK_DEVICE_ROCM_HOST:
+        *out = fsdpc_py_host;
+        return 0;
+    case DLPACK_DEVICE_CUDA:
+        *out = (fsdpc_py_place){DLPACK_DEVICE_CUDA, tensor->device.id};
+        return 0;
+    default:
+        PyErr_Format(PyExc_BufferError,
+                     "the tensor is neither in host memory nor a GPU's (DLPack device type %d)",
+                     (int)tensor->device.type);
+        return -1;
+    }
 }
 
 int
 fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out)
 {
-    if (!host_device(tensor->device.type)) {
-        PyErr_Format(PyExc_BufferError, "the tensor is not in host memory (DLPack device type %d)",
-                     (int)tensor->device.type);
+    if (read_place(tensor, &out->place) < 0) {
         return -1;
     }
     if (tensor->ndim < 0 || tensor->ndim > FSDPC_PY_MAX_DIMS) {
@@ -230,13 +276,27 @@ read_numbers(PyObject *sequence, int64_t *out)
 }
 
 static int
-check_device(PyObject *tensor)
+read_ordinal(PyObject *device, int32_t *out)
+{
+    PyObject *index = PyObject_GetAttrString(device, "index");
+    *out = index == NULL || index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    Py_XDECREF(index);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+static int
+read_device(PyObject *tensor, fsdpc_py_place *out)
 {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *held = NULL;
     const char *text = device == NULL ? NULL : attribute_text(device, "type", &held);
-    if (text != NULL && strcmp(text, "cpu") != 0) {
-        PyErr_Format(PyExc_BufferError, "the tensor is not in host memory (device %.50s)", text);
+    *out = fsdpc_py_host;
+    if (text != NULL && strcmp(text, "cuda") == 0) {
+        out->type = DLPACK_DEVICE_CUDA;
+        (void)read_ordinal(device, &out->id);
+    } else if (text != NULL && strcmp(text, "cpu") != 0) {
+        PyErr_Format(PyExc_BufferError,
+                     "the tensor is neither in host memory nor a GPU's (device %.50s)", text);
     }
     Py_XDECREF(held);
     Py_XDECREF(device);
@@ -253,19 +313,19 @@ no_memory(void)
     char text[256];
     fsdpc_py_exception_text(text, sizeof text);
     PyErr_Clear();
-    PyErr_Format(PyExc_BufferError, "the tensor is not a dense array in host memory (%s)", text);
+    PyErr_Format(PyExc_BufferError, "the tensor is not a dense array in memory (%s)", text);
     return -1;
 }
 
-int
-fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out)
+static int
+view_by_methods(PyObject *tensor, fsdpc_py_view *out)
 {
     if (!fsdpc_py_is_torch(tensor)) {
         PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, not %.100s",
                      Py_TYPE(tensor)->tp_name);
         return -1;
     }
-    if (check_device(tensor) < 0 || read_type(tensor, out) < 0 ||
+    if (read_device(tensor, &out->place) < 0 || read_type(tensor, out) < 0 ||
         check_plain(tensor, out->dtype) < 0) {
         return -1;
     }
@@ -290,14 +350,32 @@ fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out)
 int
 fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out)
 {
+    return fsdpc_py_torch_view_on(tensor, fsdpc_py_host, out);
+}
+
+int
+fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out)
+{
+    return view_by_methods(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, fsdpc_py_host);
+}
+
+int
+fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out)
+{
+    return fsdpc_py_torch_view_any(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, place);
+}
+
+int
+fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out)
+{
     const dlpack_exchange *exchange = exchange_of(Py_TYPE(tensor));
     if (exchange == NULL) {
-        return fsdpc_py_torch_view_slow(tensor, out);
+        return view_by_methods(tensor, out);
     }
     dlpack_tensor borrowed;
     if (exchange->borrow(tensor, &borrowed) != 0) {
         PyErr_Clear();
-        return fsdpc_py_torch_view_slow(tensor, out);
+        return view_by_methods(tensor, out);
     }
     if (fsdpc_py_view_from_dlpack(&borrowed, out) < 0) {
         return -1;

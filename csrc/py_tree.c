@@ -58,6 +58,9 @@ make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *optio
         units[i] = self->units[i]->unit;
         levels[i] = (int)depth;
     }
+    if (self->count > 0 && fsdpc_py_enter(self->units[0]) < 0) {
+        goto done;
+    }
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
     Py_END_ALLOW_THREADS
@@ -185,6 +188,9 @@ static int
 tree_clear(fsdpc_py_tree *self)
 {
     let_units_go(self);
+    if (self->count > 0) {
+        fsdpc_py_enter_quietly(self->units[0]->unit->device);
+    }
     fsdpc_tree_free(self->tree);
     self->tree = NULL;
     for (int i = 0; i < self->count; i++) {

@@ -11,6 +11,7 @@
  */
 #include "py_engine.h"
 
+#include "mem.h"
 #include "unit_impl.h"
 
 /* --- parameters ------------------------------------------------------------------------------ */
@@ -134,7 +135,39 @@ fsdpc_py_note_waiting(fsdpc_py_flat *flat)
     return 0;
 }
 
-enum sign { NO_ELEMENTS, POSITIVE_ZEROS, OTHER };
+enum sign { NO_ELEMENTS, POSITIVE_ZEROS, OTHER, FAILED };
+
+static bool
+all_zero(const char *bytes, size_t count)
+{
+    for (size_t b = 0; b < count; b++) {
+        if (bytes[b]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* What is in a GPU's memory is read back: the host waits, but only where the user wrote into a
+ * gradient between two backwards of no_sync. */
+static enum sign
+sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
+{
+    fsdpc_device *device = flat->unit->device;
+    if (!fsdpc_device_get_caps(device)->asynchronous) {
+        return all_zero(part, bytes) ? POSITIVE_ZEROS : OTHER;
+    }
+    char *copy = fsdpc_mem_calloc(bytes, 1);
+    int status = copy ? fsdpc_device_read_back(device, copy, part, bytes, "a gradient of no_sync")
+                      : fsdpc_error(FSDPC_E_NOMEM, "no memory to look at a gradient");
+    enum sign sign = all_zero(copy ? copy : "", copy ? bytes : 0) ? POSITIVE_ZEROS : OTHER;
+    fsdpc_mem_free(copy);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return FAILED;
+    }
+    return sign;
+}
 
 static enum sign
 sign_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
@@ -145,14 +178,23 @@ sign_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
         const char *part = fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
         size_t bytes =
             (size_t)length * fsdpc_dtype_bytes(fsdpc_unit_grad_dtype(flat->unit, seen->covers[c]));
-        for (size_t b = 0; b < bytes; b++) {
-            if (part[b]) {
-                return OTHER;
-            }
+        enum sign this_one = bytes > 0 ? sign_of_part(flat, part, bytes) : sign;
+        if (this_one == OTHER || this_one == FAILED) {
+            return this_one;
         }
         sign = length > 0 ? POSITIVE_ZEROS : sign;
     }
     return sign;
+}
+
+static bool
+has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    int64_t length = 0;
+    for (int c = 0; length == 0 && c < seen->cover_count; c++) {
+        (void)fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
+    }
+    return length > 0;
 }
 
 /* Whether the user wrote zeros into the gradient since the last backward. */
@@ -164,6 +206,9 @@ was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
         return version < 0 ? -1 : 0;
     }
     enum sign sign = sign_of(flat, seen);
+    if (sign == FAILED) {
+        return -1;
+    }
     return sign == POSITIVE_ZEROS || (sign == NO_ELEMENTS && empty_too);
 }
 
@@ -185,7 +230,7 @@ fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
     for (int empty = 0; empty < 2; empty++) {
         for (int i = 0; i < flat->seen_count; i++) {
             fsdpc_py_seen *seen = &flat->seen[i];
-            bool has = seen->waits && sign_of(flat, seen) != NO_ELEMENTS;
+            bool has = seen->waits && has_elements(flat, seen);
             if (!seen->waits || !waits(flat, seen) || has != !empty) {
                 continue;
             }

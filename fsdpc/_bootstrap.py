@@ -67,8 +67,11 @@ def make_groups(
     strategy: ShardingStrategy,
     shard_pg: dist.ProcessGroup,
     replicate_pg: dist.ProcessGroup | None = None,
+    *,
+    device: int | None = None,
 ) -> Groups:
-    """Communicators for a sharding strategy. Collective over both groups.
+    """Communicators for a sharding strategy on a GPU, or on the CPU (None). Collective over both
+    groups.
 
     ``NO_SHARD`` replicates over ``shard_pg``. Without ``replicate_pg`` there is no replication.
     """
@@ -76,15 +79,17 @@ def make_groups(
         if replicate_pg is not None:
             raise ValueError("NO_SHARD replicates over the process group itself: give one group")
         shard_pg, replicate_pg = None, shard_pg
-    shard = _alone() if shard_pg is None else comm_for_group(shard_pg)
+    shard = _alone(device) if shard_pg is None else comm_for_group(shard_pg, device=device)
     replicate = None
     if replicate_pg is not None and replicate_pg.size() > 1:
-        replicate = comm_for_group(replicate_pg)
+        replicate = comm_for_group(replicate_pg, device=device)
     divide = float(shard.world * (replicate.world if replicate else 1))
     return Groups(shard, replicate, shard_pg, replicate_pg, divide)
 
 
-def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm:
+def comm_for_group(
+    pg: dist.ProcessGroup, *, kind: str | None = None, device: int | None = None
+) -> _C.Comm:
     """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
 
     Collective over ``pg``. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored when the group
@@ -94,7 +99,7 @@ def comm_for_group(pg: dist.ProcessGroup, *, kind: str | None = None) -> _C.Comm
     comm = _comms.get(pg)
     if comm is None:
         wanted = _read_kind(kind)
-        comm = _make_comm(pg, wanted, read_timeout())
+        comm = _make_comm(pg, wanted, read_timeout(), device)
         _comms[pg] = comm
         if pg.size() > 1:
             _wanted[pg] = wanted
@@ -134,16 +139,16 @@ def trust_order() -> bool:
 
 
 @cache
-def _alone() -> _C.Comm:
+def _alone(device: int | None) -> _C.Comm:
     """The communicator of one rank: the same for all groups, so that their units share a tree's
     slots.
     """
-    return _C.Comm.self_()
+    return _C.Comm.self_(device)
 
 
-def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float) -> _C.Comm:
+def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int | None) -> _C.Comm:
     if pg.size() == 1:
-        return _alone()
+        return _alone(device)
     if dist.get_backend(pg) == "fake":
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
     mine = (wanted, timeout, _place(), uuid.uuid4().hex)

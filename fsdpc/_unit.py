@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C, _clip_utils, _writeback
 from fsdpc._bootstrap import Groups
+from fsdpc._device import tensor_device
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
 from fsdpc._whole import WholeValues
@@ -51,7 +52,7 @@ class Unit(HandleFace, WholeValues):
         self._name = name
         self.infos = infos
         self.groups = groups
-        self.device = torch.device("cpu")
+        self.device = tensor_device(groups.shard.device)
         self.use_orig_params = use_orig_params
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype

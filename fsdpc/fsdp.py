@@ -25,6 +25,7 @@ from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
 from fsdpc._compiled import call_untraced, not_traced
+from fsdpc._device import engine_device
 from fsdpc._face import Face
 from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
@@ -147,7 +148,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             chosen = _args.GroupChoice(
                 chosen.replicate, None
             )  # HYBRID with one rank a host only replicates
-        self._groups = make_groups(self.sharding_strategy, chosen.shard, chosen.replicate)
+        self._groups = make_groups(
+            self.sharding_strategy,
+            chosen.shard,
+            chosen.replicate,
+            device=engine_device(self.compute_device),
+        )
 
     def _init_state(self) -> None:
         self._unit: Unit | None = None
