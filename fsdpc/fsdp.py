@@ -125,6 +125,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 module, auto_wrap_policy, self._ignored, child_kwargs, FullyShardedDataParallel
             )
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
+        # What was asked for: a rank alone has nothing to share, but low-precision copies to free.
+        asked = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self._reshard_after_forward = asked in _args.RESHARD_AFTER_FORWARD
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch
@@ -209,7 +212,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             self._groups,
             param_dtype=mixed.param_dtype,
             reduce_dtype=mixed.reduce_dtype or mixed.param_dtype,
-            reshard_after_forward=self.sharding_strategy in _args.RESHARD_AFTER_FORWARD,
+            reshard_after_forward=self._reshard_after_forward,
             use_orig_params=self._use_orig_params,
             keep_low_precision_grads=mixed.keep_low_precision_grads,
         )

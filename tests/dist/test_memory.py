@@ -154,3 +154,22 @@ def test_a_dropped_model_gives_its_memory_back(rank, world):
         del model
     left = (pss_of_all_ranks() - before) / MIB
     assert left < 32, f"{left:.1f} MiB are left of three models of 64 MiB"
+
+
+@ranks(1)
+def test_a_rank_alone_frees_low_precision_copies(rank, world):
+    """torch calls it NO_SHARD; whether copies of the values stay is still the user's choice."""
+    slots = {}
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+        options = {
+            "sharding_strategy": strategy,
+            "mixed_precision": fsdpc.MixedPrecision(param_dtype=torch.bfloat16),
+        }
+        for i in range(5):
+            model[i] = fsdpc.FullyShardedDataParallel(model[i], **options)
+        model = fsdpc.FullyShardedDataParallel(model, **options)
+        for _ in range(2):
+            model(torch.ones(2, 8)).float().sum().backward()
+        slots[strategy] = fsdpc.memory_stats(model)["gather_slots"]
+    assert slots == {ShardingStrategy.FULL_SHARD: BASE_SLOTS, ShardingStrategy.SHARD_GRAD_OP: 5}
