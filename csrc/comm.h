@@ -51,6 +51,9 @@ void fsdpc_comm_abort(fsdpc_comm *comm, const char *text);
 
 /* The failure that broke the communicator, or FSDPC_OK. Local; for results of queued work. */
 int fsdpc_comm_check(const fsdpc_comm *comm);
+/* Local: the host waits for all that is queued on the device's current stream, the group's collectives
+ * among it, or until the group has failed. `what` is for the text. Never in a step. */
+int fsdpc_comm_settle(fsdpc_comm *comm, const char *what);
 
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);

@@ -16,6 +16,9 @@
 
 typedef struct fsdpc_device fsdpc_device;
 
+/* Whose memory a caller's buffer is. Where the CPU is the device, both are the same. */
+enum fsdpc_place { FSDPC_ON_DEVICE, FSDPC_ON_HOST };
+
 typedef struct fsdpc_device_caps {
     bool asynchronous;   /* work is queued on streams */
     bool host_memory;    /* the CPU can read and write its memory */
@@ -114,6 +117,8 @@ int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, siz
 /* The same, and the host waits for it as in finish: never in a step. */
 int fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, size_t bytes,
                            const char *what);
+/* Within the device's memory; the two do not overlap. */
+int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes);
 
 /* --- addresses and pieces of memory (device_stream.c) -----------------------------------------------
  *

@@ -55,6 +55,7 @@ static const fsdpc_device_i cuda_table = {
     .host_unregister = fsdpc_cuda_host_unregister,
     .copy_in = fsdpc_cuda_copy_in,
     .copy_out = fsdpc_cuda_copy_out,
+    .copy = fsdpc_cuda_copy,
     .grain = fsdpc_cuda_grain,
     .reserve = fsdpc_cuda_reserve,
     .unreserve = fsdpc_cuda_unreserve,

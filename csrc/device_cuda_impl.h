@@ -94,6 +94,7 @@ int fsdpc_cuda_host_register(void *context, void *block, size_t bytes);
 void fsdpc_cuda_host_unregister(void *context, void *block);
 int fsdpc_cuda_copy_in(void *context, void *dst, const void *host, size_t bytes);
 int fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes);
+int fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes);
 int fsdpc_cuda_zero(void *context, void *dst, size_t bytes);
 int fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n);
 

@@ -231,6 +231,18 @@ fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes)
     return FSDPC_OK;
 }
 
+int
+fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes)
+{
+    const struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(
+        cuda,
+        copy(fsdpc_cuda_address(dst), fsdpc_cuda_address(src), bytes, fsdpc_cuda_current(cuda)),
+        "copy of %zu bytes on the GPU", bytes);
+    return FSDPC_OK;
+}
+
 static int
 set_bytes(const struct fsdpc_cuda *cuda, void *dst, unsigned char value, size_t bytes)
 {

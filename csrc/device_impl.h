@@ -59,6 +59,7 @@ typedef struct fsdpc_device_i {
     void (*host_unregister)(void *context, void *block);
     int (*copy_in)(void *context, void *dst, const void *host, size_t bytes);
     int (*copy_out)(void *context, void *host, const void *src, size_t bytes);
+    int (*copy)(void *context, void *dst, const void *src, size_t bytes);
     size_t (*grain)(void *context);
     int (*reserve)(void *context, size_t bytes, void **out);
     void (*unreserve)(void *context, void *address, size_t bytes);

@@ -166,6 +166,19 @@ done:
     return status;
 }
 
+int
+fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes)
+{
+    FSDPC_TRY(check_copy(bytes, dst, src));
+    if (bytes && device->i->copy) {
+        return device->i->copy(device->context, dst, src, bytes);
+    }
+    if (bytes) {
+        memcpy(dst, src, bytes);
+    }
+    return FSDPC_OK;
+}
+
 /* --- addresses and pieces of memory -------------------------------------------------------------- */
 
 static int

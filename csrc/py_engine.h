@@ -103,6 +103,9 @@ int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
  * that the optimizer sees. */
 fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
 fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
+/* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_place, -1 before the
+ * first; all tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
+int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
 /* See fsdpc_py_enter_device. */
 int fsdpc_py_enter(const fsdpc_py_flat *flat);
 

@@ -47,6 +47,27 @@ fsdpc_py_enter(const fsdpc_py_flat *flat)
     return fsdpc_py_enter_device(flat->unit->device);
 }
 
+int
+fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side)
+{
+    fsdpc_py_place device = fsdpc_py_full_place(flat);
+    bool on_device = view->place.type == device.type && view->place.id == device.id;
+    if (view->numel == 0) {
+        return 0;
+    }
+    if (!on_device && view->place.type != DLPACK_DEVICE_CPU) {
+        return fsdpc_py_check_place(view, device);
+    }
+    if (*side >= 0 && (*side == FSDPC_ON_DEVICE) != on_device) {
+        PyErr_Format(PyExc_ValueError,
+                     "unit %s: some tensors are on the GPU and some in host memory, choose one",
+                     fsdpc_unit_name(flat->unit));
+        return -1;
+    }
+    *side = on_device ? FSDPC_ON_DEVICE : FSDPC_ON_HOST;
+    return 0;
+}
+
 /* --- life ------------------------------------------------------------------------------------ */
 
 static int
@@ -227,7 +248,7 @@ flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObjec
         {"tensor", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &tensor},
         {"grad", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &grad},
     };
-    int i;
+    int i, side = -1;
     fsdpc_py_view view;
     enum fsdpc_which which;
     if (fsdpc_py_args("write", table, 3, args, count, keywords) < 0) {
@@ -238,8 +259,17 @@ flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count, PyObjec
         check_full_tensor(self, which, i, tensor, &view) < 0) {
         return NULL;
     }
-    int status = fsdpc_unit_write(self->unit, which, i, view.data);
+    int failed = fsdpc_py_side(self, &view, &side), status = FSDPC_OK;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_unit_write(self->unit, which, i, view.data,
+                                  side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
+        Py_END_ALLOW_THREADS
+    }
     fsdpc_py_view_release(&view);
+    if (failed) {
+        return NULL;
+    }
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
@@ -250,6 +280,7 @@ static PyObject *
 read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
 {
     int count = fsdpc_unit_layout(self->unit)->param_count, held = 0, status = FSDPC_OK;
+    int side = -1;
     PyObject *result = NULL;
     fsdpc_py_view *views = fsdpc_mem_calloc((size_t)count, sizeof *views);
     void **full = fsdpc_mem_calloc((size_t)count, sizeof *full);
@@ -263,9 +294,14 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
             goto done;
         }
         full[held] = views[held].data;
+        if (tensor != Py_None && fsdpc_py_side(self, &views[held], &side) < 0) {
+            held++;
+            goto done;
+        }
     }
     Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_read(self->unit, which, full);
+    status = fsdpc_unit_read(self->unit, which, full,
+                             side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
     Py_END_ALLOW_THREADS
     result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 done:

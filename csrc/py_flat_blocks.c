@@ -12,6 +12,7 @@ typedef struct blocks {
     void **data;
     fsdpc_py_view *views;
     int held;
+    int side; /* see fsdpc_py_side */
 } blocks;
 
 static void
@@ -49,7 +50,7 @@ take_tensor(const fsdpc_py_flat *self, int i, PyObject *tensor, blocks *all)
         return -1;
     }
     all->data[i] = length > 0 ? view->data : NULL;
-    return 0;
+    return fsdpc_py_side(self, view, &all->side);
 }
 
 /* blocks[i] 0: parameter i is skipped, and its tensor is None. */
@@ -91,15 +92,16 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
     }
     blocks all = {fsdpc_mem_calloc(count, sizeof *all.block),
                   fsdpc_mem_calloc(count, sizeof *all.data),
-                  fsdpc_mem_calloc(count, sizeof *all.views), 0};
+                  fsdpc_mem_calloc(count, sizeof *all.views), 0, -1};
     if (!all.block || !all.data || !all.views) {
         PyErr_NoMemory();
     } else if (fill(self, numbers, tensors, &all) == 0) {
         int status;
+        enum fsdpc_place place = all.side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
         Py_BEGIN_ALLOW_THREADS
-        status = write
-                     ? fsdpc_unit_write_blocks(self->unit, all.block, (const void *const *)all.data)
-                     : fsdpc_unit_read_blocks(self->unit, all.block, all.data);
+        status = write ? fsdpc_unit_write_blocks(self->unit, all.block,
+                                                 (const void *const *)all.data, place)
+                       : fsdpc_unit_read_blocks(self->unit, all.block, all.data, place);
         Py_END_ALLOW_THREADS
         result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
     }

@@ -70,12 +70,18 @@ fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
 /* After a backward: brings the seen gradients up to date where they are narrower than the sums. */
 int fsdpc_unit_finish_grad(fsdpc_unit *unit);
 
-/* Local: takes this rank's part out of a full, contiguous parameter (dtypes as for read). */
-int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full);
+/* The caller's buffers are on the device or the host's, `place` says which. On a device that queues,
+ * what comes from its own memory is copied in the current stream's order; for all else the host
+ * waits until it is done, so that a buffer of the host may be freed on return. Not for steps.
+ *
+ * Local: takes this rank's part out of a full, contiguous parameter (dtypes as for read). */
+int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
+                     enum fsdpc_place place);
 /* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
  * fsdpc_unit_grad_dtype) with whole parameters; NULL entries are skipped, also on some ranks only.
  * Beside them no rank holds more than FSDPC_UNIT_SCRATCH_BYTES. */
-int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full);
+int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full,
+                    enum fsdpc_place place);
 enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
 
 /* A parameter in equal blocks: rank r deals with elements [r * block[i], (r + 1) * block[i]) of
@@ -83,9 +89,11 @@ enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
  * (NULL where the rank has none). block[i] is equal on all ranks; 0: the parameter is skipped.
  * Collective over the shard group, master values only, scratch memory as for read. */
 int64_t fsdpc_unit_block_length(const fsdpc_unit *unit, int param, int64_t block);
-int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data);
+int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data,
+                           enum fsdpc_place place);
 /* On failure some of the values may have been replaced. */
-int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data);
+int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data,
+                            enum fsdpc_place place);
 
 /* Sum of squares and maximum of this rank's part of the gradients of the parameters with
  * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */

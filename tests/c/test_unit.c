@@ -30,7 +30,8 @@ wrong_arguments_are_refused(void)
     fsdpc_unit_free(NULL);
     unit = engine_unit(comm, 1, "u", true);
     float full[130] = {0};
-    CHECK_ERROR(fsdpc_unit_write(unit, FSDPC_GRAD, 1, full), FSDPC_E_INVAL, "frozen");
+    CHECK_ERROR(fsdpc_unit_write(unit, FSDPC_GRAD, 1, full, FSDPC_ON_DEVICE), FSDPC_E_INVAL,
+                "frozen");
     CHECK_STR(fsdpc_unit_name(unit), "u");
     CHECK(!fsdpc_unit_is_direct(unit));
     fsdpc_unit_free(unit);
@@ -61,16 +62,16 @@ write_and_read(fsdpc_unit *unit, enum fsdpc_which which)
         for (size_t k = 0; k < bytes[i]; k++) {
             ((uint8_t *)in[i])[k] = (uint8_t)(k * 31 + k / 251 + (size_t)i * 7 + which);
         }
-        REQUIRE_OK(fsdpc_unit_write(unit, which, i, in[i]));
+        REQUIRE_OK(fsdpc_unit_write(unit, which, i, in[i], FSDPC_ON_DEVICE));
     }
-    REQUIRE_OK(fsdpc_unit_read(unit, which, out));
+    REQUIRE_OK(fsdpc_unit_read(unit, which, out, FSDPC_ON_DEVICE));
     for (int i = 0; i < layout->param_count; i++) {
         CHECK(!in[i] || memcmp(in[i], out[i], bytes[i]) == 0);
         free(out[i]);
         out[i] = NULL;
     }
     /* Parameters that are not asked for are skipped. */
-    REQUIRE_OK(fsdpc_unit_read(unit, which, out));
+    REQUIRE_OK(fsdpc_unit_read(unit, which, out, FSDPC_ON_DEVICE));
     for (int i = 0; i < layout->param_count; i++) {
         free(in[i]);
     }
@@ -151,7 +152,8 @@ write_blocks(block_test *test, int round)
             ((uint8_t *)test->data[i])[k] = block_byte(test->begin[i] + k, i, round);
         }
     }
-    REQUIRE_OK(fsdpc_unit_write_blocks(test->unit, test->block, (const void *const *)test->data));
+    REQUIRE_OK(fsdpc_unit_write_blocks(test->unit, test->block, (const void *const *)test->data,
+                                       FSDPC_ON_DEVICE));
 }
 
 /* Wrong bytes among the blocks read now; round[i] is what parameter i was last written with. */
@@ -164,7 +166,7 @@ wrong_in_blocks(block_test *test, const int *round)
             memset(test->data[i], 0xee, test->bytes[i]);
         }
     }
-    REQUIRE_OK(fsdpc_unit_read_blocks(test->unit, test->block, test->data));
+    REQUIRE_OK(fsdpc_unit_read_blocks(test->unit, test->block, test->data, FSDPC_ON_DEVICE));
     for (int i = 0; i < test->unit->layout->param_count; i++) {
         for (size_t k = 0; k < test->bytes[i]; k++) {
             wrong += ((uint8_t *)test->data[i])[k] != block_byte(test->begin[i] + k, i, round[i]);
@@ -184,7 +186,7 @@ wrong_in_whole(block_test *test, const int *round)
     for (int i = 0; i < layout->param_count && reads; i++) {
         full[i] = calloc(1, (size_t)layout->params[i].numel * test->item[i] + 1);
     }
-    REQUIRE_OK(fsdpc_unit_read(test->unit, FSDPC_MASTER, full));
+    REQUIRE_OK(fsdpc_unit_read(test->unit, FSDPC_MASTER, full, FSDPC_ON_DEVICE));
     for (int i = 0; i < layout->param_count && reads; i++) {
         for (size_t k = 0; k < (size_t)layout->params[i].numel * test->item[i]; k++) {
             wrong += ((uint8_t *)full[i])[k] != block_byte(k, i, round[i]);

@@ -462,7 +462,7 @@ calls_on_own_values_wait(int rank, ranks_run *run)
             CHECK_INT(send_due(&m, 1, false), FSDPC_OK);
         }
         CHECK(unit->in_flight[FSDPC_MASTER] && unit->in_flight[FSDPC_GRAD]);
-        int status = call == 0   ? fsdpc_unit_write(unit, FSDPC_MASTER, 0, full)
+        int status = call == 0   ? fsdpc_unit_write(unit, FSDPC_MASTER, 0, full, FSDPC_ON_HOST)
                      : call == 1 ? fsdpc_unit_zero_grad(unit, 0)
                      : call == 2 ? fsdpc_unit_scale_grad(unit, 0, 0.5)
                      : call == 3 ? fsdpc_unit_scale_grads(unit, mask, 0.5)

@@ -1,0 +1,481 @@
+/* One unit in a GPU's memory, on one to three ranks, in many legal orders of the held-back work:
+ * values in and out, whole and in blocks, from and to the device and the host; the gradients that the
+ * optimizer sees. Nothing may race, every value must be right, and all memory is given back.
+ */
+#include <math.h>
+
+#include "comm_nccl.h"
+#include "engine.h"
+#include "gpu.h"
+#include "simnccl.h"
+
+enum { SCHEDULES = 7 };
+
+typedef struct subject {
+    fsdpc_device *device;
+    fsdpc_comm *comm;
+    fsdpc_unit *unit;
+    fsdpc_stream *stream; /* of the caller: torch's, which is not always the default one */
+} subject;
+
+static char id[FSDPC_COMM_NCCL_ID_BYTES];
+
+/* --- a rank ---------------------------------------------------------------------------------------- */
+
+static void
+start_rank(int rank, const ranks_run *run)
+{
+    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:host,1,0"};
+    char policy[32];
+    gpu_start();
+    simnccl_reset();
+    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
+    REQUIRE(simgpu_policy(run->option < 4 ? policies[run->option] : policy));
+}
+
+static subject
+join(int rank, const ranks_run *run)
+{
+    subject s = {0};
+    start_rank(rank, run);
+    REQUIRE_OK(fsdpc_device_cuda(0, &s.device));
+    if (run->world == 1) {
+        REQUIRE_OK(fsdpc_comm_self(s.device, &s.comm));
+    } else {
+        fsdpc_comm_nccl_options options = {.name = "shard", .timeout_s = 30, .poll_ms = 20};
+        REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
+    }
+    if (run->option % 2) {
+        REQUIRE_OK(fsdpc_device_stream_new(s.device, false, &s.stream));
+        simgpu_label_stream((CUstream)s.stream, "caller");
+    }
+    fsdpc_device_use(s.device, s.stream);
+    return s;
+}
+
+static void
+nothing_is_wrong(void)
+{
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    CHECK_INT(simnccl_count().mismatches, 0);
+    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
+        fprintf(stderr, "  %s\n", simgpu_report(i));
+    }
+}
+
+static void
+leave(subject *s)
+{
+    nothing_is_wrong();
+    fsdpc_device_use(s->device, NULL);
+    fsdpc_device_stream_free(s->device, s->stream);
+    fsdpc_comm_free(s->comm);
+}
+
+/* --- a caller's buffers ------------------------------------------------------------------------------ */
+
+/* `host` is what the test fills and looks at; for buffers on the device, `device` is the caller's. */
+typedef struct buffer {
+    char *host;
+    void *device;
+    size_t bytes;
+    bool pinned;
+} buffer;
+
+/* Every other buffer of the host is pinned: there copies go on when the call has returned. */
+static buffer
+new_buffer(const subject *s, size_t bytes, enum fsdpc_place place)
+{
+    static int made;
+    buffer b = {.bytes = bytes, .pinned = place == FSDPC_ON_HOST && made++ % 2};
+    void *block = NULL;
+    if (b.pinned) {
+        REQUIRE_OK(fsdpc_device_host_alloc(s->device, bytes + 1, &block));
+    }
+    b.host = b.pinned ? block : malloc(bytes + 1);
+    REQUIRE(b.host != NULL);
+    memset(b.host, 0xee, bytes);
+    if (place == FSDPC_ON_DEVICE && bytes > 0) {
+        REQUIRE_OK(fsdpc_device_alloc(s->device, bytes, &b.device));
+        simgpu_label(b.device, bytes, "a caller's tensor");
+    }
+    return b;
+}
+
+static void *
+address(const buffer *b)
+{
+    return b->device ? b->device : b->bytes > 0 ? b->host : NULL;
+}
+
+static void
+free_buffer(const subject *s, buffer *b)
+{
+    fsdpc_device_free(s->device, b->device, b->bytes);
+    if (b->pinned) {
+        fsdpc_device_host_free(s->device, b->host, b->bytes + 1);
+    } else {
+        free(b->host);
+    }
+    *b = (buffer){0};
+}
+
+/* The caller fills its tensor on its stream, and may do so again as soon as the call is queued. */
+static void
+upload(const subject *s, const buffer *b)
+{
+    if (b->device) {
+        REQUIRE_OK(fsdpc_device_copy_in(s->device, b->device, b->host, b->bytes));
+    }
+}
+
+static void
+download(const subject *s, buffer *b)
+{
+    fsdpc_event *copied;
+    if (b->device) {
+        REQUIRE_OK(fsdpc_device_event_new(s->device, &copied));
+        REQUIRE_OK(fsdpc_device_copy_out(s->device, b->host, b->device, b->bytes));
+        REQUIRE_OK(fsdpc_device_record(s->device, copied));
+        REQUIRE_OK(fsdpc_device_finish(s->device, copied, 30, "a test"));
+        fsdpc_device_event_free(s->device, copied);
+    }
+}
+
+static uint8_t
+byte_of(size_t k, int param, int round)
+{
+    return (uint8_t)(k * 37 + k / 241 + (size_t)param * 11 + (size_t)round * 101);
+}
+
+static void
+fill_bytes(buffer *b, size_t begin, int param, int round)
+{
+    for (size_t k = 0; k < b->bytes; k++) {
+        b->host[k] = (char)byte_of(begin + k, param, round);
+    }
+}
+
+static int64_t
+wrong_bytes(const buffer *b, size_t begin, int param, int round)
+{
+    int64_t wrong = 0;
+    simgpu_cpu_read(b->host, b->pinned ? b->bytes : 0, "a look at values");
+    for (size_t k = 0; k < b->bytes; k++) {
+        wrong += (uint8_t)b->host[k] != byte_of(begin + k, param, round);
+    }
+    return wrong;
+}
+
+/* --- whole parameters -------------------------------------------------------------------------------- */
+
+static size_t
+item_of(const fsdpc_unit *unit, enum fsdpc_which which, int param)
+{
+    const fsdpc_layout *layout = unit->layout;
+    fsdpc_dtype dtype = which == FSDPC_GRAD
+                            ? fsdpc_unit_grad_dtype(unit, param)
+                            : layout->segments[layout->params[param].segment].storage;
+    return fsdpc_dtype_bytes(dtype);
+}
+
+static bool
+is_there(const fsdpc_unit *unit, enum fsdpc_which which, int param)
+{
+    return which == FSDPC_MASTER || unit->layout->params[param].trainable_index >= 0;
+}
+
+/* The source is spoiled as soon as the call allows it. */
+static void
+write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_place place, int round)
+{
+    const fsdpc_unit *unit = s->unit;
+    size_t bytes = (size_t)unit->layout->params[param].numel * item_of(unit, which, param);
+    buffer b = new_buffer(s, bytes, place);
+    fill_bytes(&b, 0, param, round);
+    upload(s, &b);
+    REQUIRE_OK(fsdpc_unit_write(s->unit, which, param, address(&b), place));
+    if (b.device) {
+        REQUIRE_OK(fsdpc_device_zero(s->device, b.device, b.bytes));
+    } else {
+        simgpu_cpu_write(b.host, b.pinned ? b.bytes : 0, "the next value");
+        memset(b.host, 0x55, b.bytes);
+    }
+    free_buffer(s, &b);
+}
+
+static void
+read_all(const subject *s, enum fsdpc_which which, enum fsdpc_place place, int round, bool reads)
+{
+    const fsdpc_unit *unit = s->unit;
+    buffer full[ENGINE_PARAMS] = {0};
+    void *data[ENGINE_PARAMS] = {0};
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        if (reads && is_there(unit, which, i)) {
+            size_t bytes = (size_t)unit->layout->params[i].numel * item_of(unit, which, i);
+            full[i] = new_buffer(s, bytes, place);
+            data[i] = address(&full[i]);
+        }
+    }
+    REQUIRE_OK(fsdpc_unit_read(s->unit, which, data, place));
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        download(s, &full[i]);
+        CHECK_INT(wrong_bytes(&full[i], 0, i, round), 0);
+        free_buffer(s, &full[i]);
+    }
+}
+
+static void
+whole_parameters(const subject *s, int round)
+{
+    for (int which = FSDPC_MASTER; which <= FSDPC_GRAD; which++) {
+        for (int i = 0; i < s->unit->layout->param_count; i++) {
+            if (is_there(s->unit, which, i)) {
+                write_one(s, which, i, (i + round) % 2 ? FSDPC_ON_HOST : FSDPC_ON_DEVICE, round);
+            }
+        }
+        read_all(s, which, FSDPC_ON_HOST, round, true);
+        read_all(s, which, FSDPC_ON_DEVICE, round, true);
+        read_all(s, which, FSDPC_ON_HOST, round, s->unit->rank == s->unit->world - 1);
+    }
+}
+
+/* --- blocks ------------------------------------------------------------------------------------------ */
+
+typedef struct blocks {
+    int64_t length[ENGINE_PARAMS];
+    size_t begin[ENGINE_PARAMS];
+    buffer own[ENGINE_PARAMS];
+    void *data[ENGINE_PARAMS];
+} blocks;
+
+static void
+make_blocks(const subject *s, int64_t row, enum fsdpc_place place, blocks *out)
+{
+    const fsdpc_layout *layout = s->unit->layout;
+    memset(out, 0, sizeof *out);
+    for (int i = 0; i < layout->param_count; i++) {
+        int64_t numel = layout->params[i].numel, rows = (numel + row - 1) / row;
+        size_t item = item_of(s->unit, FSDPC_MASTER, i);
+        out->length[i] = (rows + layout->world - 1) / layout->world * row;
+        int64_t begin = out->length[i] * s->unit->rank;
+        out->begin[i] = (size_t)(begin < numel ? begin : numel) * item;
+        int64_t length = fsdpc_unit_block_length(s->unit, i, out->length[i]);
+        out->own[i] = new_buffer(s, (size_t)length * item, place);
+        out->data[i] = address(&out->own[i]);
+    }
+}
+
+static void
+free_blocks(const subject *s, blocks *b)
+{
+    for (int i = 0; i < ENGINE_PARAMS; i++) {
+        free_buffer(s, &b->own[i]);
+    }
+}
+
+static void
+write_in_blocks(const subject *s, int64_t row, enum fsdpc_place place, int round)
+{
+    blocks b;
+    make_blocks(s, row, place, &b);
+    for (int i = 0; i < s->unit->layout->param_count; i++) {
+        fill_bytes(&b.own[i], b.begin[i], i, round);
+        upload(s, &b.own[i]);
+    }
+    REQUIRE_OK(fsdpc_unit_write_blocks(s->unit, b.length, (const void *const *)b.data, place));
+    free_blocks(s, &b);
+}
+
+static void
+read_in_blocks(const subject *s, int64_t row, enum fsdpc_place place, int round)
+{
+    blocks b;
+    make_blocks(s, row, place, &b);
+    REQUIRE_OK(fsdpc_unit_read_blocks(s->unit, b.length, b.data, place));
+    for (int i = 0; i < s->unit->layout->param_count; i++) {
+        download(s, &b.own[i]);
+        CHECK_INT(wrong_bytes(&b.own[i], b.begin[i], i, round), 0);
+    }
+    free_blocks(s, &b);
+}
+
+static void
+blocks_of_rows(const subject *s)
+{
+    write_in_blocks(s, 7, FSDPC_ON_HOST, 5);
+    read_in_blocks(s, 1, FSDPC_ON_DEVICE, 5);
+    read_all(s, FSDPC_MASTER, FSDPC_ON_DEVICE, 5, true);
+    write_in_blocks(s, 1000, FSDPC_ON_DEVICE, 6); /* some ranks have none */
+    read_in_blocks(s, 7, FSDPC_ON_HOST, 6);
+    read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, 6, true);
+}
+
+/* Offloaded: its own values are in pinned memory of the host. */
+static fsdpc_unit *
+new_unit(const subject *s, int kind, bool offload)
+{
+    fsdpc_unit *unit;
+    fsdpc_unit_options options = {.name = "u", .shard = s->comm, .divide = 1, .offload = offload};
+    REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[kind], engine_spec_counts[kind], &unit));
+    return unit;
+}
+
+static void
+values_in_and_out(int rank, ranks_run *run)
+{
+    subject s = join(rank, run);
+    for (int kind = 0; kind < ENGINE_KINDS; kind++) {
+        if (kind == 3 && run->option > 2) {
+            continue; /* large: the window goes in two halves */
+        }
+        s.unit = new_unit(&s, kind, run->option % 3 == 2);
+        simgpu_label(s.unit->master, s.unit->layout->shard_bytes, "shard");
+        whole_parameters(&s, 1);
+        whole_parameters(&s, 2);
+        blocks_of_rows(&s);
+        fsdpc_unit_free(s.unit);
+    }
+    leave(&s);
+}
+
+/* --- what is queued ---------------------------------------------------------------------------------- */
+
+/* Values that come from the device's own memory are queued behind what the caller queued before:
+ * the host does not wait, and nothing is allocated. */
+static void
+device_sources_are_queued(int rank, ranks_run *run)
+{
+    subject s = join(rank, run);
+    s.unit = engine_unit(s.comm, 1, "u", true);
+    buffer b = new_buffer(&s, 601 * 4, FSDPC_ON_DEVICE);
+    const simgpu_counters before = simgpu_count();
+    REQUIRE_OK(fsdpc_unit_write(s.unit, FSDPC_MASTER, 0, b.device, FSDPC_ON_DEVICE));
+    REQUIRE_OK(fsdpc_unit_write(s.unit, FSDPC_GRAD, 0, b.device, FSDPC_ON_DEVICE));
+    const simgpu_counters after = simgpu_count();
+    CHECK_INT(after.host_syncs - before.host_syncs, 0);
+    CHECK_INT(after.not_ready - before.not_ready, 0);
+    CHECK_INT(after.allocations - before.allocations, 0);
+    free_buffer(&s, &b);
+    fsdpc_unit_free(s.unit);
+    leave(&s);
+}
+
+/* --- memory ------------------------------------------------------------------------------------------ */
+
+static int64_t
+device_bytes(void)
+{
+    return simgpu_count().device_bytes;
+}
+
+static void
+memory_is_given_back(int rank, ranks_run *run)
+{
+    subject s = join(rank, run);
+    int64_t before = device_bytes();
+    for (int round = 0; round < 2; round++) {
+        s.unit = engine_unit(s.comm, 2, "u", true);
+        CHECK(device_bytes() > before);
+        whole_parameters(&s, 1);
+        blocks_of_rows(&s);
+        fsdpc_unit_free(s.unit);
+        CHECK_INT(device_bytes(), before);
+    }
+    leave(&s);
+}
+
+static int
+make_and_read(subject *s)
+{
+    static float full[700001];
+    void *data[ENGINE_PARAMS] = {full};
+    fsdpc_unit_options options = {.name = "layers.3", .shard = s->comm, .divide = 1};
+    FSDPC_TRY(fsdpc_unit_new(&options, engine_specs[3], 2, &s->unit));
+    int status = fsdpc_unit_write(s->unit, FSDPC_MASTER, 0, full, FSDPC_ON_HOST);
+    FSDPC_KEEP(fsdpc_unit_read(s->unit, FSDPC_MASTER, data, FSDPC_ON_HOST));
+    fsdpc_unit_free(s->unit);
+    return status;
+}
+
+/* Each of the driver's calls fails once, while a unit is made, written and read. */
+static void
+failures_give_memory_back(int rank, ranks_run *run)
+{
+    static const char *const entries[] = {"cuMemAlloc",        "cuMemCreate",
+                                          "cuMemMap",          "cuMemcpyHtoDAsync",
+                                          "cuMemcpyDtoHAsync", "cuMemsetD8Async"};
+    subject s = join(rank, run);
+    int64_t before = device_bytes();
+    for (int e = 0; e < 6; e++) {
+        int64_t calls = simgpu_calls(entries[e]);
+        REQUIRE_OK(make_and_read(&s));
+        calls = simgpu_calls(entries[e]) - calls;
+        CHECK(calls > 0 || strcmp(entries[e], "cuMemAlloc") == 0);
+        for (int k = 1; k <= calls; k++) {
+            REQUIRE(simgpu_fail(entries[e], k, CUDA_ERROR_OUT_OF_MEMORY));
+            int status = make_and_read(&s);
+            CHECK_INT(status, FSDPC_E_DEVMEM);
+            CHECK_INT(device_bytes(), before);
+        }
+    }
+    leave(&s);
+}
+
+/* --- ranks that do not come --------------------------------------------------------------------------- */
+
+/* The others end with an error that says what they waited for, and their memory comes back. */
+static void
+a_rank_stays_away(int rank, ranks_run *run)
+{
+    subject s = {0};
+    start_rank(rank, run);
+    REQUIRE_OK(fsdpc_device_cuda(0, &s.device));
+    fsdpc_comm_nccl_options options = {.name = "shard", .timeout_s = 1, .poll_ms = 20};
+    REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
+    s.unit = engine_unit(s.comm, 0, "layers.3", true);
+    REQUIRE_OK(fsdpc_device_stream_new(s.device, false, &s.stream));
+    fsdpc_device_use(s.device, s.stream);
+    if (rank > 0) {
+        void *data[ENGINE_PARAMS] = {0};
+        int status = fsdpc_unit_read(s.unit, FSDPC_MASTER, data, FSDPC_ON_HOST);
+        CHECK_INT(status, FSDPC_E_TIMEOUT);
+        CHECK(strstr(fsdpc_error_text(), "full parameters of unit layers.3") != NULL);
+        atomic_store(&run->flags[rank], 1);
+    } else {
+        while (!atomic_load(&run->flags[1])) {
+            usleep(1000);
+        }
+    }
+    fsdpc_unit_free(s.unit);
+    leave(&s);
+}
+
+static void
+on_ranks(int world, int option, rank_function function)
+{
+    ranks_run *run = ranks_new(world);
+    run->option = option;
+    if (world > 1) {
+        REQUIRE_OK(fsdpc_comm_nccl_id(id));
+    }
+    ranks_start(run, function);
+    ranks_free(run);
+}
+
+int
+main(void)
+{
+    for (int world = 1; world <= 3; world++) {
+        for (int option = 0; option < SCHEDULES; option++) {
+            on_ranks(world, option, values_in_and_out);
+        }
+        on_ranks(world, 1, memory_is_given_back);
+    }
+    on_ranks(1, 1, device_sources_are_queued);
+    on_ranks(2, 1, device_sources_are_queued);
+    on_ranks(1, 0, failures_give_memory_back);
+    on_ranks(2, 1, a_rank_stays_away);
+    return test_result();
+}
