@@ -96,10 +96,31 @@ make_room(nccl_comm *comm)
     }
 }
 
+/* What goes into a graph has no end of its own that could be asked for: NCCL's own error is looked at,
+ * but no deadline holds for it. */
+static int
+is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
+{
+    unsigned state = 0;
+    uint64_t id = 0;
+    if (comm->driver->capture_info) {
+        FSDPC_TRY(fsdpc_cuda_check(
+            comm->driver, comm->driver->capture_info(stream, &state, &id, NULL, NULL, NULL),
+            "asking a stream for its capture"));
+    }
+    *captured = state != 0;
+    return FSDPC_OK;
+}
+
 int
 fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes)
 {
     int status = FSDPC_OK;
+    bool captured;
+    FSDPC_TRY(is_captured(comm, stream, &captured));
+    if (captured) {
+        return FSDPC_OK;
+    }
     FSDPC_TRY(make_room(comm));
     pthread_mutex_lock(&comm->lock);
     fsdpc_nccl_entry *entry = entry_of(comm, comm->next);
@@ -266,7 +287,12 @@ watch(void *argument)
 {
     nccl_comm *comm = argument;
     bool aborted = false;
+    unsigned mode =
+        FSDPC_CU_CAPTURE_RELAXED; /* its queries must not end a capture of the program */
     (void)fsdpc_nccl_use_context(comm);
+    if (comm->driver->capture_mode) {
+        (void)comm->driver->capture_mode(&mode);
+    }
     while (!rest(comm, aborted)) {
         if (!aborted && !atomic_load(&comm->abort_wanted)) {
             look_at_nccl(comm);

@@ -56,7 +56,8 @@ enum {
     FSDPC_CU_LOCATION_DEVICE = 1,
     FSDPC_CU_ACCESS_READWRITE = 3,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
-    FSDPC_CU_LEGACY_STREAM = 1, /* of cuGetProcAddress */
+    FSDPC_CU_LEGACY_STREAM = 1,   /* of cuGetProcAddress */
+    FSDPC_CU_CAPTURE_RELAXED = 2, /* a thread's calls do not end captures of others */
 };
 
 typedef struct fsdpc_cu_location {
@@ -102,7 +103,9 @@ typedef struct fsdpc_cu_access {
     X(stream_wait_event, "cuStreamWaitEvent", 12000, true,                                      \
       (fsdpc_cu_stream, fsdpc_cu_event, unsigned))                                              \
     X(stream_query, "cuStreamQuery", 12000, true, (fsdpc_cu_stream))                            \
-    X(stream_is_capturing, "cuStreamIsCapturing", 12000, false, (fsdpc_cu_stream, unsigned *))  \
+    X(capture_info, "cuStreamGetCaptureInfo", 12000, false,                                     \
+      (fsdpc_cu_stream, unsigned *, uint64_t *, void *, void *, void *))                        \
+    X(capture_mode, "cuThreadExchangeStreamCaptureMode", 12000, false, (unsigned *))            \
     X(event_create, "cuEventCreate", 12000, true, (fsdpc_cu_event *, unsigned))                 \
     X(event_destroy, "cuEventDestroy", 12000, true, (fsdpc_cu_event))                           \
     X(event_record, "cuEventRecord", 12000, true, (fsdpc_cu_event, fsdpc_cu_stream))            \

@@ -94,6 +94,10 @@ fsdpc_stream *fsdpc_device_current(fsdpc_device *device);
  * recorded or given back as soon as the waits for it have been queued. */
 int fsdpc_device_event_new(fsdpc_device *device, fsdpc_event **out);
 void fsdpc_device_event_free(fsdpc_device *device, fsdpc_event *event);
+/* *id != 0: work on the current stream is being recorded into a graph (a capture), not run, and this
+ * is the capture. Then nothing may be polled or waited for by the host, and events of other captures
+ * or of none mean nothing: whoever runs the graph orders it. */
+int fsdpc_device_capture(fsdpc_device *device, uint64_t *id);
 /* Marks what has been queued so far on the current stream. */
 int fsdpc_device_record(fsdpc_device *device, fsdpc_event *event);
 /* Later work on the current stream waits for the mark; the host does not. */

@@ -43,6 +43,7 @@ static const fsdpc_device_i cuda_table = {
     .stream_free = fsdpc_cuda_stream_free,
     .use = fsdpc_cuda_use,
     .current = fsdpc_cuda_current_stream,
+    .capture = fsdpc_cuda_capture,
     .event_new = fsdpc_cuda_event_new,
     .event_free = fsdpc_cuda_event_free,
     .record = fsdpc_cuda_record,

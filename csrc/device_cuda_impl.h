@@ -70,6 +70,7 @@ int fsdpc_cuda_stream_new(void *context, bool urgent, fsdpc_stream **out);
 void fsdpc_cuda_stream_free(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_use(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_current_stream(void *context);
+int fsdpc_cuda_capture(void *context, uint64_t *id);
 int fsdpc_cuda_event_new(void *context, fsdpc_event **out);
 void fsdpc_cuda_event_free(void *context, fsdpc_event *event);
 int fsdpc_cuda_record(void *context, fsdpc_event *event);

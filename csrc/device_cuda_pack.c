@@ -3,7 +3,8 @@
  * What never changes, where each tensor goes, lies in device memory from the start (a plan). Where
  * the tensors are travels with the launch; a list that is too long for that, or strides, go through
  * a stage: pinned memory that is copied to its twin on the device by the same stream. Stages are
- * used again when an event says that the launch has read them; the host never waits for one.
+ * used again when an event says that the launch has read them; the host never waits for one. What a
+ * captured launch reads stays its own: the graph copies it again each time it runs.
  */
 #include "device_cuda_impl.h"
 
@@ -39,7 +40,7 @@ free_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
         fsdpc_cuda_host_free(cuda, stage->host);
     }
     if (stage->device) {
-        fsdpc_cuda_free(cuda, stage->device, stage->bytes);
+        (void)cuda->driver->mem_free(fsdpc_cuda_address(stage->device));
     }
     if (stage->read) {
         fsdpc_cuda_event_free(cuda, stage->read);
@@ -47,11 +48,21 @@ free_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
     fsdpc_mem_free(stage);
 }
 
+/* Not zeroed: a copy comes before the launch that reads it. */
+static int
+make_twin(const struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
+{
+    fsdpc_cu_ptr address = 0;
+    FSDPC_CU(cuda, mem_alloc(&address, stage->bytes), "memory for a list of tensors");
+    stage->device = (char *)(uintptr_t)address;
+    return FSDPC_OK;
+}
+
 static int
 make_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {
     int status = FSDPC_OK;
-    void *host = NULL, *device = NULL;
+    void *host = NULL;
     struct fsdpc_cuda_stage *stage = fsdpc_mem_calloc(1, sizeof *stage);
     if (!stage) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of tensors");
@@ -61,8 +72,7 @@ make_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
     FSDPC_GOTO(fsdpc_cuda_event_new(cuda, &stage->read), fail);
     FSDPC_GOTO(fsdpc_cuda_host_alloc(cuda, stage->bytes, &host), fail);
     stage->host = host;
-    FSDPC_GOTO(fsdpc_cuda_alloc(cuda, stage->bytes, &device), fail);
-    stage->device = device;
+    FSDPC_GOTO(make_twin(cuda, stage), fail);
     *out = stage;
     return FSDPC_OK;
 fail:
@@ -79,10 +89,9 @@ is_free(struct fsdpc_cuda *cuda, const struct fsdpc_cuda_stage *stage, size_t by
 }
 
 static int
-take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
+find_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {
     struct fsdpc_cuda_stage *found = NULL;
-    FSDPC_TRY(fsdpc_cuda_enter(cuda));
     pthread_mutex_lock(&cuda->lock);
     for (struct fsdpc_cuda_stage *stage = cuda->stages; stage && !found; stage = stage->next) {
         if (is_free(cuda, stage, bytes)) {
@@ -111,21 +120,40 @@ launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
                              params->tiles, params);
 }
 
+/* While anything is captured, queries and allocations need this thread's relaxed mode. */
+static int
+take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
+{
+    uint64_t capture;
+    unsigned mode = FSDPC_CU_CAPTURE_RELAXED;
+    FSDPC_TRY(fsdpc_cuda_capture(cuda, &capture));
+    if (!capture) {
+        return find_stage(cuda, bytes, out);
+    }
+    FSDPC_CU(cuda, capture_mode(&mode), "the thread's mode of capture");
+    const int status = find_stage(cuda, bytes, out);
+    (void)cuda->driver->capture_mode(&mode);
+    return status;
+}
+
 static int
 launch_staged(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, size_t bytes,
-              const fsdpc_cuda_pack_params *params)
+              const fsdpc_cuda_pack_params *params, bool *again)
 {
+    uint64_t capture;
     FSDPC_TRY(fsdpc_cuda_copy_in(cuda, stage->device, stage->host, bytes));
     FSDPC_TRY(launch_pack(cuda, params));
+    FSDPC_TRY(fsdpc_cuda_capture(cuda, &capture));
+    *again = !capture;
     return fsdpc_cuda_record(cuda, stage->read);
 }
 
 static int
-give_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, int status)
+give_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, int status, bool again)
 {
     pthread_mutex_lock(&cuda->lock);
     /* What failed half way may still be read: that stage is not used again. */
-    stage->taken = status != FSDPC_OK;
+    stage->taken = status != FSDPC_OK || !again;
     pthread_mutex_unlock(&cuda->lock);
     return status;
 }
@@ -311,6 +339,7 @@ static int
 pack_staged(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources,
             fsdpc_cuda_pack_params *params, size_t views)
 {
+    bool again = true;
     struct fsdpc_cuda_stage *stage;
     const size_t list_bytes = (size_t)plan->count * sizeof(fsdpc_cuda_source);
     const size_t bytes = list_bytes + views * sizeof(fsdpc_cuda_view);
@@ -320,9 +349,9 @@ pack_staged(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, const fsdpc_pa
                               (uintptr_t)stage->device + list_bytes, &views);
     params->table = (const fsdpc_cuda_source *)stage->device;
     if (status == FSDPC_OK) {
-        status = launch_staged(cuda, stage, bytes, params);
+        status = launch_staged(cuda, stage, bytes, params, &again);
     }
-    return give_stage(cuda, stage, status);
+    return give_stage(cuda, stage, status, again);
 }
 
 static int
@@ -379,6 +408,7 @@ static int
 pack_view(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_entry *entry, char *dst,
           const fsdpc_kernel_view *view, const void *src, fsdpc_dtype src_type, double scale)
 {
+    bool again = true;
     struct fsdpc_cuda_stage *stage;
     const size_t bytes = sizeof *entry + sizeof(fsdpc_cuda_view);
     FSDPC_TRY(take_stage(cuda, bytes, &stage));
@@ -390,7 +420,8 @@ pack_view(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_entry *entry, char *dst
                                      .scale = scale};
     params.source[0] =
         word_for((uintptr_t)stage->device + sizeof *entry, src_type) | FSDPC_CUDA_SOURCE_STRIDED;
-    return give_stage(cuda, stage, launch_staged(cuda, stage, bytes, &params));
+    const int status = launch_staged(cuda, stage, bytes, &params, &again);
+    return give_stage(cuda, stage, status, again);
 }
 
 int

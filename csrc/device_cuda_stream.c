@@ -46,6 +46,21 @@ fsdpc_cuda_use(void *context, fsdpc_stream *stream)
 }
 
 int
+fsdpc_cuda_capture(void *context, uint64_t *id)
+{
+    const struct fsdpc_cuda *cuda = context;
+    unsigned state = 0;
+    if (!cuda->driver->capture_info) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, capture_info(fsdpc_cuda_current(cuda), &state, id, NULL, NULL, NULL),
+             "asking a stream for its capture");
+    *id = state ? *id : 0;
+    return FSDPC_OK;
+}
+
+int
 fsdpc_cuda_stream_new(void *context, bool urgent, fsdpc_stream **out)
 {
     struct fsdpc_cuda *cuda = context;

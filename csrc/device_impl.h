@@ -47,6 +47,7 @@ typedef struct fsdpc_device_i {
     void (*stream_free)(void *context, fsdpc_stream *stream);
     fsdpc_stream *(*use)(void *context, fsdpc_stream *stream);
     fsdpc_stream *(*current)(void *context);
+    int (*capture)(void *context, uint64_t *id);
     int (*event_new)(void *context, fsdpc_event **out);
     void (*event_free)(void *context, fsdpc_event *event);
     int (*record)(void *context, fsdpc_event *event);

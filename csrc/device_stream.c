@@ -40,6 +40,13 @@ fsdpc_device_current(fsdpc_device *device)
 }
 
 int
+fsdpc_device_capture(fsdpc_device *device, uint64_t *id)
+{
+    *id = 0;
+    return device->i->capture ? device->i->capture(device->context, id) : FSDPC_OK;
+}
+
+int
 fsdpc_device_event_new(fsdpc_device *device, fsdpc_event **out)
 {
     *out = NULL;

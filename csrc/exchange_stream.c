@@ -136,6 +136,8 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     s->device = fsdpc_comm_device(x->comm);
     s->reduce_comm = fsdpc_comm_for_reductions(x->comm);
+    FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "the first forward, which sets the model up,"));
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
@@ -208,10 +210,12 @@ static int
 begin(fsdpc_exchange *x, uint64_t tag)
 {
     struct fsdpc_streams *s = x->streams;
+    uint64_t before = s->capture;
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     FSDPC_TRY(fsdpc_comm_check(x->comm));
     FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
-    if (s->begun && s->tag == tag) {
+    FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
+    if (s->begun && s->tag == tag && s->capture == before) {
         return FSDPC_OK; /* a backward after its forward: the masters are the same */
     }
     s->begun = true;
@@ -236,6 +240,9 @@ await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
         return FSDPC_OK;
     }
     reader->pending = false;
+    if (reader->capture != s->capture) {
+        return FSDPC_OK;
+    }
     return fsdpc_device_wait(s->device, reader->done);
 }
 
@@ -255,6 +262,7 @@ fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
                                         what));
     }
     filling->awaited = false;
+    filling->capture = s->capture;
     FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_MASTER));
     return fsdpc_device_record(s->device, filling->done);
 }
@@ -305,6 +313,7 @@ static int
 start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     if (slot_is_in_use(x, unit)) {
+        FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
         FSDPC_TRY(settle(x->streams, unit));
         FSDPC_TRY(map_spare(x, unit));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
@@ -328,6 +337,9 @@ await_values(struct fsdpc_streams *s, struct fsdpc_filling *filling)
     }
     filling->awaited = true;
     filling->awaited_on = caller;
+    if (filling->capture != s->capture) {
+        return FSDPC_OK;
+    }
     return fsdpc_device_wait(s->device, filling->done);
 }
 
@@ -381,7 +393,15 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
     struct fsdpc_reader *reader = &s->readers[unit->slot];
     reader->pending = true;
     reader->stream = fsdpc_device_current(s->device);
+    reader->capture = s->capture;
     return fsdpc_device_record(s->device, reader->done);
+}
+
+static int
+leave(fsdpc_exchange *x)
+{
+    FSDPC_TRY(fsdpc_stream_join_capture(x->streams));
+    return fsdpc_stream_offload_leave(x);
 }
 
 const struct fsdpc_exchange_i fsdpc_exchange_stream = {
@@ -390,7 +410,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .open = open_streams,
     .close = close_streams,
     .begin = begin,
-    .leave = fsdpc_stream_offload_leave,
+    .leave = leave,
     .gather = gather,
     .release = release,
     .reduce = fsdpc_stream_reduce,

@@ -16,6 +16,7 @@ struct fsdpc_reduce_slot {
 struct fsdpc_reader {
     fsdpc_event *done;
     fsdpc_stream *stream;
+    uint64_t capture; /* in which `done` was recorded */
     bool pending;
 };
 
@@ -23,6 +24,7 @@ struct fsdpc_reader {
 struct fsdpc_filling {
     fsdpc_event *done;
     fsdpc_stream *awaited_on;
+    uint64_t capture; /* in which `done` was recorded */
     bool awaited;
 };
 
@@ -34,6 +36,7 @@ struct fsdpc_streams {
     bool masters_awaited;         /* by the gather stream, in this pass */
     bool begun;                   /* `tag` is one */
     uint64_t tag;                 /* of this pass */
+    uint64_t capture;             /* that the pass is recorded in; 0: it runs */
     struct fsdpc_reader *readers; /* per gather slot */
     int slot_count;
     struct fsdpc_filling *fillings; /* per unit */
@@ -53,6 +56,13 @@ struct fsdpc_streams {
 
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
+
+/* --- exchange_stream_capture.c ---------------------------------------------------------------- */
+
+/* FSDPC_E_STATE inside a capture: `what` needs the host. */
+int fsdpc_stream_refuse_capture(const struct fsdpc_streams *s, const char *what);
+/* Inside a capture: the caller's stream waits for both own streams. */
+int fsdpc_stream_join_capture(struct fsdpc_streams *s);
 
 /* --- exchange_stream_offload.c ---------------------------------------------------------------- */
 

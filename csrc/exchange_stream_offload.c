@@ -85,6 +85,7 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
     if (!s->copied || (!in_flight(x, FSDPC_MASTER) && !in_flight(x, FSDPC_GRAD))) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a step with parameters in host memory"));
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     int status = join(x);
     fsdpc_device_use(s->device, caller);
@@ -103,6 +104,7 @@ fsdpc_stream_offload_leave(fsdpc_exchange *x)
     if (!s->copied || !in_flight(x, FSDPC_MASTER)) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a forward with parameters in host memory"));
     fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
     int status = fsdpc_device_record(s->device, s->copied);
     fsdpc_device_use(s->device, caller);

@@ -143,6 +143,7 @@ share_used(fsdpc_exchange *x)
                                     s->bit_count, 1.0));
         return join_bits(x);
     }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a backward that leaves parameters without gradient"));
     write_bits(x, s->bits);
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
     FSDPC_TRY(join_bits(x));
@@ -188,6 +189,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
         fsdpc_device_use(s->device, caller);
     }
     FSDPC_KEEP(await_sums(x));
+    FSDPC_KEEP(fsdpc_stream_join_capture(s));
     FSDPC_KEEP(fsdpc_stream_offload_end(x));
     s->sent = 0;
     FSDPC_KEEP(fsdpc_comm_check(x->comm));

@@ -7,7 +7,8 @@
 #include <cuda.h>
 
 /* The assignment is only compiled, as nothing here is linked with a driver; another prototype is an
- * error. Three entries take structs by pointer: those are compared by layout below. */
+ * error.  Three entries take structs by pointer: those are compared by layout below;
+ * capture_info has another form in each generation of the toolkit. */
 #pragma GCC diagnostic error "-Wincompatible-pointer-types"
 #define SAME_TYPE(field, entry) CHECK(sizeof(((fsdpc_cuda_driver *)0)->field = entry) > 0)
 
@@ -30,7 +31,7 @@ prototypes_are_the_drivers(void)
     SAME_TYPE(stream_destroy, cuStreamDestroy);
     SAME_TYPE(stream_wait_event, cuStreamWaitEvent);
     SAME_TYPE(stream_query, cuStreamQuery);
-    SAME_TYPE(stream_is_capturing, cuStreamIsCapturing);
+    SAME_TYPE(capture_mode, cuThreadExchangeStreamCaptureMode);
     SAME_TYPE(event_create, cuEventCreate);
     SAME_TYPE(event_destroy, cuEventDestroy);
     SAME_TYPE(event_record, cuEventRecord);
@@ -107,6 +108,7 @@ values_are_the_drivers(void)
     CHECK_INT(FSDPC_CU_ATTRIBUTE_RDMA_VIRTUAL_MEMORY,
               CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
     CHECK_INT(FSDPC_CU_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
+    CHECK_INT(FSDPC_CU_CAPTURE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED);
     CHECK_INT(FSDPC_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
     CHECK_INT(FSDPC_CU_HOST_PORTABLE, CU_MEMHOSTALLOC_PORTABLE);
     CHECK_INT(FSDPC_CU_HOST_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE);

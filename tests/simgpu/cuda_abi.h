@@ -19,6 +19,7 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUlib_st *CUlibrary;
 typedef struct CUkern_st *CUkernel;
 typedef struct CUfunc_st *CUfunction;
+typedef struct CUgraph_st *CUgraph;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -40,6 +41,12 @@ enum {
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
     CUDA_ERROR_LAUNCH_FAILED = 719,
     CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
+    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+    CUDA_ERROR_CAPTURED_EVENT = 907,
     CUDA_ERROR_UNKNOWN = 999
 };
 
@@ -84,57 +91,61 @@ typedef struct CUmemAccessDesc {
 } CUmemAccessDesc;
 
 /* X(name, first driver version that has it): everything that the simulated driver answers. */
-#define SIM_ENTRIES(X)                      \
-    X(cuInit, 2000)                         \
-    X(cuDriverGetVersion, 2020)             \
-    X(cuDeviceGet, 2000)                    \
-    X(cuDeviceGetCount, 2000)               \
-    X(cuDeviceGetName, 2000)                \
-    X(cuDeviceGetAttribute, 2000)           \
-    X(cuDevicePrimaryCtxRetain, 7000)       \
-    X(cuDevicePrimaryCtxRelease, 11000)     \
-    X(cuCtxGetCurrent, 4000)                \
-    X(cuCtxSetCurrent, 4000)                \
-    X(cuCtxGetDevice, 2000)                 \
-    X(cuCtxSynchronize, 2000)               \
-    X(cuCtxGetStreamPriorityRange, 5050)    \
-    X(cuStreamCreateWithPriority, 5050)     \
-    X(cuStreamDestroy, 4000)                \
-    X(cuStreamWaitEvent, 3020)              \
-    X(cuStreamQuery, 2000)                  \
-    X(cuStreamSynchronize, 2000)            \
-    X(cuEventCreate, 2000)                  \
-    X(cuEventDestroy, 4000)                 \
-    X(cuEventRecord, 2000)                  \
-    X(cuEventQuery, 2000)                   \
-    X(cuEventSynchronize, 2000)             \
-    X(cuMemAddressReserve, 10020)           \
-    X(cuMemAddressFree, 10020)              \
-    X(cuMemCreate, 10020)                   \
-    X(cuMemRelease, 10020)                  \
-    X(cuMemMap, 10020)                      \
-    X(cuMemUnmap, 10020)                    \
-    X(cuMemSetAccess, 10020)                \
-    X(cuMemGetAllocationGranularity, 10020) \
-    X(cuMemAlloc, 3020)                     \
-    X(cuMemFree, 3020)                      \
-    X(cuMemHostAlloc, 2020)                 \
-    X(cuMemHostRegister, 6050)              \
-    X(cuMemHostUnregister, 4000)            \
-    X(cuMemFreeHost, 2000)                  \
-    X(cuMemcpyHtoDAsync, 3020)              \
-    X(cuMemcpyDtoHAsync, 3020)              \
-    X(cuMemcpyDtoDAsync, 3020)              \
-    X(cuMemsetD8Async, 3020)                \
-    X(cuMemsetD32Async, 3020)               \
-    X(cuMemGetInfo, 3020)                   \
-    X(cuLibraryLoadData, 12000)             \
-    X(cuLibraryGetKernel, 12000)            \
-    X(cuLibraryUnload, 12000)               \
-    X(cuKernelGetFunction, 12000)           \
-    X(cuFuncLoad, 12040)                    \
-    X(cuLaunchKernel, 4000)                 \
-    X(cuGetErrorName, 6000)                 \
+#define SIM_ENTRIES(X)                          \
+    X(cuInit, 2000)                             \
+    X(cuDriverGetVersion, 2020)                 \
+    X(cuDeviceGet, 2000)                        \
+    X(cuDeviceGetCount, 2000)                   \
+    X(cuDeviceGetName, 2000)                    \
+    X(cuDeviceGetAttribute, 2000)               \
+    X(cuDevicePrimaryCtxRetain, 7000)           \
+    X(cuDevicePrimaryCtxRelease, 11000)         \
+    X(cuCtxGetCurrent, 4000)                    \
+    X(cuCtxSetCurrent, 4000)                    \
+    X(cuCtxGetDevice, 2000)                     \
+    X(cuCtxSynchronize, 2000)                   \
+    X(cuCtxGetStreamPriorityRange, 5050)        \
+    X(cuStreamCreateWithPriority, 5050)         \
+    X(cuStreamDestroy, 4000)                    \
+    X(cuStreamWaitEvent, 3020)                  \
+    X(cuStreamQuery, 2000)                      \
+    X(cuStreamSynchronize, 2000)                \
+    X(cuStreamBeginCapture, 10000)              \
+    X(cuStreamEndCapture, 10000)                \
+    X(cuStreamGetCaptureInfo, 11030)            \
+    X(cuThreadExchangeStreamCaptureMode, 10010) \
+    X(cuEventCreate, 2000)                      \
+    X(cuEventDestroy, 4000)                     \
+    X(cuEventRecord, 2000)                      \
+    X(cuEventQuery, 2000)                       \
+    X(cuEventSynchronize, 2000)                 \
+    X(cuMemAddressReserve, 10020)               \
+    X(cuMemAddressFree, 10020)                  \
+    X(cuMemCreate, 10020)                       \
+    X(cuMemRelease, 10020)                      \
+    X(cuMemMap, 10020)                          \
+    X(cuMemUnmap, 10020)                        \
+    X(cuMemSetAccess, 10020)                    \
+    X(cuMemGetAllocationGranularity, 10020)     \
+    X(cuMemAlloc, 3020)                         \
+    X(cuMemFree, 3020)                          \
+    X(cuMemHostAlloc, 2020)                     \
+    X(cuMemHostRegister, 6050)                  \
+    X(cuMemHostUnregister, 4000)                \
+    X(cuMemFreeHost, 2000)                      \
+    X(cuMemcpyHtoDAsync, 3020)                  \
+    X(cuMemcpyDtoHAsync, 3020)                  \
+    X(cuMemcpyDtoDAsync, 3020)                  \
+    X(cuMemsetD8Async, 3020)                    \
+    X(cuMemsetD32Async, 3020)                   \
+    X(cuMemGetInfo, 3020)                       \
+    X(cuLibraryLoadData, 12000)                 \
+    X(cuLibraryGetKernel, 12000)                \
+    X(cuLibraryUnload, 12000)                   \
+    X(cuKernelGetFunction, 12000)               \
+    X(cuFuncLoad, 12040)                        \
+    X(cuLaunchKernel, 4000)                     \
+    X(cuGetErrorName, 6000)                     \
     X(cuGetErrorString, 6000)
 
 #define SIM_ENTRY_ID(name, version) SIM_##name,
@@ -145,6 +156,8 @@ enum sim_entry { SIM_ENTRIES(SIM_ENTRY_ID) SIM_ENTRY_COUNT };
 #define cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
 #define cuStreamDestroy cuStreamDestroy_v2
 #define cuEventDestroy cuEventDestroy_v2
+#define cuStreamBeginCapture cuStreamBeginCapture_v2
+#define cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v2
 #define cuMemAlloc cuMemAlloc_v2
 #define cuMemFree cuMemFree_v2
 #define cuMemHostRegister cuMemHostRegister_v2
@@ -171,6 +184,11 @@ CUresult cuStreamDestroy(CUstream stream);
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags);
 CUresult cuStreamQuery(CUstream stream);
 CUresult cuStreamSynchronize(CUstream stream);
+CUresult cuStreamBeginCapture(CUstream stream, unsigned mode);
+CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph);
+CUresult cuStreamGetCaptureInfo(CUstream stream, unsigned *status, uint64_t *id, void *graph,
+                                void *nodes, void *count);
+CUresult cuThreadExchangeStreamCaptureMode(unsigned *mode);
 CUresult cuEventCreate(CUevent *event, unsigned flags);
 CUresult cuEventDestroy(CUevent event);
 CUresult cuEventRecord(CUevent event, CUstream stream);

@@ -132,6 +132,24 @@ CUresult sim_enqueue_plain(CUstream stream, const simgpu_work *work, sim_dep dep
                            const uint64_t *clock);
 void sim_touch(int actor, uintptr_t address, size_t bytes, bool write, const char *what);
 
+/* --- captures: sim_capture.c -------------------------------------------------------------------- */
+
+typedef struct sim_captured {
+    uint64_t id; /* 0: recorded outside */
+    uint64_t behind[SIM_ACTORS];
+} sim_captured;
+
+bool sim_captures(int actor);
+/* Work that is captured and not run. */
+void sim_capture_work(int actor);
+void sim_capture_record(int actor, sim_captured *event);
+/* Makes the stream part of the capture. */
+CUresult sim_capture_wait(int actor, const sim_captured *event);
+CUresult sim_capture_query(const sim_captured *event);
+/* A call that may not be made while another stream captures, but in relaxed mode. */
+CUresult sim_capture_unsafe(const char *call);
+void sim_capture_reset(void);
+
 /* --- events: sim_event.c ------------------------------------------------------------------------ */
 
 void sim_events_reset(void);

@@ -8,6 +8,7 @@ struct CUevent_st {
     bool live;
     sim_dep at; /* time 0: never recorded, which counts as done */
     uint64_t clock[SIM_ACTORS];
+    sim_captured captured;
     struct CUevent_st *next;
 };
 
@@ -68,11 +69,15 @@ cuEventRecord(CUevent event, CUstream stream)
     if (!is_live(event) || actor < 0) {
         return sim_leave(CUDA_ERROR_INVALID_HANDLE);
     }
+    sim_counters.records++;
+    sim_capture_record(actor, &event->captured);
+    if (event->captured.id) {
+        return sim_leave(CUDA_SUCCESS);
+    }
     simgpu_work work = {.name = "record"};
     result = sim_enqueue_plain(stream, &work, (sim_dep){0}, NULL);
     event->at = (sim_dep){.actor = actor, .time = sim_actors[actor].enqueued};
     memcpy(event->clock, sim_actors[actor].clock, sizeof event->clock);
-    sim_counters.records++;
     return sim_leave(result);
 }
 
@@ -90,7 +95,8 @@ cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
     sim_counters.waits++;
-    if (event->at.time) {
+    result = sim_capture_wait(sim_stream_actor(stream), &event->captured);
+    if (!result && !event->captured.id && event->at.time) {
         simgpu_work work = {.name = "wait"};
         result = sim_enqueue_plain(stream, &work, event->at, event->clock);
     }
@@ -106,6 +112,9 @@ event_state(enum sim_entry entry, CUevent event, bool wait)
     }
     if (!is_live(event)) {
         return sim_leave(CUDA_ERROR_INVALID_HANDLE);
+    }
+    if ((result = sim_capture_query(&event->captured))) {
+        return sim_leave(result);
     }
     if (event->at.time == 0) {
         return sim_leave(CUDA_SUCCESS);

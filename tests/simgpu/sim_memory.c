@@ -573,6 +573,9 @@ cuMemAlloc(CUdeviceptr *ptr, size_t bytes)
     if (!ptr || bytes == 0) {
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
+    if ((result = sim_capture_unsafe("an allocation"))) {
+        return sim_leave(result);
+    }
     bytes = (bytes + ALIGN - 1) / ALIGN * ALIGN;
     if (!take_device_bytes(bytes)) {
         return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
@@ -607,6 +610,9 @@ cuMemFree(CUdeviceptr ptr)
         sim_say(false, "%s: freed but not allocated", sim_label_of((uintptr_t)ptr));
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
+    if ((result = sim_capture_unsafe("giving memory back"))) {
+        return sim_leave(result);
+    }
     sim_counters.host_syncs++;
     result = sim_demand_all();
     mapping *found = find_start((uintptr_t)ptr, PLAIN);
@@ -626,6 +632,9 @@ cuMemHostAlloc(void **ptr, size_t bytes, unsigned flags)
     }
     if (!ptr || bytes == 0 || flags > 7) {
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    if ((result = sim_capture_unsafe("an allocation of pinned memory"))) {
+        return sim_leave(result);
     }
     physical *memory = new_physical(HOST, bytes);
     sim_counters.host_bytes += (int64_t)bytes;

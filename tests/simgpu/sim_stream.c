@@ -551,6 +551,13 @@ enqueue(CUstream stream, const simgpu_work *work, sim_dep dep, const uint64_t *c
         }
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    if (sim_captures(index)) {
+        sim_capture_work(index);
+        if (work->drop) {
+            work->drop(work->context);
+        }
+        return CUDA_SUCCESS;
+    }
     push_legacy_order(index);
     return sim_push(index, work, dep, clock, counted);
 }
@@ -566,7 +573,7 @@ simgpu_enqueue(CUstream stream, const simgpu_work *work, simgpu_point *after)
     }
     sim_counters.collectives += index >= 0 && work->wanted != NULL;
     CUresult result = enqueue(stream, work, dep, dep.time ? after->clock : NULL, false);
-    if (after && index >= 0) {
+    if (after && index >= 0 && !sim_captures(index)) {
         after->actor = index;
         after->time = sim_actors[index].enqueued;
         memcpy(after->clock, sim_actors[index].clock, sizeof after->clock);
@@ -746,6 +753,9 @@ stream_state(enum sim_entry entry, CUstream stream, bool wait)
     if (index < 0) {
         return sim_leave(CUDA_ERROR_INVALID_HANDLE);
     }
+    if ((result = sim_capture_unsafe(wait ? "waiting for a stream" : "asking for a stream"))) {
+        return sim_leave(result);
+    }
     push_legacy_order(index);
     sim_actor *actor = &sim_actors[index];
     if (wait) {
@@ -777,6 +787,9 @@ cuCtxSynchronize(void)
 {
     CUresult result = sim_enter(SIM_cuCtxSynchronize, true);
     if (result) {
+        return sim_leave(result);
+    }
+    if ((result = sim_capture_unsafe("waiting for the device"))) {
         return sim_leave(result);
     }
     sim_counters.host_syncs++;
@@ -827,5 +840,6 @@ sim_streams_reset(void)
     rank_host_count = 0;
     epoch++;
     streams_made = 0;
+    sim_capture_reset();
     sim_events_reset();
 }

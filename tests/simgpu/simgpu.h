@@ -112,6 +112,9 @@ int simgpu_leaks(char *text, size_t bytes);
 /* True if every byte can be read (written) now by work on the device. */
 bool simgpu_accessible(const void *ptr, size_t bytes, bool write);
 
+/* Launches, copies, fills and collectives in the last capture. */
+int64_t simgpu_captured(void);
+
 /* --- kernels and other work ---------------------------------------------------------------------- */
 
 typedef struct simgpu_task simgpu_task;

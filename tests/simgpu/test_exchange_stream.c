@@ -358,6 +358,123 @@ a_step_costs_no_more_than_this(int rank, ranks_run *run)
     close_model(&m);
 }
 
+/* --- a step in a graph ------------------------------------------------------------------------------ */
+
+static int64_t
+work_done(void)
+{
+    const simgpu_counters now = simgpu_count();
+    return now.launches + now.copies + now.memsets + now.collectives;
+}
+
+static CUstream
+begin_capture(model *m)
+{
+    CUstream stream = gpu_stream("captured");
+    REQUIRE_CU(cuCtxSynchronize());
+    fsdpc_device_use(m->device, (fsdpc_stream *)stream);
+    REQUIRE_CU(cuStreamBeginCapture(stream, 0));
+    return stream;
+}
+
+static CUresult
+end_capture(const model *m, CUstream stream)
+{
+    CUgraph graph;
+    fsdpc_device_use(m->device, NULL);
+    return cuStreamEndCapture(stream, &graph);
+}
+
+static int
+pass(model *m, int step)
+{
+    FSDPC_TRY(forward(m, step));
+    return backward(m, step);
+}
+
+/* On a GPU the graph would run; here nothing is run, and what was captured is counted. */
+static void
+a_step_is_captured(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    m.all_used = true;
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    int64_t before = work_done();
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CHECK(simgpu_drain());
+    int64_t work = work_done() - before;
+    CHECK_INT(m.wrong, 0);
+    m.quiet = true; /* nothing is gathered while it is captured */
+    for (int round = 0; round < 2; round++) {
+        CUstream stream = begin_capture(&m);
+        CHECK_INT(pass(&m, 0), FSDPC_OK);
+        CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+        CHECK_INT(simgpu_captured(), work);
+    }
+    m.all_used = m.quiet = false;
+    m.wrong = 0;
+    CHECK_INT(train(&m, 2), FSDPC_OK); /* and what follows is as if there had been none */
+    CHECK_INT(m.wrong, 0);
+    CHECK_INT(simgpu_reports(), 0);
+    report();
+    close_model(&m);
+}
+
+/* What needs the host is refused by name, and the capture can be left. */
+static void
+the_host_is_refused_in_a_capture(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    m.quiet = true; /* nothing is gathered while it is captured */
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CHECK_INT(m.wrong, 0);
+    set_masters(&m, 1);
+    CUstream stream = begin_capture(&m);
+    int status = pass(&m, 1); /* some parameters get no gradient */
+    CHECK_INT(status, run->world > 1 ? FSDPC_E_STATE : FSDPC_OK);
+    CHECK(status == FSDPC_OK || strstr(fsdpc_error_text(), "cannot be captured"));
+    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    stream = begin_capture(&m);
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
+    if (run->world > 1) { /* alone it shows its own values, without a slot */
+        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_STATE);
+        CHECK(strstr(fsdpc_error_text(), "spare") != NULL);
+    }
+    CHECK_INT(fsdpc_tree_forward_leave(m.tree, 1, false), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
+    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    CHECK_INT(simgpu_reports(), 0);
+    report();
+    close_model(&m);
+}
+
+/* The last two waits lead the own streams back: without one of them the capture cannot end. */
+static void
+streams_must_lead_back(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    m.all_used = m.quiet = true;
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CUstream stream = begin_capture(&m);
+    int64_t before = simgpu_calls("cuStreamWaitEvent");
+    CHECK_INT(pass(&m, 1), FSDPC_OK);
+    int waits = (int)(simgpu_calls("cuStreamWaitEvent") - before);
+    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    stream = begin_capture(&m);
+    REQUIRE(simgpu_skip_wait(waits));
+    CHECK_INT(pass(&m, 1), FSDPC_OK);
+    CHECK_CU(end_capture(&m, stream),
+             run->world > 1 ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED : CUDA_SUCCESS);
+    close_model(&m);
+}
+
 /* --- planted faults --------------------------------------------------------------------------------- */
 
 enum { FOUND, WRONG, CALLS };
@@ -443,6 +560,15 @@ main(void)
         run->option = option;
         new_ids();
         ranks_start(run, two_users_of_a_slot);
+        ranks_free(run);
+    }
+    static void (*const captures[])(int, ranks_run *) = {
+        a_step_is_captured, the_host_is_refused_in_a_capture, streams_must_lead_back};
+    for (int i = 0; i < 6; i++) {
+        ranks_run *run = ranks_new(1 + i / 3);
+        run->option = 0;
+        new_ids();
+        ranks_start(run, captures[i % 3]);
         ranks_free(run);
     }
     missing_waits_are_found();

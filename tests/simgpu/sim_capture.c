@@ -1,0 +1,201 @@
+/* Capturing streams into graphs: the rules, and a count of what was captured; graphs do not run.
+ *
+ * A stream is part of a capture when the capture began on it, or when it waited for an event that was
+ * recorded inside. Per pair of streams it is known how much of the one the other is behind; the
+ * capture may end when the stream that it began on is behind all work of all others. What a real
+ * driver refuses ends the capture here, too, and is reported.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "sim.h"
+
+typedef struct member {
+    bool in;
+    uint64_t work;               /* put on it inside */
+    uint64_t behind[SIM_ACTORS]; /* work of others that comes before */
+} member;
+
+static struct {
+    uint64_t id; /* 0: none is on its way */
+    int origin;
+    unsigned mode;
+    bool broken;
+    int64_t nodes;
+    member members[SIM_ACTORS];
+} capture;
+static uint64_t captures;
+static __thread unsigned thread_mode;
+
+enum { GLOBAL, THREAD_LOCAL, RELAXED };
+
+static CUresult
+break_capture(CUresult result, const char *why)
+{
+    capture.broken = capture.broken || capture.id;
+    sim_say(false, "capture: %s", why);
+    return result;
+}
+
+bool
+sim_captures(int actor)
+{
+    return capture.id && capture.members[actor].in;
+}
+
+void
+sim_capture_work(int actor)
+{
+    capture.members[actor].work++;
+    capture.members[actor].behind[actor] = capture.members[actor].work;
+    capture.nodes++;
+}
+
+CUresult
+sim_capture_unsafe(const char *call)
+{
+    char why[128];
+    if (!capture.id || thread_mode == RELAXED || capture.mode == RELAXED) {
+        return CUDA_SUCCESS;
+    }
+    snprintf(why, sizeof why, "%s is not allowed meanwhile", call);
+    return break_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, why);
+}
+
+void
+sim_capture_record(int actor, sim_captured *event)
+{
+    event->id = sim_captures(actor) ? capture.id : 0;
+    if (event->id) {
+        memcpy(event->behind, capture.members[actor].behind, sizeof event->behind);
+    }
+}
+
+CUresult
+sim_capture_wait(int actor, const sim_captured *event)
+{
+    if (event->id == 0) {
+        return sim_captures(actor) ? break_capture(CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
+                                                   "a captured stream waits for an event outside")
+                                   : CUDA_SUCCESS;
+    }
+    if (event->id != capture.id) {
+        return break_capture(CUDA_ERROR_CAPTURED_EVENT,
+                             "a stream waits for an event of another capture");
+    }
+    capture.members[actor].in = true;
+    sim_clock_join(capture.members[actor].behind, event->behind);
+    return CUDA_SUCCESS;
+}
+
+CUresult
+sim_capture_query(const sim_captured *event)
+{
+    return event->id ? break_capture(CUDA_ERROR_CAPTURED_EVENT, "a captured event is asked for")
+                     : sim_capture_unsafe("asking for an event");
+}
+
+SIM_EXPORT CUresult
+cuStreamBeginCapture(CUstream stream, unsigned mode)
+{
+    CUresult result = sim_enter(SIM_cuStreamBeginCapture, true);
+    int actor = sim_stream_actor(stream);
+    if (!result && (capture.id || actor < 0 || mode > RELAXED)) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result && (uintptr_t)stream <= 1) {
+        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
+    if (!result) {
+        memset(&capture, 0, sizeof capture);
+        capture.id = ++captures;
+        capture.origin = actor;
+        capture.mode = mode;
+        capture.members[actor].in = true;
+    }
+    return sim_leave(result);
+}
+
+static bool
+all_joined(void)
+{
+    const uint64_t *behind = capture.members[capture.origin].behind;
+    for (int i = 0; i < SIM_ACTORS; i++) {
+        if (capture.members[i].work > behind[i]) {
+            sim_say(false, "capture: work on %s is not joined at the end", sim_actor_name(i));
+            return false;
+        }
+    }
+    return true;
+}
+
+SIM_EXPORT CUresult
+cuStreamEndCapture(CUstream stream, CUgraph *graph)
+{
+    CUresult result = sim_enter(SIM_cuStreamEndCapture, true);
+    if (result) {
+        return sim_leave(result);
+    }
+    *graph = NULL;
+    if (!capture.id || sim_stream_actor(stream) != capture.origin) {
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    result = capture.broken  ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+             : !all_joined() ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+                             : CUDA_SUCCESS;
+    capture.id = 0;
+    return sim_leave(result);
+}
+
+/* The id, and no graph: none of its nodes can be had. */
+SIM_EXPORT CUresult
+cuStreamGetCaptureInfo(CUstream stream, unsigned *status, uint64_t *id, void *graph, void *nodes,
+                       void *count)
+{
+    CUresult result = sim_enter(SIM_cuStreamGetCaptureInfo, true);
+    int actor = sim_stream_actor(stream);
+    if (!result && (actor < 0 || !status || graph || nodes || count)) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result && (uintptr_t)stream <= 1 && capture.id && capture.mode != RELAXED &&
+        sim_actors[capture.origin].blocking) {
+        result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
+    if (!result) {
+        *status = !sim_captures(actor) ? 0 : capture.broken ? 2 : 1;
+        if (id && *status) {
+            *id = capture.id;
+        }
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT CUresult
+cuThreadExchangeStreamCaptureMode(unsigned *mode)
+{
+    CUresult result = sim_enter(SIM_cuThreadExchangeStreamCaptureMode, false);
+    if (!result && *mode > RELAXED) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result) {
+        unsigned before = thread_mode;
+        thread_mode = *mode;
+        *mode = before;
+    }
+    return sim_leave(result);
+}
+
+SIM_EXPORT int64_t
+simgpu_captured(void)
+{
+    sim_lock();
+    int64_t nodes = capture.nodes;
+    sim_unlock();
+    return nodes;
+}
+
+void
+sim_capture_reset(void)
+{
+    memset(&capture, 0, sizeof capture);
+}
