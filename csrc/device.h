@@ -199,6 +199,9 @@ int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, vo
  */
 enum { FSDPC_NORM_PART_BYTES = 24 };
 int64_t fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n);
+/* Leaves sum of |x|^p in `parts`, with p 2 the largest and whether all are finite, too. p > 0, finite. */
+int fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n,
+                           double p, void *parts);
 /* As reduce; and the norm of what acc holds then, left in `parts`. */
 int fsdpc_device_reduce_norm(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
                              const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,

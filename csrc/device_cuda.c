@@ -68,6 +68,7 @@ static const fsdpc_device_i cuda_table = {
     .plan_free = fsdpc_cuda_plan_free,
     .pack_onto = fsdpc_cuda_pack_onto,
     .norm_parts = norm_parts,
+    .norm_into = fsdpc_cuda_norm_into,
     .reduce_norm = fsdpc_cuda_reduce_norm,
     .norm_total = fsdpc_cuda_norm_total,
     .clip_factor = fsdpc_cuda_clip_factor,

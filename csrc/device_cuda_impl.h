@@ -134,6 +134,8 @@ int fsdpc_cuda_norm_p(void *context, const void *src, fsdpc_dtype type, int64_t 
 int fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
                            int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
                            void *parts);
+int fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                         void *parts);
 int fsdpc_cuda_norm_total(void *context, const void *parts, int64_t count, bool add, void *total);
 int fsdpc_cuda_clip_factor(void *context, const void *total, double p, double max_norm,
                            double *out);

@@ -230,6 +230,16 @@ fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const voi
 _Static_assert(sizeof(fsdpc_cuda_norm_value) == FSDPC_NORM_PART_BYTES, "as device.h says");
 
 int
+fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                     void *parts)
+{
+    const fsdpc_cuda_norm_params params = {
+        .src = src, .n = n, .p = p, .partials = parts, .type = (int)type};
+    FSDPC_TRY(fsdpc_cuda_check_aligned("norm", src, type));
+    return fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_norm, fsdpc_cuda_norm_blocks(n), &params);
+}
+
+int
 fsdpc_cuda_norm_total(void *context, const void *parts, int64_t count, bool add, void *total)
 {
     const fsdpc_cuda_norm_sum_params params = {
@@ -250,15 +260,15 @@ fsdpc_cuda_clip_factor(void *context, const void *total, double p, double max_no
 }
 
 static int
-norm_to_host(struct fsdpc_cuda *cuda, const fsdpc_cuda_norm_params *params, fsdpc_norm *out)
+norm_to_host(struct fsdpc_cuda *cuda, const void *src, fsdpc_dtype type, int64_t n, double p,
+             fsdpc_norm *out)
 {
     int status = FSDPC_OK;
     fsdpc_event *done = NULL;
-    const int64_t blocks = fsdpc_cuda_norm_blocks(params->n);
-    fsdpc_cuda_norm_value *total = params->partials + FSDPC_CUDA_NORM_BLOCKS;
+    fsdpc_cuda_norm_value *parts = cuda->norm_parts, *total = parts + FSDPC_CUDA_NORM_BLOCKS;
     FSDPC_TRY(fsdpc_cuda_event_new(cuda, &done));
-    FSDPC_GOTO(fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_norm, blocks, params), end);
-    FSDPC_GOTO(fsdpc_cuda_norm_total(cuda, params->partials, blocks, false, total), end);
+    FSDPC_GOTO(fsdpc_cuda_norm_into(cuda, src, type, n, p, parts), end);
+    FSDPC_GOTO(fsdpc_cuda_norm_total(cuda, parts, fsdpc_cuda_norm_blocks(n), false, total), end);
     FSDPC_GOTO(fsdpc_cuda_copy_out(cuda, cuda->norm_host, total, sizeof *total), end);
     FSDPC_GOTO(fsdpc_cuda_record(cuda, done), end);
     FSDPC_GOTO(fsdpc_cuda_finish(cuda, done, RESULT_TIMEOUT_S, "a norm"), end);
@@ -273,11 +283,8 @@ static int
 norm_of(struct fsdpc_cuda *cuda, const void *src, fsdpc_dtype type, int64_t n, double p,
         fsdpc_norm *out)
 {
-    const fsdpc_cuda_norm_params params = {
-        .src = src, .n = n, .p = p, .partials = cuda->norm_parts, .type = (int)type};
-    FSDPC_TRY(fsdpc_cuda_check_aligned("norm", src, type));
     pthread_mutex_lock(&cuda->norm_lock);
-    const int status = norm_to_host(cuda, &params, out);
+    const int status = norm_to_host(cuda, src, type, n, p, out);
     pthread_mutex_unlock(&cuda->norm_lock);
     return status;
 }

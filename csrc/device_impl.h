@@ -73,6 +73,8 @@ typedef struct fsdpc_device_i {
     int (*pack_onto)(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
                      const fsdpc_pack_source *sources, double scale);
     int64_t (*norm_parts)(int64_t n);
+    int (*norm_into)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                     void *parts);
     int (*reduce_norm)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
                        int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
                        void *parts);

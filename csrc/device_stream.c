@@ -4,6 +4,7 @@
  */
 #include "device_impl.h"
 
+#include <float.h>
 #include <string.h>
 
 #include "status.h"
@@ -275,6 +276,19 @@ int64_t
 fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n)
 {
     return device->i->norm_parts ? device->i->norm_parts(n) : 0;
+}
+
+int
+fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n, double p,
+                       void *parts)
+{
+    FSDPC_TRY(check_queues(device));
+    FSDPC_TRY(fsdpc_device_check_scale(src, type, n));
+    if (!(p > 0) || p > DBL_MAX || !parts || n == 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: order %g of %lld elements into %p", p,
+                           (long long)n, parts);
+    }
+    return device->i->norm_into(device->context, src, type, n, p, parts);
 }
 
 int

@@ -266,6 +266,16 @@ fsdpc_exchange_drop(fsdpc_exchange *x)
 }
 
 int
+fsdpc_exchange_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (!x->ops->share) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "%s: exchange %s works in host memory", what,
+                           x->ops->kind);
+    }
+    return x->world > 1 ? x->ops->share(x, buffer, piece_bytes, what) : FSDPC_OK;
+}
+
+int
 fsdpc_exchange_slot_count(const fsdpc_exchange *x)
 {
     return fsdpc_arena_slot_count(x->arena);

@@ -75,6 +75,12 @@ int fsdpc_exchange_end(fsdpc_exchange *exchange);
 /* After a failed or abandoned backward: drops references and prefetches. Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 
+/* Kind "stream": puts the ranks' `piece_bytes` of device memory side by side (rank r's is at r *
+ * piece_bytes, this rank's own is there already), behind what the caller's stream holds and before
+ * what it gets; the host does not wait. Collective. */
+int fsdpc_exchange_share(fsdpc_exchange *exchange, void *buffer, size_t piece_bytes,
+                         const char *what);
+
 int fsdpc_exchange_slot_count(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_largest_slot(const fsdpc_exchange *exchange);
 int fsdpc_exchange_reduce_slots(const fsdpc_exchange *exchange);

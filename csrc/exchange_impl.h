@@ -19,6 +19,8 @@ struct fsdpc_exchange_i {
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
     int (*end)(fsdpc_exchange *x);
+    int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
+                 const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
 };
 
 struct fsdpc_exchange {

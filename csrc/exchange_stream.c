@@ -142,6 +142,8 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->settled));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->ready));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->shared));
     FSDPC_TRY(open_units(x, s));
     FSDPC_TRY(open_slots(x, s));
     FSDPC_TRY(fsdpc_stream_offload_open(x));
@@ -190,6 +192,8 @@ close_streams(fsdpc_exchange *x)
     fsdpc_device_free(s->device, s->device_bits, bytes);
     fsdpc_device_free(s->device, s->all, bytes);
     fsdpc_device_event_free(s->device, s->settled);
+    fsdpc_device_event_free(s->device, s->ready);
+    fsdpc_device_event_free(s->device, s->shared);
     fsdpc_device_event_free(s->device, s->masters);
     fsdpc_device_event_free(s->device, s->copied);
     fsdpc_device_stream_free(s->device, s->gather);
@@ -415,4 +419,5 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .release = release,
     .reduce = fsdpc_stream_reduce,
     .end = fsdpc_stream_end,
+    .share = fsdpc_stream_share,
 };

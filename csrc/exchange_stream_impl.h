@@ -49,13 +49,15 @@ struct fsdpc_streams {
     /* Used bits, one float each: pinned here; on the device; there those of all that trains. */
     float *bits, *device_bits, *all;
     int64_t bit_count;
-    fsdpc_event *settled; /* for the waits of the host */
-    bool all_offloaded;   /* every unit that trains has its gradients in host memory */
-    fsdpc_event *copied;  /* the last gather that read an offloaded master; NULL: no unit has one */
+    fsdpc_event *settled;        /* for the waits of the host */
+    fsdpc_event *ready, *shared; /* what is shared with the other ranks, before and after */
+    bool all_offloaded;          /* every unit that trains has its gradients in host memory */
+    fsdpc_event *copied; /* the last gather that read an offloaded master; NULL: no unit has one */
 };
 
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
+int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what);
 
 /* --- exchange_stream_capture.c ---------------------------------------------------------------- */
 

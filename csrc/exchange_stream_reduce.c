@@ -196,3 +196,23 @@ fsdpc_stream_end(fsdpc_exchange *x)
     FSDPC_KEEP(fsdpc_comm_check(s->reduce_comm));
     return status;
 }
+
+/* --- small things for all ranks ----------------------------------------------------------------- */
+
+/* On the reduce stream: its communicator then serves one stream only, in one order. */
+int
+fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
+{
+    struct fsdpc_streams *s = x->streams;
+    int status = FSDPC_OK;
+    FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->ready));
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+    FSDPC_GOTO(fsdpc_device_wait(s->device, s->ready), done);
+    FSDPC_GOTO(fsdpc_comm_all_gather(s->reduce_comm, buffer, piece_bytes, what), done);
+    FSDPC_GOTO(fsdpc_device_record(s->device, s->shared), done);
+done:
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    return fsdpc_device_wait(s->device, s->shared);
+}

@@ -122,6 +122,7 @@ fsdpc_tree_free(fsdpc_tree *tree)
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange_free(tree->exchanges[i]);
     }
+    fsdpc_tree_norm_free(tree);
     fsdpc_trace_free(tree->trace);
     fsdpc_mem_free(tree->nodes);
     fsdpc_mem_free(tree->exchanges);

@@ -78,6 +78,20 @@ enum fsdpc_phase fsdpc_tree_phase(const fsdpc_tree *tree);
 uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 
+typedef struct fsdpc_tree_clip_plan {
+    const uint8_t *const *masks; /* per unit: its parameters that have a gradient; NULL: none */
+    double p;                    /* order: > 0, or infinite */
+    double max_norm;             /* gradients are multiplied by min(1, max_norm / (norm + 1e-6)) */
+    bool scale;                  /* false: only the norm is taken */
+    const void *extra;           /* parts of a norm of other gradients, whole on every rank */
+    int64_t extra_count;
+    double *out; /* on the device: the norm, the factor */
+} fsdpc_tree_clip_plan;
+/* On a device with streams, without a wait of the host: the norm of all gradients over all ranks; each
+ * unit's counts once however many replicas it has. Collective, between steps. Allocates when called
+ * first. FSDPC_E_UNAVAILABLE where gradients are in host memory: see fsdpc_unit_grad_norm. */
+int fsdpc_tree_clip(fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan);
+
 typedef struct fsdpc_tree_memory {
     size_t gather_bytes;                          /* slots, once per host on shared memory */
     size_t reduce_bytes;                          /* packed gradients, per rank */

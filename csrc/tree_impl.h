@@ -34,7 +34,11 @@ struct fsdpc_tree {
     bool takes_turns;   /* some unit needs one order on all ranks */
     enum fsdpc_phase phase;
     fsdpc_trace *trace;
+    struct fsdpc_norm_room *norm_room; /* made by the first clip */
 };
+
+/* tree_norm.c */
+void fsdpc_tree_norm_free(fsdpc_tree *tree);
 
 struct fsdpc_slot_plan {
     int *slot_of;       /* per member, -1: needs none */

@@ -98,6 +98,13 @@ int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *
 /* Sum of squares and maximum of this rank's part of the gradients of the parameters with
  * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */
 int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
+/* The same on a device with streams, without a look by the host: *count parts of a norm (device.h) are
+ * left in `parts`, which has room for fsdpc_unit_norm_room of them; and gradients times *factor, on
+ * the device. */
+int64_t fsdpc_unit_norm_room(const fsdpc_unit *unit);
+int fsdpc_unit_norm_parts(fsdpc_unit *unit, const uint8_t *mask, double p, void *parts,
+                          int64_t *count);
+int fsdpc_unit_scale_by(fsdpc_unit *unit, const uint8_t *mask, const double *factor);
 int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
 /* Multiplies the sum and the seen gradient of one parameter. */
