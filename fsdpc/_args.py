@@ -1,4 +1,4 @@
-"""Constructor arguments: checks, the sharding strategy in force, process groups and the device.
+"""Constructor arguments: checks, the sharding strategy in force and process groups.
 
 Exceptions have the type that torch's FSDP raises for the same mistake; the sentence says which
 rank, what was passed and what to pass instead. Groups are made here once per root and handed down
@@ -13,7 +13,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +21,6 @@ from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStra
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 RESHARD_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -91,28 +89,6 @@ def _check_type(name: str, value: Any, kind: type) -> None:
 def _check_callable(name: str, value: Any, error: type[Exception]) -> None:
     if value is not None and not callable(value):
         raise error(f"Expected {name} {value!r} to be callable but got {type(value)}")
-
-
-def resolve_device(device_id: int | torch.device | None) -> torch.device:
-    """The compute device. Only the CPU so far; ``None`` means the CPU, with or without an
-    accelerator present.
-    """
-    if device_id is None:
-        return CPU
-    device = device_id if isinstance(device_id, torch.device) else None
-    if isinstance(device_id, str):
-        device = torch.device(device_id)
-    if device is not None and device.type == "cpu":
-        return CPU
-    if device is None and (isinstance(device_id, bool) or not isinstance(device_id, int)):
-        raise TypeError(
-            f"device_id must be an int, a torch.device or None, but got {type(device_id).__name__}"
-        )
-    raise NotImplementedError(
-        f"device_id={device_id!r} names an accelerator, but this version of fsdpc trains on the "
-        "CPU "
-        'only: pass device_id=None or torch.device("cpu")'
-    )
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:

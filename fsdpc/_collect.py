@@ -72,8 +72,8 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
     """Parameters of the unit around ``root`` in registration order, each once with all its sites.
 
     Raises ``ValueError`` for a parameter that another unit already shards (tied across units), for
-    a torch FlatParameter, for a DTensor and below a DDP module; ``RuntimeError`` for parameters on
-    several devices; ``NotImplementedError`` for an accelerator's parameters.
+    a torch FlatParameter, for a DTensor and below a DDP module; ``RuntimeError`` for one that is on
+    the meta device.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in owned_modules(root, ignored.modules):
@@ -90,7 +90,7 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
             else:
                 info.sites.append((module, attr))
     found = list(infos.values())
-    _check_devices(found, unit_name)
+    _check_memory(found, unit_name)
     return found
 
 
@@ -128,23 +128,12 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
         )
 
 
-def _check_devices(infos: list[ParamInfo], unit_name: str) -> None:
-    devices = {info.param.device for info in infos}
-    if len(devices) > 1:
-        raise RuntimeError(
-            "FSDP only supports single device modules but got params on "
-            f"{sorted(map(str, devices))} in unit {unit_name!r}"
-        )
+def _check_memory(infos: list[ParamInfo], unit_name: str) -> None:
     for info in infos:
         if info.param.is_meta:
             raise RuntimeError(
                 f"parameter {info.name!r} of unit {unit_name!r} is still on the meta device: "
                 "param_init_fn left it there"
-            )
-        if info.param.device.type != "cpu":
-            raise NotImplementedError(
-                f"parameter {info.name!r} of unit {unit_name!r} is on {info.param.device}, but "
-                "this version of fsdpc trains on the CPU only: move the module to the CPU first"
             )
 
 
@@ -226,9 +215,10 @@ def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any) -> None:
+def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: torch.device) -> None:
     """Broadcast parameters and buffers from the first rank. Collective over the unit's groups,
-    replicas first, so that afterwards every rank of every shard group holds rank 0's values.
+    replicas first, so that afterwards every rank of every shard group holds rank 0's values. They
+    travel on ``device``; buffers of ignored modules may be elsewhere.
     """
     tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
     tensors += list(_unsynced_buffers(root))
@@ -236,7 +226,7 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any) -> None:
         if comm is None or comm.world == 1:
             continue
         for name, tensor in tensors:
-            _broadcast(comm, name, tensor.detach())
+            _broadcast(comm, name, tensor.detach(), device)
 
 
 def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,7 +240,7 @@ def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield clean_fqn(name), buffer
 
 
-def _broadcast(comm: Any, name: str, tensor: torch.Tensor) -> None:
+def _broadcast(comm: Any, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.is_meta:
         raise RuntimeError(
             f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; modules that "
@@ -258,7 +248,7 @@ def _broadcast(comm: Any, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.numel() == 0:
         return
-    dense = tensor.contiguous()
+    dense = tensor.to(device).contiguous()
     comm.broadcast(dense, root=0, what=f"sync_module_states {name}")
-    if dense.data_ptr() != tensor.data_ptr():
+    if dense is not tensor:
         tensor.copy_(dense)

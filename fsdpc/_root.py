@@ -21,6 +21,7 @@ from torch import nn
 from fsdpc import _comm_hooks
 from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._compiled import call_untraced
+from fsdpc._inputs import preparation
 from fsdpc._marks import attach_marked
 from fsdpc._mixed import cast_buffers
 from fsdpc._names import clean_fqn, join
@@ -158,14 +159,22 @@ def placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def _prepare_member(member: Any, name: str) -> None:
-    """Settings that depend on the place in the tree: unit name, input casts, buffer dtypes."""
+    """Settings that depend on the place in the tree: unit name, what becomes of inputs, buffers."""
     if member._unit is not None:
         member._unit.name = name or member._unit.name
     mixed = member.mixed_precision
     casts = mixed.cast_forward_inputs and member._unit is not None
     casts = casts or (member._is_root and mixed.cast_root_forward_inputs)
-    member._cast_inputs_to = mixed.param_dtype if casts else None
-    changed = cast_buffers(member._fsdp_wrapped_module, member._ignored.modules, mixed.buffer_dtype)
+    device = member.compute_device
+    member._prepare_inputs = preparation(
+        device if member._is_root else None, mixed.param_dtype if casts else None
+    )
+    changed = cast_buffers(
+        member._fsdp_wrapped_module,
+        member._ignored.modules,
+        mixed.buffer_dtype,
+        None if device.type == "cpu" else device,
+    )
     member._buffer_dtypes.update(changed)
 
 

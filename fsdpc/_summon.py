@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from fsdpc._collect import is_unit_module, unit_modules
-from fsdpc._mixed import cast_arguments
+from fsdpc._inputs import preparation
 from fsdpc._names import flat_param_name
 
 Tensors = list[torch.Tensor]
+CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -42,7 +43,9 @@ def summon_full_params(
         _check_free(member)
     with ExitStack() as stack:
         for member in members:
-            stack.enter_context(summon_one(member, writeback, rank0_only, with_grads))
+            stack.enter_context(
+                summon_one(member, writeback, rank0_only, with_grads, offload_to_cpu)
+            )
         yield
 
 
@@ -88,7 +91,13 @@ def _check_free(member: Any) -> None:
 
 
 @contextmanager
-def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool) -> Iterator[None]:
+def summon_one(
+    member: Any,
+    writeback: bool,
+    rank0_only: bool,
+    with_grads: bool,
+    offload: bool = False,
+) -> Iterator[None]:
     """One FSDP instance's own unit, without nested ones."""
     unit = member._unit
     if unit is None:
@@ -96,8 +105,9 @@ def summon_one(member: Any, writeback: bool, rank0_only: bool, with_grads: bool)
             yield
         return
     shows = not rank0_only or member.rank == 0
-    full = unit.gather_full() if shows else unit.attend_gather()
-    grads = unit.gather_full_grads() if with_grads else None
+    to = CPU if offload else None
+    full = unit.gather_full(to) if shows else unit.attend_gather()
+    grads = unit.gather_full_grads(to) if with_grads else None
     with _flagged(member, rank0_only):
         if full is None:
             yield
@@ -139,8 +149,11 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mixed = member.mixed_precision
     dtype = mixed.param_dtype
     wanted = mixed.cast_forward_inputs or (member._is_root and mixed.cast_root_forward_inputs)
-    if dtype is not None and wanted:
-        args, kwargs = cast_arguments(dtype, args, kwargs)
+    prepare = preparation(
+        member.compute_device if member._is_root else None, dtype if wanted else None
+    )
+    if prepare is not None:
+        args, kwargs = prepare(args, kwargs)
     with _lowered(member._unit, dtype):
         return member._fsdp_wrapped_module(*args, **kwargs)
 

@@ -29,9 +29,9 @@ from fsdpc._device import engine_device
 from fsdpc._face import Face
 from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
-from fsdpc._mixed import cast_arguments
 from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
 from fsdpc._optim_state import OptimStateDicts
+from fsdpc._placement import asked_device, default_device, place
 from fsdpc._unit import ParamInfo, Unit
 from fsdpc._wrap import auto_wrap
 from fsdpc.api import (
@@ -59,7 +59,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     Every rank of the group must construct it with an equal module and equal options
     (``MismatchError`` names the difference).
 
-    Differences, all of them permissions: without an accelerator it trains on the CPU;
+    Differences, all of them permissions: a module on the CPU trains there without ``device_id``;
     ``sync_module_states`` works there; 0-dim parameters, several dtypes and frozen beside trainable
     parameters may share a unit with either ``use_orig_params``; ``cpu_offload`` is accepted and
     means nothing more on a CPU device.
@@ -98,10 +98,10 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             param_init_fn,
         )
         self._ignored = find_ignored(module, ignored_modules, ignored_states)
-        self.compute_device = _args.resolve_device(device_id)
         chosen = _args.resolve_groups(
             process_group, sharding_strategy, auto_wrap_policy, device_mesh
         )
+        asked = asked_device(device_id, chosen.shard.rank())
         self._device_mesh = device_mesh
         if auto_wrap_policy is not None:
             child_kwargs: dict[str, Any] = {
@@ -135,12 +135,30 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._sync_module_states = sync_module_states
+        self._place(module, param_init_fn, asked, chosen.shard.rank())
         self._init_groups(chosen)
         self._init_state()
         self._fsdp_wrapped_module = module
-        self._init_unit(param_init_fn)
+        self._init_unit()
         _state_dict.register_hooks(self)
         _dcp.attach()
+
+    def _place(
+        self,
+        module: nn.Module,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        asked: torch.device | None,
+        rank: int,
+    ) -> None:
+        """Give the unit's own part of ``module`` memory, on the device that it computes on."""
+        materialize(
+            module,
+            self._ignored,
+            param_init_fn,
+            asked or default_device(),
+            warn_unwritten=not (self._sync_module_states and rank != 0),
+        )
+        self.compute_device = place(module, self._ignored, asked, self._name, rank)
 
     def _init_groups(self, chosen: _args.GroupChoice) -> None:
         self.process_group = chosen.shard
@@ -166,7 +184,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self._tree: Any = None
         self._root: weakref.ref[FullyShardedDataParallel] | None = None
         self._is_root: bool | None = None
-        self._cast_inputs_to: torch.dtype | None = None
+        self._prepare_inputs: Callable[..., Any] | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._summoned = False
         self._summoned_on_rank_0 = False
@@ -180,21 +198,13 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         self.precision_line = ""
 
-    def _init_unit(self, param_init_fn: Callable[[nn.Module], None] | None) -> None:
+    def _init_unit(self) -> None:
         module = self._fsdp_wrapped_module
-        writes_follow = self._sync_module_states and self.rank != 0
-        materialize(
-            module,
-            self._ignored,
-            param_init_fn,
-            self.compute_device,
-            warn_unwritten=not writes_follow,
-        )
         infos = collect_infos(module, self._ignored, self._name)
         for info in infos:
             check_listeners(info.name, self._name, info.param, self._use_orig_params)
         if self._sync_module_states:
-            sync_states(module, infos, self._groups)
+            sync_states(module, infos, self._groups, self.compute_device)
         if infos:
             self._shard(infos)
 
@@ -228,15 +238,15 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on full parameters. Floating inputs are cast where mixed precision
-        asks for it.
+        """Run the wrapped module on full parameters. The root's inputs are moved to its device, and
+        floating ones are cast where mixed precision asks for it.
         """
         if self._summoned and (self._unit is None or self._unit.summoned):
             return _summon.forward(self, args, kwargs)
         self._enter(self, args, kwargs)
         try:
-            if self._cast_inputs_to is not None:
-                args, kwargs = cast_arguments(self._cast_inputs_to, args, kwargs)
+            if self._prepare_inputs is not None:
+                args, kwargs = self._prepare_inputs(args, kwargs)
             output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             unit = self._unit or self._pass_unit

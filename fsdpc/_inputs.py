@@ -1,0 +1,122 @@
+"""Tensors in what a module is called with: moved to the device that it computes on, cast to the
+dtype that it computes in. Containers and dataclasses are looked into; what needs no change is
+returned as the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_PLAIN = (int, float, str, bytes)
+
+
+def preparation(
+    device: torch.device | None, dtype: torch.dtype | None
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments] | None:
+    """What to do with positional and keyword arguments: move all tensors, then cast floating ones;
+    None where there is nothing to do. Nothing is moved to a CPU.
+    """
+    moves = device is not None and device.type != "cpu"
+    if moves and dtype is not None:
+        return lambda args, kwargs: cast_arguments(dtype, *move_arguments(device, args, kwargs))
+    if moves:
+        return partial(move_arguments, device)
+    return None if dtype is None else partial(cast_arguments, dtype)
+
+
+def cast_arguments(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """``args`` and ``kwargs`` with every floating tensor in ``dtype``. Differentiable, so that
+    gradients come back in the input's dtype.
+    """
+    args = tuple([cast_tree(dtype, value) for value in args])
+    if kwargs:
+        kwargs = {key: cast_tree(dtype, value) for key, value in kwargs.items()}
+    return args, kwargs
+
+
+def move_arguments(
+    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
+    """``args`` and ``kwargs`` with every tensor on ``device``, which has an index. Differentiable,
+    so that gradients come back on the input's device.
+    """
+    args = tuple([move_tree(device, value) for value in args])
+    if kwargs:
+        kwargs = {key: move_tree(device, value) for key, value in kwargs.items()}
+    return args, kwargs
+
+
+def cast_tree(dtype: torch.dtype, value: Any) -> Any:
+    """``value`` with its floating tensors in ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, PackedSequence):
+        return value.to(dtype) if value.data.is_floating_point() else value
+    return _within(cast_tree, dtype, value)
+
+
+def move_tree(device: torch.device, value: Any) -> Any:
+    """``value`` with its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device)
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, PackedSequence):
+        return value if value.data.device == device else value.to(device)
+    return _within(move_tree, device, value)
+
+
+Change = Callable[[Any, Any], Any]
+
+
+def _within(change: Change, to: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return _within_dict(change, to, value)
+    if isinstance(value, (list, tuple, set)):
+        return _within_sequence(change, to, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _within_dataclass(change, to, value)
+    return value
+
+
+def _within_dict(change: Change, to: Any, value: dict[Any, Any]) -> Any:
+    new = {key: change(to, item) for key, item in value.items()}
+    if all(new[key] is item for key, item in value.items()):
+        return value
+    if type(value) is dict:
+        return new
+    copy = value.copy()
+    copy.update(new)
+    return copy
+
+
+def _within_sequence(change: Change, to: Any, value: Any) -> Any:
+    items = list(value)
+    new = [change(to, item) for item in items]
+    if all(one is other for one, other in zip(new, items, strict=True)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*new)
+    return type(value)(new)
+
+
+def _within_dataclass(change: Change, to: Any, value: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(value)]
+    new = {name: change(to, getattr(value, name)) for name in names}
+    if all(new[name] is getattr(value, name) for name in names):
+        return value
+    fields = {field.name: field.init for field in dataclasses.fields(value)}
+    copy = dataclasses.replace(value, **{name: new[name] for name in names if fields[name]})
+    for name in names:
+        if not fields[name]:
+            object.__setattr__(copy, name, new[name])
+    return copy
