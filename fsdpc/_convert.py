@@ -1,9 +1,9 @@
-"""``Module._apply`` for sharded modules: ``to``, ``half``, ``double`` and their kin.
+"""``Module._apply`` for sharded modules: ``to``, ``cuda``, ``half``, ``double`` and their kin.
 
 A conversion that keeps dtype and device leaves the unit's parameters alone: their memory belongs to
-the engine. One that changes the dtype shards the unit anew from the converted full values;
-Parameter objects keep their identity with ``use_orig_params=True``, and a new flat Parameter stands
-for the unit with False (make the optimizer after).
+the engine. One that changes the dtype or the device shards the unit anew from the converted full
+values; Parameter objects keep their identity with ``use_orig_params=True``, and a new flat
+Parameter stands for the unit with False (make the optimizer after).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from fsdpc._args import GroupChoice
+from fsdpc._placement import why_not
 from fsdpc._root import release_tree
-from fsdpc._summon import check_idle, flat_owner, install, site_params
+from fsdpc._summon import CPU, check_idle, flat_owner, install, site_params
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,18 +26,26 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     """Apply ``fn`` to everything in ``member``; ``rest`` is ``nn.Module._apply`` on what is
     registered.
 
-    Local when dtypes stay; otherwise collective over the sharding group and only between steps
-    (``AssertionError``). Raises ``NotImplementedError`` when ``fn`` moves parameters off the CPU.
+    Local when dtypes and device stay; otherwise collective over the unit's groups and only between
+    steps (``AssertionError``). ``NotImplementedError``: nothing can be sharded on the device that
+    ``fn`` moves to.
     """
     unit = member._unit
-    if unit is None or member._summoned or member._exposed:
+    if member._summoned or member._exposed:
         rest()
-    elif _keeps_dtypes(unit, fn):
+        return
+    device = _target(member, fn)
+    if unit is None:
+        rest()
+        if device != member.compute_device:
+            _release(member)
+            _move_groups(member, device)
+    elif device == member.compute_device and _keeps_dtypes(unit, fn):
         with _hidden(member):
             rest()
     else:
         check_idle(member)
-        _rebuild(member, rest, fn)
+        _rebuild(member, rest, fn, device)
 
 
 def convert_storage(member: Any, dtype: torch.dtype) -> None:
@@ -55,25 +65,43 @@ def convert_storage(member: Any, dtype: torch.dtype) -> None:
                 param.data = to(param.data)
 
     if any(
-        t and to(torch.empty(0, dtype=d)).dtype != d
+        t and to(torch.empty(0, dtype=d, device=CPU)).dtype != d
         for t, d in zip(unit.trainable, unit.dtypes, strict=True)
     ):
         check_idle(member)
-        _rebuild(member, rest, to)
+        _rebuild(member, rest, to, member.compute_device)
+
+
+def _target(member: Any, fn: Fn) -> torch.device:
+    """Where ``fn`` moves what is on the member's device; ``fn`` is asked, with an empty tensor.
+
+    Shards that are offloaded may be told to be on either side: they stay where they are.
+    """
+    here = member.compute_device
+    device = fn(torch.empty(0, device=here)).device
+    if device == here or (device == CPU and member.cpu_offload.offload_params):
+        return here
+    reason = why_not(device)
+    if reason is not None:
+        raise NotImplementedError(f"unit {member._name!r} cannot move to {device}: {reason}")
+    return device
 
 
 def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
     """Ask ``fn`` itself, on an empty tensor of each dtype."""
-    keeps = True
-    for dtype in {param.dtype for param in unit.shard_params}:
-        result = fn(torch.empty(0, dtype=dtype))
-        if result.device.type != "cpu":
-            raise NotImplementedError(
-                f"unit {unit.name!r} cannot move to {result.device}: this version of fsdpc trains "
-                "on the CPU only"
-            )
-        keeps = keeps and result.dtype == dtype
-    return keeps
+    dtypes = {param.dtype for param in unit.shard_params}
+    return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
+
+
+def _release(member: Any) -> None:
+    root = None if member._root is None else member._root()
+    if root is not None:
+        release_tree(root)
+
+
+def _move_groups(member: Any, device: torch.device) -> None:
+    member.compute_device = device
+    member._init_groups(GroupChoice(member.process_group, member._inter_node_pg))
 
 
 @contextmanager
@@ -97,15 +125,16 @@ def _hidden(member: Any) -> Iterator[None]:
             table[name] = param
 
 
-def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn) -> None:
+def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device) -> None:
     unit = member._unit
-    if member._root is not None and member._root() is not None:
-        release_tree(member._root())
+    _release(member)
     grads = [None if grad is None else fn(grad) for grad in unit.gather_full_grads()]
     install(member, unit.gather_full())
     rest()
     for info, shown in zip(unit.infos, site_params(unit), strict=True):
         _restore_original(info, shown.detach())
+    if device != member.compute_device:
+        _move_groups(member, device)
     member._shard(unit.infos)
     if any(grad is not None for grad in grads):
         member._unit.scatter_full_grads(grads)

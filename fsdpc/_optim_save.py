@@ -31,6 +31,9 @@ class Keep(Protocol):
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         """What the dict holds for these elements, a 1-D tensor."""
 
+    def device(self, entry: UnitEntry) -> torch.device:
+        """Where these elements are put together."""
+
     offload: bool  # to the CPU
 
 
@@ -128,7 +131,7 @@ def _gather_run(
     covered = [i for j in members for i in entry.parts[j].covers]
     for i in covered if keep is not None else ():
         begin, end = keep.span(entry, i)  # type: ignore[union-attr]
-        where = _device(entry, keep.offload)  # type: ignore[union-attr]
+        where = keep.device(entry)  # type: ignore[union-attr]
         wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype, device=where))
     runs = [
         Run(rank, place, i, begin, length)
@@ -181,6 +184,9 @@ class Whole:
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
         return values.view(entry.unit.shapes[i])
 
+    def device(self, entry: UnitEntry) -> torch.device:
+        return _device(entry, self.offload)
+
 
 @dataclass
 class Rows:
@@ -201,10 +207,15 @@ class Rows:
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         shape = entry.unit.shapes[i]
         if not self._cut(entry, i):
-            return values.view(shape)
+            return values.view(shape).cpu() if self.offload else values.view(shape)
         pg = entry.unit.groups.shard_pg
         rows = values.view(_sharded.rows_shape(shape, pg.size(), pg.rank()))
-        return _sharded.wrap_rows(rows, shape, pg, _mesh(entry, self.use_dtensor))
+        wrapped = _sharded.wrap_rows(rows, shape, pg, _mesh(entry, self.use_dtensor))
+        return wrapped.cpu() if self.offload else wrapped
+
+    def device(self, entry: UnitEntry) -> torch.device:
+        # A DTensor is made on its mesh's device, and goes to the CPU afterwards.
+        return _device(entry, self.offload and _mesh(entry, self.use_dtensor) is None)
 
     def _cut(self, entry: UnitEntry, i: int) -> bool:
         return entry.unit.is_sharded and _sharded.is_cut(entry.unit.shapes[i])

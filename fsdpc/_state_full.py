@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdpc._names import clean_fqn
-from fsdpc._summon import install, uninstall, write_back
+from fsdpc._summon import CPU, install, uninstall, write_back
 
 
 def keeps(member: Any) -> bool:
@@ -22,12 +22,17 @@ def keeps(member: Any) -> bool:
     return not getattr(member._state_dict_config, "rank0_only", False) or member.rank == 0
 
 
+def offloads(member: Any) -> bool:
+    """Whether what the dict holds is to be on the CPU."""
+    return bool(getattr(member._state_dict_config, "offload_to_cpu", False))
+
+
 def before_save(member: Any) -> None:
     """Show full parameters on the ranks that keep the dict. Collective over the sharding group."""
     if not getattr(member._state_dict_config, "rank0_only", False):
         check_shown(member)
     if keeps(member):
-        show(member)
+        show(member, CPU if offloads(member) else None)
     elif member._unit is not None and not member._summoned:
         member._unit.attend_gather()
 
@@ -44,10 +49,12 @@ def check_shown(member: Any) -> None:
         )
 
 
-def show(member: Any) -> None:
-    """Put private full copies in the parameters' places. Collective over the sharding group."""
+def show(member: Any, to: torch.device | None = None) -> None:
+    """Put private full copies in the parameters' places, on the unit's device or ``to``. Collective
+    over the sharding group.
+    """
     if member._unit is not None and not member._summoned:
-        install(member, member._unit.gather_full())
+        install(member, member._unit.gather_full(to))
         member._exposed = True
 
 

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdpc import _state_full, _state_local, _state_sharded
 from fsdpc._collect import unit_modules
@@ -110,6 +112,15 @@ def _after_save(
     for name, dtype in member._buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+    if _state_full.offloads(member):
+        _offload(state_dict, prefix)
+
+
+def _offload(state_dict: dict[str, Any], prefix: str) -> None:
+    """Bring to the CPU what is not there: buffers, rows, flat parameters."""
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, (torch.Tensor, ShardedTensor)):
+            state_dict[key] = value.cpu()  # itself, where it is on the CPU
 
 
 # --- loading ---
