@@ -212,7 +212,8 @@ PyDoc_STRVAR(
     "and holds for this call and each later collective. exchange(memory, piece_bytes, what):\n"
     "the host's own channel, an all-gather on a 1-D array of bytes, for what ranks tell each "
     "other\n"
-    "outside of steps; without it that goes over the GPU. Methods take arrays in host memory.\n"
+    "outside of steps; without it that goes over the GPU. Methods take arrays in host memory, for\n"
+    "that channel, and torch's tensors on the GPU, for NCCL on torch's current stream.\n"
     "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
 
 /* --- collectives ----------------------------------------------------------------------------- */
@@ -220,7 +221,7 @@ PyDoc_STRVAR(
 static int
 open_array(PyObject *array, fsdpc_py_view *view)
 {
-    if (fsdpc_py_tensor_view(array, view) < 0) {
+    if (fsdpc_py_tensor_view_any(array, view) < 0) {
         return -1;
     }
     if (view->contiguous && !view->readonly) {
@@ -268,36 +269,50 @@ typedef struct job {
     const char *what;
     int root;
     enum fsdpc_op op;
+    bool on_device;
 } job;
+
+/* torch's tensors in the memory of the group's GPU go by its own collectives, queued on torch's
+ * current stream; host memory goes as the group carries it. */
+static int
+choose_way(job *self, PyObject *array)
+{
+    fsdpc_device *device = fsdpc_comm_device(self->comm);
+    fsdpc_py_place place = fsdpc_py_place_of(device);
+    self->on_device = fsdpc_device_get_caps(device)->asynchronous && fsdpc_py_is_torch(array) &&
+                      self->view.place.type == place.type && self->view.place.id == place.id;
+    return self->on_device ? fsdpc_py_enter_device(device)
+                           : fsdpc_py_check_place(&self->view, fsdpc_py_host);
+}
 
 static int
 run_all_gather(job *self)
 {
-    size_t world = (size_t)fsdpc_comm_world(self->comm);
-    return fsdpc_comm_host_all_gather(self->comm, self->view.data, view_bytes(&self->view) / world,
-                                      self->what);
+    size_t piece = view_bytes(&self->view) / (size_t)fsdpc_comm_world(self->comm);
+    return (self->on_device ? fsdpc_comm_all_gather : fsdpc_comm_host_all_gather)(
+        self->comm, self->view.data, piece, self->what);
 }
 
 static int
 run_reduce_scatter(job *self)
 {
     int64_t piece = self->view.numel / fsdpc_comm_world(self->comm);
-    return fsdpc_comm_host_reduce_scatter(self->comm, self->view.data, piece, self->view.dtype,
-                                          self->what);
+    return (self->on_device ? fsdpc_comm_reduce_scatter : fsdpc_comm_host_reduce_scatter)(
+        self->comm, self->view.data, piece, self->view.dtype, self->what);
 }
 
 static int
 run_all_reduce(job *self)
 {
-    return fsdpc_comm_host_all_reduce(self->comm, self->view.data, self->view.numel,
-                                      self->view.dtype, self->op, self->what);
+    return (self->on_device ? fsdpc_comm_all_reduce : fsdpc_comm_host_all_reduce)(
+        self->comm, self->view.data, self->view.numel, self->view.dtype, self->op, self->what);
 }
 
 static int
 run_broadcast(job *self)
 {
-    return fsdpc_comm_host_broadcast(self->comm, self->view.data, view_bytes(&self->view),
-                                     self->root, self->what);
+    return (self->on_device ? fsdpc_comm_broadcast : fsdpc_comm_host_broadcast)(
+        self->comm, self->view.data, view_bytes(&self->view), self->root, self->what);
 }
 
 /* `pieces`, `floats`: what is demanded of the array. */
@@ -308,7 +323,8 @@ run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floa
         return NULL;
     }
     PyObject *result = NULL;
-    if ((!pieces || check_pieces(&self->view, fsdpc_comm_world(self->comm)) == 0) &&
+    if (choose_way(self, array) == 0 &&
+        (!pieces || check_pieces(&self->view, fsdpc_comm_world(self->comm)) == 0) &&
         (!floats || check_float(&self->view) == 0)) {
         int status;
         Py_BEGIN_ALLOW_THREADS

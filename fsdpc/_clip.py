@@ -31,11 +31,12 @@ def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
             "the total norm in the default dtype torch.float32",
             stacklevel=4,
         )
-        return torch.tensor(total, dtype=torch.float32)
+        return torch.tensor(total, dtype=torch.float32, device=root.compute_device)
     factor = _clip_factor(total, max_norm)
     if factor != 1.0:  # true for NaN as well, which must reach the gradients as it does in torch
         _scale(units, others, factor)
-    return torch.tensor(total, dtype=reduce(torch.promote_types, dtypes))
+    dtype = reduce(torch.promote_types, dtypes)
+    return torch.tensor(total, dtype=dtype, device=root.compute_device)
 
 
 def _clip_factor(total: float, max_norm: float) -> float:

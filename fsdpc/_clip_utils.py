@@ -112,7 +112,8 @@ def _global_norm(
             part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
         sums.append(part)
     total = root_of(combine(sums), norm_type)
-    return torch.tensor(total, dtype=reduce(torch.promote_types, dtypes))
+    dtype = reduce(torch.promote_types, dtypes)
+    return torch.tensor(total, dtype=dtype, device=tensors[0].device)
 
 
 def _by_comm(owners: Iterable[Any]) -> list[tuple[Any, list[Any]]]:

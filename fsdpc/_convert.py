@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from fsdpc._args import GroupChoice
+from fsdpc._device import CPU
 from fsdpc._placement import why_not
 from fsdpc._root import release_tree
-from fsdpc._summon import CPU, check_idle, flat_owner, install, site_params
+from fsdpc._summon import check_idle, flat_owner, install, site_params
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._collect import Ignored, owned_modules, unit_modules
-
-CPU = torch.device("cpu")
+from fsdpc._device import CPU
 
 
 def asked_device(device_id: Any, rank: int) -> torch.device | None:

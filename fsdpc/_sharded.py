@@ -152,7 +152,7 @@ def _own_shard(
     expected = (stop - start, *shape[1:])
     shards = value.local_shards()
     if not shards and start == stop:
-        return torch.empty(expected, dtype=value.dtype)
+        return torch.empty(expected, dtype=value.dtype, device="cpu")
     held = [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards]
     if held != [((start, *(0 for _ in shape[1:])), expected)]:
         raise ValueError(

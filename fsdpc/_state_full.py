@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from fsdpc._device import CPU
 from fsdpc._names import clean_fqn
-from fsdpc._summon import CPU, install, uninstall, write_back
+from fsdpc._summon import install, uninstall, write_back
 
 
 def keeps(member: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import (
 )
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
+from fsdpc._device import CPU
 from fsdpc._names import FSDP_PREFIX, flat_param_name
 from fsdpc._sharded import device_of
 
@@ -96,7 +97,7 @@ def _own_part(unit: Any, index: int) -> torch.Tensor:
 def _part_of(value: Any) -> torch.Tensor | None:
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
-        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype, device=CPU)
     return value if type(value) is torch.Tensor else None
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from fsdpc._collect import is_unit_module, unit_modules
+from fsdpc._device import CPU
 from fsdpc._inputs import preparation
 from fsdpc._names import flat_param_name
 
 Tensors = list[torch.Tensor]
-CPU = torch.device("cpu")
 
 
 @contextmanager

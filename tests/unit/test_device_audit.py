@@ -1,0 +1,82 @@
+"""Every tensor that the front end makes says on which device; what may stay on the host is listed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fsdpc"
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
+HOST_ONLY = {"from_numpy", "frombuffer", "numpy"}
+# file, function: why host memory is right there
+ALLOWED = {
+    ("_bootstrap.py", "from_numpy"): "what the core hands to a c10d communicator is host memory",
+}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """``torch.name(...)`` and ``value.numpy()``, by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, name = node.func.value, node.func.attr
+            if isinstance(owner, ast.Name) and owner.id == "torch":
+                yield name, node
+            elif name == "numpy" or name.startswith("new_"):
+                yield name, node
+
+
+def faults(file: str, text: str) -> list[str]:
+    found = []
+    for name, call in calls(ast.parse(text)):
+        says = any(keyword.arg == "device" for keyword in call.keywords)
+        if (name in FACTORIES and not says) or name in HOST_ONLY:
+            if (file, name) not in ALLOWED:
+                found.append(f"{file}:{call.lineno}: {name} without device=")
+    return found
+
+
+def test_every_tensor_says_where_it_is():
+    found = [
+        f for file in sorted(PACKAGE.glob("*.py")) for f in faults(file.name, file.read_text())
+    ]
+    assert found == []
+
+
+def test_what_is_allowed_is_there():
+    for file, name in ALLOWED:
+        assert name in {found for found, _ in calls(ast.parse((PACKAGE / file).read_text()))}
+
+
+def test_numpy_sees_no_unit():
+    """The arrays over a unit's memory exist on the CPU only; the front end must not ask for them."""
+    for file in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in {"shard", "full", "grad"}:
+                owner = node.value
+                of_flat = isinstance(owner, ast.Attribute) and owner.attr == "flat"
+                assert not of_flat, f"{file.name}:{node.lineno}: flat.{node.attr}"
+
+
+def test_planted_faults_are_found():
+    planted = (
+        "import torch\nx = torch.empty(3)\ny = torch.zeros(2, device=d)\nz = t.cpu().numpy()\n"
+    )
+    assert faults("planted.py", planted) == [
+        "planted.py:2: empty without device=",
+        "planted.py:4: numpy without device=",
+    ]
