@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from harness import ranks
 
@@ -99,3 +100,24 @@ def test_arguments_are_checked(rank, world):
     assert _C.Comm.self_(0).device == 0 and _C.Comm.self_().device is None
     with pytest.raises(NotImplementedError, match="no CUDA device 3 here"):
         _C.Comm.self_(3)
+
+
+@ranks(2, 3, env=GPU)
+def test_tensors_on_the_gpu_travel_by_nccl(rank, world):
+    def exchange(memory, piece_bytes, what):
+        raise AssertionError(f"{what} went by the host's channel")
+
+    comm = _C.Comm.nccl(rank, world, *ids_of_rank_0(rank), 0, exchange=exchange)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        comm.all_reduce(values := torch.full((1000,), rank + 1, dtype=dtype))
+        assert bool((values == world * (world + 1) // 2).all())
+    comm.broadcast(values := torch.full((5, 3), rank, dtype=torch.int64), root=world - 1)
+    assert bool((values == world - 1).all())
+    comm.all_gather(values := torch.full((world * 7,), rank, dtype=torch.uint8))
+    assert values.tolist() == [r for r in range(world) for _ in range(7)]
+    comm.reduce_scatter(values := torch.full((world * 7,), float(rank + 1)))
+    assert bool((values[rank * 7 : (rank + 1) * 7] == world * (world + 1) / 2).all())
+    with pytest.raises(ValueError, match="not contiguous"):
+        comm.all_reduce(torch.zeros(4, 4).t()[1:])
+    with pytest.raises(_C.CommError, match="host's channel"):
+        comm.all_reduce(np.zeros(3, dtype=np.float32))
