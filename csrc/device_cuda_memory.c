@@ -84,20 +84,35 @@ has_entries(const fsdpc_cuda_driver *d)
            d->mem_unmap && d->mem_set_access && d->mem_granularity;
 }
 
-/* Attributes alone say too much on parts of a GPU (MIG): one granule is mapped as a proof. */
+/* Attributes alone say too much on parts of a GPU (MIG) and in sandboxes: one granule is mapped as a
+ * proof. */
 static bool
-try_virtual_memory(struct fsdpc_cuda *cuda)
+maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
 {
     fsdpc_cu_ptr address;
-    const fsdpc_cuda_driver *driver = cuda->driver;
-    if (!has_entries(driver) || !attribute(cuda, FSDPC_CU_ATTRIBUTE_VIRTUAL_MEMORY) ||
-        driver->mem_granularity(&cuda->granule, &cuda->memory, FSDPC_CU_GRANULARITY_RECOMMENDED) !=
-            FSDPC_CU_SUCCESS ||
+    cuda->memory.handle_types = handle_types;
+    cuda->memory.rdma_capable = rdma_capable;
+    if (cuda->driver->mem_granularity(&cuda->granule, &cuda->memory,
+                                      FSDPC_CU_GRANULARITY_RECOMMENDED) != FSDPC_CU_SUCCESS ||
         cuda->granule == 0 || alloc_mapped(cuda, cuda->granule, &address) != FSDPC_OK) {
         return false;
     }
     free_mapped(cuda, address, cuda->granule);
     return true;
+}
+
+/* Handles and RDMA are what collectives want of memory that they register; the rest goes without. */
+static bool
+try_virtual_memory(struct fsdpc_cuda *cuda)
+{
+    if (!has_entries(cuda->driver) || !attribute(cuda, FSDPC_CU_ATTRIBUTE_VIRTUAL_MEMORY)) {
+        return false;
+    }
+    const int handles =
+        attribute(cuda, FSDPC_CU_ATTRIBUTE_POSIX_HANDLES) ? FSDPC_CU_HANDLE_POSIX : 0;
+    const bool rdma = attribute(cuda, FSDPC_CU_ATTRIBUTE_RDMA_VIRTUAL_MEMORY);
+    return (rdma && maps(cuda, handles, 1)) || (handles && maps(cuda, handles, 0)) ||
+           maps(cuda, 0, 0);
 }
 
 int
@@ -107,14 +122,9 @@ fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda)
         .type = FSDPC_CU_MEMORY_PINNED,
         .location = {.type = FSDPC_CU_LOCATION_DEVICE, .id = cuda->device},
     };
-    /* What collectives want of memory that they register. */
-    if (attribute(cuda, FSDPC_CU_ATTRIBUTE_POSIX_HANDLES)) {
-        cuda->memory.handle_types = FSDPC_CU_HANDLE_POSIX;
-    }
-    cuda->memory.rdma_capable = attribute(cuda, FSDPC_CU_ATTRIBUTE_RDMA_VIRTUAL_MEMORY);
     cuda->virtual_memory = try_virtual_memory(cuda);
+    fsdpc_error_clear();
     if (!cuda->virtual_memory) {
-        fsdpc_error_clear();
         snprintf(cuda->note, sizeof cuda->note,
                  "this GPU has no virtual memory management (part of a GPU, or an old driver): "
                  "each slot is a plain allocation");

@@ -41,7 +41,7 @@ refusals_name_the_reason(void)
     fsdpc_device *device = (fsdpc_device *)&device;
     char image[512];
     snprintf(image, sizeof image, "%s", getenv("FSDPC_CUDA_IMAGE"));
-    CHECK_ERROR(fsdpc_device_cuda(2, &device), FSDPC_E_UNAVAILABLE, "no CUDA device 2");
+    CHECK_ERROR(fsdpc_device_cuda(3, &device), FSDPC_E_UNAVAILABLE, "no CUDA device 3");
     CHECK(device == NULL);
     CHECK_ERROR(fsdpc_device_cuda(-1, &device), FSDPC_E_UNAVAILABLE, "no CUDA device -1");
     unsetenv("FSDPC_CUDA_IMAGE");
@@ -172,6 +172,17 @@ without_virtual_memory_there_are_plain_blocks(void)
     CHECK(!caps->virtual_memory && caps->note && strstr(caps->note, "plain allocation"));
     memory_is_zeroed_and_given_back(other, false);
     simgpu_get_options()->vmm = true;
+}
+
+/* A sandbox may refuse memory with handles, and yet give virtual memory without them. */
+static void
+virtual_memory_does_without_handles(void)
+{
+    fsdpc_device *other;
+    REQUIRE(simgpu_fail("cuMemCreate", 1, CUDA_ERROR_NOT_SUPPORTED));
+    REQUIRE_OK(fsdpc_device_cuda(2, &other));
+    CHECK(fsdpc_device_get_caps(other)->virtual_memory && !fsdpc_device_get_caps(other)->note);
+    memory_is_zeroed_and_given_back(other, true);
 }
 
 /* --- streams and events ---------------------------------------------------------------------------- */
@@ -592,7 +603,7 @@ int
 main(void)
 {
     int ordinal = 0;
-    simgpu_get_options()->devices = 2;
+    simgpu_get_options()->devices = 3;
     simgpu_get_options()->quiet = true;
     REQUIRE_OK(fsdpc_device_cpu(&cpu));
     refusals_name_the_reason();
@@ -634,5 +645,6 @@ main(void)
     }
     CHECK_INT(simgpu_count().late_loads, 0);
     without_virtual_memory_there_are_plain_blocks();
+    virtual_memory_does_without_handles();
     return test_result();
 }
