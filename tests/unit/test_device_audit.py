@@ -63,7 +63,7 @@ def test_what_is_allowed_is_there():
 
 
 def test_numpy_sees_no_unit():
-    """The arrays over a unit's memory exist on the CPU only; the front end must not ask for them."""
+    """Arrays over a unit's memory exist on the CPU only; the front end must not ask for them."""
     for file in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in {"shard", "full", "grad"}:
