@@ -1,4 +1,4 @@
-"""Every tensor that the front end makes says on which device; what may stay on the host is listed."""
+"""Every tensor that the front end makes says on which device; what is host memory is listed."""
 
 from __future__ import annotations
 
