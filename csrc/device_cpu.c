@@ -212,6 +212,22 @@ cpu_reduce(void *context, void *acc, fsdpc_dtype acc_type, const void *const *sr
     return run(context, reduce_task, &call, n, src_bytes + fsdpc_dtype_bytes(acc_type));
 }
 
+static void
+refresh_task(void *context, int64_t begin, int64_t end)
+{
+    const struct call *call = context;
+    fsdpc_kernel_refresh(call->kernels, dst_at(call, begin), call->dst_type, src_at(call, begin),
+                         call->src_type, end - begin);
+}
+
+static int
+cpu_refresh(void *context, void *acc, fsdpc_dtype acc_type, const void *seen, fsdpc_dtype seen_type,
+            int64_t n)
+{
+    struct call call = {.dst = acc, .src = seen, .dst_type = acc_type, .src_type = seen_type};
+    return run(context, refresh_task, &call, n, pair_bytes(acc_type, seen_type));
+}
+
 static int
 cpu_scale(void *context, void *x, fsdpc_dtype type, int64_t n, double factor)
 {
@@ -360,6 +376,7 @@ static const fsdpc_device_i cpu_table = {
     .cast = cpu_cast,
     .accumulate = cpu_accumulate,
     .reduce = cpu_reduce,
+    .refresh = cpu_refresh,
     .norm2 = cpu_norm2,
     .norm_p = cpu_norm_p,
     .scale = cpu_scale,

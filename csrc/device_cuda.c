@@ -34,6 +34,7 @@ static const fsdpc_device_i cuda_table = {
     .cast = fsdpc_cuda_cast_any,
     .accumulate = fsdpc_cuda_accumulate_any,
     .reduce = fsdpc_cuda_reduce_any,
+    .refresh = fsdpc_cuda_refresh_any,
     .norm2 = fsdpc_cuda_norm2,
     .norm_p = fsdpc_cuda_norm_p,
     .pack = fsdpc_cuda_pack_tensor,

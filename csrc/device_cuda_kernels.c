@@ -225,6 +225,18 @@ fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const voi
                              &params);
 }
 
+int
+fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
+                       fsdpc_dtype seen_type, int64_t n)
+{
+    const struct fsdpc_cuda *cuda = context;
+    const fsdpc_cuda_refresh_params params = {
+        .acc = acc, .seen = seen, .n = n, .acc_type = (int)acc_type, .seen_type = (int)seen_type};
+    FSDPC_TRY(fsdpc_cuda_check_aligned("refresh", acc, acc_type));
+    FSDPC_TRY(fsdpc_cuda_check_aligned("refresh", seen, seen_type));
+    return fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_refresh, blocks_for(cuda, n), &params);
+}
+
 /* --- norms ----------------------------------------------------------------------------------------- */
 
 _Static_assert(sizeof(fsdpc_cuda_norm_value) == FSDPC_NORM_PART_BYTES, "as device.h says");

@@ -359,42 +359,16 @@ fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtyp
     return fsdpc_device_cast(unit->own_device, seen, seg->storage, values, dtype, length, 1.0);
 }
 
-/* Elements of the sum whose seen value was changed take the seen value; the others keep the digits
- * that the narrower dtype does not show. */
-static int
-reload(fsdpc_unit *unit, int param, char *shown)
-{
-    const fsdpc_segment *seg = segment_of(unit, param);
-    size_t narrow = fsdpc_dtype_bytes(seg->storage), wide = fsdpc_dtype_bytes(seg->accumulate);
-    int64_t length;
-    char *acc = own_sum(unit, param, &length);
-    const char *seen = fsdpc_unit_grad_part(unit, param, &length);
-    FSDPC_TRY(fsdpc_device_cast(unit->own_device, shown, seg->storage, acc, seg->accumulate, length,
-                                1.0));
-    for (int64_t i = 0; i < length; i++) {
-        if (memcmp(shown + (size_t)i * narrow, seen + (size_t)i * narrow, narrow) != 0) {
-            FSDPC_TRY(fsdpc_device_cast(unit->own_device, acc + (size_t)i * wide, seg->accumulate,
-                                        seen + (size_t)i * narrow, seg->storage, 1, 1.0));
-        }
-    }
-    return FSDPC_OK;
-}
-
 int
 fsdpc_unit_reload_grad(fsdpc_unit *unit, int param)
 {
+    const fsdpc_segment *seg = segment_of(unit, param);
     int64_t length;
     FSDPC_TRY(fsdpc_unit_settle(unit));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
-    fsdpc_unit_grad_part(unit, param, &length);
-    size_t bytes = (size_t)length * fsdpc_dtype_bytes(segment_of(unit, param)->storage);
-    char *shown = fsdpc_mem_calloc(bytes, 1);
-    if (!shown) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare gradients of unit %s", unit->name);
-    }
-    int status = reload(unit, param, shown);
-    fsdpc_mem_free(shown);
-    return status;
+    char *acc = own_sum(unit, param, &length);
+    const char *seen = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_refresh(unit->own_device, acc, seg->accumulate, seen, seg->storage, length);
 }

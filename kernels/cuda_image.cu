@@ -2,3 +2,4 @@
 #include "cuda_cast.cu"
 #include "cuda_add.cu"
 #include "cuda_reduce.cu"
+#include "cuda_refresh.cu"

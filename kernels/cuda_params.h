@@ -30,6 +30,7 @@ enum {
     X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)         \
     X(fsdpc_cuda_pack_add, fsdpc_cuda_pack_params)     \
     X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)     \
+    X(fsdpc_cuda_refresh, fsdpc_cuda_refresh_params)   \
     X(fsdpc_cuda_norm, fsdpc_cuda_norm_params)         \
     X(fsdpc_cuda_norm_sum, fsdpc_cuda_norm_sum_params) \
     X(fsdpc_cuda_clip, fsdpc_cuda_clip_params)
@@ -114,6 +115,14 @@ typedef struct fsdpc_cuda_reduce_params {
     int acc_type, src_type, src_count, add;
     const void *src[FSDPC_CUDA_REDUCE_SOURCES];
 } fsdpc_cuda_reduce_params;
+
+/* Where acc (F32 or F64), converted to seen's type, differs from seen in a bit: acc = seen. */
+typedef struct fsdpc_cuda_refresh_params {
+    void *acc;
+    const void *seen;
+    int64_t n;
+    int acc_type, seen_type;
+} fsdpc_cuda_refresh_params;
 
 /* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. */
 typedef struct fsdpc_cuda_norm_params {

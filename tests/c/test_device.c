@@ -42,6 +42,12 @@ bad_arguments_are_refused(void)
                 FSDPC_E_INVAL, "-1 sources");
     CHECK_ERROR(fsdpc_device_reduce(device, x, FSDPC_F32, NULL, 1, FSDPC_F32, 4, 1, false),
                 FSDPC_E_INVAL, "NULL");
+    CHECK_ERROR(fsdpc_device_refresh(device, x, FSDPC_BF16, x, FSDPC_BF16, 4), FSDPC_E_INVAL,
+                "float32 or float64");
+    CHECK_ERROR(fsdpc_device_refresh(device, x, FSDPC_F32, x, FSDPC_BYTES, 4), FSDPC_E_INVAL,
+                "uint8");
+    CHECK_ERROR(fsdpc_device_refresh(device, x, FSDPC_F32, NULL, FSDPC_F32, 4), FSDPC_E_INVAL,
+                "NULL");
     CHECK_ERROR(fsdpc_device_norm2(device, x, FSDPC_BYTES, 4, &norm), FSDPC_E_INVAL, "uint8");
     CHECK_ERROR(fsdpc_device_norm_p(device, x, FSDPC_F32, 4, 0, &sum), FSDPC_E_INVAL, "order");
     CHECK_ERROR(fsdpc_device_norm_p(device, x, FSDPC_F32, 4, INFINITY, &sum), FSDPC_E_INVAL, "inf");
@@ -152,7 +158,7 @@ memory_is_given_back(void)
 struct results {
     fsdpc_norm norm;
     double sum;
-    float *reduced;
+    float *reduced, *refreshed;
     uint16_t *narrow;
 };
 
@@ -161,14 +167,17 @@ run_all(const float *x, const uint16_t *y, struct results *out)
 {
     const void *list[] = {y, NULL, y};
     out->reduced = malloc(N * sizeof *out->reduced);
+    out->refreshed = malloc(N * sizeof *out->refreshed);
     out->narrow = malloc(N * sizeof *out->narrow);
-    REQUIRE(out->reduced != NULL && out->narrow != NULL);
+    REQUIRE(out->reduced != NULL && out->refreshed != NULL && out->narrow != NULL);
     REQUIRE_OK(fsdpc_device_norm2(device, x, FSDPC_F32, N, &out->norm));
     REQUIRE_OK(fsdpc_device_norm_p(device, x, FSDPC_F32, N, 1.5, &out->sum));
     REQUIRE_OK(
         fsdpc_device_reduce(device, out->reduced, FSDPC_F32, list, 3, FSDPC_BF16, N, 0.3, false));
     REQUIRE_OK(fsdpc_device_accumulate(device, out->reduced, FSDPC_F32, x, FSDPC_F32, N, 0.7));
     REQUIRE_OK(fsdpc_device_scale(device, out->reduced, FSDPC_F32, N, 1.1));
+    memcpy(out->refreshed, x, N * sizeof *x);
+    REQUIRE_OK(fsdpc_device_refresh(device, out->refreshed, FSDPC_F32, y, FSDPC_BF16, N));
     REQUIRE_OK(fsdpc_device_cast(device, out->narrow, FSDPC_F16, out->reduced, FSDPC_F32, N, 0.5));
 }
 
@@ -194,6 +203,8 @@ results_do_not_depend_on_the_number_of_threads(void)
         CHECK(now.norm.sum == first.norm.sum && now.norm.max == first.norm.max);
         CHECK(now.sum == first.sum);
         CHECK(memcmp(now.reduced, first.reduced, N * sizeof *now.reduced) == 0);
+        CHECK(memcmp(now.refreshed, first.refreshed, N * sizeof *now.refreshed) == 0);
+        free(now.refreshed);
         CHECK(memcmp(now.narrow, first.narrow, N * sizeof *now.narrow) == 0);
         free(now.reduced);
         free(now.narrow);
@@ -205,6 +216,7 @@ results_do_not_depend_on_the_number_of_threads(void)
     expected = (expected * 0.3f + x[N - 1] * 0.7f) * 1.1f;
     CHECK(first.reduced[N - 1] == expected);
     free(first.reduced);
+    free(first.refreshed);
     free(first.narrow);
     free(x);
     free(y);

@@ -312,6 +312,35 @@ compare_accumulate(const fsdpc_kernels *table, fsdpc_dtype acc, fsdpc_dtype from
 
 enum { SOURCES = 70 }; /* more than the wide tables list at a time */
 
+/* A third of what is seen is as the sum shows it, the rest was changed. */
+static void
+compare_refresh(const fsdpc_kernels *table, fsdpc_dtype acc, fsdpc_dtype type, int64_t n,
+                size_t offset)
+{
+    struct bed bed;
+    const size_t wide = fsdpc_dtype_bytes(acc), narrow = fsdpc_dtype_bytes(type);
+    open_bed(&bed, room(n, acc, type), offset);
+    fill(bed.src + offset, type, n);
+    fill(bed.got + offset, acc, n);
+    for (int64_t i = 0; i < n; i++) {
+        char *sum = bed.got + offset + (size_t)i * wide,
+             *seen = bed.src + offset + (size_t)i * narrow;
+        uint64_t shown = 0;
+        plain->cast(&shown, type, sum, acc, 1, 1.0);
+        if (i % 3 == 0 || n > 1000) {
+            memcpy(seen, &shown, i % 700 ? narrow : 0); /* whole blocks are as they were, too */
+        }
+        memcpy(bed.want + offset + (size_t)i * wide, sum, wide);
+        if (memcmp(seen, &shown, narrow) != 0) {
+            plain->cast(bed.want + offset + (size_t)i * wide, acc, seen, type, 1, 1.0);
+        }
+    }
+    fsdpc_kernel_refresh(table, bed.got + offset, acc, bed.src + offset, type, n);
+    CHECK(same(bed.got + offset, bed.want + offset, acc, n, false));
+    CHECK(guards_hold(&bed, (size_t)n * wide));
+    close_bed(&bed);
+}
+
 static void
 compare_reduce(const fsdpc_kernels *table, fsdpc_dtype acc, fsdpc_dtype from, int count, int64_t n,
                size_t offset, double scale, bool add)
@@ -378,6 +407,7 @@ tables_agree_on_all_sizes_and_addresses(const fsdpc_kernels *table)
             for (int wide = 0; wide < 2; wide++) {
                 const fsdpc_dtype acc = wide ? FSDPC_F64 : FSDPC_F32;
                 compare_accumulate(table, acc, floats[a], sizes[k], offset, scale);
+                compare_refresh(table, acc, floats[a], sizes[k], offset);
                 for (int count = 0; count <= 8; count++) {
                     compare_reduce(table, acc, floats[a], count, sizes[k], offset, scale,
                                    (count + k) % 2);

@@ -121,6 +121,16 @@ declare_reduce(simgpu_task *task, const void *params, const simgpu_launch *launc
 }
 
 static bool
+declare_refresh(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_refresh_params *p = params;
+    (void)launch;
+    return simgpu_task_read(task, p->acc, bytes_of(p->n, p->acc_type)) &&
+           simgpu_task_read(task, p->seen, bytes_of(p->n, p->seen_type)) &&
+           simgpu_task_write(task, p->acc, bytes_of(p->n, p->acc_type));
+}
+
+static bool
 declare_norm(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
     const fsdpc_cuda_norm_params *p = params;
@@ -153,6 +163,7 @@ static const sim_declared declared[] = {
     {"fsdpc_cuda_pack", sizeof(fsdpc_cuda_pack_params), declare_pack},
     {"fsdpc_cuda_pack_add", sizeof(fsdpc_cuda_pack_params), declare_pack},
     {"fsdpc_cuda_reduce", sizeof(fsdpc_cuda_reduce_params), declare_reduce},
+    {"fsdpc_cuda_refresh", sizeof(fsdpc_cuda_refresh_params), declare_refresh},
     {"fsdpc_cuda_norm", sizeof(fsdpc_cuda_norm_params), declare_norm},
     {"fsdpc_cuda_norm_sum", sizeof(fsdpc_cuda_norm_sum_params), declare_norm_sum},
     {"fsdpc_cuda_clip", sizeof(fsdpc_cuda_clip_params), declare_clip},

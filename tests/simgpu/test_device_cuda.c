@@ -370,6 +370,8 @@ results_are_the_cpu_devices(void)
     ON_BOTH(fsdpc_device_reduce, a, FSDPC_F32, ((const void *[]){b, NULL, b}), 3, FSDPC_BF16, N,
             0.5, true);
     CHECK(equal(&first));
+    ON_BOTH(fsdpc_device_refresh, a, FSDPC_F32, b, FSDPC_BF16, N);
+    CHECK(equal(&first));
     ON_BOTH(fsdpc_device_scale, a, FSDPC_F32, N, 0.9);
     CHECK(equal(&first));
     ON_BOTH(fsdpc_device_pack, b, FSDPC_BF16, a, FSDPC_F32, 2, shape, turned, 2.0);

@@ -553,6 +553,45 @@ norms_of_units_add_up_to_a_factor(void)
     CHECK(isinf(norm) && factor == 0);
 }
 
+/* Half of the elements are what the sum shows, the others anything; a NaN that was not touched keeps
+ * its digits, too. */
+static void
+refresh_case(fsdpc_dtype acc, fsdpc_dtype seen, int64_t n, int blocks)
+{
+    struct bed bed = new_bed(n, larger_item(acc, seen));
+    const size_t wide = fsdpc_dtype_bytes(acc), narrow = fsdpc_dtype_bytes(seen);
+    char *changed = new_block((size_t)n * narrow + 1);
+    fill(bed.want, acc, n);
+    memcpy(bed.got, bed.want, bed.bytes);
+    plain->cast(bed.src, seen, bed.want, acc, n, 1.0);
+    fill(changed, seen, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (random_below(2)) {
+            memcpy(bed.src + (size_t)i * narrow, changed + (size_t)i * narrow, narrow);
+        }
+    }
+    fsdpc_cuda_refresh_params p = {
+        .acc = bed.got, .seen = bed.src, .n = n, .acc_type = acc, .seen_type = seen};
+    LAUNCH(fsdpc_cuda_refresh, &p, blocks);
+    fsdpc_kernel_refresh(plain, bed.want, acc, bed.src, seen, n);
+    CHECK(same(bed.got, bed.want, acc, n, false));
+    CHECK(guarded(&bed, 0, (size_t)n * wide));
+    free(changed);
+    free_bed(&bed);
+}
+
+static void
+sums_are_refreshed_as_by_the_plain_kernel(void)
+{
+    for (int wide = 0; wide < 2; wide++) {
+        for (int s = 0; s < 4; s++) {
+            for (int i = 0; i < SIZES; i++) {
+                refresh_case(wide ? FSDPC_F64 : FSDPC_F32, floats[s], sizes[i], 1 + i % 3);
+            }
+        }
+    }
+}
+
 int
 main(void)
 {
@@ -562,6 +601,7 @@ main(void)
     a_buffer_is_scaled_in_place_by_a_factor_in_memory();
     a_unit_is_packed_in_one_launch();
     sums_are_the_plain_ones();
+    sums_are_refreshed_as_by_the_plain_kernel();
     norms_are_the_plain_ones();
     norms_of_units_add_up_to_a_factor();
     return test_result();

@@ -362,6 +362,184 @@ device_sources_are_queued(int rank, ranks_run *run)
     leave(&s);
 }
 
+/* --- gradients --------------------------------------------------------------------------------------- */
+
+/* The same unit on the CPU and on the GPU. */
+typedef struct pair {
+    subject gpu;
+    fsdpc_comm *cpu_comm;
+    fsdpc_unit *cpu;
+    uint64_t random;
+} pair;
+
+static void
+fill_floats(pair *p, void *out, fsdpc_dtype dtype, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        double value = (double)(engine_random(&p->random) % 200003) / 20000.0 - 5;
+        engine_put(out, dtype, i, value);
+    }
+}
+
+static void
+copy_to_gpu(const pair *p, void *dst, const void *src, size_t bytes)
+{
+    REQUIRE_OK(fsdpc_device_copy_in(p->gpu.device, dst, src, bytes));
+}
+
+static void
+set_sums(pair *p)
+{
+    const fsdpc_layout *layout = p->cpu->layout;
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable) {
+            fill_floats(p, (char *)p->cpu->grad + seg->grad_offset, seg->accumulate,
+                        seg->piece_numel);
+        }
+    }
+    copy_to_gpu(p, p->gpu.unit->grad, p->cpu->grad, layout->grad_bytes);
+}
+
+static void
+change_seen(pair *p)
+{
+    for (int i = 0; i < p->cpu->layout->param_count; i++) {
+        int64_t length;
+        if (p->cpu->layout->params[i].trainable_index < 0) {
+            continue;
+        }
+        char *seen = fsdpc_unit_grad_part(p->cpu, i, &length);
+        size_t item = fsdpc_dtype_bytes(fsdpc_unit_grad_dtype(p->cpu, i));
+        fill_floats(p, seen, fsdpc_unit_grad_dtype(p->cpu, i), length / 3);
+        copy_to_gpu(p, fsdpc_unit_grad_part(p->gpu.unit, i, &length), seen, (size_t)length * item);
+    }
+}
+
+static void
+gradients_agree(const pair *p, const char *what)
+{
+    size_t bytes[] = {p->cpu->layout->grad_bytes, p->cpu->layout->shard_bytes};
+    const void *wanted[] = {p->cpu->grad, p->cpu->grad_out};
+    void *have[] = {p->gpu.unit->grad, p->gpu.unit->grad_out};
+    for (int b = 0; b < 2; b++) {
+        buffer got = {.bytes = bytes[b], .device = have[b], .host = malloc(bytes[b] + 1)};
+        CHECK((have[b] == NULL) == (wanted[b] == NULL));
+        download(&p->gpu, &got);
+        if (have[b] && memcmp(got.host, wanted[b], bytes[b]) != 0) {
+            TEST_FAIL("other %s after %s", b ? "seen gradients" : "sums", what);
+        }
+        free(got.host);
+    }
+}
+
+#define BOTH(p, call, ...)                            \
+    do {                                              \
+        REQUIRE_OK(call((p)->cpu, __VA_ARGS__));      \
+        REQUIRE_OK(call((p)->gpu.unit, __VA_ARGS__)); \
+    } while (0)
+
+static void
+take_sums(pair *p, bool add)
+{
+    const fsdpc_layout *layout = p->cpu->layout;
+    fsdpc_tensor here[8] = {0}, there[8] = {0};
+    buffer held[8] = {0};
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable && seg->piece_numel > 0) {
+            size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->reduce);
+            held[s] = new_buffer(&p->gpu, bytes, FSDPC_ON_DEVICE);
+            fill_floats(p, held[s].host, seg->reduce, seg->piece_numel);
+            upload(&p->gpu, &held[s]);
+            here[s] = (fsdpc_tensor){.data = held[s].host, .dtype = seg->reduce};
+            there[s] = (fsdpc_tensor){.data = held[s].device, .dtype = seg->reduce};
+        }
+    }
+    p->cpu->add = p->gpu.unit->add = add;
+    REQUIRE_OK(fsdpc_unit_take_sums(p->cpu, here));
+    REQUIRE_OK(fsdpc_unit_take_sums(p->gpu.unit, there));
+    for (int s = 0; s < layout->segment_count; s++) {
+        free_buffer(&p->gpu, &held[s]);
+    }
+}
+
+static void
+take_grad(pair *p, int param)
+{
+    int64_t length;
+    (void)fsdpc_unit_grad_part(p->cpu, param, &length);
+    buffer values = new_buffer(&p->gpu, (size_t)length * sizeof(float), FSDPC_ON_DEVICE);
+    fill_floats(p, values.host, FSDPC_F32, length);
+    upload(&p->gpu, &values);
+    REQUIRE_OK(fsdpc_unit_take_grad(p->cpu, param, values.host, FSDPC_F32));
+    REQUIRE_OK(fsdpc_unit_take_grad(p->gpu.unit, param, values.device, FSDPC_F32));
+    free_buffer(&p->gpu, &values);
+}
+
+static void
+norms_agree(pair *p, const uint8_t *mask, double order)
+{
+    fsdpc_norm wanted, got;
+    REQUIRE_OK(fsdpc_unit_grad_norm(p->cpu, mask, order, &wanted));
+    REQUIRE_OK(fsdpc_unit_grad_norm(p->gpu.unit, mask, order, &got));
+    CHECK(fabs(got.sum - wanted.sum) <= 1e-12 * wanted.sum && got.max == wanted.max);
+    CHECK(got.nonfinite == wanted.nonfinite);
+}
+
+static void
+change_both(pair *p)
+{
+    const uint8_t all[] = {1, 1, 1, 1}, first[] = {1, 0, 0, 0};
+    const fsdpc_layout *layout = p->cpu->layout;
+    set_sums(p);
+    const simgpu_counters before = simgpu_count();
+    REQUIRE_OK(fsdpc_unit_finish_grad(p->cpu));
+    REQUIRE_OK(fsdpc_unit_finish_grad(p->gpu.unit));
+    change_seen(p);
+    for (int i = 0; i < layout->param_count; i++) {
+        if (layout->params[i].trainable_index >= 0) {
+            BOTH(p, fsdpc_unit_reload_grad, i);
+        }
+    }
+    BOTH(p, fsdpc_unit_scale_grad, 0, 0.37);
+    BOTH(p, fsdpc_unit_scale_grads, first, 3.0);
+    BOTH(p, fsdpc_unit_zero_grad, layout->param_count - 1);
+    const simgpu_counters after = simgpu_count();
+    CHECK_INT(after.allocations - before.allocations, 0);
+    CHECK_INT(after.host_allocations - before.host_allocations, 0);
+    CHECK_INT(after.not_ready - before.not_ready, 0);
+    gradients_agree(p, "changes of what is seen");
+    norms_agree(p, all, 2);
+    norms_agree(p, first, 2);
+    norms_agree(p, all, 3);
+    take_grad(p, 0);
+    gradients_agree(p, "another gradient");
+    take_sums(p, false);
+    gradients_agree(p, "other sums");
+    take_sums(p, true);
+    gradients_agree(p, "more sums");
+}
+
+static void
+gradients_are_the_cpu_units(int rank, ranks_run *run)
+{
+    pair p = {.gpu = join(rank, run), .random = (uint64_t)run->option};
+    p.cpu_comm = engine_pretend(rank, run->world);
+    /* Both are laid out alike. */
+    fsdpc_device_caps *caps = (fsdpc_device_caps *)(uintptr_t)fsdpc_device_get_caps(engine_device);
+    caps->align_bytes = fsdpc_device_get_caps(p.gpu.device)->align_bytes;
+    for (int kind = 0; kind < 3; kind++) {
+        p.cpu = engine_unit(p.cpu_comm, kind, "u", true);
+        p.gpu.unit = engine_unit(p.gpu.comm, kind, "u", true);
+        change_both(&p);
+        fsdpc_unit_free(p.cpu);
+        fsdpc_unit_free(p.gpu.unit);
+    }
+    fsdpc_comm_free(p.cpu_comm);
+    leave(&p.gpu);
+}
+
 /* --- memory ------------------------------------------------------------------------------------------ */
 
 static int64_t
@@ -471,6 +649,7 @@ main(void)
         for (int option = 0; option < SCHEDULES; option++) {
             on_ranks(world, option, values_in_and_out);
         }
+        on_ranks(world, world, gradients_are_the_cpu_units);
         on_ranks(world, 1, memory_is_given_back);
     }
     on_ranks(1, 1, device_sources_are_queued);
