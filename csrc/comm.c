@@ -81,11 +81,37 @@ fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
 {
     char said[FSDPC_COMM_TEXT_BYTES];
     const char *reason = text && text[0] ? text : "(no reason given)";
+    if (comm->twin) {
+        fsdpc_comm_abort(comm->twin, text);
+    }
     if (comm->ops->abort) {
         comm->ops->abort(comm, reason);
     }
     snprintf(said, sizeof said, "rank %d gave up: %s", comm->rank, reason);
     fsdpc_comm_break(comm, FSDPC_E_COMM, said);
+}
+
+void
+fsdpc_comm_fail(fsdpc_comm *comm, int status, const char *text)
+{
+    if (comm->twin) {
+        fsdpc_comm_fail(comm->twin, status, text);
+    }
+    if (comm->ops->fail) {
+        comm->ops->fail(comm, status, text);
+    }
+    fsdpc_comm_break(comm, status, text);
+}
+
+void
+fsdpc_comm_close(fsdpc_comm *comm)
+{
+    if (comm->twin) {
+        fsdpc_comm_close(comm->twin);
+    }
+    if (comm->ops->close) {
+        comm->ops->close(comm);
+    }
 }
 
 void

@@ -46,8 +46,13 @@ int fsdpc_comm_c10d(fsdpc_device *device, int rank, int world,
                     const fsdpc_comm_callbacks *callbacks, fsdpc_comm **out);
 /* Local, waits for nobody. NULL is allowed. */
 void fsdpc_comm_free(fsdpc_comm *comm);
-/* Marks the group broken for all ranks where the kind can (shm), else for this rank. */
+/* Marks the group broken for all ranks where the kind can (shm), else for this rank. The twin, too. */
 void fsdpc_comm_abort(fsdpc_comm *comm, const char *text);
+/* Marks it broken on this rank, because something is known of another one. The twin, too. Local. */
+void fsdpc_comm_fail(fsdpc_comm *comm, int status, const char *text);
+/* Leaves in good order: peers that still need this rank are told where the kind can. What is on its
+ * way gets a moment to end. Nothing may be asked of it after. The twin, too. Local. */
+void fsdpc_comm_close(fsdpc_comm *comm);
 
 /* The failure that broke the communicator, or FSDPC_OK. Local; for results of queued work. */
 int fsdpc_comm_check(const fsdpc_comm *comm);

@@ -29,7 +29,9 @@ typedef struct fsdpc_comm_ops {
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
     void (*abort)(fsdpc_comm *comm, const char *text); /* (optional): nothing to tell others */
-    fsdpc_shm *(*segment)(const fsdpc_comm *comm);     /* (optional): NULL */
+    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): nothing to end */
+    void (*close)(fsdpc_comm *comm);                              /* (optional): nothing to end */
+    fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* (optional): NULL */
     int (*buffer_new)(fsdpc_comm *comm, size_t bytes, bool common,
                       fsdpc_comm_buffer **out); /* (optional): FSDPC_E_UNAVAILABLE */
     /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that

@@ -394,6 +394,20 @@ abort_comm(fsdpc_comm *comm, const char *text)
     fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
 }
 
+static void
+fail(fsdpc_comm *comm, int status, const char *text)
+{
+    char oldest[FSDPC_NCCL_OLDEST_BYTES];
+    fsdpc_nccl_oldest(of(comm), oldest);
+    fsdpc_nccl_fail(of(comm), status, "%s; rank %d is at %s", text, comm->rank, oldest);
+}
+
+static void
+close_comm(fsdpc_comm *comm)
+{
+    fsdpc_nccl_part(of(comm));
+}
+
 void
 fsdpc_nccl_dispose(nccl_comm *comm)
 {
@@ -441,6 +455,8 @@ static const fsdpc_comm_ops nccl_ops = {
     .all_gather_parts = all_gather_parts,
     .reduce_scatter_parts = reduce_scatter_parts,
     .abort = abort_comm,
+    .fail = fail,
+    .close = close_comm,
     .exchange = exchange,
     .free = release,
 };
@@ -529,7 +545,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
 static int
 meet(nccl_comm *comm, const char *id)
 {
-    char what[64];
+    char what[FSDPC_NCCL_NAME_BYTES + 32];
     fsdpc_nccl_id unique;
     fsdpc_nccl_config config = fsdpc_nccl_config_new();
     memcpy(unique.bytes, id, sizeof unique.bytes);

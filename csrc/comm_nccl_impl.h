@@ -11,8 +11,9 @@
 enum {
     FSDPC_NCCL_RING = 512,
     FSDPC_NCCL_WHAT_BYTES = 64,
-    FSDPC_NCCL_NAME_BYTES = 32,
+    FSDPC_NCCL_NAME_BYTES = 64,
     FSDPC_NCCL_BUFFERS = 64,
+    FSDPC_NCCL_OLDEST_BYTES = 192,
     FSDPC_NCCL_STAGE_BYTES = 1024 * 1024, /* of one rank, when host memory goes over the GPU */
     FSDPC_NCCL_WORDS_BYTES = 256 * 1024   /* of all ranks, at most, over the host's own channel */
 };
@@ -64,6 +65,11 @@ void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
 
 /* comm_nccl_watch.c */
 int fsdpc_nccl_watch_start(nccl_comm *comm);
+/* The oldest collective that has not ended, for texts. */
+void fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES]);
+/* Gives what is on its way a few seconds to end, then ends the thread and NCCL's side; the
+ * communicator stays, and refuses collectives. */
+void fsdpc_nccl_part(nccl_comm *comm);
 /* Ends the thread and NCCL's side. True: all is over and the caller frees. False: NCCL does not let
  * go; the thread frees the communicator when it does. */
 bool fsdpc_nccl_watch_end(nccl_comm *comm);

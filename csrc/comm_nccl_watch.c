@@ -15,7 +15,7 @@
 #include "mem.h"
 #include "status.h"
 
-enum { STACK_BYTES = 512 * 1024, END_MS = 1000, QUIET_S = 2 };
+enum { STACK_BYTES = 512 * 1024, END_MS = 1000, QUIET_S = 2, PARTING_S = 5 };
 
 double
 fsdpc_nccl_now_s(void)
@@ -153,10 +153,11 @@ fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     pthread_mutex_unlock(&comm->lock);
 }
 
-/* The oldest collective, for texts. */
-static void
-describe_oldest(nccl_comm *comm, char *text, size_t bytes)
+void
+fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES])
 {
+    const size_t bytes = FSDPC_NCCL_OLDEST_BYTES;
+    (void)fsdpc_nccl_use_context(comm);
     pthread_mutex_lock(&comm->lock);
     (void)sweep_locked(comm);
     const fsdpc_nccl_entry *entry = entry_of(comm, comm->first);
@@ -173,7 +174,7 @@ describe_oldest(nccl_comm *comm, char *text, size_t bytes)
 static void
 look_at_time(nccl_comm *comm)
 {
-    char oldest[192];
+    char oldest[FSDPC_NCCL_OLDEST_BYTES];
     double waited = 0;
     pthread_mutex_lock(&comm->lock);
     fsdpc_cu_result result = sweep_locked(comm);
@@ -181,7 +182,7 @@ look_at_time(nccl_comm *comm)
         waited = fsdpc_nccl_now_s() - entry_of(comm, comm->first)->since_s;
     }
     pthread_mutex_unlock(&comm->lock);
-    describe_oldest(comm, oldest, sizeof oldest);
+    fsdpc_nccl_oldest(comm, oldest);
     if (result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY) {
         (void)fsdpc_cuda_check(comm->driver, result, "rank %d: %s", comm->base.rank, oldest);
         fsdpc_nccl_fail(comm, FSDPC_E_COMM, "%s", fsdpc_error_text());
@@ -196,7 +197,7 @@ look_at_time(nccl_comm *comm)
 static void
 look_at_nccl(nccl_comm *comm)
 {
-    char oldest[192], said[256] = "";
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], said[256] = "";
     fsdpc_nccl_result error = FSDPC_NCCL_SUCCESS;
     if (pthread_mutex_trylock(&comm->calls) != 0) {
         return; /* somebody is inside and sees the error itself */
@@ -208,7 +209,7 @@ look_at_nccl(nccl_comm *comm)
     }
     pthread_mutex_unlock(&comm->calls);
     if (said[0]) {
-        describe_oldest(comm, oldest, sizeof oldest);
+        fsdpc_nccl_oldest(comm, oldest);
         fsdpc_nccl_fail(comm, FSDPC_E_COMM, "rank %d: NCCL failed in %s: %s", comm->base.rank,
                         oldest, said);
     }
@@ -239,12 +240,19 @@ ended_in_peace(nccl_comm *comm)
     return state == FSDPC_NCCL_SUCCESS && comm->nccl->destroy(comm->handle) == FSDPC_NCCL_SUCCESS;
 }
 
-static void
-end_nccl(nccl_comm *comm)
+static bool
+is_idle(nccl_comm *comm)
 {
     pthread_mutex_lock(&comm->lock);
     bool idle = sweep_locked(comm) == FSDPC_CU_SUCCESS;
     pthread_mutex_unlock(&comm->lock);
+    return idle;
+}
+
+static void
+end_nccl(nccl_comm *comm)
+{
+    bool idle = is_idle(comm);
     pthread_mutex_lock(&comm->calls);
     fsdpc_nccl_comm handle = comm->handle;
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
@@ -347,8 +355,9 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-bool
-fsdpc_nccl_watch_end(nccl_comm *comm)
+/* False: NCCL does not let go. */
+static bool
+stop_thread(nccl_comm *comm)
 {
     struct timespec until;
     if (!comm->threaded) {
@@ -361,6 +370,32 @@ fsdpc_nccl_watch_end(nccl_comm *comm)
     comm->stop = true;
     pthread_cond_broadcast(&comm->told);
     while (!comm->ended && pthread_cond_timedwait(&comm->told, &comm->lock, &until) == 0) {}
+    bool ended = comm->ended;
+    pthread_mutex_unlock(&comm->lock);
+    return ended;
+}
+
+void
+fsdpc_nccl_part(nccl_comm *comm)
+{
+    double end = fsdpc_nccl_now_s() + PARTING_S;
+    (void)fsdpc_nccl_use_context(comm);
+    while (!is_idle(comm) && fsdpc_comm_check(&comm->base) == FSDPC_OK &&
+           fsdpc_nccl_now_s() < end) {
+        fsdpc_nccl_nap(1000);
+    }
+    (void)stop_thread(comm);
+}
+
+/* What the thread does when it ends late is decided under the lock: somebody frees. */
+bool
+fsdpc_nccl_watch_end(nccl_comm *comm)
+{
+    (void)stop_thread(comm);
+    if (!comm->threaded) {
+        return true;
+    }
+    pthread_mutex_lock(&comm->lock);
     bool ended = comm->ended;
     comm->orphan = !ended;
     if (!ended) {

@@ -318,6 +318,12 @@ abort_group(fsdpc_comm *comm, const char *text)
     fsdpc_shm_abort(fsdpc_comm_shm_of(comm)->shm, text);
 }
 
+static void
+close_group(fsdpc_comm *comm)
+{
+    fsdpc_shm_leave(fsdpc_comm_shm_of(comm)->shm);
+}
+
 static fsdpc_shm *
 segment(const fsdpc_comm *comm)
 {
@@ -346,6 +352,7 @@ static const fsdpc_comm_ops shm_ops = {
     .barrier = barrier,
     .agree = agree,
     .abort = abort_group,
+    .close = close_group,
     .segment = segment,
     .buffer_new = fsdpc_comm_shm_buffer_new,
     .free = release,

@@ -502,9 +502,28 @@ comm_abort(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(close_doc, "close($self)\n--\n\n"
-                        "Leaves the group in good order: peers that still need this rank are told\n"
-                        "so. Local, waits for nobody; later collectives raise StateError.");
+PyDoc_STRVAR(fail_doc,
+             "fail($self, text)\n--\n\n"
+             "Breaks the communicator on this rank, because another rank is known to have\n"
+             "failed: waits and later collectives raise PeerError(text). Local.");
+
+static PyObject *
+comm_fail(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    const char *text = NULL;
+    const fsdpc_py_arg table[] = {{"text", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &text}};
+    if (fsdpc_py_args("fail", table, 1, values, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_comm_fail(((comm_object *)self)->comm, FSDPC_E_PEER, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_doc,
+             "close($self)\n--\n\n"
+             "Leaves the group in good order: peers that still need this rank are told\n"
+             "so. Local; gives what is on its way over NCCL a few seconds to end. Later\n"
+             "collectives raise StateError.");
 
 static PyObject *
 comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
@@ -512,10 +531,9 @@ comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     comm_object *self = (comm_object *)object;
     if (!self->closed) {
         self->closed = true;
-        fsdpc_shm *segment = fsdpc_comm_segment(self->comm);
-        if (segment != NULL) {
-            fsdpc_shm_leave(segment);
-        }
+        Py_BEGIN_ALLOW_THREADS
+        fsdpc_comm_close(self->comm);
+        Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
 }
@@ -615,6 +633,7 @@ static PyMethodDef comm_methods[] = {
     FAST(barrier, 0),
     FAST(agree, 0),
     FAST(abort, 0),
+    FAST(fail, 0),
     FAST(buffer, 0),
     {"close", comm_close, METH_NOARGS, close_doc},
     {NULL, NULL, 0, NULL},

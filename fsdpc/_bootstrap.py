@@ -2,13 +2,15 @@
 
 A group whose ranks all run on this host (same boot, PID and network namespace) talks through shared
 memory ("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank
-talks to nobody ("self"). Communicators are kept as long as torch keeps the group.
+talks to nobody ("self"). GPUs talk through NCCL ("nccl", see ``_nccl``), whatever the group's
+backend is. Communicators are kept as long as torch keeps the group.
 
 Environment, read on every rank when a group is first used; all ranks need the same values:
 
-``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm`` or ``c10d``. With ``c10d`` torch's own counters,
-                       hooks and flight recorder see every collective.
-``FSDPC_TIMEOUT``      seconds that a rank waits for others in shared memory, 600 by default.
+``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``c10d`` or ``nccl``. With ``c10d`` torch's own
+                       counters, hooks and flight recorder see every collective. GPUs take ``auto``
+                       and ``nccl``, the CPU all but ``nccl``.
+``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
 ``FSDPC_TRUST_ORDER``  1: with ``c10d``, leave out the small all-gather before each collective by
                        which ranks learn that they mean different units.
 
@@ -21,6 +23,7 @@ says so to its peers; with an uncaught exception it tells them its type and text
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import socket
@@ -37,12 +40,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdpc import _C
+from fsdpc import _C, _nccl
 
-KINDS = ("auto", "shm", "c10d")
+KINDS = ("auto", "shm", "c10d", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
 
-_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Comm] = weakref.WeakKeyDictionary()
+# Of a group, by the GPU's number (None: the CPU).
+_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
+    weakref.WeakKeyDictionary()
+)
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
@@ -92,15 +98,18 @@ def comm_for_group(
 ) -> _C.Comm:
     """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
 
-    Collective over ``pg``. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored when the group
-    already has a communicator). Raises ``ValueError`` when ``shm`` is asked for although the ranks
-    are on several hosts, ``MismatchError`` when the ranks' environments differ, ``CommTimeout``.
+    Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
+    each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
+    when the group already has a communicator). ``ValueError``: ``shm`` is asked for although the
+    ranks are on several hosts, or a kind that does not carry the memory of this device.
+    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names who did not come;
+    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: not on another rank.
     """
-    comm = _comms.get(pg)
+    comms = _comms.setdefault(pg, {})
+    comm = comms.get(device)
     if comm is None:
         wanted = _read_kind(kind)
-        comm = _make_comm(pg, wanted, read_timeout(), device)
-        _comms[pg] = comm
+        comm = comms[device] = _make_comm(pg, wanted, read_timeout(), device)
         if pg.size() > 1:
             _wanted[pg] = wanted
         _live.add(comm)
@@ -108,12 +117,20 @@ def comm_for_group(
     return comm
 
 
+def comm_for_host(pg: dist.ProcessGroup) -> _C.Comm:
+    """A communicator for arrays in host memory: one that the group has, for whatever device, or a
+    new one for the CPU. Collective over ``pg`` if it has none; as ``comm_for_group``.
+    """
+    return next(iter(_comms.get(pg, {}).values()), None) or comm_for_group(pg)
+
+
 def set_collectives(kind: str, *, trust_order: bool = False) -> None:
     """How ranks exchange gathered values and gradients, for models sharded from now on.
 
     ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
-    ``"shm"`` or ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
-    process groups see). ``trust_order`` leaves out the small all-gather before each torch
+    ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
+    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"`` and take no other
+    kind. ``trust_order`` leaves out the small all-gather before each torch
     collective by which ranks notice that they mean different units; without it ranks that do get
     wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
     inherit.
@@ -143,12 +160,29 @@ def _alone(device: int | None) -> _C.Comm:
     """The communicator of one rank: the same for all groups, so that their units share a tree's
     slots.
     """
+    if device is not None:
+        _say_note(device)
     return _C.Comm.self_(device)
+
+
+@cache
+def _say_note(device: int) -> None:
+    """What users should know of a GPU, once a process."""
+    note = _C.cuda_device(device)["note"]
+    if note:
+        logging.getLogger("fsdpc").warning(note)
 
 
 def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int | None) -> _C.Comm:
     if pg.size() == 1:
         return _alone(device)
+    if device is not None:
+        return _make_nccl(pg, wanted, timeout, device)
+    if wanted == "nccl":
+        raise ValueError(
+            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; use "
+            "auto, shm or c10d"
+        )
     if dist.get_backend(pg) == "fake":
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
     mine = (wanted, timeout, _place(), uuid.uuid4().hex)
@@ -166,6 +200,17 @@ def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int |
     if wanted == "c10d" or stranger is not None:
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
     return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0][3]}", timeout)
+
+
+def _make_nccl(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int) -> _C.Comm:
+    if wanted in ("shm", "c10d"):
+        raise ValueError(
+            f"FSDPC_COLLECTIVES={wanted} carries host memory, but these units are on GPU {device}; "
+            "use auto or nccl"
+        )
+    comm = _nccl.make_nccl_comm(pg, device, timeout, place=_place())
+    _say_note(device)
+    return comm
 
 
 def _check_equal(variable: str, values: list[Any]) -> None:
@@ -283,11 +328,13 @@ def _own_comms() -> list[_C.Comm]:
 def _leave() -> None:
     for comm in _own_comms():
         comm.close()
+    _nccl.leave()
 
 
 def _abort(error: BaseException) -> None:
     lines = str(error).splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+    _nccl.publish(text)
     for comm in _own_comms():
         comm.abort(text)
 

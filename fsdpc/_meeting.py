@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdpc import _C
 from fsdpc._bootstrap import Groups, read_timeout
+from fsdpc._channel import store_of
 
 _HERE, _LEFT = b"here", b"left"
 _POLL_S = 0.05
@@ -34,7 +35,7 @@ def meet(groups: Groups, text: str, what: str) -> None:
 
 
 def _sign_in(pg: dist.ProcessGroup, what: str) -> None:
-    store = _store_of(pg)
+    store = store_of(pg)
     if store is None:
         return
     turn, rank, seconds = _turns.get(pg, 0), pg.rank(), read_timeout()
@@ -65,11 +66,3 @@ def _wait(store: Any, keys: list[str], seconds: float) -> list[int]:
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)
-
-
-def _store_of(pg: dist.ProcessGroup) -> Any:
-    """The store that torch keeps for a group, ``None`` where there is none to talk through."""
-    known = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if known is None or dist.get_backend(pg) == "fake":
-        return None
-    return known(pg)

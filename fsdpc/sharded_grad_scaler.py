@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from fsdpc._bootstrap import comm_for_group
+from fsdpc._bootstrap import comm_for_host
 
 __all__ = ["ShardedGradScaler"]
 
@@ -76,7 +76,7 @@ class ShardedGradScaler(GradScaler):
     def _agree(self, found: list[torch.Tensor]) -> None:
         if not dist.is_available() or not dist.is_initialized():
             return
-        comm = comm_for_group(self.process_group or dist.group.WORLD)
+        comm = comm_for_host(self.process_group or dist.group.WORLD)
         worst = np.array([max(float(value) for value in found)], dtype=np.float32)
         comm.all_reduce(worst, op="max", what="infinities found by ShardedGradScaler")
         for value in found:

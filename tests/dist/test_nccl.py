@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import signal
+import subprocess
 import sys
-from pathlib import Path
+import textwrap
+import time
+from typing import Any
 
+import env
 import numpy as np
 import pytest
 import torch
+import simgpu
 import torch.distributed as dist
-from harness import ranks
+from harness import die, ranks, run_ranks, signal_rank
+from torch.distributed.fsdp import ShardingStrategy
 
-from fsdpc import _C
-
-sys.path.append(str(Path(__file__).parents[1] / "simgpu"))
-import env
+import fsdpc
+from fsdpc import _C, _bootstrap, _nccl
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
+LARGE = 200_000  # numbers of each rank: they go over the GPU, few go over the host's channel
 
 
 def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
@@ -121,3 +130,283 @@ def test_tensors_on_the_gpu_travel_by_nccl(rank, world):
         comm.all_reduce(torch.zeros(4, 4).t()[1:])
     with pytest.raises(_C.CommError, match="host's channel"):
         comm.all_reduce(np.zeros(3, dtype=np.float32))
+
+
+# --- of a process group --------------------------------------------------------------------------
+
+
+def connect(pg: Any = None, device: int | None = 0) -> _C.Comm:
+    return _bootstrap.comm_for_group(pg or dist.group.WORLD, device=device)
+
+
+def check(comm: _C.Comm) -> None:
+    for numel in (7, LARGE):
+        values = np.full(numel, comm.rank + 1, dtype=np.float64)
+        comm.all_reduce(values, what="check")
+        assert (values == comm.world * (comm.world + 1) / 2).all()
+
+
+@ranks(2, 4, env=GPU)
+def test_a_group_has_one_communicator_for_each_device(rank, world):
+    on_gpu, on_cpu = connect(), connect(device=None)
+    assert (on_gpu.kind, on_gpu.device) == ("nccl", 0)
+    assert (on_cpu.kind, on_cpu.device) == ("shm", None)
+    assert connect() is on_gpu and connect(device=None) is on_cpu
+    assert _bootstrap.comm_for_host(dist.group.WORLD) is on_gpu
+    check(on_gpu)
+    check(on_cpu)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, world, 2)]
+    mine = connect(pairs[rank // 2])
+    assert (mine.rank, mine.world) == (rank % 2, 2)
+    check(mine)
+    check(on_gpu)
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    assert (connect(alone).kind, connect(alone).device) == ("self", 0)
+
+
+@ranks(4, env=GPU)
+def test_groups_of_hybrid_sharding(rank, world):
+    shard_pgs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicate_pgs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = _bootstrap.make_groups(
+        ShardingStrategy.HYBRID_SHARD, shard_pgs[rank // 2], replicate_pgs[rank % 2], device=0
+    )
+    assert groups.replicate is not None and groups.divide == 4
+    assert (groups.shard.rank, groups.replicate.rank) == (rank % 2, rank // 2)
+    check(groups.shard)
+    check(groups.replicate)
+    groups = _bootstrap.make_groups(ShardingStrategy.NO_SHARD, dist.group.WORLD, device=0)
+    assert groups.replicate is not None
+    assert (groups.shard.kind, groups.shard.device, groups.replicate.world) == ("self", 0, 4)
+
+
+@ranks(2, env=GPU)
+def test_keys_of_turns_that_are_over_are_deleted(rank, world):
+    comm = connect()
+    for _ in range(5):
+        comm.barrier()
+    names = [f"group {dist.group.WORLD.group_name}/0"]
+    channel = next(w.channel for w in _nccl._own() if w.channel.name in names)
+    turn = channel._turn - 1
+    assert turn >= 4
+    comm.barrier()  # all ranks have deleted the turn before the last one
+    assert not channel._store.check([f"{turn - 1}/0"]) and channel._store.check([f"{turn + 1}/0"])
+
+
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+@ranks(2, env=GPU)
+def test_kinds_that_do_not_carry_the_memory(rank, world, kind):
+    os.environ["FSDPC_COLLECTIVES"] = kind
+    with pytest.raises(ValueError, match=f"FSDPC_COLLECTIVES={kind} carries host memory.*GPU 0"):
+        connect()
+    assert connect(device=None).kind == kind
+    os.environ["FSDPC_COLLECTIVES"] = "nccl"
+    assert connect().kind == "nccl"
+    with pytest.raises(ValueError, match="=nccl carries the memory of GPUs.*on the CPU"):
+        connect(dist.new_group([0, 1]), device=None)
+
+
+@ranks(2, env=GPU)
+def test_ranks_that_cannot_or_do_not_agree(rank, world):
+    os.environ["FSDPC_TIMEOUT"] = ["20", "30"][rank]
+    with pytest.raises(_C.MismatchError, match="FSDPC_TIMEOUT differs.*20.0 on rank 0, 30.0 on"):
+        connect()
+    os.environ["FSDPC_TIMEOUT"] = "20"
+    error = _C.PeerError if rank == 0 else NotImplementedError
+    with pytest.raises(error, match="no CUDA device 5 here"):
+        connect(device=5 * rank)
+    check(connect())
+
+
+@ranks(1, env=GPU)
+def test_what_users_should_know_of_a_gpu_is_said_once(rank, world, caplog=None):
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    logging.getLogger("fsdpc").addHandler(Listener())
+    ask = _C.cuda_device
+    _C.cuda_device = lambda ordinal: {**ask(ordinal), "note": f"GPU {ordinal} is small"}
+    _bootstrap._alone(0)
+    connect(dist.new_group([0]))
+    assert said == ["GPU 0 is small"]
+
+
+# --- ranks that do not come ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "3"})
+def test_agree_and_barriers_name_who_is_missing(rank, world, numel):
+    comm = connect()
+    if rank == 2:
+        time.sleep(6)
+        with pytest.raises(_C.PeerError, match="late: rank 2 waits in vain: rank|rank . gave up"):
+            comm.barrier("late")
+        return
+    with pytest.raises(_C.CommError) as caught:
+        comm.agree("text", "construction of unit layers.3")
+    text = str(caught.value)
+    assert "construction of unit layers.3: rank" in text and "waited 3 s" in text
+    assert "but rank 2 of the group did not come" in text
+    with pytest.raises(type(caught.value)):  # as broken as before
+        comm.all_gather(np.zeros(numel * world))
+
+
+@ranks(2, env={**GPU, "FSDPC_TIMEOUT": "2"})
+def test_a_rank_that_does_not_come_to_the_start(rank, world):
+    if rank == 0:
+        with pytest.raises(_C.CommTimeout, match="starting communicator group .*rank 1 of the grou"):
+            connect()
+    else:
+        time.sleep(4)
+        with pytest.raises(_C.PeerError, match="rank 0 gave up: starting communicator"):
+            connect()
+
+
+def killed(rank, world, numel):
+    comm = connect()
+    check(comm)
+    if rank == 1:
+        die()
+    began = time.monotonic()
+    try:
+        comm.all_gather(np.zeros(numel * world), "gather of unit layers.3")
+    except _C.PeerError as error:
+        return time.monotonic() - began, str(error)
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_a_rank_that_is_killed(numel):
+    outcomes = run_ranks(killed, 3, faults=True, env=GPU, numel=numel)
+    assert outcomes[1].exit_signal == signal.SIGKILL
+    for rank in (0, 2):
+        assert outcomes[rank].returned, outcomes[rank]
+        seconds, text = outcomes[rank].value
+        assert seconds < 20  # far below the deadline of 30 s
+        assert "rank 1 (process" in text and "died" in text
+        assert "gather of unit layers.3" in text
+
+
+def stopped(rank, world, numel):
+    comm = connect()
+    check(comm)
+    if rank == 1:
+        signal_rank(1, signal.SIGSTOP)
+        time.sleep(60)
+    try:
+        comm.all_gather(np.zeros(numel * world), "gather of unit layers.3")
+    except _C.CommTimeout as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_a_rank_that_is_stopped(numel):
+    outcomes = run_ranks(
+        stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "3"}, numel=numel
+    )
+    assert outcomes[1].stopped and outcomes[0].returned, outcomes[0]
+    assert "gather of unit layers.3" in outcomes[0].value
+    words = "rank 1 of the group did not come" if numel == 3 else "another rank has not come to it"
+    assert words in outcomes[0].value
+
+
+def raising(rank, world, numel):
+    comm = connect()
+    if rank == 1:
+        raise ValueError("boom\nmore")
+    began = time.monotonic()
+    try:
+        comm.all_gather(np.zeros(numel * world), "gather of unit layers.3")
+    except _C.PeerError as error:
+        return time.monotonic() - began, str(error)
+
+
+@pytest.mark.parametrize("numel", [3, LARGE])
+def test_a_rank_that_raises(numel):
+    outcomes = run_ranks(raising, 3, faults=True, env=GPU, numel=numel)
+    assert outcomes[1].error is not None and "boom" in outcomes[1].error
+    for rank in (0, 2):
+        seconds, text = outcomes[rank].value
+        assert seconds < 20 and "rank 1 gave up: ValueError: boom" in text
+        assert "gather of unit layers.3" in text
+
+
+# --- NCCL's own failures -------------------------------------------------------------------------
+
+
+@ranks(2, env=GPU)
+def test_an_error_of_nccl_names_the_collective(rank, world):
+    comm = connect()
+    simgpu.plant_nccl("ASYNC_ERROR", -1, 1, 6)
+    with pytest.raises(_C.CommError, match="NCCL failed in gather of unit 3.*remote process"):
+        comm.all_gather(np.zeros(LARGE * world), "gather of unit 3")
+    with pytest.raises(_C.CommError, match="gather of unit 3"):
+        comm.barrier("later")
+
+
+@ranks(2, env=GPU)
+def test_an_abort_that_blocks_holds_nobody_up(rank, world):
+    comm = connect()
+    check(comm)
+    simgpu.plant_nccl("ABORT_BLOCKS", -1, 1, 30_000)
+    began = time.monotonic()
+    comm.abort("enough")
+    with pytest.raises(_C.CommError, match="rank . gave up: enough"):
+        comm.barrier()
+    comm.close()
+    del comm
+    _bootstrap._comms.clear()
+    gc.collect()
+    assert time.monotonic() - began < 20
+
+
+# --- the end of a process ------------------------------------------------------------------------
+
+PROGRAM = """
+    import sys
+    import numpy as np
+    import torch.distributed as dist
+    import fsdpc
+    from fsdpc import _bootstrap
+
+    rank, folder, how = int(sys.argv[1]), *sys.argv[2:]
+    store = dist.FileStore(folder + "/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    comm = _bootstrap.comm_for_group(dist.group.WORLD, device=0)
+    comm.all_reduce(np.ones(200_000))
+    if rank == 1:
+        if how == "raise":
+            raise RuntimeError("boom")
+        if how == "destroy":
+            dist.destroy_process_group()
+        sys.exit(0)
+    try:
+        comm.agree("text", "construction of unit 3")
+        print("no error", flush=True)
+    except fsdpc.CommError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how, said", [
+    ("exit", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 left in good order"),
+    ("destroy", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 left in good order"),
+    ("raise", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 gave up: RuntimeE"),
+])
+def test_processes_end_without_hanging(tmp_path, how, said):
+    began = time.monotonic()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path), how],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **GPU, "FSDPC_TIMEOUT": "50", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    ended = [program.communicate(timeout=100) for program in programs]
+    assert [p.returncode for p in programs] == [0, 1 if how == "raise" else 0], ended
+    assert ended[0][0].startswith(said), ended
+    assert time.monotonic() - began < 45  # the deadline did not have to speak

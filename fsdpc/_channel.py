@@ -1,0 +1,166 @@
+"""What ranks of GPUs tell each other on the host: an all-gather of bytes through the group's store.
+
+Every wait has the deadline of ``FSDPC_TIMEOUT`` and ends in an error that names who did not come. A
+rank that fails says so in the store, and the others end their waits with its text. Keys of a turn
+are deleted once the next one is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from fsdpc import _C
+
+LEFT = "left in good order"
+_LONGEST_NAP_S = 0.05
+_LOOK_AROUND_S = 0.2  # how often a waiting rank looks whether another one has failed
+_PARTING_S = 5  # for words that are said while this process ends: the store may be gone
+
+
+def store_of(pg: dist.ProcessGroup) -> Any:
+    """The store that torch keeps for a group, ``None`` where there is none to talk through."""
+    known = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if known is None or dist.get_backend(pg) == "fake":
+        return None
+    return known(pg)
+
+
+class Channel:
+    """All-gathers of bytes among the ranks of a group under keys of its own.
+
+    Calling it is the host channel of ``Comm.nccl``. One thread at a time; ``failure`` may be asked
+    by others, through a connection of its own (``for_watching``).
+    """
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, world: int, timeout: float, name: str
+    ) -> None:
+        self._base = store  # kept: the store's server may live in this process
+        self._store = dist.PrefixStore(prefix, store)
+        self.rank, self.world, self.timeout, self.name = rank, world, timeout, name
+        self._turn = 0
+        self.known: str | None = None  # what somebody else found out: a rank has failed
+
+    def renamed(self, prefix: str) -> Channel:
+        """A channel of the same ranks under other keys."""
+        return Channel(self._base, prefix, self.rank, self.world, self.timeout, self.name)
+
+    def __call__(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
+        """All-gather in place: ``memory`` is 1-D, uint8, one piece of so many bytes a rank."""
+        begin = self.rank * piece_bytes
+        pieces = self.gather(memory[begin : begin + piece_bytes].tobytes(), what)
+        memory[:] = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+
+    def gather(self, mine: bytes, what: str) -> list[bytes]:
+        """Every rank's bytes. Collective. ``CommTimeout``, ``PeerError``, ``CommError``."""
+        try:
+            return self._gather(mine, what)
+        except _C.CommError as error:
+            self.publish(f"rank {self.rank} gave up: {error}")
+            raise
+
+    def _gather(self, mine: bytes, what: str) -> list[bytes]:
+        turn, self._turn = self._turn, self._turn + 1
+        keys = [f"{turn}/{rank}" for rank in range(self.world)]
+        try:
+            self._heed(what)
+            self._store.set(keys[self.rank], mine)
+            self._await(keys, what)
+            pieces = self._read(keys)
+            if turn > 0:  # all have come to this turn, so nobody reads the one before
+                self._store.delete_key(f"{turn - 1}/{self.rank}")
+        except _C.CommError:
+            raise
+        except RuntimeError as error:  # torch's errors of stores and connections
+            raise _C.CommError(
+                f"{what}: rank {self.rank}: the process group's store does not answer (communicator "
+                f"{self.name}); the process that keeps it, mostly rank 0's, may have ended: {error}"
+            ) from error
+        return pieces
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return self._store.multi_get(keys)
+        return [self._store.get(key) for key in keys]
+
+    def _await(self, keys: list[str], what: str) -> None:
+        begun = looked = time.monotonic()
+        nap = 0.0002
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if self.known or now - looked > _LOOK_AROUND_S:
+                looked = now
+                self._look_around(keys, what)
+            if now - begun > self.timeout:
+                raise _C.CommTimeout(self._late(keys, what))
+            time.sleep(nap)
+            nap = min(nap * 1.5, _LONGEST_NAP_S)
+
+    def _heed(self, what: str) -> None:
+        said = self.known or self.failure()
+        if said:
+            raise _C.PeerError(f"{what}: rank {self.rank} waits in vain: {said}")
+
+    def _look_around(self, keys: list[str], what: str) -> None:
+        self._heed(what)
+        for rank in self._absent(keys):
+            if self._store.check([f"left/{rank}"]) and not self._store.check([keys[rank]]):
+                raise _C.PeerError(
+                    f"{what}: rank {self.rank} waits in vain: rank {rank} {LEFT} (communicator "
+                    f"{self.name})"
+                )
+
+    def _absent(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def _late(self, keys: list[str], what: str) -> str:
+        names = " and ".join(f"rank {rank}" for rank in self._absent(keys)) or "nobody in the end"
+        return (
+            f"{what}: rank {self.rank} waited {self.timeout:g} s, but {names} of the group did not "
+            f"come (communicator {self.name}); every rank must make this call"
+        )
+
+    # --- how ranks end ---------------------------------------------------------------------------
+
+    def failure(self) -> str | None:
+        """What the first rank that failed said. Local; ``RuntimeError`` if the store is gone."""
+        if not self._store.check(["failed"]):
+            return None
+        return self._store.get("failed").decode(errors="replace")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank said that it ended in good order. As ``failure``."""
+        return self._store.check([f"left/{rank}"])
+
+    def publish(self, text: str) -> None:
+        """Tell the others that this rank has failed; the first word counts. Local."""
+        self._say(lambda store: store.compare_set("failed", "", text))
+
+    def leave(self) -> None:
+        """Tell the others that this rank ends in good order. Local."""
+        self._say(lambda store: store.set(f"left/{self.rank}", "1"))
+
+    def for_watching(self) -> Channel:
+        """The same keys over a connection that no waiting thread holds."""
+        twin = self.renamed("")
+        twin._store = self._parallel()
+        return twin
+
+    def _say(self, words: Callable[[Any], Any]) -> None:
+        """Nobody may be there to hear it: this is never an error."""
+        try:
+            store = self._parallel()
+            store.set_timeout(timedelta(seconds=_PARTING_S))
+            words(store)
+        except Exception:
+            pass
+
+    def _parallel(self) -> Any:
+        clone = getattr(self._store, "clone", None)
+        return self._store if clone is None else clone()

@@ -1,0 +1,201 @@
+"""Communicators of GPUs: how their ranks meet, and who watches them.
+
+The ranks meet at the process group's store, where rank 0 leaves NCCL's ids. A thread of this
+process then looks whether a rank has failed or died, and ends the waits of this one: NCCL alone
+would wait for the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import threading
+import uuid
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdpc import _C
+from fsdpc._channel import Channel, store_of
+
+WATCH_S = 0.5
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a rank says when it comes."""
+
+    settings: dict[str, Any]  # equal on all ranks, or MismatchError
+    place: str
+    pid: int
+    gpu: int
+    error: str  # why this rank cannot go on
+    ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
+
+
+def make_nccl_comm(
+    pg: dist.ProcessGroup,
+    device: int,
+    timeout: float,
+    *,
+    place: str,
+    settings: dict[str, Any] | None = None,
+) -> _C.Comm:
+    """A new communicator among the GPUs of a group. Collective over ``pg``.
+
+    ``device`` is the number of this rank's GPU; ``place`` is equal for processes that can see each
+    other die; ``settings`` (and the deadline in seconds) must be equal on all ranks.
+    ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: not on another rank;
+    ``MismatchError``; ``CommTimeout`` names who did not come.
+    """
+    store = store_of(pg)
+    if store is None:
+        raise ValueError(
+            f"the process group {pg.group_name!r} of backend {dist.get_backend(pg)!r} has no store "
+            "through which its ranks could meet: shard over another group, or on the CPU"
+        )
+    turn = _made.get(pg, 0)
+    _made[pg] = turn + 1
+    name = f"group {pg.group_name}/{turn}"
+    meeting = Channel(store, f"fsdpc/nccl/{turn}", pg.rank(), pg.size(), timeout, name)
+    everyone = _meet(meeting, device, place, {**(settings or {}), "FSDPC_TIMEOUT": timeout})
+    gather_id, reduce_id, keys = everyone[0].ids
+    channel = meeting.renamed(f"fsdpc/nccl/{keys}")
+    comm = _C.Comm.nccl(pg.rank(), pg.size(), gather_id, reduce_id, device, name, timeout, channel)
+    meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
+    watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
+    return comm
+
+
+def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -> list[_Hello]:
+    what = f"starting communicator {channel.name}"
+    ids, version, failure = (b"", b"", ""), "", None
+    try:
+        _C.cuda_device(device)
+        version = _C.nccl_version()
+        if channel.rank == 0:
+            ids = (_C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex)
+    except Exception as error:
+        failure = error
+    settings = {**settings, "the version of NCCL": version.partition(" (")[0]}
+    mine = _Hello(settings, place, os.getpid(), device, str(failure or ""), ids)
+    said = [pickle.loads(text) for text in channel.gather(pickle.dumps(mine), what)]
+    if failure is not None:
+        raise failure
+    for rank, hello in enumerate(said):
+        if hello.error:
+            raise _C.PeerError(f"{what}: rank {rank} cannot use its GPU {hello.gpu}: {hello.error}")
+    for rank, hello in enumerate(said):
+        for key, value in said[0].settings.items():
+            if hello.settings.get(key) != value:
+                raise _C.MismatchError(
+                    f"{key} differs between ranks: {value} on rank 0, {hello.settings.get(key)} on "
+                    f"rank {rank}"
+                )
+    return said
+
+
+# --- watching others -----------------------------------------------------------------------------
+
+
+class _Watched:
+    """A communicator, and what is known of its other ranks. The communicator is not kept."""
+
+    def __init__(self, comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
+        self.comm = weakref.ref(comm)
+        self.channel = channel
+        self._asking = channel.for_watching()
+        self._answers = True
+        self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
+        for rank, pid in enumerate(pids):
+            if pid is not None and rank != channel.rank:
+                try:
+                    self.peers[os.pidfd_open(pid)] = (rank, pid)
+                except OSError:  # not permitted, or gone already: the deadline speaks then
+                    continue
+
+    def died(self, descriptor: int) -> None:
+        rank, pid = self.peers.pop(descriptor)
+        os.close(descriptor)
+        if not self._ask(lambda: self._asking.has_left(rank)):
+            said = self._ask(self._asking.failure)
+            self._fail(said or f"rank {rank} (process {pid}) died")
+
+    def look(self) -> None:
+        said = self._ask(self._asking.failure)
+        if said:
+            self._fail(said)
+
+    def _ask(self, question: Any) -> Any:
+        """A store that is gone says nothing: its process may have ended in good order."""
+        try:
+            return question() if self._answers else None
+        except RuntimeError:
+            self._answers = False
+            return None
+
+    def _fail(self, text: str) -> None:
+        comm = self.comm()
+        self._answers = False
+        self.channel.known = text
+        if comm is not None:
+            comm.fail(f"{text} (communicator {self.channel.name})")
+
+    def close(self) -> None:
+        for descriptor in self.peers:
+            os.close(descriptor)
+        self.peers.clear()
+
+
+_watched: list[_Watched] = []
+_lock = threading.Lock()
+_thread_pid: int | None = None
+
+
+def watch(comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
+    """Look after a communicator until it is gone. ``pids``: processes that this one can see."""
+    global _thread_pid
+    with _lock:
+        if _thread_pid != os.getpid():  # the first one, or a forked child's first one
+            _watched.clear()
+            _thread_pid = os.getpid()
+            threading.Thread(target=_look_after, name="fsdpc-watch", daemon=True).start()
+        _watched.append(_Watched(comm, channel, pids))
+
+
+def _look_after() -> None:
+    while True:
+        with _lock:
+            for each in [w for w in _watched if w.comm() is None]:
+                each.close()
+                _watched.remove(each)
+            everyone = list(_watched)
+        poll = select.poll()
+        owners = {fd: each for each in everyone for fd in each.peers}
+        for fd in owners:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(WATCH_S * 1000):
+            owners[fd].died(fd)
+        for each in everyone:
+            each.look()
+
+
+def publish(text: str) -> None:
+    """Tell the ranks of all communicators that this process has failed. Local."""
+    for each in _own():
+        each.channel.publish(f"rank {each.channel.rank} gave up: {text}")
+
+
+def leave() -> None:
+    """Tell them that it ends in good order. Local."""
+    for each in _own():
+        each.channel.leave()
+
+
+def _own() -> list[_Watched]:
+    with _lock:
+        return list(_watched) if _thread_pid == os.getpid() else []
