@@ -101,7 +101,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         chosen = _args.resolve_groups(
             process_group, sharding_strategy, auto_wrap_policy, device_mesh
         )
-        asked = asked_device(device_id, chosen.shard.rank())
+        device = asked_device(device_id, chosen.shard.rank())
         self._device_mesh = device_mesh
         if auto_wrap_policy is not None:
             child_kwargs: dict[str, Any] = {
@@ -135,7 +135,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._sync_module_states = sync_module_states
-        self._place(module, param_init_fn, asked, chosen.shard.rank())
+        self._place(module, param_init_fn, device, chosen.shard.rank())
         self._init_groups(chosen)
         self._init_state()
         self._fsdp_wrapped_module = module
