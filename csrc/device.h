@@ -183,10 +183,11 @@ typedef struct fsdpc_pack_base {
     size_t offset;
     fsdpc_dtype dtype;
 } fsdpc_pack_base;
-/* A plan that leaves alone what lies between the targets; bases NULL: nothing is added to. */
+/* With a base for each target (bases NULL: nothing is added to); keep_gaps leaves alone what lies
+ * between the targets. */
 int fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
                                 const fsdpc_pack_base *bases, int count, size_t bytes,
-                                fsdpc_pack_plan **out);
+                                bool keep_gaps, fsdpc_pack_plan **out);
 /* pack_all with such a plan; where sources[i].add the target becomes base + source * scale, in the
  * base's type, rounded once (without data: the base's values). `base` may be `buffer` itself if
  * offsets and types agree. One launch; FSDPC_E_UNAVAILABLE with a base on a device that does not

@@ -92,10 +92,10 @@ fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets, i
 
 int
 fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
-                            const fsdpc_pack_base *bases, int count, size_t bytes,
+                            const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
                             fsdpc_pack_plan **out)
 {
-    return make_plan(device, targets, bases, count, bytes, true, out);
+    return make_plan(device, targets, bases, count, bytes, keep_gaps, out);
 }
 
 void

@@ -32,7 +32,9 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         unit->posted = unit->consumed = 0;
         x->units[i] = unit;
         x->trace_ids[i] = plan->unit_ids[i];
-        size_t bytes = fsdpc_round_up(unit->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        /* One rank rounds nothing to the type in which gradients would travel. */
+        size_t bytes = x->world > 1 ? unit->layout->reduce_bytes : unit->layout->grad_bytes;
+        bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
         x->sum_reduce_bytes += bytes;
         x->max_reduce_bytes = bytes > x->max_reduce_bytes ? bytes : x->max_reduce_bytes;
     }
@@ -241,7 +243,7 @@ fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *g
 bool
 fsdpc_exchange_any_order(const fsdpc_exchange *x)
 {
-    return x->ops->any_order || x->world == 1;
+    return x->ops->any_order || (x->world == 1 && !x->in_turn);
 }
 
 int
@@ -292,10 +294,20 @@ fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
     return largest;
 }
 
+bool
+fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    bool any = x->world > 1 || (unit && unit->offload);
+    for (int i = 0; !unit && i < x->unit_count; i++) {
+        any = any || x->units[i]->offload;
+    }
+    return any;
+}
+
 int
 fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
 {
-    if (x->max_reduce_bytes == 0 || (x->world == 1 && !x->streams)) {
+    if (x->max_reduce_bytes == 0 || !fsdpc_exchange_packs(x, NULL)) {
         return 0;
     }
     return x->shared || x->streams ? x->reduce_slots : 1;
@@ -310,7 +322,7 @@ fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 size_t
 fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
 {
-    if (x->shared || x->streams) {
+    if (fsdpc_exchange_packs(x, NULL) && (x->shared || x->streams)) {
         return (size_t)x->reduce_slots * x->max_reduce_bytes;
     }
     return x->reduce_buffer ? x->max_reduce_bytes : 0;

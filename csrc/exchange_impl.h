@@ -37,6 +37,7 @@ struct fsdpc_exchange {
     uint64_t tag;
     uint64_t backwards; /* synchronised backwards finished */
     bool poison, trust_order;
+    bool in_turn; /* "stream": one rank keeps the order, too, for its sums over replicas */
     int reduce_slots;
     size_t max_reduce_bytes, sum_reduce_bytes;
     fsdpc_trace *trace;
@@ -53,6 +54,9 @@ extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
 extern const struct fsdpc_exchange_i fsdpc_exchange_wire;
 extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
 
+/* Whether gradients (of this unit, NULL: of any) go through a reduce slot: one rank's do not, but to host
+ * memory, so that the caller's stream does not wait for the bus. */
+bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
                          uint64_t bytes);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */

@@ -13,7 +13,6 @@
  * for nothing in a step, with two exceptions that are counted: a spare mapping (two live units of
  * one slot), and a rank with parameters that it did not use, which must know whether others did.
  */
-#include <stdio.h>
 #include <string.h>
 
 #include "exchange_stream_impl.h"
@@ -23,54 +22,23 @@
 /* --- set-up ---------------------------------------------------------------------------------- */
 
 static int
-plan_pack(struct fsdpc_streams *s, const fsdpc_unit *unit, fsdpc_pack_plan **out)
-{
-    int status = FSDPC_OK, count = 0;
-    const fsdpc_layout *layout = unit->layout;
-    if (layout->trainable_count == 0) {
-        return FSDPC_OK;
-    }
-    fsdpc_pack_target *targets = fsdpc_mem_calloc((size_t)layout->trainable_count, sizeof *targets);
-    if (!targets) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name);
-    }
-    for (int i = 0; i < layout->param_count; i++) {
-        const fsdpc_param_place *place = &layout->params[i];
-        if (place->trainable_index >= 0) {
-            targets[count++] = (fsdpc_pack_target){
-                .n = place->numel,
-                .offset = fsdpc_layout_reduce_offset(layout, i),
-                .dtype = layout->segments[place->segment].reduce,
-            };
-        }
-    }
-    FSDPC_GOTO(fsdpc_device_pack_plan(s->device, targets, count, layout->reduce_bytes, out), done);
-done:
-    fsdpc_mem_free(targets);
-    return status;
-}
-
-static int
 open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
 {
-    int trains = 0, most = 0;
+    int most = 0;
     s->fillings = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->fillings);
-    s->plans = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_pack_plan *));
-    if (!s->fillings || !s->plans) {
+    if (!s->fillings) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_layout *layout = x->units[u]->layout;
-        trains = layout->trainable_count > trains ? layout->trainable_count : trains;
         most = layout->param_count > most ? layout->param_count : most;
-        s->bit_count += x->units[u]->layout->param_count;
+        s->bit_count += layout->param_count;
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->fillings[u].done));
-        FSDPC_TRY(plan_pack(s, x->units[u], &s->plans[u]));
+        FSDPC_TRY(fsdpc_grad_queue_open(x->units[u]));
     }
-    s->sources = fsdpc_mem_calloc((size_t)trains, sizeof *s->sources);
-    s->mask = fsdpc_mem_calloc((size_t)most, 1);
-    return s->sources && s->mask ? FSDPC_OK
-                                 : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    s->mask = fsdpc_mem_calloc((size_t)most + 1, 1);
+    return s->mask ? fsdpc_stream_gather_open(x)
+                   : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
 static int
@@ -86,7 +54,9 @@ open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->readers[i].done));
     }
     for (int i = 0; i < x->reduce_slots && x->max_reduce_bytes > 0; i++) {
-        FSDPC_TRY(fsdpc_device_alloc(s->device, x->max_reduce_bytes, &s->slots[i].buffer));
+        if (fsdpc_exchange_packs(x, NULL)) {
+            FSDPC_TRY(fsdpc_device_alloc(s->device, x->max_reduce_bytes, &s->slots[i].buffer));
+        }
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].packed));
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].summed));
     }
@@ -138,6 +108,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     s->reduce_comm = fsdpc_comm_for_reductions(x->comm);
     FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
     FSDPC_TRY(fsdpc_stream_refuse_capture(s, "the first forward, which sets the model up,"));
+    s->replicas = x->in_turn = fsdpc_stream_has_replicas(x);
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
@@ -177,8 +148,8 @@ close_streams(fsdpc_exchange *x)
     drain(s);
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
-        fsdpc_device_pack_plan_free(s->device, s->plans ? s->plans[u] : NULL);
     }
+    fsdpc_stream_gather_close(x);
     for (int i = 0; s->readers && i < s->slot_count; i++) {
         fsdpc_device_event_free(s->device, s->readers[i].done);
     }
@@ -199,8 +170,6 @@ close_streams(fsdpc_exchange *x)
     fsdpc_device_stream_free(s->device, s->gather);
     fsdpc_device_stream_free(s->device, s->reduce);
     fsdpc_mem_free(s->fillings);
-    fsdpc_mem_free(s->plans);
-    fsdpc_mem_free(s->sources);
     fsdpc_mem_free(s->mask);
     fsdpc_mem_free(s->readers);
     fsdpc_mem_free(s->slots);
@@ -255,16 +224,8 @@ fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     struct fsdpc_filling *filling = &s->fillings[unit->id];
-    char what[FSDPC_STREAM_WHAT_BYTES];
-    snprintf(what, sizeof what, "gather of unit %s", unit->name);
     FSDPC_TRY(await_slot(s, unit));
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
-        FSDPC_TRY(fsdpc_exchange_fill(x, unit, i, x->rank, 0, seg->piece_numel));
-        FSDPC_TRY(fsdpc_comm_all_gather(x->comm, (char *)unit->range.address + seg->full_offset,
-                                        (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute),
-                                        what));
-    }
+    FSDPC_TRY(fsdpc_stream_fill(x, unit));
     filling->awaited = false;
     filling->capture = s->capture;
     FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_MASTER));

@@ -40,8 +40,10 @@ struct fsdpc_streams {
     struct fsdpc_reader *readers; /* per gather slot */
     int slot_count;
     struct fsdpc_filling *fillings; /* per unit */
-    fsdpc_pack_plan **plans;        /* per unit, NULL without trainable parameters */
-    fsdpc_pack_source *sources;
+    fsdpc_pack_plan **gathers;      /* per unit, NULL where one cast does */
+    fsdpc_pack_source *pieces;      /* of the unit being gathered, per segment */
+    fsdpc_comm_part *parts;         /* of the unit being gathered or reduced */
+    bool replicas;                  /* some unit has them */
     struct fsdpc_reduce_slot *slots;
     int next_slot;
     int sent;      /* reductions in this backward */
@@ -65,6 +67,24 @@ int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, cons
 int fsdpc_stream_refuse_capture(const struct fsdpc_streams *s, const char *what);
 /* Inside a capture: the caller's stream waits for both own streams. */
 int fsdpc_stream_join_capture(struct fsdpc_streams *s);
+
+/* --- exchange_stream_gather.c ----------------------------------------------------------------- */
+
+int fsdpc_stream_gather_open(fsdpc_exchange *x);
+void fsdpc_stream_gather_close(fsdpc_exchange *x);
+/* On the gather stream: this rank's pieces into the slot, then everybody's. */
+int fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit);
+
+/* --- exchange_stream_replicas.c --------------------------------------------------------------- */
+
+bool fsdpc_stream_has_replicas(const fsdpc_exchange *x);
+/* On the reduce stream: this rank's pieces of a reduced slot, summed over replicas if there are any,
+ * are added to the shard gradient. */
+int fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what);
+/* The same where `partial` holds them (one rank). */
+int fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what);
+/* The used bits, joined over the shard ranks already, over replicas. */
+int fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what);
 
 /* --- exchange_stream_offload.c ---------------------------------------------------------------- */
 

@@ -10,51 +10,68 @@
 #include "exchange_stream_impl.h"
 #include "status.h"
 
-/* What waits from no_sync is added parameter by parameter; without it one launch does all. */
+/* In place, on the reduce stream. */
 static int
-pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer)
+scatter(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
-    struct fsdpc_streams *s = x->streams;
-    memset(s->mask, 0, (size_t)unit->layout->param_count);
-    if (unit->local_any) {
-        return fsdpc_grad_pack(unit, grads, buffer, s->mask);
-    }
     int count = 0;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (unit->layout->params[i].trainable_index >= 0) {
-            const fsdpc_tensor *grad = grads ? &grads[i] : NULL;
-            s->sources[count++] = (fsdpc_pack_source){
-                .data = grad ? grad->data : NULL,
-                .dtype = grad ? grad->dtype : FSDPC_F32,
-                .ndim = grad ? grad->ndim : 0,
-                .shape = grad ? grad->shape : NULL,
-                .strides = grad && !grad->contiguous ? grad->strides : NULL,
-            };
-            s->mask[i] = grad && grad->data;
+    struct fsdpc_streams *s = x->streams;
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        if (seg->trainable) {
+            s->parts[count++] =
+                (fsdpc_comm_part){buffer + seg->reduce_offset, seg->piece_numel, seg->reduce};
         }
     }
-    return fsdpc_device_pack_all(s->device, s->plans[unit->id], buffer, s->sources, 1.0);
+    return fsdpc_comm_reduce_scatter_parts(s->reduce_comm, s->parts, count, what);
 }
 
 static int
 sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
 {
     struct fsdpc_streams *s = x->streams;
-    const void *source = slot->buffer;
     char what[FSDPC_STREAM_WHAT_BYTES];
     snprintf(what, sizeof what, "reduce of unit %s", unit->name);
     FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
-        if (seg->trainable) {
-            FSDPC_TRY(fsdpc_comm_reduce_scatter(s->reduce_comm,
-                                                (char *)slot->buffer + seg->reduce_offset,
-                                                seg->piece_numel, seg->reduce, what));
-        }
+    if (x->world > 1) {
+        FSDPC_TRY(scatter(x, unit, slot->buffer, what));
     }
-    FSDPC_TRY(fsdpc_grad_sum(unit, &source, 1));
+    if (fsdpc_exchange_packs(x, unit)) {
+        FSDPC_TRY(fsdpc_stream_sum(unit, slot->buffer, what));
+    } else {
+        FSDPC_TRY(fsdpc_stream_sum_partial(unit, what));
+    }
     FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_GRAD));
     return fsdpc_device_record(s->device, slot->summed);
+}
+
+/* Where the caller's stream packs: into the next slot, or (one rank) into `partial`, which the unit's
+ * own sum of this backward may still be reading. */
+static int
+await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
+{
+    struct fsdpc_streams *s = x->streams;
+    int last = (s->next_slot + x->reduce_slots - 1) % x->reduce_slots;
+    if (fsdpc_exchange_packs(x, unit)) {
+        return slot->busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
+    }
+    return unit->posted > 0 ? fsdpc_device_wait(s->device, s->slots[last].summed) : FSDPC_OK;
+}
+
+static int
+pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!fsdpc_exchange_packs(x, unit)) {
+        return fsdpc_grad_direct(unit, grads, unit->used);
+    }
+    memset(s->mask, 0, (size_t)unit->layout->param_count);
+    FSDPC_TRY((x->world > 1 ? fsdpc_grad_queue_pack : fsdpc_grad_queue_widen)(unit, grads, buffer,
+                                                                              s->mask));
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= s->mask[i];
+    }
+    return FSDPC_OK;
 }
 
 static int
@@ -62,16 +79,11 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_streams *s = x->streams;
     struct fsdpc_reduce_slot *slot = &s->slots[s->next_slot];
+    FSDPC_TRY(await_room(x, unit, slot));
     s->next_slot = (s->next_slot + 1) % x->reduce_slots;
     unit->posted++;
-    if (slot->busy) {
-        FSDPC_TRY(fsdpc_device_wait(s->device, slot->summed));
-    }
     slot->busy = true;
     FSDPC_TRY(pack(x, unit, grads, slot->buffer));
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        unit->used[i] |= s->mask[i];
-    }
     FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
     fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
@@ -82,9 +94,27 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return status;
 }
 
+/* Nobody to sum with, and no bus to cross: all is done by one launch on the caller's stream. */
+static bool
+stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return !unit->replicate && !fsdpc_exchange_packs(x, unit);
+}
+
+static int
+keep(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+    return FSDPC_OK;
+}
+
 int
 fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
+    if (stays_here(x, unit)) {
+        return keep(x, unit, grads);
+    }
     return unit->posted > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
 }
 
@@ -127,9 +157,12 @@ read_bits(fsdpc_exchange *x, const float *bits)
 static int
 join_bits(fsdpc_exchange *x)
 {
-    return fsdpc_comm_all_reduce(x->streams->reduce_comm, x->streams->device_bits,
-                                 x->streams->bit_count, FSDPC_F32, FSDPC_MAX,
-                                 "used bits at the end of backward");
+    static const char what[] = "used bits at the end of backward";
+    if (x->world > 1) {
+        FSDPC_TRY(fsdpc_comm_all_reduce(x->streams->reduce_comm, x->streams->device_bits,
+                                        x->streams->bit_count, FSDPC_F32, FSDPC_MAX, what));
+    }
+    return fsdpc_stream_join_replicas(x, what);
 }
 
 /* See [Note: used bits]. On the reduce stream. */
@@ -179,11 +212,11 @@ fsdpc_stream_end(fsdpc_exchange *x)
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
         if (unit->local_any && !unit->hooked) {
-            FSDPC_TRY(send(x, unit, NULL));
+            FSDPC_TRY(stays_here(x, unit) ? keep(x, unit, NULL) : send(x, unit, NULL));
         }
         unit->posted = 0;
     }
-    if (x->world > 1 && s->bit_count > 0) {
+    if ((x->world > 1 || s->replicas) && s->bit_count > 0) {
         fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
         status = share_used(x);
         fsdpc_device_use(s->device, caller);

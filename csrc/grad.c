@@ -25,12 +25,9 @@ fsdpc_grad_local_at(const fsdpc_unit *unit, int param)
     return (char *)unit->local + unit->local_offset[place->segment] + (size_t)place->offset * item;
 }
 
-static int
-make_local(fsdpc_unit *unit)
+void
+fsdpc_grad_lay_local(fsdpc_unit *unit)
 {
-    if (unit->local) {
-        return FSDPC_OK;
-    }
     size_t bytes = 0;
     for (int s = 0; s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
@@ -41,7 +38,23 @@ make_local(fsdpc_unit *unit)
         }
     }
     unit->local_bytes = bytes;
-    return fsdpc_device_alloc(unit->device, bytes, &unit->local);
+}
+
+int
+fsdpc_grad_make_local(fsdpc_unit *unit)
+{
+    if (unit->local) {
+        return FSDPC_OK;
+    }
+    fsdpc_grad_lay_local(unit);
+    return fsdpc_device_alloc(unit->device, unit->local_bytes, &unit->local);
+}
+
+/* One launch instead of one per parameter. */
+static bool
+queues(const fsdpc_unit *unit)
+{
+    return fsdpc_device_get_caps(unit->device)->asynchronous;
 }
 
 static int
@@ -85,7 +98,10 @@ fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
     if (!grads) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(make_local(unit));
+    if (queues(unit)) {
+        return fsdpc_grad_queue_keep(unit, grads);
+    }
+    FSDPC_TRY(fsdpc_grad_make_local(unit));
     for (int i = 0; i < unit->layout->param_count; i++) {
         if (!grads[i].data || unit->layout->params[i].trainable_index < 0) {
             continue;
@@ -133,6 +149,9 @@ int
 fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits)
 {
     static const fsdpc_tensor absent;
+    if (queues(unit)) {
+        return fsdpc_grad_queue_pack(unit, grads, buffer, bits);
+    }
     for (int s = 0; s < unit->layout->segment_count; s++) {
         if (unit->layout->segments[s].trainable) {
             FSDPC_TRY(zero_padding(unit, s, buffer));
@@ -220,6 +239,9 @@ fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums)
 int
 fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
 {
+    if (queues(unit)) {
+        return fsdpc_grad_queue_direct(unit, grads, bits);
+    }
     char *target = unit->replicate ? unit->partial : unit->grad;
     bool add = unit->replicate ? unit->partial_any : unit->add;
     for (int i = 0; i < unit->layout->param_count; i++) {

@@ -464,7 +464,9 @@ reduce_replicas(fsdpc_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_unit *unit = tree->nodes[i].unit;
-        if (unit->replicate && unit->layout->trainable_count > 0 && !unit->hooked) {
+        /* A device that queues has done it behind each unit's reduction. */
+        bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
+        if (unit->replicate && unit->layout->trainable_count > 0 && !unit->hooked && !queued) {
             int status = reduce_replicas_of(unit);
             if (status != FSDPC_OK) {
                 return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);

@@ -175,6 +175,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
         return;
     }
     fsdpc_range_fini(&unit->range);
+    fsdpc_grad_queue_close(unit);
     if (unit->layout) {
         fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
         fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);

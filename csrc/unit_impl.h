@@ -43,6 +43,8 @@ struct fsdpc_unit {
     size_t *local_offset; /* per segment */
     bool local_any;
 
+    struct fsdpc_grad_queue *queue; /* grad_queue.c; NULL on a device that does not queue */
+
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
     /* This rank's contributions that wait in `local`. */
@@ -97,5 +99,26 @@ int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
 int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
 /* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
 void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
+/* The layout of `local`, and the memory. */
+void fsdpc_grad_lay_local(fsdpc_unit *unit);
+int fsdpc_grad_make_local(fsdpc_unit *unit);
+
+/* --- grad_queue.c: the same by one launch each, on a device that queues ----------------------- */
+
+/* Makes the plans of a step. Idempotent. */
+int fsdpc_grad_queue_open(fsdpc_unit *unit);
+void fsdpc_grad_queue_close(fsdpc_unit *unit);
+int fsdpc_grad_queue_keep(fsdpc_unit *unit, const fsdpc_tensor *grads);
+int fsdpc_grad_queue_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
+int fsdpc_grad_queue_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
+/* One rank: into a buffer that is laid out like the shard gradient. */
+int fsdpc_grad_queue_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer,
+                           uint8_t *bits);
+/* This rank's pieces of a reduce buffer (`wide`: laid out like the shard gradient), times scale, onto
+ * `target` (so, too) or, with add false, in place of what it holds. */
+int fsdpc_grad_queue_sum(fsdpc_unit *unit, void *target, const void *buffer, bool wide,
+                         double scale, bool add);
+/* The shard gradient takes the sums over replicas that `partial` holds, times the unit's scale. */
+int fsdpc_grad_queue_replicas(fsdpc_unit *unit);
 
 #endif

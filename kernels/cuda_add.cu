@@ -149,7 +149,10 @@ fsdpc_cuda_pack_add(const __grid_constant__ fsdpc_cuda_pack_params p)
     const int64_t begin = (tile - entry.first_tile) * most;
     const int n = entry.n - begin < most ? (int)(entry.n - begin) : most;
     const int lane = (int)threadIdx.x, lanes = (int)blockDim.x;
-    const fsdpc_cuda_source source = p.table ? p.table[entry.source] : p.source[entry.source];
+    fsdpc_cuda_source source = 0;
+    if (entry.source >= 0) {
+        source = p.table ? p.table[entry.source] : p.source[entry.source];
+    }
     const char *src = (const char *)(uintptr_t)(source & FSDPC_CUDA_SOURCE_ADDRESS);
     const int type = (int)(source >> FSDPC_CUDA_SOURCE_TYPE_SHIFT & 15);
     const bool add = source & FSDPC_CUDA_SOURCE_ADD, strided = source & FSDPC_CUDA_SOURCE_STRIDED;

@@ -129,10 +129,15 @@ compare(const pack *p, fsdpc_device *gpu, double scale)
     }
     memcpy(before, base, p->base_bytes);
     memcpy(want, buffer, p->bytes);
+    bool keep = p->in_place || below(2);
+    if (!keep) {
+        memset(want, 0, p->bytes);
+    }
     for (int i = 0; i < TENSORS; i++) {
         want_one(p, i, want + p->targets[i].offset, before, scale);
     }
-    REQUIRE_OK(fsdpc_device_pack_plan_onto(gpu, p->targets, p->bases, TENSORS, p->bytes, &plan));
+    REQUIRE_OK(
+        fsdpc_device_pack_plan_onto(gpu, p->targets, p->bases, TENSORS, p->bytes, keep, &plan));
     int64_t launches = simgpu_count().launches;
     CHECK_INT(fsdpc_device_pack_onto(gpu, plan, buffer, base, p->sources, scale), FSDPC_OK);
     CHECK_INT(simgpu_count().launches - launches, 1);
@@ -151,12 +156,13 @@ refusals(fsdpc_device *gpu)
     const fsdpc_pack_base narrow = {0, FSDPC_BF16}, askew = {2, FSDPC_F32};
     const fsdpc_pack_source source = {.data = &state, .dtype = FSDPC_F32, .add = true};
     float buffer[4];
-    CHECK_INT(fsdpc_device_pack_plan_onto(gpu, &target, &narrow, 1, 16, &plan), FSDPC_E_INVAL);
-    CHECK_INT(fsdpc_device_pack_plan_onto(gpu, &target, &askew, 1, 16, &plan), FSDPC_E_INVAL);
-    REQUIRE_OK(fsdpc_device_pack_plan_onto(gpu, &target, NULL, 1, 16, &plan));
+    CHECK_INT(fsdpc_device_pack_plan_onto(gpu, &target, &narrow, 1, 16, true, &plan),
+              FSDPC_E_INVAL);
+    CHECK_INT(fsdpc_device_pack_plan_onto(gpu, &target, &askew, 1, 16, true, &plan), FSDPC_E_INVAL);
+    REQUIRE_OK(fsdpc_device_pack_plan_onto(gpu, &target, NULL, 1, 16, true, &plan));
     CHECK_INT(fsdpc_device_pack_onto(gpu, plan, buffer, buffer, &source, 1.0), FSDPC_E_INVAL);
     fsdpc_device_pack_plan_free(gpu, plan);
-    REQUIRE_OK(fsdpc_device_pack_plan_onto(engine_device, &target, NULL, 1, 16, &plan));
+    REQUIRE_OK(fsdpc_device_pack_plan_onto(engine_device, &target, NULL, 1, 16, true, &plan));
     CHECK_INT(fsdpc_device_pack_onto(engine_device, plan, buffer, buffer, &source, 1.0),
               FSDPC_E_UNAVAILABLE);
     fsdpc_device_pack_plan_free(engine_device, plan);
