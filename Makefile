@@ -4,6 +4,8 @@
 # make tsan      C tests with threads under TSan          make size   lengths of functions
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
 # make simgpu    tests on the simulated GPU (T=schedule)
+# make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
+# make gpu-dry   the same lines, small, on the simulated GPU
 #
 # Everything needed is set up in .venv. A Python of yours that has torch >= 2.11 is used instead
 # when its environment is active or named: make test PYTHON=/path/to/python. ARGS= is passed on to
@@ -14,7 +16,7 @@ SHELL := /bin/bash
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
 .PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run simlibs asan \
-        asan-c asan-py tsan fmt size bench demo clean
+        asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -236,7 +238,15 @@ size: $(STAMPS)/tools
 
 # --- use -----------------------------------------------------------------------------------------
 bench: build
-	@for f in benchmarks/bench_*.py; do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
+	@for f in $(filter-out %_gpu_kernels.py %_gpu_step.py,$(wildcard benchmarks/bench_*.py)); do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
+
+# With a Python that has torch, where nothing else can be had: no environment, nothing installed.
+GPU_PY := $(or $(CANDIDATE),$(shell command -v python3 || command -v python))
+gpu:
+	@$(GPU_PY) benchmarks/run_gpu.py $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+gpu-dry: simlibs
+	@$(GPU_PY) benchmarks/run_gpu.py --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 demo: build
 	$(call say,training on 2 ranks; Ctrl-C ends it; results go to demo-out/)

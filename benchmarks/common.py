@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,14 @@ RESULTS = HERE / "results"
 
 
 def commit() -> str:
-    """Returns the short commit id, with "+" when tracked sources differ from it."""
+    """Returns the short commit id, with "+" when tracked sources differ from it.
+
+    Sources without a repository take it from ``FSDPC_COMMIT``, or it is "unknown".
+    """
+    if named := os.environ.get("FSDPC_COMMIT"):
+        return named
+    if not shutil.which("git") or not (HERE.parent / ".git").exists():
+        return "unknown"
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(HERE), *words]

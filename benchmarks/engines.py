@@ -19,12 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
-ENGINES = ("fsdpc", "fsdp1", "fsdp2", "local")
 CPU = torch.device("cpu")
 
 
@@ -37,6 +40,8 @@ class Workload:
     seq: int
     steps: int
     dtype: torch.dtype = torch.float32  # of gathered weights and computation; the rest is fp32
+    device: torch.device = CPU
+    checkpointing: bool = False  # blocks' activations are computed again in backward
 
 
 SMALL, LARGE = GPTConfig(), GPTConfig(layers=12, width=768, heads=12)
@@ -85,48 +90,64 @@ class Training:
 
 
 def plain_model(work: Workload) -> GPT:
-    """Returns the model with the weights that every engine starts from."""
+    """Returns the model with the weights that every engine starts from, where the work is."""
     torch.manual_seed(0)
-    return GPT(work.config)
+    with work.device:
+        model = GPT(work.config)
+    if work.checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Returns torch's AdamW with its defaults, the same for each engine."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def adamw(model: nn.Module, work: Workload) -> torch.optim.Optimizer:
+    """Returns torch's AdamW, the same for each engine; on a GPU the fused one."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=work.device.type == "cuda" or None)
 
 
 def local(work: Workload) -> Training:
     """The unsharded step; with a low dtype, fp32 weights and a low copy that computes."""
     master = plain_model(work)
     if work.dtype is torch.float32:
-        return Training(master, adamw(master))
+        return Training(master, adamw(master, work))
     low = plain_model(work).to(work.dtype)
     pairs = list(zip(master.parameters(), low.parameters(), strict=True))
 
     @torch.no_grad()
     def cast_weights() -> None:
-        for full, half in pairs:
-            half.copy_(full)
+        torch._foreach_copy_([half for _, half in pairs], [full for full, _ in pairs])
 
     def cast_gradients() -> None:
         for full, half in pairs:
             full.grad, half.grad = half.grad.float(), None
 
-    return Training(low, adamw(master), cast_weights, cast_gradients)
+    return Training(low, adamw(master, work), cast_weights, cast_gradients)
+
+
+def bare(work: Workload) -> Training:
+    """The module alone in the dtype that computes: no master weights, no casts."""
+    model = plain_model(work).to(work.dtype)
+    return Training(model, adamw(model, work))
+
+
+def unit_class(work: Workload) -> type[nn.Module]:
+    """What becomes a unit: the block, with its checkpointing around it if it has one."""
+    return CheckpointWrapper if work.checkpointing else Block
 
 
 def wrapper(work: Workload, module: Any, wrap: Any, **options: object) -> Training:
     """Wraps with the FSDP1 interface: `module` has the names, `wrap` the policies."""
-    policy = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    policy = functools.partial(
+        wrap.transformer_auto_wrap_policy, transformer_layer_cls={unit_class(work)}
+    )
     precision = module.MixedPrecision(param_dtype=work.dtype, reduce_dtype=torch.float32)
     model = module.FullyShardedDataParallel(
         plain_model(work),
         auto_wrap_policy=policy,
         mixed_precision=None if work.dtype is torch.float32 else precision,
-        device_id=CPU,
+        device_id=work.device,
         **{"use_orig_params": True, **options},
     )
-    return Training(model, adamw(model))
+    return Training(model, adamw(model, work))
 
 
 def fsdp1(work: Workload, **options: object) -> Training:
@@ -153,13 +174,22 @@ def fsdp2(work: Workload) -> Training:
     model = plain_model(work)
     low = None if work.dtype is torch.float32 else work.dtype
     options = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": init_device_mesh(work.device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32),
     }
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return Training(model, adamw(model))
+    return Training(model, adamw(model, work))
+
+
+ENGINES: dict[str, Callable[[Workload], Training]] = {
+    "local": local,
+    "bare": bare,
+    "fsdp1": fsdp1,
+    "fsdp2": fsdp2,
+    "fsdpc": fsdpc,
+}
 
 
 def build(name: str, work: Workload) -> Training:
@@ -170,11 +200,12 @@ def build(name: str, work: Workload) -> Training:
     if name.endswith("-flat"):
         wrapping = {"fsdp1": fsdp1, "fsdpc": fsdpc}[name.removesuffix("-flat")]
         return wrapping(work, use_orig_params=False)
-    return {"local": local, "fsdp1": fsdp1, "fsdp2": fsdp2, "fsdpc": fsdpc}[name](work)
+    return ENGINES[name](work)
 
 
 def random_batch(work: Workload, seed: int) -> tuple[Tensor, Tensor]:
     """Returns inputs and targets that depend on nothing but the seed."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, work.config.vocab, (work.batch, work.seq + 1), generator=rng)
+    tokens = tokens.to(work.device)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,0 +1,397 @@
+"""Training steps of a GPT of a billion parameters on one GPU: fsdpc, FSDP1 and FSDP2 in one run.
+
+    python benchmarks/bench_gpu_step.py                    # all parts, 1k, 4k and 16k tokens
+    python benchmarks/bench_gpu_step.py --parts time --tokens 4096 --json
+    python benchmarks/bench_gpu_step.py --dry --tiny       # the same lines without a GPU
+
+One rank on nccl, bf16 computation over fp32 weights, activation checkpointing, the same fused
+AdamW. On a group of one rank FSDP1 and fsdpc turn FULL_SHARD into NO_SHARD, as torch
+documents; FSDP2 does not. `local` is the unsharded step: fp32 weights cast into a
+bf16 copy that computes.
+
+time    All engines live in one process, and rounds go through them in turn, another first each
+        round. Step time is taken twice: by the GPU's events and by the host's clock, each from an
+        idle GPU until it is idle again. The losses of the first steps are compared.
+memory  One fresh process per engine: torch's peaks of allocated and reserved memory, and what the
+        whole device has in use above the empty process's, which counts memory outside of torch's
+        allocator: fsdpc's arena, NCCL's buffers.
+host    Many small units, so that the GPU is never what one waits for: from an idle GPU until
+        backward returns, which does not wait for the GPU unless the engine does; the time of the
+        bare module in the same round is taken off, the rest divided by the number of units.
+counts  The same small units under torch's profiler: pieces of work that one forward and backward
+        put on the GPU, less the bare module's, by units; calls in which the host waited; and for
+        fsdpc the bytes that its gathers, packs and sums move per parameter, by its own trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import common
+import gpu_report
+
+LAYERS, WIDTH, SEQUENCE = 20, 2048, 2048
+TINY_TOKENS = (32, 64)
+SMALL_LAYERS, SMALL_WIDTH = 32, 64
+WARMUP_STEPS = 3
+MEMORY_STEPS = 4
+PART_SECONDS = 240  # for one process
+DEFAULT_ENGINES = "fsdpc,fsdp1,fsdp2,local"
+COUNT_ENGINES = ("fsdpc", "fsdp1", "fsdp2", "bare")
+
+
+def workload(tokens: int, tiny: bool, device: Any) -> Any:
+    """The big model at so many tokens a step; with `tiny`, the same shape in small."""
+    import torch
+    from engines import GPTConfig, Workload
+
+    length = min(tokens, 32 if tiny else SEQUENCE)
+    config = GPTConfig(layers=LAYERS, width=WIDTH, heads=WIDTH // 128, context=SEQUENCE)
+    if tiny:
+        config = GPTConfig(layers=2, width=64, heads=2, context=32)
+    return Workload(
+        config,
+        batch=max(tokens // length, 1),
+        seq=length,
+        steps=1,
+        dtype=torch.bfloat16,
+        device=device,
+        checkpointing=True,
+    )
+
+
+def small_workload(tiny: bool, device: Any) -> Any:
+    """Many units with next to no work in them."""
+    from engines import GPTConfig
+
+    layers = 4 if tiny else SMALL_LAYERS
+    config = GPTConfig(layers=layers, width=SMALL_WIDTH, heads=2, context=32)
+    work = replace(workload(32, True, device), config=config, batch=1, seq=32)
+    return replace(work, checkpointing=False)
+
+
+# --- parts, each in a process of its own ----------------------------------------------------------
+
+
+def build_all(names: list[str], work: Any, failures: dict[str, str]) -> dict[str, Any]:
+    """Builds the engines; one that cannot be built is named in `failures` and left out."""
+    from engines import build
+
+    trainings = {}
+    for name in names:
+        try:
+            trainings[name] = build(name, work)
+        except Exception:
+            failures[name] = traceback.format_exc(limit=-4)
+    return trainings
+
+
+def try_each(
+    trainings: dict[str, Any], failures: dict[str, str], job: Any, order: list[str] | None = None
+) -> dict[str, Any]:
+    """Runs job(training) for each; an engine that raises is named in `failures` and left out."""
+    results = {}
+    for name in order or list(trainings):
+        if name in trainings:
+            try:
+                results[name] = job(trainings[name])
+            except Exception:
+                failures[name] = traceback.format_exc(limit=-4)
+                del trainings[name]
+    return results
+
+
+def rotated(names: list[str], turn: int) -> list[str]:
+    """Another one first each round."""
+    first = turn % max(len(names), 1)
+    return names[first:] + names[:first]
+
+
+def time_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses, and each round's step times, for each number of tokens."""
+    from engines import random_batch
+
+    failures: dict[str, str] = {}
+    names = options["engines"]
+    work = workload(options["tokens"][0], options["tiny"], device.device)
+    trainings = build_all(names, work, failures)
+
+    def warm_up(training: Any) -> list[float]:
+        return [float(training.step(random_batch(work, k))) for k in range(WARMUP_STEPS)]
+
+    losses = try_each(trainings, failures, warm_up)
+    by_tokens = {}
+    for tokens in options["tokens"]:
+        work = workload(tokens, options["tiny"], device.device)
+        by_tokens[str(tokens)] = time_rounds(device, trainings, work, options["rounds"], failures)
+        by_tokens[str(tokens)].update(batch=work.batch, seq=work.seq)
+    parameters = sum(p.numel() for p in plain_on_meta(work).parameters())
+    return {
+        "parameters": parameters,
+        "layers": work.config.layers,
+        "width": work.config.width,
+        "losses": losses,
+        "tokens": by_tokens,
+        "failures": failures,
+    }
+
+
+def plain_on_meta(work: Any) -> Any:
+    """The model without memory, to count its parameters."""
+    import torch
+    from engines import plain_model
+
+    return plain_model(replace(work, device=torch.device("meta"), checkpointing=False))
+
+
+def time_rounds(
+    device: Any, trainings: dict[str, Any], work: Any, rounds: int, failures: dict[str, str]
+) -> dict[str, Any]:
+    """Milliseconds of single steps by engine: by events, by the host's clock."""
+    from engines import random_batch
+
+    batch = random_batch(work, 7)
+
+    def one(training: Any) -> tuple[float, float]:
+        device.synchronize()
+        begin, first = time.perf_counter(), device.mark()
+        training.step(batch)
+        last = device.mark()
+        device.synchronize()
+        return device.milliseconds(first, last), 1e3 * (time.perf_counter() - begin)
+
+    names = list(trainings)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(-1, rounds):  # the first round of a size warms it up
+        for name, value in try_each(trainings, failures, one, rotated(names, turn)).items():
+            if turn >= 0:
+                times[name].append(value)
+    return {
+        "event_ms": {name: [value[0] for value in times[name]] for name in trainings},
+        "wall_ms": {name: [value[1] for value in times[name]] for name in trainings},
+    }
+
+
+def memory_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Peaks of one engine in bytes; the largest number of tokens of the run."""
+    import gc
+
+    import torch
+    from engines import build, random_batch
+
+    work = workload(max(options["tokens"]), options["tiny"], device.device)
+    torch.ones(64, 64, device=device.device) @ torch.ones(64, 64, device=device.device)
+    before = device.memory()["in_use"]
+    training = build(options["engine"], work)
+    training.step(random_batch(work, 0))
+    gc.collect()
+    device.forget_peak()
+    reserved = []
+    for step in range(MEMORY_STEPS):
+        training.step(random_batch(work, step + 1))
+        device.synchronize()
+        reserved.append(device.memory()["peak_reserved"])
+    found = device.memory()
+    arena = engine_memory(training.model)
+    return {
+        "tokens": work.batch * work.seq,
+        "peak_allocated": found["peak_allocated"],
+        "peak_reserved": found["peak_reserved"],
+        "in_use": found["in_use"] - before,
+        "reserved_growth_after_step_2": reserved[-1] - reserved[1],
+        "engine": arena,
+    }
+
+
+def engine_memory(model: Any) -> dict[str, int]:
+    """fsdpc's own figures by purpose; empty for the others."""
+    if not type(model).__module__.startswith("fsdpc"):
+        return {}
+    import fsdpc
+
+    return fsdpc.memory_stats(model)
+
+
+def host_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Seconds until backward returns, by engine and round."""
+    from engines import random_batch
+
+    failures: dict[str, str] = {}
+    work = small_workload(options["tiny"], device.device)
+    trainings = build_all(list(COUNT_ENGINES), work, failures)
+    names = list(trainings)
+    batch = random_batch(work, 0)
+
+    def one(training: Any) -> float:
+        device.synchronize()
+        begin = time.perf_counter()
+        training.backward(batch)
+        elapsed = time.perf_counter() - begin
+        training.optimizer.zero_grad()
+        return elapsed
+
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-WARMUP_STEPS, 5 * options["rounds"]):
+        for name, value in try_each(trainings, failures, one, rotated(names, turn)).items():
+            if turn >= 0:
+                seconds[name].append(value)
+    kept = {name: seconds[name] for name in trainings}
+    return {"units": work.config.layers + 1, "seconds": kept, "failures": failures}
+
+
+def counts_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Pieces of work and waits of one forward and backward, by engine."""
+    import timeline
+    from engines import random_batch
+
+    failures: dict[str, str] = {}
+    work = small_workload(options["tiny"], device.device)
+    trainings = build_all(list(COUNT_ENGINES), work, failures)
+    batch = random_batch(work, 0)
+    traces = {}
+
+    def one(training: Any) -> dict[str, Any]:
+        for _ in range(WARMUP_STEPS):
+            training.step(batch)
+        tree = getattr(training.model, "_tree", None)
+        if tree is not None:
+            tree.clear_trace()
+        found = timeline.record(lambda: training.backward(batch), device)
+        if tree is not None:
+            traces["fsdpc"] = trace_summary(tree.trace())
+        own = sum(one.name.startswith("fsdpc_") for one in found.work)
+        return {"launches": len(found.work), "waits": found.waits, "own_kernels": own}
+
+    counted = try_each(trainings, failures, one)
+    return {
+        "units": work.config.layers + 1,
+        "parameters": sum(p.numel() for p in plain_on_meta(work).parameters()),
+        "counted": counted,
+        "trace": traces.get("fsdpc", {}),
+        "failures": failures,
+    }
+
+
+def trace_summary(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """How often each operation came, and its bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for event in events:
+        entry = found.setdefault(event["op"], {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += event["bytes"]
+    return found
+
+
+JOBS = {"time": time_job, "memory": memory_job, "host": host_job, "counts": counts_job}
+
+
+def child(part: str, options: dict[str, Any], out: Connection) -> None:
+    """One part: a rank alone on its GPU. Sends its result, or the error's text."""
+    import gpu
+
+    warnings.filterwarnings("ignore")
+    try:
+        device = gpu.open_device(options["dry"])
+        if options["dry"]:
+            import torch
+
+            torch.set_num_threads(1)
+        gpu.start_group(device)
+        out.send(JOBS[part](device, options))
+    except BaseException:
+        out.send({"error": traceback.format_exc(limit=-4)})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine's threads may not end
+
+
+def run_part(part: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Runs one part in a fresh process, with a deadline; an error becomes the result."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(
+        target=child, args=(part, options, theirs), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(PART_SECONDS):
+            return {"error": f"no result after {PART_SECONDS} s"}
+        return ours.recv()
+    except EOFError:
+        return {"error": "the process ended without a result"}
+    finally:
+        process.kill()
+        process.join(20)
+
+
+def measure(args: argparse.Namespace, save: Any) -> dict[str, Any]:
+    """All parts; `save` is called after each, so that an end in the middle loses one part only."""
+    tokens = [int(text) for text in args.tokens.split(",")]
+    options = {
+        "engines": args.engines.split(","),
+        "tokens": list(TINY_TOKENS) if args.tiny else tokens,
+        "rounds": args.rounds,
+        "tiny": args.tiny,
+        "dry": args.dry,
+    }
+    results: dict[str, Any] = {}
+    for part in args.parts.split(","):
+        if part == "memory":
+            results[part] = {
+                name: run_part(part, {**options, "engine": name}) for name in options["engines"]
+            }
+        else:
+            results[part] = run_part(part, options)
+        save(results)
+    return results
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="time,memory,host,counts")
+    parser.add_argument("--engines", default=DEFAULT_ENGINES)
+    parser.add_argument("--tokens", default="1024,4096,16384", help="per step")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="a model of two small blocks")
+    parser.add_argument("--dry", action="store_true", help="on the CPU in the GPU's place")
+    parser.add_argument("--note", default="", help="kept in the JSON")
+    parser.add_argument(
+        "--json", nargs="?", const="gpu_step.json", metavar="PATH", help="write a result file"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    import gpu
+
+    device = gpu.open_device(args.dry)
+    head = {"benchmark": "gpu_step", "note": args.note, "rounds": args.rounds, "tiny": args.tiny}
+    head["run"] = {**common.describe_run(), **device.describe()}
+
+    def save(results: dict[str, Any]) -> None:
+        if args.json is not None:
+            common.write_json(args.json, {**head, **gpu_report.step_report(results)})
+
+    results = measure(args, save)
+    report = gpu_report.step_report(results)
+    gpu_report.print_step(report)
+    median_loss = [statistics.fmean(curve) for curve in report.get("losses", {}).values()]
+    too_far = median_loss and report["loss_difference"] > 2e-2 * median_loss[0]
+    if too_far:
+        print("the engines' losses differ by more than 2 percent")
+    raise SystemExit(1 if too_far or report["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

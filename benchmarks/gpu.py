@@ -1,0 +1,177 @@
+"""The GPU as benchmarks and tests see it, and the CPU in its place for dry runs.
+
+All that they ask of torch.cuda goes through here, so that every other line of them runs on a
+machine without a GPU: `open_device(dry=True)` answers with the CPU, whose figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # fsdpc, built in place
+NO_GPU = "no GPU that torch can use on this machine"
+
+
+class Device(Protocol):
+    """What a benchmark needs from a device."""
+
+    device: torch.device
+    dry: bool
+
+    def synchronize(self) -> None:
+        """The host waits for all work."""
+
+    def mark(self) -> Any:
+        """A point in time on the current stream."""
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        """Between two marks; the host waits for the second."""
+
+    def forget_peak(self) -> None:
+        """Peaks count from now on; what torch caches is given back first."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: allocated, peak_allocated, peak_reserved (torch's), in_use (the whole device)."""
+
+    def side_stream(self) -> AbstractContextManager:
+        """A context in which another stream is the current one."""
+
+    def describe(self) -> dict[str, Any]:
+        """Name, memory, driver, CUDA and NCCL; JSON types."""
+
+
+class CudaDevice:
+    """One of the process's GPUs."""
+
+    dry = False
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def forget_peak(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def memory(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "allocated": torch.cuda.memory_allocated(self.device),
+            "peak_allocated": torch.cuda.max_memory_allocated(self.device),
+            "peak_reserved": torch.cuda.max_memory_reserved(self.device),
+            "in_use": total - free,
+        }
+
+    def side_stream(self) -> AbstractContextManager:
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    def describe(self) -> dict[str, Any]:
+        known = torch.cuda.get_device_properties(self.device)
+        return {
+            "device": known.name,
+            "capability": f"{known.major}.{known.minor}",
+            "multiprocessors": known.multi_processor_count,
+            "memory_bytes": known.total_memory,
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+            "nccl": nccl_version(),
+        }
+
+
+class DryDevice:
+    """The CPU in a GPU's place: it answers everything, with figures that mean nothing."""
+
+    dry = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def milliseconds(self, begin: float, end: float) -> float:
+        return 1e3 * (end - begin)
+
+    def forget_peak(self) -> None:
+        pass
+
+    def memory(self) -> dict[str, int]:
+        return dict.fromkeys(("allocated", "peak_allocated", "peak_reserved", "in_use"), 0)
+
+    def side_stream(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": "none (dry run)", "driver": None, "cuda": None, "nccl": None}
+
+
+def open_device(dry: bool = False) -> Device:
+    """GPU 0, or with `dry` the CPU in its place; SystemExit in one line where there is no GPU."""
+    if dry:
+        return DryDevice()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{NO_GPU}; --dry runs the same lines on the CPU")
+    return CudaDevice(0)
+
+
+def driver_version() -> str | None:
+    """The driver's own number, such as 580.159.03."""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+            if text.strip():
+                return text.split()[0]
+        except (OSError, subprocess.SubprocessError):
+            pass
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split() if file.exists() else []
+    return next((w for w in words if w.count(".") == 2 and w.replace(".", "").isdigit()), None)
+
+
+def nccl_version() -> str | None:
+    """torch's NCCL, such as 2.28.9; None: torch was built without it."""
+    try:
+        found = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError):
+        return None
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+def start_group(device: Device, rank: int = 0, world: int = 1, folder: str | None = None) -> None:
+    """Makes the default process group: nccl on a GPU, gloo in a dry run; needs no network."""
+    file = f"{folder or tempfile.mkdtemp(prefix='fsdpc-gpu-')}/store"
+    options: dict[str, Any] = {} if device.dry else {"device_id": device.device}
+    dist.init_process_group(
+        "gloo" if device.dry else "nccl",
+        store=dist.FileStore(file, world),
+        rank=rank,
+        world_size=world,
+        **options,
+    )

@@ -1,0 +1,104 @@
+"""What a GPU did and when, from torch's profiler: work on streams, waits of the host.
+
+On the CPU (dry runs) torch's outermost operators stand for kernels and threads for streams, so that
+the same lines run.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu import Device
+from torch.profiler import ProfilerActivity, profile
+
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+WAITS = ("StreamSynchronize", "EventSynchronize", "DeviceSynchronize", "CtxSynchronize")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One piece of work on a stream; microseconds."""
+
+    name: str
+    stream: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one profiled call did."""
+
+    work: list[Interval]  # by begin
+    waits: int  # calls in which the host waits for the device
+
+
+def record(job: Callable[[], object], device: Device) -> Timeline:
+    """Profiles `job` once, with the device idle before and after it."""
+    device.synchronize()
+    activities = [ProfilerActivity.CPU]
+    if not device.dry:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        job()
+        device.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return read(events, device.dry)
+
+
+def read(events: list[dict], dry: bool) -> Timeline:
+    """Makes a timeline of a Chrome trace. The wait at the end of `record` is not counted."""
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    calls = [event["name"] for event in timed if event.get("cat") in CALLS]
+    waits = sum(any(word in name for word in WAITS) for name in calls)
+    if dry:
+        found = outermost([event for event in timed if event.get("cat") == "cpu_op"])
+    else:
+        found = [event for event in timed if event.get("cat") in WORK]
+    work = [
+        Interval(
+            event["name"],
+            int(event.get("args", {}).get("stream", event["tid"])),
+            float(event["ts"]),
+            float(event["ts"]) + float(event["dur"]),
+        )
+        for event in found
+    ]
+    return Timeline(sorted(work, key=lambda one: one.begin), max(waits - (not dry), 0))
+
+
+def outermost(events: list[dict]) -> list[dict]:
+    """Leaves out operators that another one of the same thread called."""
+    found: list[dict] = []
+    ends: dict[object, float] = {}
+    for event in sorted(events, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
+        if float(event["ts"]) >= ends.get(event["tid"], 0.0):
+            ends[event["tid"]] = float(event["ts"]) + float(event["dur"])
+            found.append(event)
+    return found
+
+
+def busy(intervals: list[Interval]) -> float:
+    """Microseconds in which at least one of the intervals runs."""
+    total, until = 0.0, float("-inf")
+    for one in sorted(intervals, key=lambda one: one.begin):
+        if one.end > until:
+            total += one.end - max(one.begin, until)
+            until = one.end
+    return total
+
+
+def hidden(movers: list[Interval], others: list[Interval]) -> float | None:
+    """The share of the movers' busy time in which one of the others runs; None without movers."""
+    moving = busy(movers)
+    if moving == 0:
+        return None
+    return (moving + busy(others) - busy([*movers, *others])) / moving

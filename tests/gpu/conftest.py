@@ -1,0 +1,71 @@
+"""GPU 0 for the tests here, or the simulated GPU that ``FSDPC_LIBCUDA`` names; else all skip.
+
+On the simulated one modules and tensors are the CPU's and the process group is gloo's, as said in
+tests/simgpu/README.md: what the engine does is the same, what torch does is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # `import gpu`
+
+import gpu  # noqa: E402
+
+SIMULATED = bool(os.environ.get("FSDPC_LIBCUDA"))
+AVAILABLE = torch.cuda.is_available() or SIMULATED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_gpu: not on the simulated GPU")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not AVAILABLE:
+        pytest.skip(gpu.NO_GPU)
+    if SIMULATED and "real_gpu" in item.keywords:
+        pytest.skip("means something on a real GPU only")
+
+
+@pytest.fixture(scope="session")
+def device() -> gpu.Device:
+    """The GPU, or the CPU whose models the simulated GPU shards."""
+    os.environ.setdefault("FSDPC_TIMEOUT", "60")
+    return gpu.DryDevice() if SIMULATED else gpu.CudaDevice(0)
+
+
+@pytest.fixture(scope="session")
+def group(device: gpu.Device) -> Iterator[dist.ProcessGroup]:
+    """The default process group of this one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        gpu.start_group(device, folder=folder)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _no_races() -> Iterator[None]:
+    """On the simulated GPU: nothing that the engine did in a test raced."""
+    yield
+    if SIMULATED:
+        import simgpu
+
+        assert simgpu.take_reports() == []
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """One rank makes NO_SHARD of every strategy, which torch's text says each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        yield

@@ -1,0 +1,82 @@
+"""What a step costs beside its work: no memory asked for, no wait of the host."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import runs
+import torch
+
+
+@pytest.fixture
+def trained(device, group):
+    """A model after three steps in bf16, its optimizer and its place."""
+    import fsdpc
+
+    precision = fsdpc.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = runs.wrap(runs.model(device.device), device.device, mixed_precision=precision)
+    optimizer = runs.adamw(model)
+    runs.train(model, device.device, optimizer=optimizer, steps=range(3))
+    device.synchronize()
+    return model, optimizer
+
+
+def test_memory_stays(trained, device):
+    model, optimizer = trained
+    gc.collect()
+    before = device.memory()
+    runs.train(model, device.device, optimizer=optimizer, steps=range(3, 9))
+    gc.collect()
+    device.synchronize()
+    after = device.memory()
+    assert after["peak_reserved"] == before["peak_reserved"]
+    assert after["allocated"] == before["allocated"]
+
+
+@pytest.mark.real_gpu
+def test_the_driver_gives_nothing_more(trained, device):
+    """Beside torch's allocator: what the whole device has in use stays as it is."""
+    model, optimizer = trained
+    before = device.memory()["in_use"]
+    runs.train(model, device.device, optimizer=optimizer, steps=range(3, 9))
+    device.synchronize()
+    assert device.memory()["in_use"] == before
+
+
+@pytest.mark.real_gpu
+def test_the_host_does_not_wait(trained, device):
+    """torch raises where its operators wait; the profiler sees the engine's calls."""
+    import timeline
+
+    model, optimizer = trained
+    inputs, targets = runs.batch(device.device, 5)
+
+    def step() -> None:
+        loss = torch.nn.functional.cross_entropy(
+            model(inputs).float().flatten(0, 1), targets.flatten()
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert timeline.record(step, device).waits == 0
+
+
+def test_counted_by_the_simulated_gpu(trained, device):
+    """On the simulated GPU each call of the driver is counted."""
+    if not device.dry:
+        pytest.skip("a real GPU does not count calls")
+    import simgpu
+
+    model, optimizer = trained
+    with simgpu.counting() as cost:
+        runs.train(model, device.device, optimizer=optimizer, steps=[3])
+    assert cost["launches"] > 0
+    assert cost["host_syncs"] == 0
+    assert cost["allocations"] == 0

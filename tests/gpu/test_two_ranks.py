@@ -1,0 +1,136 @@
+"""Two ranks on one GPU, which NCCL allows from 2.30 on: sharded training, and a peer that stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+import gpu
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+
+import fsdpc
+
+DEADLINE_S = 100.0
+PEER_TIMEOUT_S = 8.0
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+SIMULATED = bool(os.environ.get("FSDPC_LIBCUDA"))
+
+
+def reason_to_skip() -> str | None:
+    """One line where two ranks cannot share the GPU."""
+    if SIMULATED or not torch.cuda.is_available():
+        return None
+    version = gpu.nccl_version() or "0"
+    if tuple(map(int, version.split(".")[:2])) < (2, 30):
+        return f"NCCL {version} has no several ranks on one GPU (2.30 has)"
+    return None
+
+
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
+
+
+# --- in the ranks ---------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, world: int, folder: str, job: Callable, out: Any) -> None:
+    """One rank: its process group, its job, and what came of it through the pipe."""
+    os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S))
+    device = gpu.DryDevice() if SIMULATED else gpu.CudaDevice(0)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        out.send(("value", job(rank, world, device)))
+    except BaseException as error:
+        out.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+    out.recv()  # until all have ended, so that nobody sees another one leave
+    os._exit(0)
+
+
+def train_sharded(rank: int, world: int, device: gpu.Device) -> list[float]:
+    """Losses of a rank that has every world-th batch."""
+    model = runs.wrap(runs.model(device.device), device.device)
+    return runs.train(model, device.device, steps=range(rank, 3 * world, world))
+
+
+def train_until_stopped(rank: int, world: int, device: gpu.Device) -> tuple[str, float]:
+    """Rank 1 stops itself after two steps; rank 0 goes on and tells what it was told, and when."""
+    model = runs.wrap(runs.model(device.device), device.device)
+    optimizer = runs.adamw(model)
+    runs.train(model, device.device, optimizer=optimizer, steps=range(2))
+    device.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        while time.monotonic() - begin < 4 * PEER_TIMEOUT_S:
+            runs.train(model, device.device, optimizer=optimizer, steps=[2])
+    except fsdpc.CommError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("no error came")
+
+
+# --- in the tests ---------------------------------------------------------------------------------
+
+
+def run_pair(job: Callable, wait_for: tuple[int, ...] = (0, 1)) -> list[Any]:
+    """Runs job(rank, 2, device) on two ranks; returns the values of those waited for."""
+    context = get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=rank_main, args=(rank, 2, folder, job, pipes[rank][1]))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            until = time.monotonic() + DEADLINE_S
+            return [receive(pipes[rank][0], ranks[rank], until) for rank in wait_for]
+        finally:
+            for ours, _ in pipes:
+                ours.send("end")
+            for process in ranks:
+                process.join(1)
+                process.kill()
+                process.join()
+
+
+def receive(pipe: Any, process: Any, until: float) -> Any:
+    """What a rank sent; its error fails the test."""
+    while not pipe.poll(0.1):
+        assert process.is_alive() or pipe.poll(0), f"a rank ended with {process.exitcode}"
+        assert time.monotonic() < until, f"no end within {DEADLINE_S:g} s"
+    kind, value, *rest = pipe.recv()
+    assert kind == "value", "".join([value, *rest])
+    return value
+
+
+def test_losses_are_those_of_both_batches(device):
+    """Each step of the plain model takes both ranks' batches, weighted alike."""
+    first, second = run_pair(train_sharded)
+    plain = runs.model(device.device)
+    optimizer, want = runs.adamw(plain), []
+    for step in range(3):
+        both = [runs.loss_of(plain, device.device, 2 * step + rank) for rank in range(2)]
+        (sum(both) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append([float(loss) for loss in both])
+    runs.close(first, [losses[0] for losses in want], 1e-5)
+    runs.close(second, [losses[1] for losses in want], 1e-5)
+
+
+def test_a_stopped_peer_raises():
+    ((text, seconds),) = run_pair(train_until_stopped, wait_for=(0,))
+    assert seconds < 3 * PEER_TIMEOUT_S
+    assert "rank" in text, text
