@@ -175,3 +175,11 @@ def start_group(device: Device, rank: int = 0, world: int = 1, folder: str | Non
         world_size=world,
         **options,
     )
+
+
+def tell_engine(device: Device) -> None:
+    """Lets fsdpc._C find torch's current stream, as a first wrapped module does."""
+    from fsdpc._device import engine_device
+
+    if engine_device(device.device) is None:
+        raise SystemExit("fsdpc runs on the CPU here: a dry run needs a simulated GPU")

@@ -1,0 +1,311 @@
+"""The CUDA kernels against the plain C ones, bit for bit: types, sizes, addresses, strides, NaNs.
+
+Both sides get the same bits; NaNs that arithmetic made only have to be NaNs on both sides. Sums of
+squares are added in another order and agree to a bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from fsdpc import _C
+
+FLOATS = ["float32", "bfloat16", "float16", "float64"]
+SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
+OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # elements before both sides' first
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+GPU = "cuda:0"
+LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
+
+
+@pytest.fixture(scope="module")
+def place(device) -> torch.device:
+    """Where tensors for the kernels are; the engine knows torch's streams."""
+    from fsdpc._device import engine_device
+
+    assert engine_device(device.device) == 0
+    return device.device
+
+
+def of(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def numbers(n: int, dtype: str, seed: int = 0, wild: bool = True) -> torch.Tensor:
+    """CPU tensor: ordinary numbers, and with `wild` random bit patterns and special values, too."""
+    return fixed_numbers(n, dtype, seed, wild).clone()
+
+
+@functools.lru_cache(maxsize=256)
+def fixed_numbers(n: int, dtype: str, seed: int, wild: bool) -> torch.Tensor:
+    """The same, made once for all callers."""
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=rng).to(of(dtype))
+    if not wild:
+        return values
+    item = values.element_size()
+    noise = torch.randint(0, 256, (n * item,), generator=rng, dtype=torch.uint8)
+    patterns = noise.view(BITS[item]).view(of(dtype))
+    special = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504, 65519.9, 65520, 2**-24, 2**-25]
+        + [2**-133, -(2**-149), 3.39e38, -3.4e38],
+        dtype=torch.float64,
+    ).to(of(dtype))
+    values[1::3] = patterns[1::3]
+    count = values[2::3].numel()
+    values[2::3] = special.repeat(count // special.numel() + 1)[:count]
+    return values
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit, but for NaNs, which only have to be NaNs."""
+    got = got.cpu()
+    different = (bits(got) != bits(want)) & ~(got.isnan() & want.isnan())
+    assert not different.any(), (
+        f"{int(different.sum())} of {want.numel()} elements, first at "
+        f"{int(different.nonzero()[0])}: {got[different][0]} instead of {want[different][0]}"
+    )
+
+
+def placed(tensor: torch.Tensor, place: torch.device, before: int) -> torch.Tensor:
+    """A copy on the GPU, so many elements behind an aligned address, with guards around it."""
+    room = torch.full((before + tensor.numel() + 64,), 77.0, dtype=tensor.dtype, device=place)
+    inside = room[before : before + tensor.numel()]
+    inside.copy_(tensor)
+    return inside
+
+
+def guards_stand(inside: torch.Tensor, before: int) -> None:
+    room = torch.as_strided(inside, (before + inside.numel() + 64,), (1,), 0)
+    outside = torch.cat([room[:before], room[before + inside.numel() :]])
+    assert (outside == 77).all(), "written beyond the tensor"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("dst", FLOATS)
+@pytest.mark.parametrize("src", FLOATS)
+def test_cast(place, src, dst, scale):
+    for n, (first, second) in itertools.product(SIZES, OFFSETS):
+        source, want = numbers(n, src, seed=n), torch.zeros(n, dtype=of(dst))
+        _C.kernel_cast(want, dst, source, src, scale, "plain")
+        got = placed(torch.zeros(n, dtype=of(dst)), place, first)
+        _C.kernel_cast(got, dst, placed(source, place, second), src, scale, GPU)
+        same(got, want)
+        if src == dst and scale == 1:
+            assert torch.equal(bits(got.cpu()), bits(source)), "a copy changed a NaN"
+        guards_stand(got, first)
+
+
+def test_cast_in_place(place):
+    want = numbers(4099, "bfloat16")
+    got = placed(want, place, 1)
+    _C.kernel_cast(got, "bfloat16", got, "bfloat16", -0.5, GPU)
+    _C.kernel_cast(want, "bfloat16", want, "bfloat16", -0.5, "plain")
+    same(got, want)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+@pytest.mark.parametrize("src", FLOATS)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_reduce(place, src, acc, add, count):
+    for n, (first, second) in itertools.product(SIZES, OFFSETS):
+        sources = [numbers(n, src, seed=n + 7 * s) for s in range(count)]
+        sources = [None if count == 5 and s == 2 else one for s, one in enumerate(sources)]
+        want = numbers(n, acc, seed=5)
+        got = placed(want, place, first)
+        _C.kernel_reduce(want, acc, sources, src, 0.25, add, "plain")
+        there = [None if one is None else placed(one, place, second) for one in sources]
+        _C.kernel_reduce(got, acc, there, src, 0.25, add, GPU)
+        same(got, want)
+        guards_stand(got, first)
+
+
+@pytest.mark.parametrize("src", FLOATS)
+def test_accumulate(place, src):
+    for n, (first, second) in itertools.product(SIZES, OFFSETS):
+        source, want = numbers(n, src, seed=n), numbers(n, "float32", seed=3)
+        got = placed(want, place, first)
+        _C.kernel_accumulate(want, "float32", source, src, 0.3, "plain")
+        _C.kernel_accumulate(got, "float32", placed(source, place, second), src, 0.3, GPU)
+        same(got, want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm(place, dtype):
+    for n in SIZES:
+        source = numbers(n, dtype, seed=n, wild=False)
+        squares, largest, nonfinite = _C.kernel_norm2(placed(source, place, 1), dtype, GPU)
+        exact = source.double()
+        assert squares == pytest.approx(float(exact.square().sum()), rel=1e-12)
+        assert largest == float(exact.abs().max())
+        assert nonfinite is False
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            source[n // 2] = bad
+            assert _C.kernel_norm2(placed(source, place, 0), dtype, GPU)[2] is True
+
+
+def test_reduce_leaves_the_norm(place):
+    """Squares, the largest magnitude and the flag of what was stored, in parts on the device."""
+    for n, bad in itertools.product(SIZES, (False, True)):
+        sources = [numbers(n, "bfloat16", seed=s, wild=False) for s in range(2)]
+        if bad:
+            sources[0][n // 3] = torch.inf
+        acc = torch.zeros(n, device=place)
+        parts = torch.zeros(1024, 3, dtype=torch.float64, device=place)
+        there = [one.to(place) for one in sources]
+        _C.kernel_reduce(acc, "float32", there, "bfloat16", 0.5, False, GPU, parts)
+        got, want = parts.cpu(), acc.cpu().double()
+        assert bool((got[:, 2].view(torch.int64) != 0).any()) is bad
+        if not bad:
+            assert float(got[:, 0].sum()) == pytest.approx(float(want.square().sum()), rel=1e-12)
+            assert float(got[:, 1].max()) == float(want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_scale_by_a_number_on_the_device(place, dtype, factor):
+    want = numbers(4099, dtype)
+    got = placed(want, place, 3)
+    number = torch.tensor([factor], dtype=torch.float64, device=place)
+    _C.kernel_scale_by(got, dtype, number, GPU)
+    if factor != 1:
+        _C.kernel_cast(want, dtype, want, dtype, factor, "plain")
+    same(got, want)
+
+
+# --- pack -----------------------------------------------------------------------------------------
+
+
+def views(place: torch.device, dtype: str) -> list[torch.Tensor | None]:
+    """Contiguous, transposed, sliced, permuted, single and missing tensors."""
+
+    def made(*shape: int, seed: int) -> torch.Tensor:
+        count = int(torch.tensor(shape).prod())
+        return numbers(count, dtype, seed).reshape(shape).to(place)
+
+    return [
+        made(1000, seed=1),
+        made(33, 65, seed=2).t(),
+        None,
+        made(9, 8, 7, seed=3)[:, ::2, 1:6],
+        made(4, 5, 6, 7, seed=4).permute(3, 1, 0, 2),
+        made(1, seed=5),
+        made(300, 257, seed=6)[3:, 1:],
+    ]
+
+
+@pytest.mark.parametrize("dst", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("src", FLOATS)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_pack(place, src, dst, scale):
+    """Each tensor as a cast of its contiguous copy; zeros for missing ones and between them."""
+    tensors, item = views(place, src), of(dst).itemsize
+    counts = [77 if one is None else one.numel() for one in tensors]
+    offsets, at = [], 0
+    for count in counts:
+        offsets.append(at)
+        at += -(-count * item // 64) * 64 + 64
+    targets = [(n, offset, dst) for n, offset in zip(counts, offsets, strict=True)]
+    want = torch.zeros(at // item, dtype=of(dst))
+    for (n, offset, _), tensor in zip(targets, tensors, strict=True):
+        if tensor is not None:
+            slot = want[offset // item : offset // item + n]
+            _C.kernel_cast(slot, dst, tensor.cpu().contiguous(), src, scale, "plain")
+    got = torch.full((at // item,), 77.0, dtype=of(dst), device=place)
+    plan = _C.kernel_pack_plan(targets, at, GPU)
+    _C.kernel_pack(plan, got, tensors, scale)
+    same(got, want)
+
+
+def test_pack_of_many_small_tensors(place):
+    """More than travel with a launch."""
+    tensors = [numbers(n % 13 + 1, "float32", seed=n).to(place) for n in range(1000)]
+    offsets = list(itertools.accumulate([0, *(4 * one.numel() for one in tensors)]))
+    plan = _C.kernel_pack_plan(
+        [(t.numel(), o, "float32") for t, o in zip(tensors, offsets, strict=False)],
+        offsets[-1],
+        GPU,
+    )
+    got = torch.zeros(offsets[-1] // 4, device=place)
+    for _ in range(3):
+        _C.kernel_pack(plan, got, tensors)
+    same(got, torch.cat(tensors).cpu())
+
+
+# --- sizes and streams ----------------------------------------------------------------------------
+
+
+@pytest.mark.real_gpu
+def test_more_elements_than_an_int_counts(place):
+    """Casts, sums and packs of 2**31 elements and some: the ends and the places around 2**31."""
+    if torch.cuda.mem_get_info(place)[0] < 32e9:
+        pytest.skip("needs 32 GB of the GPU's memory")
+    probes = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, LARGE - 1]
+    source = torch.empty(LARGE, dtype=torch.bfloat16, device=place).fill_(0.5)
+    at = torch.tensor(probes, device=place)
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=place)
+    source[at] = values.bfloat16()
+    half = torch.empty(LARGE, dtype=torch.float16, device=place)
+    _C.kernel_cast(half, "float16", source, "bfloat16", 2.0, GPU)
+    assert torch.equal(half[at].float(), 2 * values)
+    assert int((half == 1).sum()) == LARGE - len(probes)
+    plan = _C.kernel_pack_plan([(LARGE, 0, "bfloat16")], 2 * LARGE, GPU)
+    _C.kernel_pack(plan, half.view(torch.bfloat16), [source], 2.0)
+    packed = half.view(torch.bfloat16)
+    assert torch.equal(packed[at].float(), 2 * values)
+    assert int((packed == 1).sum()) == LARGE - len(probes)
+    del half, packed
+    total = torch.zeros(LARGE, device=place)
+    _C.kernel_reduce(total, "float32", [source, source], "bfloat16", 1.0, True, GPU)
+    assert torch.equal(total[at], 2 * values)
+    assert int((total == 1).sum()) == LARGE - len(probes)
+
+
+def test_work_goes_on_the_current_stream(place, device):
+    """A kernel comes after what torch has queued before it, and before what torch queues then."""
+    source = torch.zeros(1 << 22, device=place)
+    target = torch.zeros(1 << 22, dtype=torch.bfloat16, device=place)
+    device.synchronize()
+    with device.side_stream():
+        for step in range(1, 20):
+            source.fill_(step)
+            _C.kernel_cast(target, "bfloat16", source, "float32", 1.0, GPU)
+            assert float(target.float().mean()) == step
+    device.synchronize()
+
+
+def test_refusals(place, device):
+    tensor = torch.zeros(8, device=place)
+    with pytest.raises(NotImplementedError):
+        _C.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "cuda:4711")
+    with pytest.raises(ValueError, match="7 and 8"):
+        _C.kernel_cast(tensor[1:], "float32", tensor, "float32", 2.0, GPU)
+    with pytest.raises(BufferError):
+        _C.kernel_cast(tensor[::2], "float32", tensor[::2], "float32", 2.0, GPU)
+    parts = torch.zeros(2, dtype=torch.float64, device=place)
+    with pytest.raises(ValueError, match="parts"):
+        _C.kernel_reduce(tensor, "float32", [tensor], "float32", 1.0, False, GPU, parts)
+    if not device.dry:
+        with pytest.raises(BufferError, match="host memory"):
+            _C.kernel_cast(tensor, "float32", tensor.cpu(), "float32", 2.0, GPU)
+        with pytest.raises(BufferError, match="cuda:0"):
+            _C.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "plain")
+
+
+def test_device(place):
+    """What is known of the GPU; the same device each time."""
+    info = _C.cuda_device(0)
+    assert info["device"] == "cuda:0" or info["device"].startswith("cuda")
+    assert info == _C.cuda_device(0)
+    for number in (-1, 4711):
+        with pytest.raises(NotImplementedError):
+            _C.cuda_device(number)
