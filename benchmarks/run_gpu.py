@@ -193,7 +193,7 @@ def facts(folder: Path) -> list[tuple[str, str]]:
     profile = load(folder, "gpu_profile.json")
     run_ = next((one["run"] for one in (step, kernels, profile) if "run" in one), {})
     keys = ("device", "driver", "cuda", "nccl", "torch", "date", "commit")
-    rows = [(key, str(run_[key])) for key in keys if key in run_]
+    rows = [(key, str(run_[key])) for key in keys if run_.get(key)]
     return [*rows, *gpu_report.facts(step, kernels, profile)]
 
 
