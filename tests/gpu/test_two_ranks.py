@@ -125,7 +125,7 @@ def test_losses_are_those_of_both_batches(device):
         (sum(both) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-        want.append([float(loss) for loss in both])
+        want.append([float(loss.detach()) for loss in both])
     runs.close(first, [losses[0] for losses in want], 1e-5)
     runs.close(second, [losses[1] for losses in want], 1e-5)
 
