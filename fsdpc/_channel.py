@@ -79,8 +79,9 @@ class Channel:
             raise
         except RuntimeError as error:  # torch's errors of stores and connections
             raise _C.CommError(
-                f"{what}: rank {self.rank}: the process group's store does not answer (communicator "
-                f"{self.name}); the process that keeps it, mostly rank 0's, may have ended: {error}"
+                f"{what}: rank {self.rank}: the process group's store does not answer "
+                f"(communicator {self.name}); the process that keeps it, mostly rank 0's, "
+                f"may have ended: {error}"
             ) from error
         return pieces
 
