@@ -88,6 +88,10 @@ typedef struct fsdpc_py_names {
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
+/* py_clip.c */
+PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+
 int fsdpc_py_engine_exec(PyObject *module);
 int fsdpc_py_flat_exec(PyObject *module);
 int fsdpc_py_tree_exec(PyObject *module);

@@ -399,6 +399,14 @@ static PyMethodDef methods[] = {
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
      "defer_reduces()\n--\n\nReductions that match by order wait for the end of backward (units "
      "that run by data)."},
+    {"clip", FAST(fsdpc_py_tree_clip), METH_FASTCALL | METH_KEYWORDS,
+     "clip(masks, p, max_norm, out, extra=None, scale=True)\n--\n\nOn a GPU, queued: out[0] = the "
+     "norm "
+     "of order p of all ranks' gradients, out[1] = min(1, max_norm / (norm + 1e-6)), by which they "
+     "are "
+     "multiplied. masks: per unit None or bytes, one per parameter. extra: rows of sum, largest, 0 "
+     "of "
+     "other gradients. Collective."},
     {"close", FAST(tree_close), METH_NOARGS,
      "close()\n--\n\nLets the units go and gives the memory of slots back. Local."},
     {"detach", FAST(tree_detach), METH_NOARGS,
