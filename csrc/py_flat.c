@@ -38,7 +38,7 @@ fsdpc_py_full_place(const fsdpc_py_flat *flat)
 fsdpc_py_place
 fsdpc_py_own_place(const fsdpc_py_flat *flat)
 {
-    return fsdpc_py_place_of(flat->unit->device);
+    return flat->unit->offload ? fsdpc_py_host : fsdpc_py_place_of(flat->unit->device);
 }
 
 int

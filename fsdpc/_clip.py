@@ -1,7 +1,7 @@
 """Global gradient norm and clipping over sharded, replicated and unmanaged gradients.
 
 Sums are taken in double precision over each rank's own part, then over the sharding group; replicas
-hold equal gradients and are counted once. One scalar per group travels.
+hold equal gradients and are counted once. One scalar per group travels. On a GPU all of this is queued.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fsdpc._clip_device import norm_and_factor, tree_for
 from fsdpc._norm import combine_of, reduce_over_ranks, root_of, tensor_sum
 from fsdpc._root import tree_units
 
@@ -23,20 +24,33 @@ def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
     max_norm, norm_type = float(max_norm), float(norm_type)
     units = tree_units(root)
     others = list(_unmanaged_grads(root, units))
-    total = root_of(_global_sum(units, others, norm_type), norm_type)
     dtypes = [grad.dtype for grad in _all_grads(units, others)]
+    tree = None if _spread_elsewhere(root, units) else tree_for(units, norm_type)
+    if tree is None:
+        total = _clip_on_host(root, units, others, max_norm, norm_type)
+    else:
+        masks = {unit: unit.begin_scaling() for unit in units}
+        total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
+        for unit in units:
+            unit.end_scaling()
     if not dtypes:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning "
             "the total norm in the default dtype torch.float32",
             stacklevel=4,
         )
-        return torch.tensor(total, dtype=torch.float32, device=root.compute_device)
+        return total.to(torch.float32)
+    return total.to(reduce(torch.promote_types, dtypes))
+
+
+def _clip_on_host(
+    root: Any, units: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    total = root_of(_global_sum(units, others, norm_type), norm_type)
     factor = _clip_factor(total, max_norm)
     if factor != 1.0:  # true for NaN as well, which must reach the gradients as it does in torch
         _scale(units, others, factor)
-    dtype = reduce(torch.promote_types, dtypes)
-    return torch.tensor(total, dtype=dtype, device=root.compute_device)
+    return torch.tensor(total, dtype=torch.float64, device=root.compute_device)
 
 
 def _clip_factor(total: float, max_norm: float) -> float:
@@ -67,11 +81,18 @@ def _by_comm(units: list[Any]) -> list[tuple[Any, list[Any]]]:
     return list(groups.values())
 
 
-def _unmanaged_grads(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
+def _unmanaged(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
     managed = {id(param) for unit in units for param in unit.shard_params}
-    for param in root.parameters():
-        if id(param) not in managed and param.grad is not None:
-            yield param.grad
+    return (param for param in root.parameters() if id(param) not in managed)
+
+
+def _unmanaged_grads(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
+    return (param.grad for param in _unmanaged(root, units) if param.grad is not None)
+
+
+def _spread_elsewhere(root: Any, units: list[Any]) -> bool:
+    """True if someone else has spread a parameter over ranks (a DTensor)."""
+    return any(hasattr(param, "full_tensor") for param in _unmanaged(root, units))
 
 
 def _all_grads(units: list[Any], others: list[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -315,6 +315,15 @@ class Unit(HandleFace, WholeValues):
         self._keep_low()
         return total
 
+    def begin_scaling(self) -> bytes:
+        """Which parameters have a gradient on this rank, made the unit's own. Local."""
+        self.flat.adopt_grads()
+        return self._grad_mask()
+
+    def end_scaling(self) -> None:
+        """After somebody has scaled the gradients. Local."""
+        self._keep_low()
+
     def scale_grads(self, factor: float) -> None:
         """Multiplies this rank's gradients in place."""
         self.flat.adopt_grads()

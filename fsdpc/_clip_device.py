@@ -1,0 +1,67 @@
+"""Norm and clipping on a GPU: everything is queued, the host reads nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def tree_for(units: list[Any], norm_type: float) -> Any:
+    """The tree that can take the norm of these units' gradients on the device; None: the host does.
+    Equal on all ranks. Local.
+    """
+    if not units or not norm_type > 0:
+        return None
+    tree = units[0].tree
+    for unit in units:
+        on_device = unit.groups.shard.device is not None and not unit.flat.offloaded
+        if not on_device or unit.tree is None or unit.tree is not tree:
+            return None
+    return tree
+
+
+def norm_and_factor(
+    tree: Any,
+    masks: dict[Any, bytes],
+    others: list[torch.Tensor],
+    norm_type: float,
+    max_norm: float,
+    *,
+    scale: bool,
+) -> torch.Tensor:
+    """Two float64 values on the device: the norm of all ranks' gradients, and the factor by which
+    they were multiplied (``scale``) or would be.
+
+    ``masks[unit]``: which of its parameters have a gradient; ``others``: gradients that every rank
+    holds whole. Collective over the units' sharding groups.
+    """
+    device = tree.units[0].device
+    out = torch.empty(2, dtype=torch.float64, device=device)
+    extra = [_part(grad, norm_type).to(device, non_blocking=True) for grad in others]
+    tree.core.clip(
+        tuple(masks.get(unit) for unit in tree.units),
+        norm_type,
+        max_norm,
+        out,
+        torch.stack(extra) if extra else None,
+        scale,
+    )
+    if scale:
+        for grad in others:
+            grad.mul_(out[1].to(grad.device))
+    return out
+
+
+def _part(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """What the engine adds up: sum of |x|^p, the largest |x|, 0."""
+    part = torch.zeros(3, dtype=torch.float64, device=grad.device)
+    wide = grad.detach().double().abs()
+    if wide.numel() == 0:
+        return part
+    if math.isinf(norm_type):
+        part[1] = wide.max()
+    else:
+        part[0] = wide.pow(norm_type).sum()
+    return part
