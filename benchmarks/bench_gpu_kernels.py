@@ -8,7 +8,8 @@ Sizes are those of the float32 side. Bytes are counted once read and once writte
 1 MiB moves 2 MiB; a share is the kernel's bytes per second over those of a device-to-device copy
 (torch's copy_ between tensors of one type, which is the driver's) of the same number of bytes
 moved, in the same round. A time is that of many calls in a row between two events, divided by their
-number: what the host needs to queue one shows in the small sizes' figures. Calls rotate among buffers of `ROTATE_MIB` together, so that the caches do not hold them.
+number: what the host needs to queue one shows in the small sizes' figures. Calls rotate among
+buffers of `ROTATE_MIB` together, so that the caches do not hold them.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
 
     ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
     ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
-    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"`` and take no other
-    kind. ``trust_order`` leaves out the small all-gather before each torch
+    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"`` and take no
+    other kind. ``trust_order`` leaves out the small all-gather before each torch
     collective by which ranks notice that they mean different units; without it ranks that do get
     wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
     inherit.
@@ -180,8 +180,8 @@ def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int |
         return _make_nccl(pg, wanted, timeout, device)
     if wanted == "nccl":
         raise ValueError(
-            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; use "
-            "auto, shm or c10d"
+            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
+            "use auto, shm or c10d"
         )
     if dist.get_backend(pg) == "fake":
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
