@@ -157,7 +157,7 @@ $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLI
 	@$(CC) $(SIMCFLAGS) $^ -o $@ -Wl,-rpath,'$$ORIGIN' -ldl -lrt -lm
 
 simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
-	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW=test_schedule \
+	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW="test_schedule test_step_cost" \
 	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
 	  FSDPC_LIBNCCL=$(CURDIR)/$(SIMDIR)/libnccl.so.2 TSAN_OPTIONS=halt_on_error=1 \
 	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so \

@@ -55,7 +55,7 @@ await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *
     if (fsdpc_exchange_packs(x, unit)) {
         return slot->busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
     }
-    return unit->posted > 0 ? fsdpc_device_wait(s->device, s->slots[last].summed) : FSDPC_OK;
+    return unit->posted > 1 ? fsdpc_device_wait(s->device, s->slots[last].summed) : FSDPC_OK;
 }
 
 static int
@@ -81,7 +81,6 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     struct fsdpc_reduce_slot *slot = &s->slots[s->next_slot];
     FSDPC_TRY(await_room(x, unit, slot));
     s->next_slot = (s->next_slot + 1) % x->reduce_slots;
-    unit->posted++;
     slot->busy = true;
     FSDPC_TRY(pack(x, unit, grads, slot->buffer));
     FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
@@ -115,7 +114,7 @@ fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
     if (stays_here(x, unit)) {
         return keep(x, unit, grads);
     }
-    return unit->posted > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
+    return unit->posted++ > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
 }
 
 /* --- the end of backward ----------------------------------------------------------------------- */
@@ -204,6 +203,20 @@ await_sums(fsdpc_exchange *x)
     return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
 }
 
+/* What was kept is sent where the unit was reduced more than once, with or without gradients: so ranks
+ * that ran the same modules send alike. One rank alone sends what it has. */
+static int
+send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->hooked) {
+        return FSDPC_OK;
+    }
+    if (stays_here(x, unit)) {
+        return unit->local_any ? keep(x, unit, NULL) : FSDPC_OK;
+    }
+    return unit->posted > 1 ? send(x, unit, NULL) : FSDPC_OK;
+}
+
 int
 fsdpc_stream_end(fsdpc_exchange *x)
 {
@@ -211,9 +224,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
     int status = FSDPC_OK;
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        if (unit->local_any && !unit->hooked) {
-            FSDPC_TRY(stays_here(x, unit) ? keep(x, unit, NULL) : send(x, unit, NULL));
-        }
+        FSDPC_TRY(send_kept(x, unit));
         unit->posted = 0;
     }
     if ((x->world > 1 || s->replicas) && s->bit_count > 0) {

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs C test programs one after the other, each at most $TEST_TIMEOUT (120) s: run.sh PROGRAM...
-# Shows the output of those that fail or skip (and of program $SHOW), and closes with a count.
+# Shows the output of those that fail or skip (and of the programs $SHOW), and closes with a count.
 log=$(mktemp) || exit 1
 limit=${TEST_TIMEOUT:-120}
 trap 'rm -f "$log"' EXIT
@@ -12,7 +12,7 @@ for program in "$@"; do
     case $code in
     0)
         passed=$((passed + 1))
-        [ "$name" = "${SHOW:-}" ] && cat "$log"
+        case " ${SHOW:-} " in *" $name "*) cat "$log" ;; esac
         echo "  ok       $name"
         ;;
     77) skipped=$((skipped + 1)) && echo "  skipped  $name: $(tail -n 1 "$log")" ;;

@@ -1,0 +1,365 @@
+/* Training steps of a tree through the real exchange, arena, device and communicators on the simulated GPU.
+ *
+ * A model is UNITS units of several kinds (engine.h) on `shards` x replicas ranks. Gradients follow from the
+ * rank, the unit, the step and the replica, so that what must come out can be told.
+ */
+#ifndef SIMGPU_STEPS_H
+#define SIMGPU_STEPS_H
+
+#include <math.h>
+
+#include "comm_nccl.h"
+#include "engine.h"
+#include "gpu.h"
+#include "simnccl.h"
+
+enum { UNITS = 5, ROOT = 0, STEPS = 3 };
+
+static const int kinds[UNITS] = {0, 1, 0, 5, 0};
+static const int depths[UNITS] = {0, 1, 1, 1, 1};
+static const char *const names[UNITS] = {"root", "a", "b", "c", "d"};
+
+typedef struct model {
+    int rank, world;
+    fsdpc_device *device;
+    fsdpc_comm *comm;
+    fsdpc_unit *units[UNITS];
+    fsdpc_tree *tree;
+    engine_grads grads[UNITS];
+    int64_t wrong;
+    bool quiet;    /* differences are counted, not failed: a fault is planted */
+    bool all_used; /* every parameter gets a gradient */
+    bool strided;  /* every second element of memory is one of the gradient */
+    bool trust_order;
+    int micro_batches; /* without communication before each synchronised one */
+    bool twice;        /* a second gradient for unit 1 in each backward */
+    int replicas, replica;
+    fsdpc_comm *replicate;
+    const int *kinds;
+} model;
+
+/* Two for each group of shards, then two for each group of replicas. */
+static char ids[RANKS_MAX][FSDPC_COMM_NCCL_ID_BYTES];
+
+/* --- a model on one rank ------------------------------------------------------------------------- */
+
+__attribute__((unused)) static fsdpc_comm *
+open_one(const model *m, int rank, int world, const char *name, const char *id)
+{
+    fsdpc_comm *comm;
+    fsdpc_comm_nccl_options options = {.name = name, .timeout_s = 30, .poll_ms = 20};
+    REQUIRE_OK(fsdpc_comm_nccl(m->device, rank, world, id, &options, &comm));
+    return comm;
+}
+
+__attribute__((unused)) static fsdpc_comm *
+open_comm(const model *m, int rank, int world, int first_id, bool alone)
+{
+    fsdpc_comm *comm;
+    if (alone) {
+        REQUIRE_OK(fsdpc_comm_self(m->device, &comm));
+        return comm;
+    }
+    comm = open_one(m, rank, world, "gather", ids[first_id]);
+    fsdpc_comm_set_twin(comm, open_one(m, rank, world, "reduce", ids[first_id + 1]));
+    return comm;
+}
+
+__attribute__((unused)) static void
+new_ids(void)
+{
+    for (int i = 0; i < RANKS_MAX; i++) {
+        REQUIRE_OK(fsdpc_comm_nccl_id(ids[i]));
+    }
+}
+
+static fsdpc_unit *
+open_unit(const model *m, int u)
+{
+    fsdpc_unit *unit;
+    int kind = m->kinds[u];
+    const fsdpc_unit_options options = {.name = names[u],
+                                        .shard = m->comm,
+                                        .replicate = m->replicate,
+                                        .divide = m->world * m->replicas,
+                                        .reshard = u != ROOT};
+    REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[kind], engine_spec_counts[kind], &unit));
+    return unit;
+}
+
+__attribute__((unused)) static void
+label(model *m, int u)
+{
+    fsdpc_unit *unit = m->units[u];
+    char text[64];
+    snprintf(text, sizeof text, "shard of %s", names[u]);
+    simgpu_label(unit->master, unit->layout->shard_bytes, text);
+    snprintf(text, sizeof text, "gradient of %s", names[u]);
+    simgpu_label(unit->grad, unit->layout->grad_bytes, text);
+    snprintf(text, sizeof text, "slot of %s", names[u]);
+    simgpu_label(unit->range.address, unit->range.bytes, text);
+}
+
+/* Fills in the tree; what is said of the model stays. */
+__attribute__((unused)) static void
+open_tree(model *m)
+{
+    const fsdpc_tree_options options = {.backward_prefetch = FSDPC_PREFETCH_PRE,
+                                        .forward_prefetch = true,
+                                        .trust_order = m->trust_order};
+    for (int u = 0; u < UNITS; u++) {
+        m->units[u] = open_unit(m, u);
+    }
+    REQUIRE_OK(fsdpc_tree_new(m->units, depths, UNITS, &options, &m->tree));
+    for (int u = 0; u < UNITS; u++) {
+        label(m, u);
+    }
+}
+
+__attribute__((unused)) static void
+open_model(model *m, int rank, const ranks_run *run)
+{
+    *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = kinds};
+    REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
+    m->comm = open_comm(m, rank, run->world, 0, false);
+    open_tree(m);
+}
+
+/* run->world ranks as `replicas` groups of shards. */
+__attribute__((unused)) static void
+open_replicas(model *m, int rank, const ranks_run *run, int replicas)
+{
+    int shards = run->world / replicas;
+    *m = (model){.rank = rank % shards, .world = shards, .kinds = kinds};
+    m->replicas = replicas;
+    m->replica = rank / shards;
+    REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
+    m->comm = open_comm(m, m->rank, shards, 2 * m->replica, shards == 1);
+    if (replicas > 1) {
+        m->replicate =
+            open_comm(m, m->replica, replicas, 2 * ((shards > 1 ? replicas : 0) + m->rank), false);
+    }
+}
+
+__attribute__((unused)) static void
+close_model(model *m)
+{
+    fsdpc_tree_free(m->tree);
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit_free(m->units[u]);
+        free(m->grads[u].memory);
+    }
+    fsdpc_comm_free(m->comm);
+    fsdpc_comm_free(m->replicate);
+}
+
+__attribute__((unused)) static void
+note_wrong(model *m, int64_t wrong, const char *what, int u, int step)
+{
+    m->wrong += wrong;
+    if (wrong && !m->quiet) {
+        TEST_FAIL("rank %d of %d, step %d: %lld wrong elements in %s of unit %s", m->rank, m->world,
+                  step, (long long)wrong, what, names[u]);
+    }
+}
+
+/* The optimizer, an operator of torch on the compute stream. */
+__attribute__((unused)) static void
+set_masters(model *m, int step)
+{
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit *unit = m->units[u];
+        simgpu_host_write(unit->master, unit->layout->shard_bytes, "optimizer");
+        engine_set_masters(unit, u, step);
+        unit->add = false;
+        memset(unit->used, 0, (size_t)unit->layout->param_count);
+    }
+}
+
+__attribute__((unused)) static void
+use(model *m, int u, int step)
+{
+    fsdpc_unit *unit = m->units[u];
+    simgpu_host_read(fsdpc_unit_full(unit), unit->layout->full_bytes, "matmul");
+    note_wrong(m, engine_count_wrong(unit, u, step), "values", u, step);
+}
+
+__attribute__((unused)) static void
+fill_grads(const fsdpc_unit *unit, engine_grads *grads)
+{
+    static const int64_t one = 1;
+    float *next = grads->memory;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        int64_t numel = unit->layout->params[i].numel;
+        if (unit->layout->params[i].trainable_index >= 0) {
+            grads->tensors[i] = (fsdpc_tensor){next, FSDPC_F32, 1, &grads->shape[i], &one, true};
+            for (int64_t k = 0; k < numel; k++) {
+                next[k] = 1.0f;
+            }
+        }
+        next += numel;
+    }
+}
+
+/* The same numbers with room between them. */
+__attribute__((unused)) static void
+spread_grads(const fsdpc_unit *unit, engine_grads *grads)
+{
+    static const int64_t two = 2;
+    size_t total = 0;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        total += (size_t)unit->layout->params[i].numel;
+    }
+    float *wide = calloc(2 * total + 1, sizeof *wide), *next = wide;
+    REQUIRE(wide != NULL);
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        fsdpc_tensor *grad = &grads->tensors[i];
+        int64_t numel = unit->layout->params[i].numel;
+        if (grad->data) {
+            for (int64_t k = 0; k < numel; k++) {
+                next[2 * k] = ((const float *)grad->data)[k];
+            }
+            *grad = (fsdpc_tensor){next, FSDPC_F32, 1, &grads->shape[i], &two, false};
+            next += 2 * numel;
+        }
+    }
+    free(grads->memory);
+    grads->memory = wide;
+}
+
+/* torch frees gradients when the pack is queued and writes other tensors there. */
+__attribute__((unused)) static void
+make_grads(model *m, int u, int step)
+{
+    free(m->grads[u].memory);
+    engine_make_grads(m->units[u], u, step, 0, &m->grads[u]);
+    if (m->all_used) {
+        fill_grads(m->units[u], &m->grads[u]);
+    }
+    if (m->strided) {
+        spread_grads(m->units[u], &m->grads[u]);
+    }
+    for (int i = 0; i < m->units[u]->layout->param_count; i++) {
+        const fsdpc_tensor *grad = &m->grads[u].tensors[i];
+        if (grad->data) {
+            simgpu_host_write((void *)(uintptr_t)grad->data,
+                              (size_t)m->grads[u].shape[i] * (m->strided ? 8 : 4), "backward");
+        }
+    }
+}
+
+__attribute__((unused)) static int
+send_due(model *m, int step, bool at_end)
+{
+    for (;;) {
+        int u = fsdpc_tree_next_due(m->tree, at_end);
+        if (u < 0) {
+            return FSDPC_OK;
+        }
+        make_grads(m, u, step);
+        FSDPC_TRY(fsdpc_tree_reduce(m->tree, u, m->grads[u].tensors));
+    }
+}
+
+__attribute__((unused)) static int
+forward(model *m, int step)
+{
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
+    use(m, ROOT, step);
+    for (int u = 1; u < UNITS; u++) {
+        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
+        use(m, u, step);
+        FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, u, true));
+    }
+    use(m, ROOT, step);
+    return fsdpc_tree_forward_leave(m->tree, ROOT, true);
+}
+
+__attribute__((unused)) static int
+backward(model *m, int step)
+{
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
+    for (int u = UNITS - 1; u > 0; u--) {
+        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
+        use(m, u, step);
+        FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, true));
+        FSDPC_TRY(send_due(m, step, false));
+    }
+    FSDPC_TRY(fsdpc_tree_backward_done(m->tree, ROOT, true));
+    FSDPC_TRY(send_due(m, step, true));
+    return fsdpc_tree_end_backward(m->tree, true);
+}
+
+/* NCCL adds in the order of a ring: with three ranks the last bits are another order's. */
+__attribute__((unused)) static int64_t
+count_far_grads(const fsdpc_unit *unit, const int *rounds, int u, int step)
+{
+    int64_t far = 0;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        const fsdpc_param_place *place = &unit->layout->params[i];
+        const fsdpc_segment *seg = &unit->layout->segments[place->segment];
+        const char *sums = (char *)unit->grad + seg->grad_offset;
+        for (int64_t k = 0; seg->trainable && k < place->numel; k++) {
+            int64_t at = place->offset + k - seg->piece_numel * unit->rank;
+            if (at >= 0 && at < seg->piece_numel) {
+                double wanted = engine_expected(unit, rounds, u, i, k, step, true);
+                double off = engine_get(sums, seg->accumulate, at) - wanted;
+                double unit_in_last = seg->reduce == FSDPC_BF16 ? 0.008 : 1e-6;
+                far += !(fabs(off) <= unit_in_last * (fabs(wanted) + 5));
+            }
+        }
+        far += unit->used[i] != (seg->trainable && engine_used(unit, rounds, u, i, step));
+    }
+    return far;
+}
+
+__attribute__((unused)) static void
+read_grads(model *m, int step)
+{
+    static const int rounds[RANKS_MAX] = {1, 1, 1, 1, 1, 1, 1, 1};
+    /* Nothing but the clocks knows the values that fill_grads makes. */
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit *unit = m->units[u];
+        simgpu_host_read(unit->grad, unit->layout->grad_bytes, "optimizer");
+        int64_t wrong = m->world < 3 ? engine_count_wrong_grads(unit, rounds, u, step, m->world > 1)
+                                     : count_far_grads(unit, rounds, u, step);
+        note_wrong(m, m->all_used ? 0 : wrong, "gradient", u, step);
+    }
+}
+
+__attribute__((unused)) static int
+train(model *m, int steps)
+{
+    for (int step = 0; step < steps; step++) {
+        set_masters(m, step);
+        FSDPC_TRY(forward(m, step));
+        FSDPC_TRY(backward(m, step));
+        read_grads(m, step);
+    }
+    return FSDPC_OK;
+}
+
+__attribute__((unused)) static void
+start_rank(int rank, const ranks_run *run)
+{
+    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:0,host,1",
+                                           "order:host,1,0"};
+    char policy[32];
+    gpu_start();
+    simnccl_reset();
+    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
+    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
+    REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
+}
+
+__attribute__((unused)) static void
+report(void)
+{
+    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
+        fprintf(stderr, "  %s\n", simgpu_report(i));
+    }
+}
+
+#endif
