@@ -15,8 +15,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run simlibs asan \
-        asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
+.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
+        simgpu-py simlibs asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -166,6 +166,11 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 # Only the libraries, for Python tests.
 simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
+
+# The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU.
+simgpu-py: build simlibs
+	$(call say,Python tests on the simulated GPU)
+	@$(PY) -m pytest -q --gpu sim tests/dist tests/parity tests/conformance -k "not test_torch" $(ARGS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

@@ -181,6 +181,7 @@ class Cases:
                     run_cases,
                     case.world,
                     faults=True,
+                    on_device=library == "fsdpc",
                     timeout=deadline or 60 + 3 * len(names),
                     env={**({"FSDPC_TIMEOUT": "4"} if deadline else {}), **case.env},
                     library=library,

@@ -121,13 +121,15 @@ def run_ranks(
     timeout: float = DEADLINE_S,
     env: dict[str, str] | None = None,
     faults: bool = False,
+    on_device: bool = True,
     **arguments: Any,
 ) -> list[Any]:
     """Runs `function(rank, world, **arguments)` on `world` ranks.
 
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
     return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
-    only a rank that is still running at the deadline is a failure.
+    only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
+    have no simulated GPU, whatever pytest was told.
     """
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -135,7 +137,11 @@ def run_ranks(
         "function": function.__name__,
         "world": world,
         "timeout": timeout,
-        "env": {"FSDPC_TIMEOUT": str(PEER_TIMEOUT_S), **gpu_environment(), **(env or {})},
+        "env": {
+            "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
+            **(gpu_environment() if on_device else {}),
+            **(env or {}),
+        },
         "faults": faults,
         "path": list(sys.path),
         "arguments": pickle.dumps(arguments),

@@ -1,0 +1,128 @@
+"""On the simulated GPU: a step leaves no wait out, and makes none for nothing.
+
+Each wait of one stream for another in a real step (operators, autograd, hooks, an optimizer)
+is left out once. The clocks must find every one, and nothing when none is left out.
+"""
+
+from __future__ import annotations
+
+import env
+import pytest
+import torch
+from harness import ranks, run_ranks
+from torch import nn
+
+from fsdpc import FullyShardedDataParallel as FSDP
+from fsdpc import MixedPrecision
+
+pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+ON_GPU = env.environment()
+POLICIES = ["lazy", "eager", "random:1", "random:2", "order:1,host,0", "order:host,1,0"]
+
+
+def model(precision: str) -> FSDP:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)]
+    whole = nn.Sequential(nn.Linear(16, 16), *layers, nn.Linear(16, 4))
+    mixed = MixedPrecision(torch.bfloat16, torch.float32) if precision == "bf16" else None
+    for i, layer in enumerate(layers):
+        whole[1 + i] = FSDP(layer, mixed_precision=mixed)
+    return FSDP(whole, mixed_precision=mixed)
+
+
+class Run:
+    """Training on one rank."""
+
+    def __init__(self, rank: int, precision: str) -> None:
+        self.rank = rank
+        self.model = model(precision)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int) -> float:
+        torch.manual_seed(100 * number + self.rank)
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(8, 16)).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def settle() -> None:
+    """All that was queued is done, and the program knows."""
+    import simgpu
+
+    assert simgpu.cuda().cuCtxSynchronize() == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(1, 2, env=ON_GPU)
+def test_every_policy_gives_the_same_losses(rank: int, world: int, precision: str):
+    import simgpu
+
+    losses = []
+    for policy in POLICIES:
+        simgpu.policy(policy)
+        run = Run(rank, precision)
+        losses.append([run.step(i) for i in range(4)])
+    assert all(each == losses[0] for each in losses)
+    assert losses[0][-1] < losses[0][0]
+    assert simgpu.count()["launches"] > 0
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_a_step_neither_allocates_nor_waits(rank: int, world: int):
+    import simgpu
+
+    run = Run(rank, "bf16")
+    for i in range(2):
+        run.step(i)
+    with simgpu.counting() as cost:
+        run.step(2)
+    for name in ("host_syncs", "allocations", "host_allocations", "maps", "events_created"):
+        assert cost[name] == 0, cost
+
+
+def name_memory(model: FSDP) -> None:
+    import simgpu
+
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            simgpu.label(parameter, f"shard of {name}")
+            simgpu.label(parameter.grad, f"gradient of {name}")
+
+
+def leave_out_each_wait(rank: int, world: int, precision: str) -> list[tuple[str, list[str]]]:
+    """What was found with no wait left out, then with each; rank 0 leaves them out."""
+    import simgpu
+
+    simgpu.policy("lazy")  # what nothing demands is late
+    simgpu.options().quiet = True
+    run = Run(rank, precision)
+    for i in range(2):
+        run.step(i)
+    name_memory(run.model)
+    settle()
+    before = simgpu.calls("cuStreamWaitEvent")
+    run.step(2)
+    waits = simgpu.calls("cuStreamWaitEvent") - before
+    found = [("none", simgpu.take_reports())]
+    for k in range(1, waits + 1):
+        settle()
+        run.optimizer.step()  # else all is done that the first gather waits for
+        if rank == 0:
+            simgpu.skip_wait(k)
+        run.step(2 + k)
+        assert simgpu.drain()
+        found.append((f"{k} of {waits}", simgpu.take_reports()))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_wait_that_is_left_out_is_found(world: int, precision: str):
+    found = run_ranks(leave_out_each_wait, world, env=ON_GPU, precision=precision)[0]
+    for which, reports in found:
+        print(f"{world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}")
+    assert found[0][1] == []
+    assert len(found) > 6
+    assert [which for which, reports in found[1:] if not reports] == []
