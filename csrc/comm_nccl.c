@@ -230,11 +230,8 @@ fsdpc_comm_nccl_wait(fsdpc_comm *base)
     for (;;) {
         FSDPC_TRY(fsdpc_comm_check(base));
         pthread_mutex_lock(&comm->lock);
-        bool done = comm->first >= end;
-        fsdpc_cu_result result = FSDPC_CU_SUCCESS;
-        if (!done) {
-            result = comm->driver->event_query(comm->ring[(end - 1) % FSDPC_NCCL_RING].event);
-        }
+        fsdpc_cu_result result =
+            comm->driver->event_query(comm->ring[(end - 1) % FSDPC_NCCL_RING].event);
         pthread_mutex_unlock(&comm->lock);
         if (result != FSDPC_CU_NOT_READY) {
             FSDPC_TRY(

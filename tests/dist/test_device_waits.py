@@ -124,5 +124,5 @@ def test_each_wait_that_is_left_out_is_found(world: int, precision: str):
     for which, reports in found:
         print(f"{world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}")
     assert found[0][1] == []
-    assert len(found) > 6
+    assert (len(found) > 6) == (world > 1 or precision != "fp32")  # alone: its own values, no cast
     assert [which for which, reports in found[1:] if not reports] == []

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "sim.h"
 
@@ -138,9 +139,14 @@ simgpu_label_stream(CUstream stream, const char *text)
     sim_unlock();
 }
 
+/* What a thread sees that only looks after things (it is neither the program's own nor a rank) is not
+ * what the program knows: else it would hide, now and then, what nothing orders. */
 void
 sim_observe(const uint64_t *clock)
 {
+    if (gettid() != getpid() && !(own_host && own_epoch == epoch)) {
+        return;
+    }
     sim_clock_join(sim_actors[sim_processor()].clock, clock);
 }
 
