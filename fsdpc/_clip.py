@@ -1,7 +1,7 @@
 """Global gradient norm and clipping over sharded, replicated and unmanaged gradients.
 
 Sums are taken in double precision over each rank's own part, then over the sharding group; replicas
-hold equal gradients and are counted once. One scalar per group travels. On a GPU all of this is queued.
+hold equal gradients and are counted once. One scalar per group travels. On a GPU all is queued.
 """
 
 from __future__ import annotations

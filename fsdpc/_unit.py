@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C, _clip_utils, _writeback
 from fsdpc._bootstrap import Groups
-from fsdpc._device import tensor_device
+from fsdpc._device import CPU, tensor_device
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
 from fsdpc._whole import WholeValues
@@ -48,6 +48,7 @@ class Unit(HandleFace, WholeValues):
         reshard_after_forward: bool,
         use_orig_params: bool,
         keep_low_precision_grads: bool = False,
+        offload: bool = False,
     ) -> None:
         self._name = name
         self.infos = infos
@@ -57,6 +58,7 @@ class Unit(HandleFace, WholeValues):
         self.param_dtype = param_dtype
         self.reduce_dtype = reduce_dtype
         self.reshard_after_forward = reshard_after_forward
+        self.offload = offload
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         self.trainable = [self._trainable(info) for info in infos]
@@ -74,7 +76,10 @@ class Unit(HandleFace, WholeValues):
             replicate=groups.replicate,
             divide=groups.divide,
             reshard=reshard_after_forward,
+            offload=offload,
         )
+        # Where its shard is; what is gathered is on `device`.
+        self.own_device = CPU if self.flat.offloaded else self.device
         self.scatter_full([info.param for info in infos])
         self.full = [self._make_full(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
@@ -124,7 +129,7 @@ class Unit(HandleFace, WholeValues):
         lines = [
             f"unit {self.name or '(root)'}",
             f"reshard_after_forward {self.reshard_after_forward}",
-            f"use_orig_params {self.use_orig_params}",
+            f"use_orig_params {self.use_orig_params}, parameters offloaded {self.offload}",
             f"gradients divided by {self.groups.divide}",
         ]
         for i, (name, _, storage, compute, reduce, trainable) in enumerate(specs):
@@ -183,7 +188,7 @@ class Unit(HandleFace, WholeValues):
             self._see(param, grad, tuple(by_segment[s]))
         for info in self.infos:
             info.param.grad = None
-            info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.device)
+            info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.own_device)
 
     def _bind(self) -> None:
         sites = []

@@ -225,6 +225,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             reshard_after_forward=self._reshard_after_forward,
             use_orig_params=self._use_orig_params,
             keep_low_precision_grads=mixed.keep_low_precision_grads,
+            offload=self.cpu_offload.offload_params,
         )
         claim(infos, unit)
         this = weakref.ref(self)

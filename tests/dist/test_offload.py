@@ -1,0 +1,107 @@
+"""CPUOffload(offload_params=True) on a GPU, here a simulated one: everything as without it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import env
+import pytest
+import simgpu
+import torch
+from harness import ranks
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from toys import check_equal, full_gradients, full_parameters, loss_of, tokens, toy, wrap_blocks
+
+pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+GPU = env.environment()
+OFFLOAD = CPUOffload(offload_params=True)
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def pair(engine, **options):
+    """The same model twice, the second one offloaded."""
+    models = [
+        wrap_blocks(engine, toy(), cpu_offload=offload, **options) for offload in (None, OFFLOAD)
+    ]
+    return models, [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+
+
+def step(models, optimizers, rank, number, how="plain"):
+    losses = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        for micro in range(1 if how == "plain" else 3):
+            held = how == "no_sync" and micro < 2
+            with model.no_sync() if held else nullcontext():
+                loss = loss_of(model, tokens(rank, number, micro))
+                loss.backward()
+            losses.append(loss.detach().clone())
+        losses.append(model.clip_grad_norm_(0.5))
+        optimizer.step()
+    half = len(losses) // 2
+    for plain, offloaded in zip(losses[:half], losses[half:], strict=True):
+        torch.testing.assert_close(offloaded, plain, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mixed", [None, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(1, 2, env=GPU)
+def test_trains_as_without(rank, world, engine, use_orig_params, mixed):
+    models, optimizers = pair(engine, use_orig_params=use_orig_params, mixed_precision=mixed)
+    for number, how in enumerate(["plain", "accumulate", "no_sync", "plain"]):
+        step(models, optimizers, rank, number, how)
+        check_equal(full_gradients(models[1]), full_gradients(models[0]), how, rtol=1e-5)
+        check_equal(full_parameters(models[1]), full_parameters(models[0]), how, rtol=1e-5)
+    for param in models[1].parameters():
+        assert param.device.type == "cpu"
+        assert param.grad is None or param.grad.device.type == "cpu"
+    unit = models[1]._unit
+    assert unit.flat.offloaded and not models[0]._unit.flat.offloaded
+
+
+@ranks(2, env=GPU)
+def test_own_values_are_pinned_and_a_step_allocates_none(rank, world, engine):
+    models, optimizers = pair(engine)
+    for number in range(2):
+        step(models, optimizers, rank, number)
+    offloaded, optimizer = models[1], optimizers[1]
+    with simgpu.counting() as cost:
+        loss_of(offloaded, tokens(rank, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert cost["host_syncs"] == cost["allocations"] == cost["host_allocations"] == 0
+    assert simgpu.count()["host_bytes"] > 0
+
+
+@ranks(2, env=GPU)
+def test_evaluation_and_loading(rank, world, engine):
+    models, optimizers = pair(engine)
+    step(models, optimizers, rank, 0)
+    with torch.no_grad():
+        before = [loss_of(model, tokens(rank, 1)) for model in models]
+    torch.testing.assert_close(before[1], before[0], rtol=1e-6, atol=0)
+    saved = models[0].state_dict()
+    check_equal(dict(models[1].state_dict()), dict(saved), "state dict", rtol=1e-5)
+    changed = {k: v + 1 if v.is_floating_point() else v for k, v in saved.items()}
+    with torch.no_grad():
+        loss_of(models[1], tokens(rank, 1))  # its gathers are over when the loading begins
+    models[1].load_state_dict(changed)
+    check_equal(dict(models[1].state_dict()), changed, "loaded")
+    models[0].load_state_dict(changed)
+    with torch.no_grad():
+        after = [loss_of(model, tokens(rank, 1)) for model in models]
+    torch.testing.assert_close(after[1], after[0], rtol=1e-6, atol=0)
+
+
+@ranks(4, env=GPU)
+def test_replicas(rank, world, engine):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    models, optimizers = pair(
+        engine, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh
+    )
+    for number, how in enumerate(["plain", "accumulate", "no_sync"]):
+        step(models, optimizers, rank, number, how)
+        check_equal(full_gradients(models[1]), full_gradients(models[0]), how, rtol=1e-5)
+    check_equal(full_parameters(models[1]), full_parameters(models[0]), "replicas", rtol=1e-5)
