@@ -92,21 +92,6 @@ fsdpc_device_get_caps(const fsdpc_device *device)
 }
 
 int
-fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out)
-{
-    *out = NULL;
-    return bytes ? device->i->alloc(device->context, bytes, out) : FSDPC_OK;
-}
-
-void
-fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes)
-{
-    if (block) {
-        device->i->free(device->context, block, bytes);
-    }
-}
-
-int
 fsdpc_device_cast(fsdpc_device *device, void *dst, fsdpc_dtype dst_type, const void *src,
                   fsdpc_dtype src_type, int64_t n, double scale)
 {

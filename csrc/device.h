@@ -15,6 +15,8 @@
 #include "kernels.h"
 
 typedef struct fsdpc_device fsdpc_device;
+/* The driver's own handle: torch's `stream.cuda_stream` is one. NULL is the default stream. */
+typedef struct fsdpc_stream fsdpc_stream;
 
 /* Whose memory a caller's buffer is. Where the CPU is the device, both are the same. */
 enum fsdpc_place { FSDPC_ON_DEVICE, FSDPC_ON_HOST };
@@ -47,8 +49,27 @@ const fsdpc_device_caps *fsdpc_device_get_caps(const fsdpc_device *device);
 /* Zeroed, aligned to 4096 (2 MiB and huge pages where the kernel gives them, from 2 MiB on).
  * `bytes` 0 gives NULL. FSDPC_E_NOMEM. */
 int fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out);
-/* `bytes` as given to alloc. NULL is allowed. */
+/* The same from the device itself, whatever the allocator: for memory that collectives register. */
+int fsdpc_device_alloc_own(fsdpc_device *device, size_t bytes, void **out);
+/* `bytes` as given to alloc or alloc_own. NULL is allowed. The host waits until the device has done
+ * what this thread's current, the default and the device's own streams hold. */
 void fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes);
+
+/* Somebody else's memory (device_alloc.c): with torch's, one cache serves the process. */
+typedef struct fsdpc_allocator {
+    void *context;
+    /* At least caps.align_bytes aligned, of any contents, for use on `stream` and, by events, on
+     * others; a status with its text. */
+    int (*alloc)(void *context, size_t bytes, fsdpc_stream *stream, void **out);
+    void (*free)(void *context, void *block); /* the device has done with it */
+    void (*trim)(void *context);    /* (optional) what lies unused goes back to the driver */
+    void (*release)(void *context); /* (optional) once: it is not set, and has no block any more */
+} fsdpc_allocator;
+/* What fsdpc_device_alloc gives comes from there from now on; NULL: from the device again. Blocks go
+ * back to where they came from. Copies the table. FSDPC_E_NOMEM. */
+int fsdpc_device_set_allocator(fsdpc_device *device, const fsdpc_allocator *allocator);
+/* Bytes of blocks that are out now, from whichever allocator. */
+size_t fsdpc_device_foreign_bytes(const fsdpc_device *device);
 
 /* The kernels, split over threads when the buffer is large. Arguments are checked: an unknown
  * dtype, a negative n, or BYTES where arithmetic is asked for is FSDPC_E_INVAL. `src` of reduce:
@@ -81,8 +102,6 @@ int fsdpc_device_zero(fsdpc_device *device, void *dst, size_t bytes);
  * there these functions succeed and do nothing, streams and events are NULL.
  */
 
-/* The driver's own handle: torch's `stream.cuda_stream` is one. NULL is the default stream. */
-typedef struct fsdpc_stream fsdpc_stream;
 typedef struct fsdpc_event fsdpc_event;
 
 /* An own stream that does not wait for the default one; `urgent`: its work goes first. */

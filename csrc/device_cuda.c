@@ -25,6 +25,12 @@ norm_parts(int64_t n)
     return fsdpc_cuda_norm_blocks(n);
 }
 
+static int
+drain(void *context, const char *what)
+{
+    return fsdpc_cuda_settle_all(context, what);
+}
+
 static const fsdpc_device_i cuda_table = {
     .api_version = FSDPC_DEVICE_API_VERSION,
     .name = "cuda",
@@ -51,6 +57,7 @@ static const fsdpc_device_i cuda_table = {
     .wait = fsdpc_cuda_wait,
     .poll = fsdpc_cuda_poll,
     .finish = fsdpc_cuda_finish,
+    .drain = drain,
     .host_alloc = fsdpc_cuda_host_alloc,
     .host_free = fsdpc_cuda_host_free,
     .host_register = fsdpc_cuda_host_register,

@@ -56,6 +56,8 @@ typedef struct fsdpc_device_i {
     int (*wait)(void *context, fsdpc_event *event);
     int (*poll)(void *context, fsdpc_event *event, bool *done);
     int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
+    /* The host waits for all streams that free names. */
+    int (*drain)(void *context, const char *what);
     int (*host_alloc)(void *context, size_t bytes, void **out);
     void (*host_free)(void *context, void *block);
     int (*host_register)(void *context, void *block, size_t bytes);
@@ -98,7 +100,14 @@ struct fsdpc_device {
     const fsdpc_device_i *i;
     void *context; /* owned by the implementer */
     fsdpc_device_caps caps;
+    /* Of device_alloc.c, whose lock holds for them. */
+    struct fsdpc_source *source; /* NULL: the device itself */
+    struct fsdpc_block *blocks;
+    size_t foreign_bytes;
 };
+
+/* After an allocation failed: true if some memory may have gone back to the driver. */
+bool fsdpc_device_trim(fsdpc_device *device);
 
 /* The checks of device.c that device_stream.c and device_pack.c need, too. */
 int fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src,

@@ -235,7 +235,11 @@ fsdpc_device_piece_new(fsdpc_device *device, size_t bytes, fsdpc_piece **out)
 {
     *out = NULL;
     FSDPC_TRY(check_grain(device, bytes, "a piece"));
-    return device->i->piece_new(device->context, bytes, out);
+    int status = device->i->piece_new(device->context, bytes, out);
+    if (status == FSDPC_E_DEVMEM && fsdpc_device_trim(device)) {
+        status = device->i->piece_new(device->context, bytes, out);
+    }
+    return status;
 }
 
 void

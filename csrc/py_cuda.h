@@ -5,5 +5,7 @@
 #include "py.h"
 
 extern PyMethodDef fsdpc_py_cuda_methods[];
+/* py_alloc.c */
+extern PyMethodDef fsdpc_py_alloc_methods[];
 
 #endif

@@ -45,8 +45,19 @@ exception_class(int status)
     }
 }
 
+/* Memory that another allocator did not have is missed under that allocator's own exception, which
+ * its users catch. */
 static PyObject *
-make_exception(int status)
+class_for(int status, PyObject *cause)
+{
+    const char *name = cause == NULL ? "" : Py_TYPE(cause)->tp_name;
+    const char *dot = strrchr(name, '.');
+    bool same = status == FSDPC_E_DEVMEM && strcmp(dot ? dot + 1 : name, "OutOfMemoryError") == 0;
+    return same ? (PyObject *)Py_TYPE(cause) : exception_class(status);
+}
+
+static PyObject *
+make_exception(int status, PyObject *cause)
 {
     const char *text = fsdpc_error_text();
     if (text[0] == '\0') {
@@ -56,7 +67,7 @@ make_exception(int status)
     if (message == NULL) {
         return NULL;
     }
-    PyObject *class = exception_class(status);
+    PyObject *class = class_for(status, cause);
     PyObject *made = NULL;
     if (status == FSDPC_E_IO && fsdpc_error_errnum() != 0) {
         made = PyObject_CallFunction(class, "iO", fsdpc_error_errnum(), message);
@@ -95,7 +106,7 @@ fsdpc_py_raise(int status)
         return NULL;
     }
     PyObject *cause = take_exception();
-    PyObject *raised = make_exception(status);
+    PyObject *raised = make_exception(status, cause);
     if (raised == NULL) {
         Py_XDECREF(cause);
         return NULL;

@@ -23,11 +23,29 @@ def stand_in() -> bool:
     return _C.stand_in()
 
 
+@cache
+def use_torch_allocator(ordinal: int) -> None:
+    """What units allocate on this GPU comes out of torch's cache, and counts in its figures. Local.
+
+    Slots of gathered parameters do not: they need the driver's own mappings. When they find no
+    memory, torch's unused blocks are given back first.
+    """
+
+    def alloc(size: int, stream: int) -> int:
+        return torch.cuda.caching_allocator_alloc(size, ordinal, stream)
+
+    _C.set_cuda_allocator(
+        ordinal, alloc, torch.cuda.caching_allocator_delete, torch.cuda.empty_cache
+    )
+
+
 def engine_device(device: torch.device) -> int | None:
     """Number of the GPU that shards modules on ``device``; None: the CPU does. Local."""
     if device.type == "cuda":
         _C.set_stream_function(torch._C._cuda_getCurrentRawStream)
-        return torch.cuda.current_device() if device.index is None else device.index
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        use_torch_allocator(ordinal)
+        return ordinal
     return 0 if stand_in() else None
 
 

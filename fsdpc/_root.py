@@ -252,8 +252,11 @@ def _count(number: int, noun: str) -> str:
 def memory_stats(model: nn.Module) -> dict[str, int]:
     """Bytes that the engine holds for ``model``, by purpose, from ``Tree.memory_stats()``. Local.
 
-    Sums over the trees found in ``model``; empty before the first forward. Raises ``TypeError`` for
-    a non-module.
+    Sums over the trees found in ``model``; empty before the first forward. On a GPU
+    ``gather_bytes`` and ``spare_bytes`` are mapped from the driver, beside torch's cache and its
+    figures; what the other keys count (shards and shard gradients unless offloaded, gradients of
+    ``no_sync``, reduce slots) comes out of that cache and is part of
+    ``torch.cuda.memory_allocated()``. Raises ``TypeError`` for a non-module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")
