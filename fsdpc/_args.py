@@ -11,12 +11,15 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdpc._bootstrap import read_timeout
+from fsdpc._channel import Channel, store_of
 from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
@@ -219,9 +222,22 @@ def groups_by_host() -> GroupChoice:
 
 def _ranks_by_host() -> list[list[int]]:
     """Ranks grouped by host, hosts in the order of their first rank."""
-    names: list[Any] = [None] * dist.get_world_size(_default_group())
-    dist.all_gather_object(names, os.environ.get("FSDPC_HOST") or socket.gethostname())
     hosts: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
+    for rank, name in enumerate(_names_of_hosts()):
         hosts.setdefault(name, []).append(rank)
     return list(hosts.values())
+
+
+_askings = count()
+
+
+def _names_of_hosts() -> list[str]:
+    """Through the group's store: a group of GPUs would need every rank's current GPU set by now."""
+    group, mine = _default_group(), os.environ.get("FSDPC_HOST") or socket.gethostname()
+    store, seconds = store_of(group), read_timeout()
+    if store is None:
+        return [mine] * group.size()
+    prefix = f"fsdpc/hosts/{next(_askings)}"
+    channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
+    said = channel.gather(mine.encode(), "finding the ranks of each host")
+    return [name.decode() for name in said]

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fsdpc import _sharded
-from fsdpc._bootstrap import comm_for_host
+from fsdpc._bootstrap import comm_for_group
+from fsdpc._device import engine_device
 from fsdpc._objects import broadcast
 from fsdpc._optim_book import Book, Key, Part, UnitEntry
 from fsdpc._optim_describe import Outline, State, equal
@@ -71,7 +72,7 @@ def _from_rows(
     value: Any, begin: int, end: int, what: str, group: Any, device: torch.device
 ) -> torch.Tensor:
     """Elements of a distributed value, on ``device``, on which they travel. Collective."""
-    comm = comm_for_host(group)
+    comm = comm_for_group(group, device=engine_device(device))
     shape = tuple(value.size())
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
     if not _sharded.is_cut(shape):
@@ -97,7 +98,7 @@ class FirstRanksDict:
     """Only the group's rank 0 has the dict. Collective over the group."""
 
     def __init__(self, state_dict: dict[str, Any] | None, group: Any, device: torch.device) -> None:
-        self._comm = comm_for_host(group)
+        self._comm = comm_for_group(group, device=engine_device(device))
         self._device = device
         told: Any = None
         self._held: list[torch.Tensor] = []

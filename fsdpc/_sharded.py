@@ -105,9 +105,13 @@ def _sharded_tensor(
 
 
 def device_of(rank: int, local: torch.device) -> str:
-    """Where a global rank keeps its part, as a shard's metadata says it. Local."""
+    """Where a global rank keeps its part, as a shard's metadata says it. Exact for this one;
+    others are taken to use their host's GPUs in turn. Local.
+    """
     if local.type == "cpu":
         return f"rank:{rank}/cpu"
+    if rank == dist.get_rank():
+        return f"rank:{rank}/{local}"
     per_host = torch.get_device_module(local).device_count()
     return f"rank:{rank}/{local.type}:{rank % per_host}"
 

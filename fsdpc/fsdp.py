@@ -255,6 +255,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 unit.forward_failed()
             raise
         self._leave(args, output)
+        if torch.is_autocast_enabled(self.compute_device.type):
+            # It keeps low-precision copies of the weights, of the whole model in the end.
+            torch.clear_autocast_cache()
         return output
 
     def no_sync(self) -> AbstractContextManager[None]:
