@@ -17,6 +17,7 @@ struct fsdpc_grad_queue {
     fsdpc_pack_plan *wide;   /* one rank, offloaded: into a buffer like the shard gradient */
     fsdpc_pack_plan *sum; /* trainable segments into the shard gradient, where there are several */
     fsdpc_pack_source *sources;
+    int *order;   /* the trainable parameters in the order of their places, segment by segment */
     int segments; /* trainable */
 };
 
@@ -59,11 +60,8 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name),
                    done);
     }
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (unit->layout->params[i].trainable_index >= 0) {
-            place(unit, i, kind, &targets[count], &bases[count]);
-            count++;
-        }
+    for (; count < unit->layout->trainable_count; count++) {
+        place(unit, unit->queue->order[count], kind, &targets[count], &bases[count]);
     }
     /* Reduce buffers serve many units: what lies between parameters there must become zero. */
     FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes,
@@ -103,6 +101,18 @@ done:
     return status;
 }
 
+static void
+list_params(const fsdpc_layout *layout, int *order)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        for (int i = 0; i < layout->param_count; i++) {
+            if (layout->params[i].segment == s && layout->params[i].trainable_index >= 0) {
+                *order++ = i;
+            }
+        }
+    }
+}
+
 static int
 make_plans(fsdpc_unit *unit, struct fsdpc_grad_queue *queue)
 {
@@ -113,12 +123,14 @@ make_plans(fsdpc_unit *unit, struct fsdpc_grad_queue *queue)
     int most =
         layout->trainable_count > queue->segments ? layout->trainable_count : queue->segments;
     queue->sources = fsdpc_mem_calloc((size_t)most + 1, sizeof *queue->sources);
-    if (!queue->sources) {
+    queue->order = fsdpc_mem_calloc((size_t)layout->trainable_count + 1, sizeof *queue->order);
+    if (!queue->sources || !queue->order) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the gradients of unit %s", unit->name);
     }
     if (layout->trainable_count == 0) {
         return FSDPC_OK;
     }
+    list_params(layout, queue->order);
     fsdpc_grad_lay_local(unit);
     FSDPC_TRY(plan_params(unit, SEND, layout->reduce_bytes, &queue->send));
     if (unit->world == 1) {
@@ -158,6 +170,7 @@ fsdpc_grad_queue_close(fsdpc_unit *unit)
     fsdpc_device_pack_plan_free(unit->device, queue->wide);
     fsdpc_device_pack_plan_free(unit->device, queue->sum);
     fsdpc_mem_free(queue->sources);
+    fsdpc_mem_free(queue->order);
     fsdpc_mem_free(queue);
     unit->queue = NULL;
 }
@@ -182,16 +195,14 @@ source_of(const fsdpc_tensor *grad)
 int
 fsdpc_grad_queue_keep(fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    int count = 0;
     bool any = false;
     FSDPC_TRY(fsdpc_grad_queue_open(unit));
     struct fsdpc_grad_queue *queue = unit->queue;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (unit->layout->params[i].trainable_index >= 0) {
-            queue->sources[count] = source_of(&grads[i]);
-            queue->sources[count++].add = unit->local_used[i];
-            any = any || grads[i].data;
-        }
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = queue->order[k];
+        queue->sources[k] = source_of(&grads[i]);
+        queue->sources[k].add = unit->local_used[i];
+        any = any || grads[i].data;
     }
     if (!any) {
         return FSDPC_OK;
@@ -220,17 +231,15 @@ static int
 pack_with(fsdpc_unit *unit, const fsdpc_pack_plan *plan, const fsdpc_tensor *grads, void *buffer,
           uint8_t *bits)
 {
-    int count = 0;
     struct fsdpc_grad_queue *queue = unit->queue;
     if (!plan) {
         return FSDPC_OK;
     }
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (unit->layout->params[i].trainable_index >= 0) {
-            queue->sources[count] = source_of(grads ? &grads[i] : NULL);
-            queue->sources[count++].add = unit->local_used[i];
-            bits[i] = (grads && grads[i].data) || unit->local_used[i];
-        }
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = queue->order[k];
+        queue->sources[k] = source_of(grads ? &grads[i] : NULL);
+        queue->sources[k].add = unit->local_used[i];
+        bits[i] = (grads && grads[i].data) || unit->local_used[i];
     }
     FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plan, buffer, unit->local, queue->sources, 1.0));
     forget_local(unit);
@@ -257,12 +266,9 @@ fsdpc_grad_queue_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer
 static void
 list_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
 {
-    int count = 0;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        fsdpc_pack_source *source = &unit->queue->sources[count];
-        if (unit->layout->params[i].trainable_index < 0) {
-            continue;
-        }
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = unit->queue->order[k];
+        fsdpc_pack_source *source = &unit->queue->sources[k];
         *source = source_of(grads && !unit->local_used[i] ? &grads[i] : NULL);
         if (unit->local_used[i]) {
             source->data = fsdpc_grad_local_at(unit, i);
@@ -270,7 +276,6 @@ list_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits
         }
         source->add = add;
         bits[i] |= source->data != NULL;
-        count++;
     }
 }
 
