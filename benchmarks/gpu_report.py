@@ -161,6 +161,30 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
     return f"memory at {tokens:,} tokens a step", head, rows
 
 
+def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """One table of bench_gpu_kernels.py: shares of the copy by size."""
+    sizes = result["sizes_mib"]
+    names = list(next(iter(sizes.values()))["kernels"])
+    rows = [["copy, GB/s", *(f"{one['copy_gbps']['median']:,.0f}" for one in sizes.values())]]
+    for name in names:
+        found = [one["kernels"].get(name) for one in sizes.values()]
+        rows.append([name, *(f"{one['of_copy']['median']:.2f}" if one else "-" for one in found)])
+    yield "share of a copy's speed", ["kernel", *(f"{size} MiB" for size in sizes)], rows
+
+
+def profile_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """One table of profile_gpu.py: what ran, and how much of the moving was hidden."""
+    rows = [
+        [kind, str(one["count"]), f"{one['ms']:.2f}", percent(one.get("hidden"))]
+        for kind, one in result["kinds"].items()
+    ]
+    yield f"{result['tokens']:,} tokens", ["kind", "kernels", "ms", "hidden"], rows
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
 def print_step(report: dict[str, Any]) -> None:
     """Prints all tables, the losses' difference and what went wrong."""
     for title, head, rows in step_tables(report):

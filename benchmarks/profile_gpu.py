@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import bench_gpu_step
 import common
 import gpu
+import gpu_report
 import timeline
 
 # Beginning of a kernel's name -> what it is in the picture; the first that fits.
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="on the CPU in the GPU's place")
     parser.add_argument("--json", nargs="?", const="gpu_profile.json", metavar="PATH")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore")
     tokens = bench_gpu_step.TINY_TOKENS[-1] if args.tiny else args.tokens
     device = gpu.open_device(args.dry)
     gpu.start_group(device)
@@ -158,13 +161,11 @@ def main() -> None:
         raise SystemExit("the profiler saw no work on the GPU (is CUPTI there?)")
     figures = shares(found.work)
     head = {"benchmark": "gpu_profile", "engine": args.engine, "tokens": tokens, "run": run}
+    result = {**head, "waits": found.waits, "kinds": figures}
     if args.json is not None:
-        common.write_json(args.json, {**head, "waits": found.waits, "kinds": figures})
-    rows = [
-        [kind, str(one["count"]), f"{one['ms']:.2f}", percent(one.get("hidden"))]
-        for kind, one in figures.items()
-    ]
-    common.print_table(["kind", "kernels", "ms", "hidden"], rows)
+        common.write_json(args.json, result)
+    for _, titles, rows in gpu_report.profile_tables(result):
+        common.print_table(titles, rows)
     print(f"waits of the host in the step: {found.waits}")
     try:
         caption = f"{args.engine}, {tokens:,} tokens; {run['device']}, torch {run['torch']}"
@@ -174,10 +175,6 @@ def main() -> None:
         print(f"no picture: {error}")
     sys.stdout.flush()
     os._exit(0)
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 if __name__ == "__main__":

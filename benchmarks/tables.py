@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import gpu_report
+
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -130,10 +132,28 @@ def kernel_cell(by_table: dict | None) -> str:
     return f"{max(shares):.2f}" if shares else "-"
 
 
+def gpu_tables(result: dict) -> str:
+    """The tables of bench_gpu_step.py, bench_gpu_kernels.py and profile_gpu.py."""
+    run = result["run"]
+    where = f"*{run['device']}, driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}*"
+    title, tables = {
+        "gpu_step": ("Training step on a GPU", gpu_report.step_tables),
+        "gpu_kernels": ("CUDA kernels", gpu_report.kernel_tables),
+        "gpu_profile": ("Streams of a training step on a GPU", gpu_report.profile_tables),
+    }[result["benchmark"]]
+    blocks = [f"### {title}", f"{where}; {run_line(result)}"]
+    for name, head, rows in tables(result):
+        blocks += [f"{name}:", markdown(head, rows)]
+    if result["benchmark"] == "gpu_profile":
+        blocks.append("![streams of the GPU in a training step](results/gpu_profile.png)")
+    return "\n\n".join(blocks)
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     "step": step_tables,
     "comm": comm_tables,
     "kernels": kernel_tables,
+    "gpu": gpu_tables,
 }
 
 

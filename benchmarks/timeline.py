@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu import Device
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
+JOB = "fsdpc: the profiled job"
 WAITS = ("StreamSynchronize", "EventSynchronize", "DeviceSynchronize", "CtxSynchronize")
 
 
@@ -45,7 +46,8 @@ def record(job: Callable[[], object], device: Device) -> Timeline:
     if not device.dry:
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
-        job()
+        with record_function(JOB):
+            job()
         device.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -55,10 +57,13 @@ def record(job: Callable[[], object], device: Device) -> Timeline:
 
 
 def read(events: list[dict], dry: bool) -> Timeline:
-    """Makes a timeline of a Chrome trace. The wait at the end of `record` is not counted."""
+    """Makes a timeline of a Chrome trace. Waits count while the job runs, not those after it."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    calls = [event["name"] for event in timed if event.get("cat") in CALLS]
-    waits = sum(any(word in name for word in WAITS) for name in calls)
+    waits = sum(
+        any(word in event["name"] for word in WAITS)
+        for event in within_job(timed)
+        if event.get("cat") in CALLS
+    )
     if dry:
         found = outermost([event for event in timed if event.get("cat") == "cpu_op"])
     else:
@@ -72,7 +77,15 @@ def read(events: list[dict], dry: bool) -> Timeline:
         )
         for event in found
     ]
-    return Timeline(sorted(work, key=lambda one: one.begin), max(waits - (not dry), 0))
+    return Timeline(sorted(work, key=lambda one: one.begin), waits)
+
+
+def within_job(events: list[dict]) -> list[dict]:
+    """Those that begin while the host is in the job, on any thread."""
+    job = next(e for e in events if e["name"] == JOB and e.get("cat") == "user_annotation")
+    first = float(job["ts"])
+    last = first + float(job["dur"])
+    return [event for event in events if first <= float(event["ts"]) < last]
 
 
 def outermost(events: list[dict]) -> list[dict]:
