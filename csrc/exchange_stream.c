@@ -118,6 +118,8 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(open_units(x, s));
     FSDPC_TRY(open_slots(x, s));
     FSDPC_TRY(fsdpc_stream_offload_open(x));
+    s->bit_count += FSDPC_STREAM_TURN_FLOATS;
+    FSDPC_TRY(fsdpc_stream_turns_open(x));
     return open_bits(x, s);
 }
 
@@ -150,6 +152,7 @@ close_streams(fsdpc_exchange *x)
         fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
     }
     fsdpc_stream_gather_close(x);
+    fsdpc_stream_turns_close(x);
     for (int i = 0; s->readers && i < s->slot_count; i++) {
         fsdpc_device_event_free(s->device, s->readers[i].done);
     }
@@ -191,6 +194,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
     if (s->begun && s->tag == tag && s->capture == before) {
         return FSDPC_OK; /* a backward after its forward: the masters are the same */
     }
+    FSDPC_TRY(fsdpc_stream_turns_begin(x));
     s->begun = true;
     s->tag = tag;
     for (int i = 0; i < s->slot_count; i++) {
@@ -224,6 +228,7 @@ fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     struct fsdpc_filling *filling = &s->fillings[unit->id];
+    FSDPC_TRY(fsdpc_stream_turn(x, unit, false));
     FSDPC_TRY(await_slot(s, unit));
     FSDPC_TRY(fsdpc_stream_fill(x, unit));
     filling->awaited = false;

@@ -28,6 +28,23 @@ struct fsdpc_filling {
     bool awaited;
 };
 
+/* Of the order of units; [0] gathers, [1] reductions. See exchange_stream_turns.c. */
+enum { FSDPC_STREAM_TURN_FLOATS = 4 };
+struct fsdpc_turns {
+    bool off, awaited;
+    uint64_t path[2];  /* since the pass began, since the last backward ended */
+    uint64_t fresh[2]; /* the pass before ended where none did: to be compared with the next turn */
+    uint64_t digest[2]; /* since the last backward ended */
+    uint64_t *known;
+    int known_count;
+    uint64_t *pinned, *device; /* a word of each rank */
+    size_t words;
+    struct {
+        float own[FSDPC_STREAM_TURN_FLOATS], got[FSDPC_STREAM_TURN_FLOATS];
+    } *digests; /* pinned */
+    fsdpc_event *put, *told;
+};
+
 struct fsdpc_streams {
     fsdpc_device *device;
     fsdpc_comm *reduce_comm;
@@ -44,6 +61,7 @@ struct fsdpc_streams {
     fsdpc_pack_source *pieces;      /* of the unit being gathered, per segment */
     fsdpc_comm_part *parts;         /* of the unit being gathered or reduced */
     bool replicas;                  /* some unit has them */
+    struct fsdpc_turns turns;
     struct fsdpc_reduce_slot *slots;
     int next_slot;
     int sent;      /* reductions in this backward */
@@ -68,6 +86,19 @@ int fsdpc_stream_refuse_capture(const struct fsdpc_streams *s, const char *what)
 /* Inside a capture: the caller's stream waits for both own streams. */
 int fsdpc_stream_join_capture(struct fsdpc_streams *s);
 
+/* --- exchange_stream_turns.c ------------------------------------------------------------------ */
+
+int fsdpc_stream_turns_open(fsdpc_exchange *x);
+void fsdpc_stream_turns_close(fsdpc_exchange *x);
+/* On the stream of the collective that would follow: FSDPC_E_MISMATCH if ranks mean other ones. */
+int fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce);
+int fsdpc_stream_turns_begin(fsdpc_exchange *x);
+/* On the reduce stream: before the used bits are joined; into those of a rank that used all, and (after)
+ * what all ranks made of it. */
+int fsdpc_stream_turns_end(fsdpc_exchange *x);
+int fsdpc_stream_turns_put(fsdpc_exchange *x, float *bits);
+int fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits);
+
 /* --- exchange_stream_gather.c ----------------------------------------------------------------- */
 
 int fsdpc_stream_gather_open(fsdpc_exchange *x);
@@ -89,6 +120,8 @@ int fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what);
 /* --- exchange_stream_offload.c ---------------------------------------------------------------- */
 
 int fsdpc_stream_offload_open(fsdpc_exchange *x);
+/* The host waits for the event, or for the failure of a communicator. */
+int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
 /* The end of a synchronised backward: the host waits until all sums are in the gradients and nothing
  * reads masters any more. Nothing without offloaded units. */
 int fsdpc_stream_offload_end(fsdpc_exchange *x);

@@ -35,8 +35,8 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
     return count;
 }
 
-static int
-await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
+int
+fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
 {
     struct fsdpc_streams *s = x->streams;
     for (int slice = 0;; slice++) {
@@ -90,7 +90,7 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
     int status = join(x);
     fsdpc_device_use(s->device, caller);
     FSDPC_TRY(status);
-    FSDPC_TRY(await_host(x, s->settled, "the sums of offloaded gradients"));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, "the sums of offloaded gradients"));
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit_settled(x->units[u]);
     }
@@ -109,7 +109,7 @@ fsdpc_stream_offload_leave(fsdpc_exchange *x)
     int status = fsdpc_device_record(s->device, s->copied);
     fsdpc_device_use(s->device, caller);
     FSDPC_TRY(status);
-    FSDPC_TRY(await_host(x, s->copied, "the gathers of offloaded parameters"));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->copied, "the gathers of offloaded parameters"));
     for (int u = 0; u < x->unit_count; u++) {
         x->units[u]->in_flight[FSDPC_MASTER] = false;
     }

@@ -33,6 +33,7 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
     char what[FSDPC_STREAM_WHAT_BYTES];
     snprintf(what, sizeof what, "reduce of unit %s", unit->name);
     FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
+    FSDPC_TRY(fsdpc_stream_turn(x, unit, true));
     if (x->world > 1) {
         FSDPC_TRY(scatter(x, unit, slot->buffer, what));
     }
@@ -161,7 +162,9 @@ join_bits(fsdpc_exchange *x)
         FSDPC_TRY(fsdpc_comm_all_reduce(x->streams->reduce_comm, x->streams->device_bits,
                                         x->streams->bit_count, FSDPC_F32, FSDPC_MAX, what));
     }
-    return fsdpc_stream_join_replicas(x, what);
+    FSDPC_TRY(fsdpc_stream_join_replicas(x, what));
+    return fsdpc_stream_turns_take(x, x->streams->device_bits + x->streams->bit_count -
+                                          FSDPC_STREAM_TURN_FLOATS);
 }
 
 /* See [Note: used bits]. On the reduce stream. */
@@ -170,6 +173,9 @@ share_used(fsdpc_exchange *x)
 {
     struct fsdpc_streams *s = x->streams;
     size_t bytes = (size_t)s->bit_count * sizeof(float);
+    const int64_t tail = s->bit_count - FSDPC_STREAM_TURN_FLOATS;
+    FSDPC_TRY(fsdpc_stream_turns_end(x));
+    FSDPC_TRY(fsdpc_stream_turns_put(x, s->all + tail));
     if (used_all(x)) {
         FSDPC_TRY(fsdpc_device_cast(s->device, s->device_bits, FSDPC_F32, s->all, FSDPC_F32,
                                     s->bit_count, 1.0));
@@ -177,6 +183,9 @@ share_used(fsdpc_exchange *x)
     }
     FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a backward that leaves parameters without gradient"));
     write_bits(x, s->bits);
+    if (!s->turns.off) {
+        memcpy(s->bits + tail, s->turns.digests->own, sizeof s->turns.digests->own);
+    }
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
     FSDPC_TRY(join_bits(x));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));

@@ -30,7 +30,7 @@ typedef struct model {
     bool quiet;    /* differences are counted, not failed: a fault is planted */
     bool all_used; /* every parameter gets a gradient */
     bool strided;  /* every second element of memory is one of the gradient */
-    bool trust_order;
+    bool trust_order, no_prefetch;
     int micro_batches; /* without communication before each synchronised one */
     bool twice;        /* a second gradient for unit 1 in each backward */
     int replicas, replica;
@@ -105,7 +105,7 @@ __attribute__((unused)) static void
 open_tree(model *m)
 {
     const fsdpc_tree_options options = {.backward_prefetch = FSDPC_PREFETCH_PRE,
-                                        .forward_prefetch = true,
+                                        .forward_prefetch = !m->no_prefetch,
                                         .trust_order = m->trust_order};
     for (int u = 0; u < UNITS; u++) {
         m->units[u] = open_unit(m, u);

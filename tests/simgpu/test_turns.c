@@ -1,0 +1,137 @@
+/* Ranks that mean different units on the simulated GPU: an error on each of them, never other values that
+ * nobody notices; and in a step that goes as it went before nothing is compared.
+ */
+#include "steps.h"
+
+static const int alike[UNITS]; /* collectives of one size: nothing but the order tells */
+static const int plain[UNITS] = {0, 1, 2, 3, 4}, swapped[UNITS] = {0, 1, 4, 3, 2};
+
+static int
+step_in_order(model *m, const int *order, int step)
+{
+    set_masters(m, step);
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    for (int i = 0; i < UNITS; i++) {
+        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, order[i]));
+        use(m, order[i], step);
+        FSDPC_TRY(i ? fsdpc_tree_forward_leave(m->tree, order[i], true) : FSDPC_OK);
+    }
+    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, true));
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    for (int i = UNITS - 1; i >= 0; i--) {
+        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, order[i]));
+        FSDPC_TRY(fsdpc_tree_backward_done(m->tree, order[i], true));
+        FSDPC_TRY(send_due(m, step, i == 0));
+    }
+    return fsdpc_tree_end_backward(m->tree, true);
+}
+
+static void
+start(model *m, int rank, const ranks_run *run, bool trust)
+{
+    start_rank(rank, run);
+    *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = alike};
+    m->trust_order = trust;
+    m->quiet = m->all_used = m->no_prefetch = true; /* prefetch goes by the pass before */
+    REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
+    m->comm = open_comm(m, rank, run->world, 0, false);
+    open_tree(m);
+}
+
+/* The first step: the last rank takes another turn. All are told before anything is mixed up. */
+static void
+a_new_turn_is_compared_first(int rank, ranks_run *run)
+{
+    model m;
+    start(&m, rank, run, false);
+    int status = step_in_order(&m, rank == run->world - 1 ? swapped : plain, 0);
+    CHECK_INT(status, FSDPC_E_MISMATCH);
+    CHECK(strstr(fsdpc_error_text(), "gather of unit b"));
+    CHECK(strstr(fsdpc_error_text(), "gather of unit d"));
+    CHECK_INT(simnccl_count().mismatches, 0);
+    CHECK_INT(m.wrong, 0);
+    close_model(&m);
+}
+
+/* Two orders that all ranks have agreed on, one after the other; then each takes its own. */
+static void
+known_turns_are_compared_later(int rank, ranks_run *run)
+{
+    model m;
+    start(&m, rank, run, false);
+    for (int step = 0; step < 6; step++) {
+        CHECK_INT(step_in_order(&m, step % 2 ? swapped : plain, step), FSDPC_OK);
+        CHECK(simgpu_drain());
+    }
+    CHECK_INT(m.wrong, 0);
+    CHECK_INT(step_in_order(&m, rank ? swapped : plain, 6), FSDPC_OK);
+    CHECK(m.wrong > 0);
+    CHECK(simgpu_drain());
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_E_MISMATCH);
+    CHECK(strstr(fsdpc_error_text(), "different order"));
+    CHECK(fsdpc_tree_begin_forward(m.tree) != FSDPC_OK);
+    close_model(&m);
+}
+
+/* One rank takes a turn that it never took, the others one that they know. */
+static void
+a_turn_that_one_rank_knows_fails(int rank, ranks_run *run)
+{
+    model m;
+    start(&m, rank, run, false);
+    CHECK_INT(step_in_order(&m, plain, 0), FSDPC_OK);
+    CHECK_INT(step_in_order(&m, plain, 1), FSDPC_OK);
+    CHECK(step_in_order(&m, rank ? plain : swapped, 2) != FSDPC_OK);
+    close_model(&m);
+}
+
+/* Nothing is compared when it goes as before, and nothing at all where the order is trusted. */
+static void
+what_is_known_is_not_compared(int rank, ranks_run *run)
+{
+    model m;
+    int64_t gathers[4];
+    start(&m, rank, run, run->option / 10);
+    for (int step = 0; step < 4; step++) {
+        gathers[step] = simnccl_count().all_gathers;
+        CHECK_INT(step_in_order(&m, plain, step), FSDPC_OK);
+        CHECK(simgpu_drain());
+        gathers[step] = simnccl_count().all_gathers - gathers[step];
+    }
+    CHECK_INT(gathers[2], gathers[1]);
+    CHECK_INT(gathers[3], gathers[1]);
+    CHECK(run->option / 10 ? gathers[0] == gathers[1] : gathers[0] > gathers[1]);
+    if (run->option / 10) {
+        CHECK_INT(step_in_order(&m, rank ? swapped : plain, 4), FSDPC_OK);
+        CHECK(m.wrong > 0);
+    }
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    report();
+    close_model(&m);
+}
+
+static void
+with_ranks(int world, int option, rank_function function)
+{
+    ranks_run *run = ranks_new(world);
+    run->option = option;
+    new_ids();
+    ranks_start(run, function);
+    ranks_free(run);
+}
+
+int
+main(void)
+{
+    for (int world = 2; world <= 3; world++) {
+        for (int policy = 0; policy < 2; policy++) {
+            with_ranks(world, policy, a_new_turn_is_compared_first);
+            with_ranks(world, policy, known_turns_are_compared_later);
+            with_ranks(world, policy, a_turn_that_one_rank_knows_fails);
+            with_ranks(world, policy, what_is_known_is_not_compared);
+        }
+        with_ranks(world, 10, what_is_known_is_not_compared);
+    }
+    return test_result();
+}
