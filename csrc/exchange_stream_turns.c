@@ -51,7 +51,7 @@ fsdpc_stream_turns_open(fsdpc_exchange *x)
     if (t->off) {
         return FSDPC_OK;
     }
-    t->path[0] = t->path[1] = START;
+    t->path[0] = t->path[1] = t->digest[0] = t->digest[1] = START;
     t->words = (size_t)most;
     t->known = fsdpc_mem_calloc(KNOWN, sizeof *t->known);
     if (!t->known) {
