@@ -70,17 +70,29 @@ class ShardedGradScaler(GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         if not found:  # this rank's optimizer has no gradients
             found = {found_inf.device: found_inf}
-        self._agree(list(found.values()))
+        if dist.is_available() and dist.is_initialized():
+            group = self.process_group or dist.group.WORLD
+            agree = _agree_on_host if found_inf.device.type == "cpu" else _agree_on_device
+            agree(group, list(found.values()), found_inf.device)
         return found
 
-    def _agree(self, found: list[torch.Tensor]) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            return
-        comm = comm_for_host(self.process_group or dist.group.WORLD)
-        worst = np.array([max(float(value) for value in found)], dtype=np.float32)
-        comm.all_reduce(worst, op="max", what="infinities found by ShardedGradScaler")
-        for value in found:
-            value.fill_(float(worst[0]))
+
+def _agree_on_host(group: Any, found: list[torch.Tensor], device: torch.device) -> None:
+    comm = comm_for_host(group)
+    worst = np.array([max(float(value) for value in found)], dtype=np.float32)
+    comm.all_reduce(worst, op="max", what="infinities found by ShardedGradScaler")
+    for value in found:
+        value.fill_(float(worst[0]))
+
+
+def _agree_on_device(group: Any, found: list[torch.Tensor], device: torch.device) -> None:
+    """By the process group itself, as torch does: on a GPU the host waits for nothing but the flags
+    of offloaded gradients, which it is to read.
+    """
+    worst = torch.stack([value.to(device, non_blocking=True) for value in found]).amax(dim=0)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    for value in found:
+        value.copy_(worst)
 
 
 def _default_device() -> str:

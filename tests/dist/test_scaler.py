@@ -246,3 +246,22 @@ def test_a_rank_that_does_not_come_is_named():
     outcomes = run_ranks(one_does_not_step, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert not outcomes[0].returned
     assert "ShardedGradScaler" in outcomes[0].error and "rank 1" in outcomes[0].error
+
+
+@ranks(2)
+def test_flags_on_a_device_are_not_looked_at(rank, world):
+    """What a GPU runs, here on the CPU, with torch's reading of values forbidden."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fsdpc.sharded_grad_scaler import _agree_on_device
+
+    class Unread(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "_local_scalar_dense" not in func.name()
+            return func(*args, **(kwargs or {}))
+
+    for bad in range(world + 1):
+        found = [torch.zeros(()), torch.tensor(float(rank == bad))]
+        with Unread():
+            _agree_on_device(dist.group.WORLD, found, torch.device("cpu"))
+        assert [float(value) for value in found] == [float(bad < world)] * 2
