@@ -257,12 +257,14 @@ int
 fsdpc_stream_turns_end(fsdpc_exchange *x)
 {
     struct fsdpc_turns *t = &x->streams->turns;
-    if (t->off || x->streams->capture != 0 || x->world == 1) {
+    if (t->off || x->streams->capture != 0) {
         return FSDPC_OK;
     }
     /* The gathers of this step end with it. */
     t->path[1] = mix(t->path[1], t->path[0]);
-    FSDPC_TRY(take_turn(x, NULL, true, END));
+    if (x->world > 1) { /* replicas of one rank each compare their reductions alone */
+        FSDPC_TRY(take_turn(x, NULL, true, END));
+    }
     t->path[0] = t->path[1] = START;
     return FSDPC_OK;
 }
