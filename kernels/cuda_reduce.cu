@@ -167,8 +167,23 @@ template <int S, int A> struct reduction {
     enum {
         SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
         COUNT = 16 / SMALLER,
+        /* With one word a side too little is on its way to fill the memory's latency. */
+        IN_FLIGHT = sizeof(source) == sizeof(target) ? 2 : 1,
     };
 };
+
+template <int S, int A>
+static __device__ __forceinline__ void
+add_group(group<typename item<A>::raw, reduction<S, A>::COUNT> &added,
+          const group<typename item<S>::raw, reduction<S, A>::COUNT> &in, bool first)
+{
+    typedef typename item<A>::raw target;
+#pragma unroll
+    for (int i = 0; i < reduction<S, A>::COUNT; i++) {
+        const target term = (target)item<S>::get(in.item[i]);
+        added.item[i] = first ? term : sum(added.item[i], term);
+    }
+}
 
 template <int S, int A>
 static __device__ __forceinline__ typename item<A>::raw
@@ -216,39 +231,55 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
 {
     typedef typename item<S>::raw source;
     typedef typename item<A>::raw target;
-    enum { COUNT = reduction<S, A>::COUNT };
+    enum { COUNT = reduction<S, A>::COUNT, IN_FLIGHT = reduction<S, A>::IN_FLIGHT };
 #pragma unroll 1
-    for (int64_t g = lane; g < groups; g += lanes) {
-        const int64_t at = begin + g * COUNT;
-        group<target, COUNT> before, added;
+    for (int64_t g = lane; g < groups; g += IN_FLIGHT * lanes) {
+        group<target, COUNT> before[IN_FLIGHT], added[IN_FLIGHT];
         bool first = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            added.item[i] = 0;
-            before.item[i] = 0;
-        }
-        if (p.add) {
-            before.template load<true>((const target *)p.acc + at);
+        for (int k = 0; k < IN_FLIGHT; k++) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                added[k].item[i] = 0;
+                before[k].item[i] = 0;
+            }
+            if (p.add && g + k * lanes < groups) {
+                before[k].template load<true>((const target *)p.acc + begin +
+                                              (g + k * lanes) * COUNT);
+            }
         }
 #pragma unroll 1
         for (int s = 0; s < p.src_count; s++) {
-            if (!p.src[s]) {
+            const source *src = (const source *)p.src[s];
+            if (!src) {
                 continue;
             }
-            group<source, COUNT> in;
-            in.template load<true>((const source *)p.src[s] + at);
+            group<source, COUNT> in[IN_FLIGHT];
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const target term = (target)item<S>::get(in.item[i]);
-                added.item[i] = first ? term : sum(added.item[i], term);
+            for (int k = 0; k < IN_FLIGHT; k++) {
+                if (g + k * lanes < groups) {
+                    in[k].template load<true>(src + begin + (g + k * lanes) * COUNT);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) {
+                if (g + k * lanes < groups) {
+                    add_group<S, A>(added[k], in[k], first);
+                }
             }
             first = false;
         }
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            added.item[i] = finish<S, A>(p, before.item[i], added.item[i], norm);
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (g + k * lanes < groups) {
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    added[k].item[i] =
+                        finish<S, A>(p, before[k].item[i], added[k].item[i], norm);
+                }
+                added[k].store((target *)p.acc + begin + (g + k * lanes) * COUNT);
+            }
         }
-        added.store((target *)p.acc + at);
     }
 }
 
