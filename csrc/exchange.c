@@ -60,11 +60,24 @@ make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return FSDPC_OK;
 }
 
+/* What is made now needs the host; a capture would break inside the driver. */
+static int
+check_capture(const fsdpc_exchange_plan *plan)
+{
+    uint64_t capture;
+    FSDPC_TRY(fsdpc_device_capture(fsdpc_comm_device(plan->comm), &capture));
+    return capture == 0 ? FSDPC_OK
+                        : fsdpc_error(FSDPC_E_STATE,
+                                      "the first forward sets the model up and cannot be captured "
+                                      "into a CUDA graph: run a few ordinary steps before");
+}
+
 int
 fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
 {
     int status = FSDPC_OK;
     *out = NULL;
+    FSDPC_TRY(check_capture(plan));
     fsdpc_exchange *x = fsdpc_mem_calloc(1, sizeof *x);
     if (!x) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");

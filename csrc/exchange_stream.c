@@ -106,8 +106,6 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     s->device = fsdpc_comm_device(x->comm);
     s->reduce_comm = fsdpc_comm_for_reductions(x->comm);
-    FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
-    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "the first forward, which sets the model up,"));
     s->replicas = x->in_turn = fsdpc_stream_has_replicas(x);
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));

@@ -184,6 +184,11 @@ the_host_is_refused_in_a_capture(int rank, ranks_run *run)
     CHECK_INT(fsdpc_tree_forward_leave(m.tree, 1, false), FSDPC_OK);
     CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
     CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    static const fsdpc_tree_options options = {0};
+    fsdpc_tree *second;
+    stream = begin_capture(&m);
+    CHECK_INT(fsdpc_tree_new(m.units, depths, UNITS, &options, &second), FSDPC_E_STATE);
+    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
     CHECK_INT(simgpu_reports(), 0);
     report();
     close_model(&m);
