@@ -110,6 +110,8 @@ def place(
     _check_usable(device, unit_name, rank)
     if asked is None and device == CPU and torch.cuda.is_available():
         _warn_of_cpu()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        _warn_of_current(device, unit_name)
     return device
 
 
@@ -162,6 +164,15 @@ def _check_usable(device: torch.device, unit_name: str, rank: int) -> None:
             f"unit {unit_name!r} has parameters on {device} on rank {rank}, but {reason}; move the "
             "module to the CPU to train it there"
         )
+
+
+def _warn_of_current(device: torch.device, unit_name: str) -> None:
+    warnings.warn(
+        f"unit {unit_name!r} is on {device}, but torch's current CUDA device is "
+        f"{torch.cuda.current_device()}: threads that run the unit make {device} the current one. "
+        f"Call torch.cuda.set_device({device.index}) before wrapping to have it so everywhere.",
+        stacklevel=5,
+    )
 
 
 def _warn_of_cpu() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdpc import _comm_hooks
@@ -47,6 +48,7 @@ def lazy_init(root: Any) -> None:
         return
     members = unit_modules(root)
     _check_homogeneous(members)
+    _check_one_device(members)
     _warn_of_eval_precision(members)
     for member in members:
         if member._is_root:
@@ -125,6 +127,19 @@ def _check_homogeneous(members: list[Any]) -> None:
                 f"Expects one homogeneous value for {attr} but got {sorted(values)}: pass the "
                 f"same {name} to every FullyShardedDataParallel of a model"
             )
+
+
+def _check_one_device(members: list[Any]) -> None:
+    names: dict[torch.device, str] = {}
+    for member in members:
+        if member._unit is not None:
+            names.setdefault(member.compute_device, member._unit.name)
+    if len(names) > 1:
+        said = ", ".join(f"{name or '(root)'!r} on {device}" for device, name in names.items())
+        raise ValueError(
+            f"the units of a model must be on one device, but there are {said}: pass the same "
+            "device_id to every FullyShardedDataParallel of a model"
+        )
 
 
 def _warn_of_eval_precision(members: list[Any]) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdpc import _C, _placement
+from fsdpc import _C, _placement, _root
 from fsdpc._collect import Ignored
 from fsdpc._placement import CPU, asked_device, default_device, place
 
@@ -102,8 +103,15 @@ def test_what_the_core_lacks_is_said(two_gpus: None, monkeypatch: pytest.MonkeyP
 
 
 def test_a_module_on_a_gpu_stays_there(two_gpus: None):
-    assert placed(on("cuda:0")) == torch.device("cuda", 0)
-    assert placed(on("cuda:0"), torch.device("cuda", 0)) == torch.device("cuda", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert placed(on("cuda:1")) == torch.device("cuda", 1)
+        assert placed(on("cuda:1"), torch.device("cuda", 1)) == torch.device("cuda", 1)
+
+
+def test_a_module_on_another_gpu_than_torchs_current_one(two_gpus: None):
+    with pytest.warns(UserWarning, match=r"'layer' is on cuda:0, but torch's current.*is 1"):
+        assert placed(on("cuda:0")) == torch.device("cuda", 0)
 
 
 def test_a_module_on_another_gpu_than_asked(two_gpus: None):
@@ -138,6 +146,18 @@ def test_a_module_on_several_devices(two_gpus: None):
 def test_a_module_without_parameters_goes_to_the_current_gpu(two_gpus: None):
     assert placed(nn.ReLU()) == torch.device("cuda", 1)
     assert placed(nn.ReLU(), torch.device("cuda", 0)) == torch.device("cuda", 0)
+
+
+def test_units_on_two_devices_are_refused_by_name():
+    def member(name: str, device: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            _unit=SimpleNamespace(name=name), compute_device=torch.device(device)
+        )
+
+    here, there = member("", "cuda:0"), member("layers.1", "cuda:1")
+    _root._check_one_device([here, here])
+    with pytest.raises(ValueError, match=r"'\(root\)' on cuda:0, 'layers.1' on cuda:1.*device_id"):
+        _root._check_one_device([here, there])
 
 
 def test_a_module_without_parameters_goes_where_its_units_are(two_gpus: None):
