@@ -17,6 +17,10 @@ _NAMES: dict[torch.dtype, str] = {
 }
 
 
+# Whether autocast is on for any kind of device; the cheapest way to ask.
+autocasts = torch._C._is_any_autocast_enabled
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The engine's name of a dtype; "uint8" (opaque bytes) for what it only carries."""
     return _NAMES.get(dtype, "uint8")

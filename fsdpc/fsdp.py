@@ -27,6 +27,7 @@ from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit
 from fsdpc._compiled import call_untraced, not_traced
 from fsdpc._device import engine_device
 from fsdpc._face import Face
+from fsdpc._interop import autocasts
 from fsdpc._listeners import check_listeners
 from fsdpc._materialize import materialize
 from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
@@ -255,7 +256,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 unit.forward_failed()
             raise
         self._leave(args, output)
-        if torch.is_autocast_enabled(self.compute_device.type):
+        if autocasts():
             # It keeps low-precision copies of the weights, of the whole model in the end.
             torch.clear_autocast_cache()
         return output
