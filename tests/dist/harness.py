@@ -164,7 +164,7 @@ def gpu_environment() -> dict[str, str]:
         return {}
     import env
 
-    return env.environment()
+    return env.environment(SIMNCCL_RANK_ORDER="1")  # the order of the references
 
 
 def skip_host_collectives(outcomes: list[Outcome]) -> None:

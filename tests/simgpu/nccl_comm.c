@@ -82,6 +82,13 @@ simnccl_plant(enum simnccl_fault fault, int rank, int k, int value)
     return put;
 }
 
+__attribute__((constructor)) static void
+read_environment(void)
+{
+    const char *order = getenv("SIMNCCL_RANK_ORDER");
+    nccl_options.rank_order = order && strcmp(order, "1") == 0;
+}
+
 simnccl_options *
 simnccl_get_options(void)
 {

@@ -2,7 +2,8 @@
  *
  * Sums follow a ring, as the real library's ordinary kernels do: the sum for rank d begins with
  * rank d + 1, takes the following ranks one by one and ends with rank d, rounded to the element
- * type after each addition (all-reduce: d = 0 for all elements).
+ * type after each addition (all-reduce: d = 0 for all elements). On request they go from rank 0 up,
+ * so that a reference can be equal to the bit: the real order is the library's own affair.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -149,7 +150,7 @@ take_sum(nccl_call *call, char *to, size_t items, int destination, size_t offset
     const struct ncclComm *comm = call->comm;
     size_t item = nccl_item(call->request.type);
     for (int step = 1; step <= comm->world; step++) {
-        int r = (destination + step) % comm->world;
+        int r = nccl_options.rank_order ? step - 1 : (destination + step) % comm->world;
         const char *from = place(comm, r, comm->round) + offset * item;
         if (step == 1) {
             memcpy(to, from, items * item);

@@ -21,6 +21,8 @@ typedef struct simnccl_options {
     int version;     /* 22803 */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls */
     int stall_ms;    /* blocking waits for other ranks end after this, as an error; 30000 */
+    bool
+        rank_order; /* sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER */
 } simnccl_options;
 simnccl_options *simnccl_get_options(void);
 
