@@ -260,10 +260,9 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 
 /* Before other memory comes behind an address, whatever was queued must be done with the old. */
 static int
-settle(struct fsdpc_streams *s, const fsdpc_unit *unit)
+settle(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S, unit->name);
+    return fsdpc_comm_settle(x->comm, unit->name);
 }
 
 /* Spare memory is zeroed on the current stream: that of the gather which writes it next. */
@@ -282,7 +281,7 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     if (slot_is_in_use(x, unit)) {
         FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
-        FSDPC_TRY(settle(x->streams, unit));
+        FSDPC_TRY(settle(x, unit));
         FSDPC_TRY(map_spare(x, unit));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
         FSDPC_TRY(fill(x, unit));
@@ -347,7 +346,7 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
     bool unread = unit->begun && !unit->ready;
     unit->begun = unit->ready = false;
     if (unit->range.spare) {
-        FSDPC_TRY(settle(s, unit));
+        FSDPC_TRY(settle(x, unit));
         return fsdpc_arena_restore(x->arena, &unit->range);
     }
     if (unread) {

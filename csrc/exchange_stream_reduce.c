@@ -189,9 +189,7 @@ share_used(fsdpc_exchange *x)
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
     FSDPC_TRY(join_bits(x));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
-    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    FSDPC_TRY(fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
-                                  "used bits at the end of backward"));
+    FSDPC_TRY(fsdpc_comm_settle(s->reduce_comm, "used bits at the end of backward"));
     read_bits(x, s->bits);
     return FSDPC_OK;
 }
