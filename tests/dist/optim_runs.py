@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from toys import Block, Reference, Toy, loss_of, tokens, wrap_blocks
 
@@ -86,15 +84,8 @@ def named(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": {of_id[i]: s for i, s in saved["state"].items()}, "param_groups": groups}
 
 
-def same(got: Tensor, expected: Tensor) -> bool:
-    """Equal to the bit. NCCL's ring sums three ranks in another order than the reference does."""
-    if os.environ.get("FSDPC_TEST_GPU") == "sim" and dist.get_world_size() > 2:
-        return torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
-    return torch.equal(got, expected)
-
-
 def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Same names, and values equal to the bit (but see `same`)."""
+    """Same names, and values equal to the bit."""
     assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())}"
     for name, state in expected.items():
         assert got[name].keys() == state.keys(), name
@@ -105,7 +96,7 @@ def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 continue
             other = got[name][key]
             assert (other.shape, other.dtype) == (value.shape, value.dtype), where
-            assert same(other, value), f"{where}: {other} but expected {value}"
+            assert torch.equal(other, value), f"{where}: {other} but expected {value}"
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -408,7 +408,9 @@ def test_kind(monkeypatch):
     assert _bootstrap._read_kind(None) == "c10d"
     assert _bootstrap._read_kind("shm") == "shm"
     monkeypatch.setenv("FSDPC_COLLECTIVES", "nccl")
-    with pytest.raises(ValueError, match="FSDPC_COLLECTIVES must be one of auto, shm, c10d.*nccl"):
+    assert _bootstrap._read_kind(None) == "nccl"
+    monkeypatch.setenv("FSDPC_COLLECTIVES", "mpi")
+    with pytest.raises(ValueError, match="must be one of auto, shm, c10d, nccl, but is 'mpi'"):
         _bootstrap._read_kind(None)
 
 
