@@ -164,6 +164,12 @@ fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot)
 }
 
 size_t
+fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot)
+{
+    return slot >= 0 && slot < arena->slot_count ? arena->slots[slot].bytes : 0;
+}
+
+size_t
 fsdpc_arena_bytes(const fsdpc_arena *arena)
 {
     return arena->total_bytes;

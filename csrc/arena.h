@@ -58,6 +58,7 @@ void fsdpc_arena_discard(fsdpc_arena *arena);
 int fsdpc_arena_slot_count(const fsdpc_arena *arena);
 /* A slot's own address, the same for the arena's life; NULL in host memory. */
 void *fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot);
+size_t fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot);
 /* Bytes of all slots. */
 size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
 /* Bytes of private memory mapped now behind ranges, and how often that happened. */

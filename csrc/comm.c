@@ -341,6 +341,30 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     return status == FSDPC_E_MISMATCH ? status : finish(comm, status);
 }
 
+/* --- registered memory ---------------------------------------------------------------------- */
+
+int
+fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes)
+{
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    return comm->ops->register_memory && buffer ? comm->ops->register_memory(comm, buffer, bytes)
+                                                : FSDPC_OK;
+}
+
+void
+fsdpc_comm_forget(fsdpc_comm *comm, void *buffer)
+{
+    if (comm->ops->forget_memory && buffer) {
+        comm->ops->forget_memory(comm, buffer);
+    }
+}
+
+bool
+fsdpc_comm_is_symmetric(const fsdpc_comm *comm)
+{
+    return comm->ops->is_symmetric && comm->ops->is_symmetric(comm);
+}
+
 /* --- buffers -------------------------------------------------------------------------------- */
 
 int

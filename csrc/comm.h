@@ -96,6 +96,15 @@ int fsdpc_comm_barrier(fsdpc_comm *comm, const char *what);
 /* See fsdpc_shm_agree. */
 int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
 
+/* Collective, in one order: collectives on these bytes go without staging where the kind can do that
+ * ("nccl"); elsewhere nothing happens. On the device they are a slot's (arena.h). They stay until
+ * they are forgotten (local), or the communicator ends. */
+int fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes);
+void fsdpc_comm_forget(fsdpc_comm *comm, void *buffer);
+/* Whether all ranks' registered memory is one to the device: then low precision types are summed in
+ * F32 and rounded once. */
+bool fsdpc_comm_is_symmetric(const fsdpc_comm *comm);
+
 /* The same on host memory, wherever the group's own collectives work (comm_host.c): for what ranks
  * tell each other outside of steps. Sums are in rank order, in F32 (F64 for F64). */
 int fsdpc_comm_host_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes,

@@ -37,6 +37,9 @@ typedef struct fsdpc_comm_ops {
     /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that
      * the host does not see; without it those take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
+    int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
+    void (*forget_memory)(fsdpc_comm *comm, void *buffer);                /* with the former */
+    bool (*is_symmetric)(const fsdpc_comm *comm);                         /* (optional): false */
     void (*free)(fsdpc_comm *comm); /* frees the struct itself, too */
 } fsdpc_comm_ops;
 

@@ -1,7 +1,7 @@
 /* The communicator over NCCL: starting it, and its collectives. See comm_nccl.h.
  *
  * NCCL is told not to block, so each of its calls may answer "in progress"; nothing may follow on
- * the communicator or on its stream until it is done, which settle() awaits with the deadline.
+ * the communicator or on its stream until it is done, which fsdpc_nccl_settle() awaits with the deadline.
  */
 #include "comm_nccl.h"
 
@@ -30,8 +30,8 @@ refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 }
 
 /* `result` of the call just made; `calls` is held. */
-static int
-settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+int
+fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
     double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
     while (result == FSDPC_NCCL_IN_PROGRESS) {
@@ -145,9 +145,11 @@ put(nccl_comm *comm, order *o, int kind, const fsdpc_comm_part *parts, int count
     }
     if (o) {
         o->stream = stream;
-        FSDPC_GOTO(settle(comm, issue(comm, o), what), end);
+        FSDPC_GOTO(fsdpc_nccl_settle(comm, issue(comm, o), what), end);
     } else {
-        FSDPC_GOTO(settle(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what), end);
+        FSDPC_GOTO(
+            fsdpc_nccl_settle(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what),
+            end);
     }
     FSDPC_GOTO(fsdpc_nccl_watch_add(comm, stream, what, bytes), end);
 end:
@@ -391,6 +393,12 @@ abort_comm(fsdpc_comm *comm, const char *text)
     fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
 }
 
+static bool
+is_symmetric(const fsdpc_comm *comm)
+{
+    return ((const nccl_comm *)comm)->way == FSDPC_NCCL_WINDOWS;
+}
+
 static void
 fail(fsdpc_comm *comm, int status, const char *text)
 {
@@ -455,6 +463,9 @@ static const fsdpc_comm_ops nccl_ops = {
     .fail = fail,
     .close = close_comm,
     .exchange = exchange,
+    .register_memory = fsdpc_nccl_register,
+    .forget_memory = fsdpc_nccl_forget,
+    .is_symmetric = is_symmetric,
     .free = release,
 };
 
@@ -550,7 +561,7 @@ meet(nccl_comm *comm, const char *id)
     snprintf(what, sizeof what, "starting communicator %s", comm->name);
     fsdpc_nccl_result result =
         comm->nccl->init_rank(&comm->handle, comm->base.world, unique, comm->base.rank, &config);
-    return settle(comm, result, what);
+    return fsdpc_nccl_settle(comm, result, what);
 }
 
 int
@@ -573,6 +584,7 @@ fsdpc_comm_nccl(fsdpc_device *device, int rank, int world, const char id[FSDPC_C
     if (status != FSDPC_OK) {
         goto fail;
     }
+    FSDPC_GOTO(fsdpc_nccl_try_registration(comm), fail);
     *out = &comm->base;
     return FSDPC_OK;
 fail:
@@ -585,31 +597,4 @@ void
 fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream)
 {
     memcpy(&of(comm)->stream, &stream, sizeof stream);
-}
-
-int
-fsdpc_comm_nccl_register(fsdpc_comm *base, void *buffer, size_t bytes)
-{
-    nccl_comm *comm = of(base);
-    int status = FSDPC_OK;
-    void *registered = NULL;
-    if (!comm->nccl->register_buffer || !comm->nccl->deregister_buffer) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE, "NCCL %d cannot register buffers",
-                           comm->nccl->version);
-    }
-    FSDPC_TRY(fsdpc_comm_check(base));
-    FSDPC_TRY(fsdpc_nccl_use_context(comm));
-    pthread_mutex_lock(&comm->calls);
-    if (!comm->handle || comm->buffer_count == FSDPC_NCCL_BUFFERS) {
-        FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "no more buffers can be registered (at most %d)",
-                               FSDPC_NCCL_BUFFERS),
-                   end);
-    }
-    FSDPC_GOTO(settle(comm, comm->nccl->register_buffer(comm->handle, buffer, bytes, &registered),
-                      "registering a buffer"),
-               end);
-    comm->buffers[comm->buffer_count++] = registered;
-end:
-    pthread_mutex_unlock(&comm->calls);
-    return status;
 }

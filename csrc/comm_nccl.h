@@ -19,7 +19,9 @@ typedef struct fsdpc_comm_nccl_options {
     const char *name; /* for texts: "gather"; NULL: "nccl" */
     double timeout_s; /* of the start and of each collective; > 0 */
     int poll_ms;      /* of the watching thread; 0: 50 */
-    void *stream;     /* of the collectives; NULL: the device's current stream at each call */
+    bool
+        registers; /* fsdpc_comm_register is of use: see [Note: registration]; alike on all ranks */
+    void *stream;  /* of the collectives; NULL: the device's current stream at each call */
     /* (optional) The host's own channel, used by agree, barrier and small collectives on host memory:
      * an all-gather of bytes in host memory, with a deadline of its own; a status with its text.
      * Without it they go over the GPU. */
@@ -42,9 +44,6 @@ void fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream);
 /* Local: the host waits until all that was put on streams has ended, by queries. The failure, if
  * there is one. */
 int fsdpc_comm_nccl_wait(fsdpc_comm *comm);
-/* All ranks in one order: makes NCCL use these bytes without staging where it can. Forgotten with
- * the communicator. FSDPC_E_UNAVAILABLE where the library is too old. */
-int fsdpc_comm_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
 /* "NCCL 2.28.3 (/path/libnccl.so.2)" into `text`. */
 int fsdpc_comm_nccl_describe(char *text, size_t bytes);
 

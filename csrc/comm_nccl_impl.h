@@ -27,6 +27,13 @@ typedef struct fsdpc_nccl_entry {
     fsdpc_cu_event event; /* made once for the place, reused */
 } fsdpc_nccl_entry;
 
+/* See [Note: registration]. */
+enum fsdpc_nccl_way { FSDPC_NCCL_NEITHER, FSDPC_NCCL_WINDOWS, FSDPC_NCCL_BUFFERS_OF_ONE };
+typedef struct fsdpc_nccl_buffer {
+    void *address, *own;
+    fsdpc_nccl_window window;
+} fsdpc_nccl_buffer;
+
 typedef struct nccl_comm {
     fsdpc_comm base;
     const fsdpc_nccl *nccl;
@@ -39,7 +46,8 @@ typedef struct nccl_comm {
     /* One thread at a time is inside NCCL: whoever holds this. */
     pthread_mutex_t calls;
     fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
-    void *buffers[FSDPC_NCCL_BUFFERS];
+    enum fsdpc_nccl_way way;
+    fsdpc_nccl_buffer buffers[FSDPC_NCCL_BUFFERS];
     int buffer_count;
     char *scratch; /* on the device, for host memory that goes over it */
     char *pinned;
@@ -62,6 +70,17 @@ int fsdpc_nccl_use_context(const nccl_comm *comm);
 /* Breaks the communicator and leaves the abort to the thread. Any thread. */
 void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* `result` of the call just made becomes a status, by the deadline; `calls` is held. */
+int fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what);
+
+/* comm_nccl_register.c */
+int fsdpc_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
+void fsdpc_nccl_forget(fsdpc_comm *comm, void *buffer);
+/* With `calls` held. */
+void fsdpc_nccl_delist_all(nccl_comm *comm);
+/* Collective: finds out what can be registered. */
+int fsdpc_nccl_try_registration(nccl_comm *comm);
 
 /* comm_nccl_watch.c */
 int fsdpc_nccl_watch_start(nccl_comm *comm);

@@ -217,14 +217,6 @@ look_at_nccl(nccl_comm *comm)
 
 /* --- ending NCCL's side --------------------------------------------------------------------------- */
 
-static void
-deregister_buffers(nccl_comm *comm)
-{
-    while (comm->buffer_count > 0) {
-        (void)comm->nccl->deregister_buffer(comm->handle, comm->buffers[--comm->buffer_count]);
-    }
-}
-
 /* A sound communicator is taken down in peace: peers may still be in its last collective. */
 static bool
 ended_in_peace(nccl_comm *comm)
@@ -257,7 +249,7 @@ end_nccl(nccl_comm *comm)
     fsdpc_nccl_comm handle = comm->handle;
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
     if (handle && sound && idle) {
-        deregister_buffers(comm);
+        fsdpc_nccl_delist_all(comm);
         if (ended_in_peace(comm)) {
             handle = NULL;
         }

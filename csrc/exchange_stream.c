@@ -54,13 +54,10 @@ open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->readers[i].done));
     }
     for (int i = 0; i < x->reduce_slots && x->max_reduce_bytes > 0; i++) {
-        if (fsdpc_exchange_packs(x, NULL)) {
-            FSDPC_TRY(fsdpc_device_alloc(s->device, x->max_reduce_bytes, &s->slots[i].buffer));
-        }
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].packed));
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].summed));
     }
-    return FSDPC_OK;
+    return fsdpc_stream_slots_open(x);
 }
 
 /* What a rank brings that used all of its parameters. */
@@ -151,11 +148,11 @@ close_streams(fsdpc_exchange *x)
     }
     fsdpc_stream_gather_close(x);
     fsdpc_stream_turns_close(x);
+    fsdpc_stream_slots_close(x);
     for (int i = 0; s->readers && i < s->slot_count; i++) {
         fsdpc_device_event_free(s->device, s->readers[i].done);
     }
     for (int i = 0; s->slots && i < x->reduce_slots; i++) {
-        fsdpc_device_free(s->device, s->slots[i].buffer, x->max_reduce_bytes);
         fsdpc_device_event_free(s->device, s->slots[i].packed);
         fsdpc_device_event_free(s->device, s->slots[i].summed);
     }

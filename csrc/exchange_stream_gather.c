@@ -96,10 +96,10 @@ fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit)
     char what[FSDPC_STREAM_WHAT_BYTES];
     snprintf(what, sizeof what, "gather of unit %s", unit->name);
     FSDPC_TRY(cast_pieces(x, unit));
+    char *values = fsdpc_stream_address(x, unit);
     for (int i = 0; i < unit->layout->segment_count; i++) {
         const fsdpc_segment *seg = &unit->layout->segments[i];
-        s->parts[i] = (fsdpc_comm_part){(char *)unit->range.address + seg->full_offset,
-                                        seg->piece_numel, seg->compute};
+        s->parts[i] = (fsdpc_comm_part){values + seg->full_offset, seg->piece_numel, seg->compute};
     }
     return fsdpc_comm_all_gather_parts(x->comm, s->parts, unit->layout->segment_count, what);
 }

@@ -63,6 +63,7 @@ struct fsdpc_streams {
     bool replicas;                  /* some unit has them */
     struct fsdpc_turns turns;
     struct fsdpc_reduce_slot *slots;
+    fsdpc_arena *reduce_arena; /* their memory */
     int next_slot;
     int sent;      /* reductions in this backward */
     uint8_t *mask; /* of the unit being packed */
@@ -78,6 +79,13 @@ struct fsdpc_streams {
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
 int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what);
+
+/* --- exchange_stream_slots.c ------------------------------------------------------------------ */
+
+int fsdpc_stream_slots_open(fsdpc_exchange *x);
+void fsdpc_stream_slots_close(fsdpc_exchange *x);
+/* Where collectives find a unit's values. */
+char *fsdpc_stream_address(const fsdpc_exchange *x, const fsdpc_unit *unit);
 
 /* --- exchange_stream_capture.c ---------------------------------------------------------------- */
 

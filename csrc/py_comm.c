@@ -206,13 +206,16 @@ comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *k
 
 PyDoc_STRVAR(
     nccl_doc,
-    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=600.0, exchange=None)\n--\n\n"
+    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=600.0, exchange=None, *, "
+    "register=False)\n--\n\n"
     "A communicator of GPUs over NCCL, and a second one for its reductions. Collective: all ranks\n"
     "pass the same two ids of nccl_id(). device: this rank's GPU by number. timeout is in seconds\n"
     "and holds for this call and each later collective. exchange(memory, piece_bytes, what):\n"
     "the host's own channel, an all-gather on a 1-D array of bytes, for what ranks tell each "
     "other\n"
-    "outside of steps; without it that goes over the GPU. Methods take arrays in host memory, for\n"
+    "outside of steps; without it that goes over the GPU. register: slots are registered with "
+    "NCCL\n"
+    "where it can do that; the same on all ranks. Methods take arrays in host memory, for\n"
     "that channel, and torch's tensors on the GPU, for NCCL on torch's current stream.\n"
     "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
 
@@ -571,6 +574,14 @@ comm_world(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromLong(fsdpc_comm_world(((comm_object *)self)->comm));
 }
 
+/* Of reductions: what is asked is how they sum. */
+static PyObject *
+comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
+{
+    fsdpc_comm *comm = ((comm_object *)self)->comm;
+    return PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(comm)));
+}
+
 static PyObject *
 comm_kind(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -655,6 +666,8 @@ static PyGetSetDef comm_getset[] = {
     {"kind", comm_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
     {"device", comm_device, NULL, "Number of the GPU whose memory it carries; None: the CPU's.",
      NULL},
+    {"symmetric", comm_symmetric, NULL,
+     "True if NCCL reduces on windows of memory that all ranks' GPUs see.", NULL},
     {"closed", comm_closed, NULL, "True after close().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

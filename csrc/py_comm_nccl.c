@@ -73,6 +73,7 @@ typedef struct request {
     PyObject *id, *reduce_id, *exchange;
     const char *name;
     double timeout;
+    bool registers;
 } request;
 
 static int
@@ -98,8 +99,9 @@ read_request(PyObject *const *values, Py_ssize_t count, PyObject *keywords, requ
         {"name", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &out->name},
         {"timeout", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &out->timeout},
         {"exchange", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &out->exchange},
+        {"register", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &out->registers},
     };
-    if (fsdpc_py_args("nccl", table, 8, values, count, keywords) < 0 ||
+    if (fsdpc_py_args("nccl", table, 9, values, count, keywords) < 0 ||
         check_id(out->id, "id") < 0 || check_id(out->reduce_id, "reduce_id") < 0) {
         return -1;
     }
@@ -138,7 +140,8 @@ make(const request *from, const fsdpc_comm_nccl_options *options, const char *co
     fsdpc_device *device = NULL;
     fsdpc_comm *comm = NULL, *twin = NULL;
     char name[64];
-    fsdpc_comm_nccl_options second = {.name = name, .timeout_s = options->timeout_s};
+    fsdpc_comm_nccl_options second = {
+        .name = name, .timeout_s = options->timeout_s, .registers = options->registers};
     status = fsdpc_device_cuda(from->device, &device);
     if (status != FSDPC_OK) {
         if (options->release) {
@@ -167,6 +170,7 @@ fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
         return NULL;
     }
     fsdpc_comm_nccl_options options = {.timeout_s = from.timeout,
+                                       .registers = from.registers,
                                        .name = from.name[0] ? from.name : "nccl"};
     const char *const ids[2] = {PyBytes_AS_STRING(from.id), PyBytes_AS_STRING(from.reduce_id)};
     if (set_channel(from.exchange, from.world, &options) < 0) {

@@ -11,6 +11,8 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        counters, hooks and flight recorder see every collective. GPUs take ``auto``
                        and ``nccl``, the CPU all but ``nccl``.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
+``FSDPC_NCCL_REGISTER``
+                       0: slots of GPUs are not registered with NCCL (1 by default).
 ``FSDPC_TRUST_ORDER``  1: with ``c10d``, leave out the small all-gather before each collective by
                        which ranks learn that they mean different units.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdpc import _C
+from fsdpc import _C, _wire
 from fsdpc._channel import Channel, store_of
 
 WATCH_S = 0.5
@@ -33,6 +33,7 @@ class _Hello:
     place: str
     pid: int
     gpu: int
+    registers: bool  # it has what memory is registered from
     error: str  # why this rank cannot go on
     ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
 
@@ -65,7 +66,19 @@ def make_nccl_comm(
     everyone = _meet(meeting, device, place, {**(settings or {}), "FSDPC_TIMEOUT": timeout})
     gather_id, reduce_id, keys = everyone[0].ids
     channel = meeting.renamed(f"fsdpc/nccl/{keys}")
-    comm = _C.Comm.nccl(pg.rank(), pg.size(), gather_id, reduce_id, device, name, timeout, channel)
+    comm = _C.Comm.nccl(
+        pg.rank(),
+        pg.size(),
+        gather_id,
+        reduce_id,
+        device,
+        name,
+        timeout,
+        channel,
+        register=all(hello.registers for hello in everyone),
+    )
+    if all(hello.place == place for hello in everyone):
+        _wire.note_one_host(comm)
     meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
     watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
     return comm
@@ -73,16 +86,21 @@ def make_nccl_comm(
 
 def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
-    ids, version, failure = (b"", b"", ""), "", None
+    ids, version, failure, registers = (b"", b"", ""), "", None, False
+    wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
     try:
-        _C.cuda_device(device)
+        registers = wanted and _C.cuda_device(device)["virtual_memory"]
         version = _C.nccl_version()
         if channel.rank == 0:
             ids = (_C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex)
     except Exception as error:
         failure = error
-    settings = {**settings, "the version of NCCL": version.partition(" (")[0]}
-    mine = _Hello(settings, place, os.getpid(), device, str(failure or ""), ids)
+    settings = {
+        **settings,
+        "FSDPC_NCCL_REGISTER": wanted,
+        "the version of NCCL": version.partition(" (")[0],
+    }
+    mine = _Hello(settings, place, os.getpid(), device, registers, str(failure or ""), ids)
     said = [pickle.loads(text) for text in channel.gather(pickle.dumps(mine), what)]
     if failure is not None:
         raise failure

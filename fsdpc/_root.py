@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _comm_hooks
+from fsdpc import _comm_hooks, _wire
 from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._compiled import call_untraced
 from fsdpc._inputs import preparation
@@ -231,10 +231,12 @@ def precision_line(root: Any) -> str:
     segments = [segment for unit in units for segment in unit.flat.layout()["segments"]]
     trained = [segment for segment in segments if segment["trainable"]]
     divide = units[0].groups.divide if units else 1
+    travels = _dtypes(trained, "reduce")
+    rounding = _wire.remark(units[0].groups.shard, travels) if units else ""
     parts = [
         f"fsdpc: storage {_dtypes(segments, 'storage')}",
         f"compute {_dtypes(segments, 'compute')}",
-        f"reduce {_dtypes(trained, 'reduce')}",
+        f"reduce {travels}{rounding}",
         f"accumulate {_dtypes(trained, 'accumulate')}",
         f"optimizer {_dtypes(trained, 'storage')}",
         f"gradients / {divide:g}",

@@ -16,6 +16,7 @@ from fsdpc._device import CPU, tensor_device
 from fsdpc._handle import HandleFace
 from fsdpc._interop import computes, dtype_name, over
 from fsdpc._whole import WholeValues
+from fsdpc._wire import default_dtype
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Unit(HandleFace, WholeValues):
             nbytes = param.numel() * param.element_size()
             return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False)
         compute = self.param_dtype or dtype
-        reduce = self.reduce_dtype or compute
+        reduce = self.reduce_dtype or default_dtype(compute, self.groups.shard)
         return (
             self.infos[i].name,
             param.numel(),

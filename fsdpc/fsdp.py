@@ -222,7 +222,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             infos,
             self._groups,
             param_dtype=mixed.param_dtype,
-            reduce_dtype=mixed.reduce_dtype or mixed.param_dtype,
+            reduce_dtype=mixed.reduce_dtype,
             reshard_after_forward=self._reshard_after_forward,
             use_orig_params=self._use_orig_params,
             keep_low_precision_grads=mixed.keep_low_precision_grads,

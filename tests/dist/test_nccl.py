@@ -410,3 +410,52 @@ def test_processes_end_without_hanging(tmp_path, how, said):
     assert [p.returncode for p in programs] == [0, 1 if how == "raise" else 0], ended
     assert ended[0][0].startswith(said), ended
     assert time.monotonic() - began < 45  # the deadline did not have to speak
+
+
+# --- registered memory, and the dtype of the wire ------------------------------------------------
+
+
+def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
+    """The precision line, the sums of gradients (256 on rank 0, 1 on others) that this rank has,
+    and the collectives on windows."""
+    model = fsdpc.FullyShardedDataParallel(
+        torch.nn.Linear(64 * world, 1, bias=False), mixed_precision=fsdpc.MixedPrecision(**mixed)
+    )
+    model(torch.full((1, 64 * world), 256.0 if rank == 0 else 1.0)).sum().backward()
+    grad = next(iter(model.parameters())).grad
+    assert grad is not None and grad.numel() == 64
+    return model.precision_line, set((grad * world).tolist()), simgpu.nccl_count()["windowed"]
+
+
+@ranks(4, env=GPU)
+def test_windows_sum_narrow_gradients_in_fp32(rank, world):
+    assert connect().symmetric
+    line, sums, windowed = trained(rank, world, param_dtype=torch.bfloat16)
+    assert "reduce bf16 (summed in fp32, symmetric memory) |" in line, line
+    assert (sums, windowed) == ({260.0}, 2)  # 259, rounded once
+
+
+@ranks(4, env={**GPU, "FSDPC_NCCL_REGISTER": "0", "SIMNCCL_RANK_ORDER": "0"})
+def test_without_windows_what_nobody_asked_to_be_narrow_travels_wide(rank, world):
+    narrow = torch.bfloat16
+    assert not connect().symmetric
+    line, sums, windowed = trained(rank, world, param_dtype=narrow)
+    assert "reduce fp32 |" in line, line
+    assert (sums, windowed) == ({259.0}, 0)
+    line, sums, _ = trained(rank, world, param_dtype=narrow, reduce_dtype=narrow)
+    assert "reduce bf16 (rounded at each rank, as reduce_dtype asks) |" in line, line
+    assert sums == {[260.0, 260.0, 256.0, 256.0][rank]}  # in the order of the ring
+
+
+@ranks(2, env={**GPU, "FSDPC_NCCL_REGISTER": "0"})
+def test_two_ranks_round_once_anyway(rank, world):
+    line, sums, _ = trained(rank, world, param_dtype=torch.bfloat16)
+    assert "reduce bf16 |" in line, line
+    assert sums == {256.0}  # 257, rounded once
+
+
+@ranks(2, env=GPU)
+def test_ranks_that_differ_in_registering(rank, world):
+    os.environ["FSDPC_NCCL_REGISTER"] = str(rank)
+    with pytest.raises(_C.MismatchError, match="FSDPC_NCCL_REGISTER differs.*False on rank 0"):
+        connect()

@@ -29,7 +29,7 @@ typedef struct unique {
 #else
 #define VERSION DEFAULT_VERSION
 #endif
-simnccl_options nccl_options = {.version = VERSION, .stall_ms = 30000};
+simnccl_options nccl_options = {.version = VERSION, .stall_ms = 30000, .symmetric = true};
 simnccl_counters nccl_counters;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static plant plants[PLANTS];
@@ -109,7 +109,7 @@ simnccl_reset(void)
 {
     api_lock();
     plant_count = 0;
-    nccl_options = (simnccl_options){.version = VERSION, .stall_ms = 30000};
+    nccl_options = (simnccl_options){.version = VERSION, .stall_ms = 30000, .symmetric = true};
     nccl_counters = (simnccl_counters){.registered = nccl_counters.registered,
                                        .communicators = nccl_counters.communicators};
     api_unlock();
@@ -450,6 +450,12 @@ static void
 leave(struct ncclComm *comm)
 {
     delist(comm);
+    while (comm->registrations) {
+        nccl_registration *gone = comm->registrations;
+        comm->registrations = gone->next;
+        free(gone);
+        nccl_counters.registered--;
+    }
     while (comm->late) {
         nccl_call *call = comm->late;
         comm->late = call->next;
@@ -514,6 +520,17 @@ ncclGetLastError(fsdpc_nccl_comm comm)
     return comm ? comm->text : "";
 }
 
+const nccl_registration *
+nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes)
+{
+    for (const nccl_registration *r = comm->registrations; r; r = r->next) {
+        if ((uintptr_t)at >= r->base && (uintptr_t)at + bytes <= r->base + r->bytes) {
+            return r;
+        }
+    }
+    return NULL;
+}
+
 /* --- registration, memory -------------------------------------------------------------------------------- */
 
 #ifndef SIMNCCL_OLD
@@ -528,38 +545,71 @@ NCCL_EXPORT fsdpc_nccl_result ncclCommWindowDeregister(fsdpc_nccl_comm comm,
 NCCL_EXPORT fsdpc_nccl_result ncclMemAlloc(void **block, size_t bytes);
 NCCL_EXPORT fsdpc_nccl_result ncclMemFree(void *block);
 
+/* What cuMemAlloc gives is refused, as a real library does by default. */
 static fsdpc_nccl_result
-register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, void **handle)
+register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, bool window, void **handle)
 {
+    size_t grain = window ? simgpu_get_options()->granule : 4096;
     *handle = NULL;
     api_lock();
-    bool may = nccl_check(comm, "a registration") && bytes > 0 && (uintptr_t)buffer % 4096 == 0 &&
-               simgpu_accessible(buffer, bytes, true);
-    if (may) {
-        *handle = malloc(1);
-        nccl_counters.registered++;
+    if (!nccl_check(comm, "a registration")) {
+        api_unlock();
+        return FSDPC_NCCL_INVALID_ARGUMENT;
     }
+    if (bytes == 0 || (uintptr_t)buffer % grain || (window && bytes % grain) ||
+        !simgpu_is_virtual(buffer, bytes)) {
+        strcpy(comm->text, "only whole grains of virtual memory can be registered");
+        api_unlock();
+        return FSDPC_NCCL_INVALID_ARGUMENT;
+    }
+    for (const nccl_registration *r = comm->registrations; r; r = r->next) {
+        if ((uintptr_t)buffer < r->base + r->bytes && r->base < (uintptr_t)buffer + bytes) {
+            fsdpc_nccl_result result = nccl_misuse(comm, "memory is registered twice");
+            api_unlock();
+            return result;
+        }
+    }
+    nccl_registration *made = malloc(sizeof *made);
+    if (!made) {
+        abort();
+    }
+    *made = (nccl_registration){comm->registrations, (uintptr_t)buffer, bytes, window};
+    comm->registrations = made;
+    nccl_counters.registered++;
+    *handle = made;
     api_unlock();
-    return may ? FSDPC_NCCL_SUCCESS : FSDPC_NCCL_INVALID_ARGUMENT;
+    return FSDPC_NCCL_SUCCESS;
 }
 
 static fsdpc_nccl_result
 deregister_buffer(fsdpc_nccl_comm comm, void *handle)
 {
+    fsdpc_nccl_result result = FSDPC_NCCL_INVALID_ARGUMENT;
     api_lock();
-    bool may = nccl_check(comm, "a deregistration") && handle;
-    if (may) {
-        free(handle);
-        nccl_counters.registered--;
+    if (nccl_check(comm, "a deregistration")) {
+        nccl_registration **link = &comm->registrations;
+        while (*link && *link != handle) {
+            link = &(*link)->next;
+        }
+        nccl_registration *gone = *link;
+        if (gone && !simgpu_is_virtual((void *)gone->base, gone->bytes)) {
+            nccl_misuse(comm, "registered memory was taken away");
+        }
+        if (gone) {
+            *link = gone->next;
+            free(gone);
+            nccl_counters.registered--;
+            result = FSDPC_NCCL_SUCCESS;
+        }
     }
     api_unlock();
-    return may ? FSDPC_NCCL_SUCCESS : FSDPC_NCCL_INVALID_ARGUMENT;
+    return result;
 }
 
 fsdpc_nccl_result
 ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, void **handle)
 {
-    return register_buffer(comm, buffer, bytes, handle);
+    return register_buffer(comm, buffer, bytes, false, handle);
 }
 
 fsdpc_nccl_result
@@ -568,14 +618,38 @@ ncclCommDeregister(fsdpc_nccl_comm comm, void *handle)
     return deregister_buffer(comm, handle);
 }
 
+/* All ranks come to it, or it does not end. */
+static fsdpc_nccl_result
+meet_for_window(struct ncclComm *comm)
+{
+    int64_t end = nccl_now_ms() + nccl_options.stall_ms;
+    uint64_t number = ++comm->windows;
+    atomic_store(&comm->segment->ranks[comm->rank].windows, number);
+    for (int r = 0; r < comm->world; r++) {
+        while (atomic_load(&comm->segment->ranks[r].windows) < number) {
+            if (nccl_now_ms() > end) {
+                return FSDPC_NCCL_SYSTEM_ERROR;
+            }
+            sleep_ms(1);
+        }
+    }
+    return FSDPC_NCCL_SUCCESS;
+}
+
 fsdpc_nccl_result
 ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_nccl_window *window,
                        int flags)
 {
-    void *handle;
-    (void)flags;
-    fsdpc_nccl_result result = register_buffer(comm, buffer, bytes, &handle);
-    memcpy(window, &handle, sizeof handle);
+    void *handle = NULL;
+    *window = NULL;
+    if (flags != FSDPC_NCCL_WINDOW_SYMMETRIC) {
+        return FSDPC_NCCL_INVALID_ARGUMENT;
+    }
+    fsdpc_nccl_result result = meet_for_window(comm);
+    if (result == FSDPC_NCCL_SUCCESS && nccl_options.symmetric) {
+        result = register_buffer(comm, buffer, bytes, true, &handle);
+        memcpy(window, &handle, sizeof handle);
+    }
     return result;
 }
 

@@ -18,6 +18,21 @@ count_call(const nccl_call *call)
     nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
 }
 
+/* The larger side decides: what all ranks bring together, or get together. */
+static void
+look_up(nccl_call *call)
+{
+    size_t piece = call->request.count * nccl_item(call->request.type);
+    bool gathers = call->request.kind == ALL_GATHER;
+    bool pieces = gathers || call->request.kind == REDUCE_SCATTER;
+    const nccl_registration *found =
+        nccl_registered(call->comm, call->request.kind == REDUCE_SCATTER ? call->send : call->recv,
+                        piece * (pieces ? (size_t)call->comm->world : 1));
+    call->windowed = found && found->window;
+    nccl_counters.direct += found != NULL;
+    nccl_counters.windowed += call->windowed;
+}
+
 static void
 arm(nccl_call *call)
 {
@@ -49,6 +64,7 @@ nccl_put(nccl_call *call)
     work.name = names[call->request.kind];
     call->number = ++comm->issued;
     count_call(call);
+    look_up(call);
     arm(call);
     atomic_fetch_add(&comm->users, 1);
     CUstream stream;

@@ -3,7 +3,8 @@
  * Sums follow a ring, as the real library's ordinary kernels do: the sum for rank d begins with
  * rank d + 1, takes the following ranks one by one and ends with rank d, rounded to the element
  * type after each addition (all-reduce: d = 0 for all elements). On request they go from rank 0 up,
- * so that a reference can be equal to the bit: the real order is the library's own affair.
+ * so that a reference can be equal to the bit: the real order is the library's own affair. On windows
+ * low precision is summed in F32 and rounded once, as its symmetric kernels do.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -144,13 +145,50 @@ agreed(nccl_call *call)
     return true;
 }
 
+/* Whose part comes `step`-th, from 1 on, into the sum for a rank. */
+static int
+source_of(const struct ncclComm *comm, int destination, int step)
+{
+    return nccl_options.rank_order ? step - 1 : (destination + step) % comm->world;
+}
+
+/* The symmetric kernels' way: low precision only. */
+static bool
+take_wide_sum(const nccl_call *call, char *to, size_t items, int destination, size_t offset)
+{
+    const struct ncclComm *comm = call->comm;
+    bool half = call->request.type == FSDPC_NCCL_FLOAT16;
+    if (!call->windowed || call->request.op != FSDPC_NCCL_SUM ||
+        (!half && call->request.type != FSDPC_NCCL_BFLOAT16)) {
+        return false;
+    }
+    for (int64_t i = 0; i < (int64_t)items; i++) {
+        float sum = 0;
+        for (int step = 1; step <= comm->world; step++) {
+            int r = source_of(comm, destination, step);
+            const char *from =
+                place(comm, r, comm->round) + offset * nccl_item(call->request.type);
+            sum += half ? load_F16(from, i) : load_BF16(from, i);
+        }
+        if (half) {
+            store_F16(to, i, sum);
+        } else {
+            store_BF16(to, i, sum);
+        }
+    }
+    return true;
+}
+
 static void
 take_sum(nccl_call *call, char *to, size_t items, int destination, size_t offset)
 {
     const struct ncclComm *comm = call->comm;
     size_t item = nccl_item(call->request.type);
+    if (take_wide_sum(call, to, items, destination, offset)) {
+        return;
+    }
     for (int step = 1; step <= comm->world; step++) {
-        int r = nccl_options.rank_order ? step - 1 : (destination + step) % comm->world;
+        int r = source_of(comm, destination, step);
         const char *from = place(comm, r, comm->round) + offset * item;
         if (step == 1) {
             memcpy(to, from, items * item);

@@ -34,7 +34,7 @@ typedef struct nccl_rank {
     _Atomic uint64_t at;      /* collectives that it has come to */
     _Atomic uint64_t arrived; /* rounds laid out */
     nccl_request asked[2];    /* of the last two rounds */
-    _Atomic uint64_t splits;
+    _Atomic uint64_t splits, windows;
     int color, key, fd;
     pid_t process;
 } nccl_rank;
@@ -43,6 +43,13 @@ typedef struct nccl_segment {
     _Atomic int world, joined;
     nccl_rank ranks[NCCL_RANKS];
 } nccl_segment;
+
+typedef struct nccl_registration {
+    struct nccl_registration *next;
+    uintptr_t base;
+    size_t bytes;
+    bool window;
+} nccl_registration;
 
 struct ncclComm {
     struct ncclComm *next; /* among the live ones */
@@ -55,7 +62,8 @@ struct ncclComm {
     _Atomic int error;
     uint64_t issued; /* collectives so far */
     uint64_t round;  /* only for work that runs */
-    uint64_t splits;
+    uint64_t splits, windows;
+    nccl_registration *registrations;
     simgpu_point last;      /* collectives of one communicator follow each other */
     struct nccl_call *late; /* a call that has not taken effect yet */
     int polls;
@@ -72,6 +80,7 @@ typedef struct nccl_call {
     uint64_t number;
     uint64_t done_items; /* of a piece */
     bool begun, laid, stuck;
+    bool windowed; /* summed in F32 and rounded once */
     int stuck_error;
     int64_t not_before_ms;
 } nccl_call;
@@ -89,6 +98,8 @@ fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 /* NULL with a misuse reported when it is not alive. Lock held. */
 struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
+/* The registered memory that these bytes lie in, or NULL. Lock held. */
+const nccl_registration *nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes);
 void nccl_unuse(struct ncclComm *comm);
 size_t nccl_item(int type);
 

@@ -199,6 +199,21 @@ simgpu_accessible(const void *ptr, size_t bytes, bool write)
     return may;
 }
 
+SIM_EXPORT bool
+simgpu_is_virtual(const void *ptr, size_t bytes)
+{
+    bool is = true;
+    uintptr_t address = (uintptr_t)ptr, end = address + bytes;
+    sim_lock();
+    while (is && address < end) {
+        const mapping *found = find_mapping(address);
+        is = found && found->memory->kind == VIRTUAL;
+        address = found ? found->base + found->bytes : end;
+    }
+    sim_unlock();
+    return is;
+}
+
 bool
 sim_is_pinned(uintptr_t address, size_t bytes)
 {

@@ -111,6 +111,8 @@ int simgpu_reports(void);
 int simgpu_leaks(char *text, size_t bytes);
 /* True if every byte can be read (written) now by work on the device. */
 bool simgpu_accessible(const void *ptr, size_t bytes, bool write);
+/* All of it is mapped from virtual memory management's pieces. */
+bool simgpu_is_virtual(const void *ptr, size_t bytes);
 
 /* Launches, copies, fills and collectives in the last capture. */
 int64_t simgpu_captured(void);

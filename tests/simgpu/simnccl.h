@@ -21,8 +21,9 @@ typedef struct simnccl_options {
     int version;     /* 22803 */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls */
     int stall_ms;    /* blocking waits for other ranks end after this, as an error; 30000 */
-    bool
-        rank_order; /* sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER */
+    bool symmetric;  /* windows can be had: all GPUs see each other's memory; true */
+    /* Sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER. */
+    bool rank_order;
 } simnccl_options;
 simnccl_options *simnccl_get_options(void);
 
@@ -33,6 +34,7 @@ typedef struct simnccl_counters {
     int64_t mismatches;                /* collectives in which ranks asked for different things */
     int64_t misuses;                   /* calls that a real library would not survive */
     int64_t registered, communicators; /* alive now */
+    int64_t direct, windowed;          /* collectives on registered memory; on windows among them */
     int64_t aborts_ended;
 } simnccl_counters;
 simnccl_counters simnccl_count(void);

@@ -47,7 +47,8 @@ __attribute__((unused)) static fsdpc_comm *
 open_one(const model *m, int rank, int world, const char *name, const char *id)
 {
     fsdpc_comm *comm;
-    fsdpc_comm_nccl_options options = {.name = name, .timeout_s = 30, .poll_ms = 20};
+    fsdpc_comm_nccl_options options = {
+        .name = name, .timeout_s = 30, .poll_ms = 20, .registers = true};
     REQUIRE_OK(fsdpc_comm_nccl(m->device, rank, world, id, &options, &comm));
     return comm;
 }

@@ -190,23 +190,69 @@ channel(int rank, ranks_run *run)
     CHECK_INT(released, 7);
 }
 
+/* Sums of 256, 1, 1 and 1 for each rank, in bfloat16: 260 by way of F32, 256 where ones are lost. */
+static float
+sum_for_last_rank(setup *s, uint16_t *at)
+{
+    for (int i = 0; i < 4; i++) {
+        at[i] = fsdpc_f32_to_bf16(s->rank == 0 ? 256.0f : 1.0f);
+    }
+    CHECK_INT(fsdpc_comm_reduce_scatter(s->comm, at, 1, FSDPC_BF16, "reduce"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s->comm), FSDPC_OK);
+    return fsdpc_bf16_to_f32(at[s->rank]);
+}
+
+/* Bits: windows can be had; the communicator is told to register. */
 static void
 registration(int rank, ranks_run *run)
 {
     setup s;
+    bool windows = run->option & 1, registers = run->option & 2;
     rank_begin(&s, rank, run);
-    REQUIRE_OK(open_comm(&s, 30, NULL));
+    simnccl_get_options()->symmetric = windows;
+    fsdpc_comm_nccl_options options = {.name = "gather", .timeout_s = 30, .registers = registers};
+    fsdpc_device *device;
+    REQUIRE_OK(fsdpc_device_cuda(0, &device));
+    options.stream = s.stream;
+    REQUIRE_OK(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm));
+    CHECK_INT(fsdpc_comm_is_symmetric(s.comm), windows && registers);
+    CHECK_INT(simnccl_count().registered, 0); /* that of the trial is given back */
+
     CUdeviceptr range = gpu_range("slot");
     CUmemGenericAllocationHandle memory = gpu_memory();
     gpu_map(range, memory);
-    CHECK_INT(fsdpc_comm_nccl_register(s.comm, (void *)(uintptr_t)range, GRANULE), FSDPC_OK);
-    CHECK_INT(simnccl_count().registered, 1);
-    CHECK_ERROR(fsdpc_comm_nccl_register(s.comm, (char *)(uintptr_t)range + 8, 64), FSDPC_E_COMM,
-                "registering a buffer: NCCL answers \"invalid argument\"");
+    void *slot = (void *)(uintptr_t)range;
+    CHECK_INT(fsdpc_comm_register(s.comm, slot, GRANULE), FSDPC_OK);
+    CHECK_INT(simnccl_count().registered, registers ? 1 : 0);
+    float sum = sum_for_last_rank(&s, slot);
+    if (rank == run->world - 1) {
+        CHECK_INT((int)sum, windows && registers ? 260 : 256);
+    }
+    CHECK_INT(simnccl_count().direct, registers ? 1 : 0);
+    CHECK_INT(simnccl_count().windowed, windows && registers ? 1 : 0);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 4, "elsewhere"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(simnccl_count().direct, registers ? 1 : 0);
+
+    fsdpc_comm_forget(s.comm, slot);
+    CHECK_INT(simnccl_count().registered, 0);
+    CHECK_INT(fsdpc_comm_register(s.comm, slot, GRANULE), FSDPC_OK);
+    /* What cuMemAlloc gives, and what is no whole grain. */
+    CHECK_ERROR(fsdpc_comm_register(s.comm, s.x, 256), registers ? FSDPC_E_COMM : FSDPC_OK,
+                registers ? "registering a buffer: NCCL answers \"invalid argument\"" : "");
+    CHECK_ERROR(fsdpc_comm_register(s.comm, (char *)slot + 8, 64),
+                registers ? FSDPC_E_COMM : FSDPC_OK, registers ? "whole grains" : "");
     CHECK_INT(fsdpc_comm_check(s.comm), FSDPC_OK);
     fsdpc_comm_free(s.comm);
     CHECK_INT(simnccl_count().registered, 0);
+    CHECK_INT(simnccl_count().misuses, 0);
+}
+
+static void
+description(int rank, ranks_run *run)
+{
     char text[256];
+    (void)rank, (void)run;
     CHECK_INT(fsdpc_comm_nccl_describe(text, sizeof text), FSDPC_OK);
     CHECK(strncmp(text, "NCCL 2.28.3 (/", 14) == 0 && strstr(text, "libnccl.so.2)"));
 }
@@ -423,7 +469,10 @@ main(void)
     }
     run_ranks_of(2, 1, many);
     run_ranks_of(2, 1, channel);
-    run_ranks_of(2, 1, registration);
+    run_ranks_of(1, 1, description);
+    for (int bits = 0; bits < 4; bits++) {
+        run_ranks_of(4, bits, registration);
+    }
     run_ranks_of(2, 1, a_rank_stops);
     run_ranks_of(3, 2, a_rank_stops);
     run_ranks_of(2, 1, nccl_reports_an_error);

@@ -67,6 +67,7 @@ a_step_costs_no_more_than_this(int rank, ranks_run *run)
     CHECK_INT(train(&m, 1), FSDPC_OK);
     const simgpu_counters before = simgpu_count();
     int64_t gathers = simnccl_count().all_gathers, reduces = simnccl_count().reduce_scatters;
+    int64_t windowed = simnccl_count().windowed;
     set_masters(&m, 1);
     CHECK_INT(forward(&m, 1), FSDPC_OK);
     CHECK_INT(backward(&m, 1), FSDPC_OK);
@@ -81,6 +82,7 @@ a_step_costs_no_more_than_this(int rank, ranks_run *run)
     int64_t launches = simgpu_count().launches - before.launches;
     gathers = simnccl_count().all_gathers - gathers;
     reduces = simnccl_count().reduce_scatters - reduces;
+    CHECK_INT(simnccl_count().windowed - windowed, gathers + reduces);
     if (rank == 0) {
         printf(
             "%d ranks, a step of %d units: %d launches, %d gathers of segments, %d reductions, no "

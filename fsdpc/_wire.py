@@ -1,0 +1,43 @@
+"""In which dtype gradients travel between GPUs (docs/decisions/016-low-precision-wire.md).
+
+NCCL's ordinary kernels round a sum in bfloat16 or float16 after each rank; those on symmetric
+memory sum in float32 and round once. So what nobody asked to be narrow travels as float32 where the
+sum of more than two ranks would be rounded on the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fsdpc import _C
+
+NARROW = (torch.bfloat16, torch.float16)
+_one_host: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
+
+
+def note_one_host(comm: _C.Comm) -> None:
+    """All ranks of this communicator run on one host. Local."""
+    _one_host.add(comm)
+
+
+def sums_wide(comm: _C.Comm) -> bool:
+    """Whether narrow gradients are summed as if in float32 and rounded once. Local."""
+    return comm.kind != "nccl" or comm.world <= 2 or (comm.symmetric and comm in _one_host)
+
+
+def default_dtype(compute: torch.dtype, comm: _C.Comm) -> torch.dtype:
+    """What gradients of parameters that compute in ``compute`` travel as, where ``MixedPrecision``
+    names no ``reduce_dtype``. Local, the same on all ranks of ``comm``.
+    """
+    return torch.float32 if compute in NARROW and not sums_wide(comm) else compute
+
+
+def remark(comm: _C.Comm, names: str) -> str:
+    """For the precision line: how sums of these dtypes are rounded, where that depends on NCCL."""
+    if comm.kind != "nccl" or comm.world <= 2 or not ("bf16" in names or "fp16" in names):
+        return ""
+    if sums_wide(comm):
+        return " (summed in fp32, symmetric memory)"
+    return " (rounded at each rank, as reduce_dtype asks)"
