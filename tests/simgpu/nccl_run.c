@@ -166,8 +166,7 @@ take_wide_sum(const nccl_call *call, char *to, size_t items, int destination, si
         float sum = 0;
         for (int step = 1; step <= comm->world; step++) {
             int r = source_of(comm, destination, step);
-            const char *from =
-                place(comm, r, comm->round) + offset * nccl_item(call->request.type);
+            const char *from = place(comm, r, comm->round) + offset * nccl_item(call->request.type);
             sum += half ? load_F16(from, i) : load_BF16(from, i);
         }
         if (half) {
