@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdpc import _C, _placement, _root
@@ -26,6 +27,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(_C, "cuda_device", lambda index: {"device": f"cuda:{index}"})
+    # A CUDA build's fake tensors would start the driver once torch says that there are GPUs.
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
     with FakeTensorMode(), torch.no_grad():
         yield
 
