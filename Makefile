@@ -246,7 +246,7 @@ bench: build
 	@for f in $(filter-out %_gpu_kernels.py %_gpu_step.py,$(wildcard benchmarks/bench_*.py)); do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
 
 # With a Python that has torch, where nothing else can be had: no environment, nothing installed.
-GPU_PY := $(or $(CANDIDATE),$(shell command -v python3 || command -v python))
+GPU_PY := $(or $(CANDIDATE),$(wildcard .venv/bin/python),$(shell command -v python3 || command -v python))
 gpu:
 	@$(GPU_PY) benchmarks/run_gpu.py $(if $(OUT),--out "$(OUT)") $(ARGS)
 

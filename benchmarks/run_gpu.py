@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS, LOGS = HERE / "results", ROOT / "build" / "gpu"
 TOTAL_SECONDS = 570
+ASKING_SECONDS = 120
 TAIL_LINES = 40
 
 
@@ -96,10 +98,22 @@ def missing(dry: bool) -> list[str]:
     if importlib.util.find_spec("matplotlib") is None:
         lines.append("matplotlib is missing: there will be no picture")
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc")))):
-        lines.append("no C compiler: the extension cannot be built")
+        lines.append("no C compiler (CC, cc, gcc): needed for the build")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lines.append(f"Python.h of {sys.executable} is missing: needed for the build")
     if not dry and not find_nvcc():
         lines.append("no nvcc (NVCC, PATH, CUDA_HOME, /usr/local/cuda): no CUDA kernels")
     return lines
+
+
+def gpu_in_sight() -> bool:
+    """Asks torch in a process of its own: nothing of CUDA starts in this one."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    command = [sys.executable, "-W", "ignore", "-c", question]
+    try:
+        return subprocess.run(command, cwd=ROOT, timeout=ASKING_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def find_nvcc() -> str | None:
@@ -234,9 +248,12 @@ def main() -> None:
     parser.add_argument("--out", default=os.environ.get("OUT", ""), help="copy results there")
     args = parser.parse_args()
     lacking = missing(args.dry)
-    print("\n".join(f"fsdpc: {line}" for line in lacking))
+    for line in lacking:
+        print(f"fsdpc: {line}")
     if any("everything" in line or "the build" in line for line in lacking):
         raise SystemExit(1)
+    if not args.dry and not gpu_in_sight():
+        raise SystemExit("fsdpc: torch finds no GPU here; make gpu-dry runs on a simulated one")
     LOGS.mkdir(parents=True, exist_ok=True)
     folder = LOGS / "dry" if args.dry or args.tiny else RESULTS  # only true figures among results
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import gpu_report  # noqa: E402
 import profile_gpu  # noqa: E402
+import run_gpu  # noqa: E402
 import timeline  # noqa: E402
 
 
@@ -84,3 +85,14 @@ def test_failures_are_named():
     report = gpu_report.step_report(results)
     texts = {"time, fsdp2": "text", "memory, fsdpc": "no memory", "host": "late"}
     assert report["failures"] == texts
+
+
+def test_no_gpu_is_said_before_anything_is_built(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["run_gpu.py"])
+    monkeypatch.setattr(run_gpu, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(run_gpu, "missing", lambda dry: ["matplotlib is missing: no picture"])
+    monkeypatch.setattr(run_gpu, "gpu_in_sight", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds no GPU here"):
+        run_gpu.main()
+    assert capsys.readouterr().out == "fsdpc: matplotlib is missing: no picture\n"
+    assert not list(tmp_path.iterdir())
