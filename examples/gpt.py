@@ -105,9 +105,9 @@ class GPT(nn.Module):
 def generate(model: nn.Module, prompt: bytes, count: int, context: int, seed: int = 0) -> bytes:
     """Samples `count` further bytes after `prompt`, one at a time, at temperature 0.8."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)])
+    tokens, device = torch.tensor([list(prompt)]), next(model.parameters()).device
     for _ in range(count):
-        logits = model(tokens[:, -context:])[0, -1].float()
+        logits = model(tokens[:, -context:].to(device))[0, -1].float().cpu()
         choice = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, choice[None]], dim=1)
     return bytes(tokens[0].tolist())

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py    # the same, started by hand
     python examples/train_gpt.py --minutes 20 --dtype bfloat16
 
+It trains on GPUs where there is one for each rank (by itself it starts as many ranks as there are
+GPUs), otherwise on the CPU; --device cpu or cuda says which.
 The sharding is an ordinary FSDP script: to train with PyTorch's own FSDP instead, set ENGINE=torch,
 which changes the imports below and nothing else. What comes out lies in demo-out/: history.json,
 loss.png, sample.txt and weights.pt, a full state dict that plain PyTorch loads.
@@ -61,10 +63,12 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     return tuple(torch.frombuffer(part, dtype=torch.uint8) for part in (training, validation))
 
 
-def draw_batch(data: Tensor, batch: int, length: int, rng: torch.Generator) -> Batch:
+def draw_batch(
+    data: Tensor, batch: int, length: int, rng: torch.Generator, device: torch.device
+) -> Batch:
     """Returns inputs and targets, int64 [batch, length] each, from random places of `data`."""
     starts = torch.randint(len(data) - length, (batch, 1), generator=rng)
-    window = data[starts + torch.arange(length + 1)].long()
+    window = data[starts + torch.arange(length + 1)].long().to(device)
     return window[:, :-1], window[:, 1:]
 
 
@@ -115,7 +119,29 @@ def learning_rate(args: Arguments, progress: float) -> float:
     return args.lr * rise * (0.05 + 0.95 * fall)
 
 
-def shard(model: nn.Module, args: Arguments) -> FSDP:
+def device_of_rank(args: Arguments) -> torch.device:
+    """Returns this rank's GPU if each rank of this machine has one, else the CPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    wanted = args.device or ("cuda" if gpus() >= local_ranks else "cpu")
+    return torch.device(wanted, local_rank) if wanted == "cuda" else torch.device(wanted)
+
+
+def gpus() -> int:
+    """Returns how many GPUs torch can use on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def start_group(device: torch.device) -> None:
+    """Joins the default process group: NCCL's on GPUs, gloo's on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def shard(model: nn.Module, args: Arguments, device: torch.device) -> FSDP:
     """Wraps every transformer block as a unit of its own, and the rest with the root."""
     low = getattr(torch, args.dtype)
     return FSDP(
@@ -124,7 +150,7 @@ def shard(model: nn.Module, args: Arguments) -> FSDP:
             transformer_auto_wrap_policy, transformer_layer_cls={Block}
         ),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32),
-        device_id=torch.device("cpu"),
+        device_id=device,
         use_orig_params=True,
     )
 
@@ -150,14 +176,16 @@ def take_step(model: FSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> tu
     return loss.item(), norm.item()
 
 
-def mean_over_ranks(*values: float) -> list[float]:
+def mean_over_ranks(device: torch.device, *values: float) -> list[float]:
     """Returns the means over all ranks, the same numbers on each. Every rank must call it."""
-    total = torch.tensor(values, dtype=torch.float64)
+    total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
-def train(model: FSDP, data: Tensor, args: Arguments, stop: StopRequest) -> tuple[list[dict], bool]:
+def train(
+    model: FSDP, data: Tensor, args: Arguments, stop: StopRequest, device: torch.device
+) -> tuple[list[dict], bool]:
     """Trains until the steps or the minutes are used up or somebody asks to stop.
 
     Returns the history, one dict a step, and whether the run is complete.
@@ -172,11 +200,12 @@ def train(model: FSDP, data: Tensor, args: Arguments, stop: StopRequest) -> tupl
     while progress < 1.0 and not stopping:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, progress)
-        loss, norm = take_step(model, optimizer, draw_batch(data, args.batch, args.seq, rng))
+        batch = draw_batch(data, args.batch, args.seq, rng, device)
+        loss, norm = take_step(model, optimizer, batch)
 
         # One small all-reduce a step: the ranks agree on loss, time and stopping.
         before, now = elapsed, time.perf_counter() - start
-        loss, elapsed, stopping = mean_over_ranks(loss, now, stop.wanted)
+        loss, elapsed, stopping = mean_over_ranks(device, loss, now, stop.wanted)
         done = len(history) + 1
         progress = done / args.steps if args.steps else elapsed / (60 * args.minutes)
         if done % 10 == 1:
@@ -236,25 +265,27 @@ def draw_curve(history: list[dict], validation: float | None, path: Path, title:
     pyplot.close(figure)
 
 
-def load_plain(path: Path, config: GPTConfig, dtype: torch.dtype) -> GPT:
+def load_plain(path: Path, config: GPTConfig, dtype: torch.dtype, device: torch.device) -> GPT:
     """Loads saved weights into the plain model: nothing of FSDP takes part in this."""
     plain = GPT(config)
     plain.load_state_dict(torch.load(path, weights_only=True))
-    return plain.to(dtype)
+    return plain.to(device, dtype)
 
 
 def save_weights(model: FSDP, path: Path) -> None:
     """Writes the full weights under the plain model's names. Every rank must take part."""
-    weights = model.state_dict()
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights, path)
 
 
-def check_and_sample(sharded_loss: float, batches: list[Batch], args: Arguments) -> dict:
+def check_and_sample(
+    sharded_loss: float, batches: list[Batch], args: Arguments, device: torch.device
+) -> dict:
     """Loads the weights into the plain model, which must have the same loss, and samples text."""
     out, config = Path(args.out), GPTConfig()
-    plain = load_plain(out / "weights.pt", config, getattr(torch, args.dtype))
+    plain = load_plain(out / "weights.pt", config, getattr(torch, args.dtype), device)
     plain_loss = validate(plain, batches)
     print(
         f"validation: {sharded_loss * BITS:.4f} bits/byte sharded, "
@@ -272,19 +303,27 @@ def check_and_sample(sharded_loss: float, batches: list[Batch], args: Arguments)
     }
 
 
-def finish(model: FSDP, data: Tensor, history: list[dict], args: Arguments, complete: bool) -> None:
+def finish(
+    model: FSDP,
+    data: Tensor,
+    history: list[dict],
+    args: Arguments,
+    complete: bool,
+    device: torch.device,
+) -> None:
     """Saves weights, history and curve; after a complete run also validates and samples."""
     out = Path(args.out)
     if dist.get_rank() == 0 and not complete:
         print(f"interrupted after step {len(history)}: saving what there is", flush=True)
     save_weights(model, out / "weights.pt")
     result = {"args": vars(args), "ranks": dist.get_world_size(), "complete": complete}
+    result["device"] = device.type
     if complete:
         rng = torch.Generator().manual_seed(args.seed)  # the same batches on each rank
-        batches = [draw_batch(data, 8, args.seq, rng) for _ in range(8)]
+        batches = [draw_batch(data, 8, args.seq, rng, device) for _ in range(8)]
         loss = validate(model, batches)  # every rank must take part
         if dist.get_rank() == 0:
-            result |= check_and_sample(loss, batches, args)
+            result |= check_and_sample(loss, batches, args, device)
     if dist.get_rank() == 0:
         (out / "history.json").write_text(json.dumps({**result, "history": history}, indent=1))
         title = f"byte-level GPT on the Python library, {args.dtype}, {result['ranks']} ranks"
@@ -308,8 +347,11 @@ def parse_args() -> Arguments:
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="demo-out", help="folder for what comes out")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, if not under torchrun")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: as said above")
+    parser.add_argument("--ranks", type=int, help="processes, if not under torchrun")
     args = parser.parse_args()
+    if args.ranks is None:
+        args.ranks = 2 if args.device == "cpu" else gpus() or 2
     if not 1 <= args.seq <= GPTConfig.context:
         parser.error(f"--seq must be 1 to {GPTConfig.context}")
     if args.minutes <= 0 or (args.steps is not None and args.steps < 1) or args.ranks < 1:
@@ -321,17 +363,19 @@ def main() -> int:
     """Runs one rank. Returns the exit status."""
     args = parse_args()
     stop = StopRequest()
-    dist.init_process_group("gloo")
+    device = device_of_rank(args)
+    start_group(device)
     torch.manual_seed(args.seed)  # the same initial weights on each rank
     training, validation = read_corpus()
-    model = shard(GPT(GPTConfig()), args)
+    model = shard(GPT(GPTConfig()), args, device)
     if dist.get_rank() == 0:
         print(
-            f"{len(training) / 1e6:.1f} MB to train on, {len(validation) / 1e6:.1f} MB to validate"
+            f"{len(training) / 1e6:.1f} MB to train on, {len(validation) / 1e6:.1f} MB to "
+            f"validate, {dist.get_world_size()} ranks on {device.type}"
         )
-    history, complete = train(model, training, args, stop)
+    history, complete = train(model, training, args, stop, device)
     stop.training = False
-    finish(model, validation, history, args, complete)
+    finish(model, validation, history, args, complete, device)
     dist.destroy_process_group()
     return 0 if complete else 130
 
