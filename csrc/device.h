@@ -128,6 +128,9 @@ int fsdpc_device_wait(fsdpc_device *device, fsdpc_event *event);
 int fsdpc_device_poll(fsdpc_device *device, fsdpc_event *event, bool *done);
 /* The host waits: FSDPC_E_TIMEOUT naming `what` after so many seconds. The only place that does. */
 int fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout, const char *what);
+/* How often the host has begun to wait for the device, by finish and within other calls: a wait by
+ * queries is in no profiler's trace. */
+int64_t fsdpc_device_waits(const fsdpc_device *device);
 
 /* --- host memory and copies (device_stream.c) ------------------------------------------------------ */
 

@@ -57,6 +57,7 @@ static const fsdpc_device_i cuda_table = {
     .wait = fsdpc_cuda_wait,
     .poll = fsdpc_cuda_poll,
     .finish = fsdpc_cuda_finish,
+    .waits = fsdpc_cuda_waits,
     .drain = drain,
     .host_alloc = fsdpc_cuda_host_alloc,
     .host_free = fsdpc_cuda_host_free,

@@ -3,6 +3,7 @@
 #define FSDPC_DEVICE_CUDA_IMPL_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "cuda_driver.h"
 #include "cuda_params.h"
@@ -43,6 +44,8 @@ struct fsdpc_cuda {
     struct fsdpc_cuda_stream *streams;
     struct fsdpc_cuda_stage *stages;
 
+    _Atomic int64_t waits; /* of the host, so far */
+
     pthread_mutex_t norm_lock; /* of what follows: one norm for the host at a time */
     void *norm_parts;          /* on the device; the total behind them */
     void *norm_host;           /* pinned */
@@ -77,6 +80,7 @@ int fsdpc_cuda_record(void *context, fsdpc_event *event);
 int fsdpc_cuda_wait(void *context, fsdpc_event *event);
 int fsdpc_cuda_poll(void *context, fsdpc_event *event, bool *done);
 int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what);
+int64_t fsdpc_cuda_waits(void *context);
 /* The host waits for what has been queued on the current stream; for set-up and for results. */
 int fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what);
 /* The same for all own streams, the current and the default one: before memory is taken away. */

@@ -216,8 +216,10 @@ now(void)
 int
 fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
 {
+    struct fsdpc_cuda *cuda = context;
     const double end = now() + timeout;
     long sleep_ns = SHORTEST_SLEEP_NS;
+    atomic_fetch_add_explicit(&cuda->waits, event->recorded, memory_order_relaxed);
     for (int64_t round = 0;; round++) {
         bool done;
         FSDPC_TRY(fsdpc_cuda_poll(context, event, &done));
@@ -235,6 +237,13 @@ fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char 
         (void)nanosleep(&time, NULL);
         sleep_ns = sleep_ns * 2 < LONGEST_SLEEP_NS ? sleep_ns * 2 : LONGEST_SLEEP_NS;
     }
+}
+
+int64_t
+fsdpc_cuda_waits(void *context)
+{
+    struct fsdpc_cuda *cuda = context;
+    return atomic_load_explicit(&cuda->waits, memory_order_relaxed);
 }
 
 static int

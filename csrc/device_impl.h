@@ -56,6 +56,7 @@ typedef struct fsdpc_device_i {
     int (*wait)(void *context, fsdpc_event *event);
     int (*poll)(void *context, fsdpc_event *event, bool *done);
     int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
+    int64_t (*waits)(void *context); /* NULL: the host never waits */
     /* The host waits for all streams that free names. */
     int (*drain)(void *context, const char *what);
     int (*host_alloc)(void *context, size_t bytes, void **out);

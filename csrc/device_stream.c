@@ -87,6 +87,12 @@ fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout, co
     return event ? device->i->finish(device->context, event, timeout, what) : FSDPC_OK;
 }
 
+int64_t
+fsdpc_device_waits(const fsdpc_device *device)
+{
+    return device->i->waits ? device->i->waits(device->context) : 0;
+}
+
 /* --- host memory and copies --------------------------------------------------------------------- */
 
 int

@@ -42,6 +42,20 @@ cuda_device(PyObject *module, PyObject *argument)
                          (Py_ssize_t)caps->align_bytes, "note", caps->note);
 }
 
+static PyObject *
+cuda_waits(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
+    return status == FSDPC_OK ? PyLong_FromLongLong(fsdpc_device_waits(device))
+                              : fsdpc_py_raise(status);
+}
+
 /* Without the variable nothing is loaded. */
 static PyObject *
 stand_in(PyObject *module, PyObject *ignored)
@@ -76,5 +90,8 @@ PyMethodDef fsdpc_py_cuda_methods[] = {
      "Returns what is known of a GPU: device, kernels, virtual_memory, stand_in, align_bytes, "
      "note.\n"
      "NotImplementedError in one sentence where there is no such GPU, driver or kernel."},
+    {"cuda_waits", cuda_waits, METH_O,
+     "cuda_waits(ordinal, /)\n--\n\n"
+     "Returns how often the host has waited for that GPU in this process: torch's waits aside."},
     {NULL, NULL, 0, NULL},
 };

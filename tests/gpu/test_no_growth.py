@@ -8,6 +8,8 @@ import pytest
 import runs
 import torch
 
+from fsdpc import _C
+
 
 @pytest.fixture
 def trained(device, group):
@@ -46,7 +48,9 @@ def test_the_driver_gives_nothing_more(trained, device):
 
 @pytest.mark.real_gpu
 def test_the_host_does_not_wait(trained, device):
-    """torch raises where its operators wait; the profiler sees the engine's calls."""
+    """torch raises where its operators wait, the profiler sees what else calls CUDA's runtime, and
+    the engine, which waits by asking again and again, counts by itself.
+    """
     import timeline
 
     model, optimizer = trained
@@ -60,12 +64,14 @@ def test_the_host_does_not_wait(trained, device):
         optimizer.step()
         optimizer.zero_grad()
 
+    before = _C.cuda_waits(0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert timeline.record(step, device).waits == 0
+    assert _C.cuda_waits(0) == before
 
 
 def test_counted_by_the_simulated_gpu(trained, device):
@@ -75,8 +81,10 @@ def test_counted_by_the_simulated_gpu(trained, device):
     import simgpu
 
     model, optimizer = trained
+    before = _C.cuda_waits(0)
     with simgpu.counting() as cost:
         runs.train(model, device.device, optimizer=optimizer, steps=[3])
+    assert _C.cuda_waits(0) == before
     assert cost["launches"] > 0
     assert cost["host_syncs"] == 0
     assert cost["allocations"] == 0

@@ -437,6 +437,7 @@ clipping_needs_no_look_by_the_host(void)
     }
     settle();
     const simgpu_counters before = simgpu_count();
+    const int64_t waits = fsdpc_device_waits(gpu);
     for (int u = 0; u < UNITS; u++) {
         REQUIRE_OK(fsdpc_device_reduce_norm(gpu, sums[u].gpu, FSDPC_F32,
                                             (const void *[]){sources[u].gpu}, 1, FSDPC_BF16, N,
@@ -453,11 +454,14 @@ clipping_needs_no_look_by_the_host(void)
     CHECK_INT(after.host_syncs, before.host_syncs);
     CHECK_INT(after.not_ready, before.not_ready);
     CHECK_INT(after.allocations, before.allocations);
+    CHECK_INT(fsdpc_device_waits(gpu), waits);
 
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, 16, &block));
     host = block;
     REQUIRE_OK(fsdpc_device_copy_out(gpu, host, clip, 16));
     settle();
+    CHECK_INT(fsdpc_device_waits(gpu), waits + 1);
+    CHECK_INT(fsdpc_device_waits(cpu), 0);
     for (int u = 0; u < UNITS; u++) {
         fsdpc_norm norm;
         REQUIRE_OK(fsdpc_device_reduce(cpu, sums[u].cpu, FSDPC_F32,
