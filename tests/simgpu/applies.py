@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+UNMARKED = "ranks that run different units without mark_data_dependent: refused by name on a GPU"
+
 # A file below tests/, or a file and the beginning of a test's name.
 SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
+    "dist/test_with_collectives.py": "collectives of host memory, and fake process groups",
+    "dist/test_hooks_comm.py::test_in_a_fake_process_group": "a process group without ranks",
+    "dist/test_hooks_comm.py::test_units_that_run_by_data": UNMARKED,
+    "conformance/test_conform_training.py::test_fsdpc[ranks_that_use_different_units": UNMARKED,
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import simgpu
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # They take a tensor for its shape or dtype.
@@ -38,9 +39,11 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, FakeTensor) for t in types):
+            return func(*args, **kwargs)  # shapes only
         if any(t is not Tensor and t.__torch_dispatch__ is not _DISABLED for t in types):
             return NotImplemented  # the subclass makes plain operators of it, which come here
-        kwargs = kwargs or {}
         touches = touches_of(func)
         if touches is not None:
             for value, write in touches(args, kwargs):
