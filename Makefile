@@ -168,9 +168,10 @@ simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU.
+SIMGPU_PY := tests/dist tests/parity/test_runs.py $(wildcard tests/conformance/test_conform_[amt]*.py)
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)
-	@$(PY) -m pytest -q --gpu sim tests/dist tests/parity tests/conformance -k "not test_torch" $(ARGS)
+	@$(PY) -m pytest -q --gpu sim $(SIMGPU_PY) -k "not test_torch" $(ARGS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

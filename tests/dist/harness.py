@@ -139,7 +139,7 @@ def run_ranks(
         "timeout": timeout,
         "env": {
             "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
-            **(gpu_environment() if on_device else {}),
+            **(gpu_environment(function.__module__) if on_device else {}),
             **(env or {}),
         },
         "faults": faults,
@@ -158,13 +158,15 @@ def run_ranks(
     return [o.value for o in outcomes]
 
 
-def gpu_environment() -> dict[str, str]:
-    """What `pytest --gpu sim` adds to the ranks' environment."""
+def gpu_environment(module: str = "") -> dict[str, str]:
+    """What `pytest --gpu sim` adds to the environment of ranks that run a module's functions."""
     if os.environ.get("FSDPC_TEST_GPU") != "sim":
         return {}
     import env
+    from applies import UNWATCHED
 
-    return env.environment(SIMNCCL_RANK_ORDER="1")  # the order of the references
+    watch = {"FSDPC_TEST_WATCH": "0"} if module.rpartition(".")[2] in UNWATCHED else {}
+    return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # the order of the references
 
 
 def skip_host_collectives(outcomes: list[Outcome]) -> None:

@@ -8,11 +8,16 @@ UNMARKED = "ranks that run different units without mark_data_dependent: refused 
 SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
+    "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
+    "dist/test_features_experts.py": UNMARKED + "; test_device_experts.py marks them",
     "dist/test_with_collectives.py": "collectives of host memory, and fake process groups",
     "dist/test_hooks_comm.py::test_in_a_fake_process_group": "a process group without ranks",
     "dist/test_hooks_comm.py::test_units_that_run_by_data": UNMARKED,
     "conformance/test_conform_training.py::test_fsdpc[ranks_that_use_different_units": UNMARKED,
 }
+
+# Modules whose operators are not watched: torch.compile leaves a watched program alone.
+UNWATCHED = {"test_with_compile"}
 
 
 def reason_to_skip(file: str, test: str) -> str | None:
