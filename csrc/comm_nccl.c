@@ -5,6 +5,7 @@
  */
 #include "comm_nccl.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -12,6 +13,9 @@
 #include "comm_nccl_impl.h"
 #include "mem.h"
 #include "status.h"
+
+#define SPIN_S 300e-6
+#define LOOK_S 0.1 /* between looks for Ctrl-C */
 
 static nccl_comm *
 of(fsdpc_comm *comm)
@@ -29,22 +33,66 @@ refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
                        comm->nccl->last_error(comm->handle));
 }
 
+/* `calls` is held. Nothing may be asked of NCCL once this is not FSDPC_OK. */
+static int
+still_there(const nccl_comm *comm, const char *what)
+{
+    if (comm->handle) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_comm_check(&comm->base));
+    return fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what);
+}
+
+/* Without `calls`: the interpreter may run a handler of the user's, which may come back here. */
+static int
+look_for_signals(nccl_comm *comm, const char *what)
+{
+    if (!fsdpc_shm_interrupt_check) {
+        return FSDPC_OK;
+    }
+    pthread_mutex_unlock(&comm->calls);
+    const int interrupted = fsdpc_shm_interrupt_check();
+    pthread_mutex_lock(&comm->calls);
+    return interrupted
+               ? fsdpc_error(FSDPC_E_INTERRUPT, "rank %d: %s: interrupted", comm->base.rank, what)
+               : still_there(comm, what);
+}
+
+/* NCCL puts a collective on its stream within some 50 us, from a thread of its own: a sleep would be
+ * longer, and a step has many. What takes longer than that waits for other ranks. */
+static void
+await_progress(double waited_s)
+{
+    if (waited_s < SPIN_S) {
+        (void)sched_yield();
+    } else {
+        fsdpc_nccl_nap(100);
+    }
+}
+
 /* `result` of the call just made; `calls` is held. */
 int
 fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
-    double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
+    const double begin = result == FSDPC_NCCL_IN_PROGRESS ? fsdpc_nccl_now_s() : 0;
+    double look = begin + LOOK_S;
     while (result == FSDPC_NCCL_IN_PROGRESS) {
+        const double now = fsdpc_nccl_now_s();
         if (atomic_load(&comm->abort_wanted)) {
             return fsdpc_comm_check(&comm->base);
         }
-        if (fsdpc_nccl_now_s() > end) {
+        if (now - begin > comm->options.timeout_s) {
             return fsdpc_error(FSDPC_E_TIMEOUT,
                                "rank %d: %s: NCCL has been busy for %g s (communicator %s): not "
                                "all ranks have come",
                                comm->base.rank, what, comm->options.timeout_s, comm->name);
         }
-        fsdpc_nccl_nap(100);
+        if (now > look) {
+            look = now + LOOK_S;
+            FSDPC_TRY(look_for_signals(comm, what));
+        }
+        await_progress(now - begin);
         fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
         result = comm->nccl->async_error(comm->handle, &state);
         result = result == FSDPC_NCCL_SUCCESS ? state : result;
@@ -130,6 +178,14 @@ issue_parts(const nccl_comm *comm, int kind, const fsdpc_comm_part *parts, int c
     return result == FSDPC_NCCL_SUCCESS ? end : result;
 }
 
+/* An interrupt is raised once: what is asked later fails because this rank gave up. */
+static void
+break_by(nccl_comm *comm, int status)
+{
+    fsdpc_nccl_fail(comm, status == FSDPC_E_INTERRUPT ? FSDPC_E_COMM : status, "%s",
+                    fsdpc_error_text());
+}
+
 /* One order, or (o NULL) several parts of one kind. */
 static int
 put(nccl_comm *comm, order *o, int kind, const fsdpc_comm_part *parts, int count, const char *what)
@@ -139,10 +195,7 @@ put(nccl_comm *comm, order *o, int kind, const fsdpc_comm_part *parts, int count
     const fsdpc_cu_stream stream = o && o->stream ? o->stream : stream_of(comm);
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->calls);
-    if (!comm->handle) {
-        FSDPC_GOTO(fsdpc_comm_check(&comm->base), end);
-        FSDPC_GOTO(fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what), end);
-    }
+    FSDPC_GOTO(still_there(comm, what), end);
     if (o) {
         o->stream = stream;
         FSDPC_GOTO(fsdpc_nccl_settle(comm, issue(comm, o), what), end);
@@ -155,7 +208,7 @@ put(nccl_comm *comm, order *o, int kind, const fsdpc_comm_part *parts, int count
 end:
     pthread_mutex_unlock(&comm->calls);
     if (status != FSDPC_OK) {
-        fsdpc_nccl_fail(comm, status, "%s", fsdpc_error_text());
+        break_by(comm, status);
     }
     return status;
 }
@@ -220,10 +273,40 @@ broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *wh
     return run(of(comm), &o, what);
 }
 
+/* Only tells the thread: an abort of NCCL may take long. */
+static void
+abort_comm(fsdpc_comm *comm, const char *text)
+{
+    fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
+}
+
+/* What is on its way stays there: the group is given up. */
+static int
+interrupt_wait(fsdpc_comm *base)
+{
+    if (!fsdpc_shm_interrupt_check || !fsdpc_shm_interrupt_check()) {
+        return FSDPC_OK;
+    }
+    abort_comm(base, "interrupted");
+    return fsdpc_error(FSDPC_E_INTERRUPT, "rank %d: interrupted while waiting for NCCL",
+                       base->rank);
+}
+
+static fsdpc_cu_result
+query(nccl_comm *comm, uint64_t sequence)
+{
+    pthread_mutex_lock(&comm->lock);
+    fsdpc_cu_result result =
+        comm->driver->event_query(comm->ring[sequence % FSDPC_NCCL_RING].event);
+    pthread_mutex_unlock(&comm->lock);
+    return result;
+}
+
 int
 fsdpc_comm_nccl_wait(fsdpc_comm *base)
 {
     nccl_comm *comm = of(base);
+    double look = fsdpc_nccl_now_s() + LOOK_S;
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->lock);
     uint64_t end = comm->next;
@@ -231,14 +314,15 @@ fsdpc_comm_nccl_wait(fsdpc_comm *base)
     /* The watching thread sets the deadline. */
     for (;;) {
         FSDPC_TRY(fsdpc_comm_check(base));
-        pthread_mutex_lock(&comm->lock);
-        fsdpc_cu_result result =
-            comm->driver->event_query(comm->ring[(end - 1) % FSDPC_NCCL_RING].event);
-        pthread_mutex_unlock(&comm->lock);
+        fsdpc_cu_result result = query(comm, end - 1);
         if (result != FSDPC_CU_NOT_READY) {
             FSDPC_TRY(
                 fsdpc_cuda_check(comm->driver, result, "rank %d: waiting for NCCL", base->rank));
             return fsdpc_comm_check(base);
+        }
+        if (fsdpc_nccl_now_s() > look) {
+            look = fsdpc_nccl_now_s() + LOOK_S;
+            FSDPC_TRY(interrupt_wait(base));
         }
         fsdpc_nccl_nap(50);
     }
@@ -333,7 +417,7 @@ exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *
     }
     int status = comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
     if (status != FSDPC_OK) {
-        fsdpc_nccl_fail(comm, status, "%s", fsdpc_error_text());
+        break_by(comm, status);
     }
     return status;
 }
@@ -385,13 +469,6 @@ barrier(fsdpc_comm *comm, const char *what)
 }
 
 /* --- the end -------------------------------------------------------------------------------------------- */
-
-/* Only tells the thread: an abort of NCCL may take long. */
-static void
-abort_comm(fsdpc_comm *comm, const char *text)
-{
-    fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
-}
 
 static bool
 is_symmetric(const fsdpc_comm *comm)

@@ -2,8 +2,9 @@
  *
  * Every poll_ms it asks the oldest collective's event and NCCL's own error. It is also the only
  * one that aborts or destroys NCCL's side, because either may take long: nobody waits for it
- * longer than END_MS. It takes `calls` before it enters NCCL; whoever holds that leaves soon,
- * because NCCL was told not to block and loops look at abort_wanted.
+ * longer than END_MS, or PEACE_MS where nothing has failed. It takes `calls` before it enters
+ * NCCL; whoever holds that leaves soon, because NCCL was told not to block and loops look at
+ * abort_wanted.
  */
 #include <signal.h>
 #include <stdarg.h>
@@ -15,7 +16,13 @@
 #include "mem.h"
 #include "status.h"
 
-enum { STACK_BYTES = 512 * 1024, END_MS = 1000, QUIET_S = 2, PARTING_S = 5 };
+enum {
+    STACK_BYTES = 4 * 1024 * 1024, /* NCCL ends on it, and the driver gives memory back */
+    END_MS = 1000,
+    PEACE_MS = 10000,
+    QUIET_S = 2,
+    PARTING_S = 5,
+};
 
 double
 fsdpc_nccl_now_s(void)
@@ -347,17 +354,19 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-/* False: NCCL does not let go. */
+/* False: NCCL does not let go. A thread that is still inside when the process ends may take it down, so
+ * an end in peace, which takes NCCL a while, gets its time. */
 static bool
 stop_thread(nccl_comm *comm)
 {
+    const int wait_ms = fsdpc_comm_check(&comm->base) == FSDPC_OK ? PEACE_MS : END_MS;
     struct timespec until;
     if (!comm->threaded) {
         end_nccl(comm);
         return true;
     }
     clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += END_MS / 1000;
+    until.tv_sec += wait_ms / 1000;
     pthread_mutex_lock(&comm->lock);
     comm->stop = true;
     pthread_cond_broadcast(&comm->told);

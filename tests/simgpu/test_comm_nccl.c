@@ -385,6 +385,50 @@ late_ranks_are_awaited(int rank, ranks_run *run)
     close_comm(&s);
 }
 
+static int
+ctrl_c(void)
+{
+    return 1;
+}
+
+/* The start, a call that NCCL does not finish, and a wait for what is on its way. */
+static void
+the_user_interrupts(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    fsdpc_shm_interrupt_check = ctrl_c;
+    REQUIRE(simnccl_plant(SIMNCCL_INIT_STALL, -1, 1, 0));
+    CHECK_ERROR(open_comm(&s, 30, NULL), FSDPC_E_INTERRUPT,
+                "starting communicator gather: interrupted");
+    fsdpc_shm_interrupt_check = NULL;
+    REQUIRE(simnccl_plant(SIMNCCL_STOP, -1, 1, 0));
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather"), FSDPC_OK);
+    fsdpc_shm_interrupt_check = ctrl_c;
+    CHECK_ERROR(fsdpc_comm_nccl_wait(s.comm), FSDPC_E_INTERRUPT, "interrupted while waiting");
+    check_over(&s, FSDPC_E_COMM, "gave up: interrupted");
+    close_comm(&s);
+    fsdpc_shm_interrupt_check = NULL;
+}
+
+/* Its call is interrupted once; what comes later is told why it cannot be. */
+static void
+a_call_is_interrupted(int rank, ranks_run *run)
+{
+    setup s;
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    simnccl_get_options()->in_progress = 1 << 30;
+    fsdpc_shm_interrupt_check = ctrl_c;
+    CHECK_ERROR(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_E_INTERRUPT,
+                "gather of unit 1: interrupted");
+    CHECK_ERROR(fsdpc_comm_all_gather(s.comm, s.x, 16, "later"), FSDPC_E_COMM,
+                "gather of unit 1: interrupted");
+    fsdpc_shm_interrupt_check = NULL;
+    fsdpc_comm_free(s.comm);
+}
+
 /* Neither an abort nor the end waits for a library that does not let go. */
 static void
 aborts_that_block(int rank, ranks_run *run)
@@ -480,6 +524,8 @@ main(void)
     run_ranks_of(2, 1, a_call_is_refused);
     run_ranks_of(2, 1, not_all_ranks_start);
     run_ranks_of(2, 1, late_ranks_are_awaited);
+    run_ranks_of(1, 1, the_user_interrupts);
+    run_ranks_of(1, 1, a_call_is_interrupted);
     run_ranks_of(1, 1, aborts_that_block);
     failures_of_the_driver();
     arguments();
