@@ -35,21 +35,24 @@ fsdpc_comm_check(const fsdpc_comm *comm)
     return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
 }
 
-/* The deadline of a collective is the group's own, by which it is broken; this is the one of whatever
- * else the stream holds. */
-enum { SETTLE_LOOKS = 24 * 3600 };
+int
+fsdpc_comm_look(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+{
+    int status = fsdpc_device_finish(comm->device, reached, 1.0, what);
+    if (status == FSDPC_E_TIMEOUT && fsdpc_shm_interrupt_check && fsdpc_shm_interrupt_check()) {
+        fsdpc_comm_abort(comm, "interrupted");
+        return fsdpc_error(FSDPC_E_INTERRUPT, "%s: interrupted", what);
+    }
+    return status;
+}
 
 static int
-settle(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+await(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
     int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < SETTLE_LOOKS; i++) {
-        status = fsdpc_device_finish(comm->device, reached, 1.0, what);
-        FSDPC_TRY(fsdpc_comm_check(comm));
-        if (status == FSDPC_E_TIMEOUT && fsdpc_shm_interrupt_check && fsdpc_shm_interrupt_check()) {
-            fsdpc_comm_abort(comm, "interrupted");
-            return fsdpc_error(FSDPC_E_INTERRUPT, "%s: interrupted", what);
-        }
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
+        status = fsdpc_comm_look(comm, reached, what);
+        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_comm_check(comm));
     }
     return status;
 }
@@ -61,7 +64,7 @@ fsdpc_comm_settle(fsdpc_comm *comm, const char *what)
     fsdpc_event *reached;
     FSDPC_TRY(fsdpc_device_event_new(comm->device, &reached));
     FSDPC_GOTO(fsdpc_device_record(comm->device, reached), done);
-    FSDPC_GOTO(settle(comm, reached, what), done);
+    FSDPC_GOTO(await(comm, reached, what), done);
 done:
     fsdpc_device_event_free(comm->device, reached);
     return status;

@@ -59,6 +59,11 @@ int fsdpc_comm_check(const fsdpc_comm *comm);
 /* Local: the host waits for all that is queued on the device's current stream, the group's collectives
  * among it, or until the group has failed. `what` is for the text. Never in a step. */
 int fsdpc_comm_settle(fsdpc_comm *comm, const char *what);
+/* One look of such a wait, at an event of the device: FSDPC_E_TIMEOUT when it has not come within a second,
+ * FSDPC_E_INTERRUPT (Ctrl-C; the group is aborted). So many looks at most: the deadline of a collective is
+ * the group's own, by which it is broken; this is the one of whatever else the stream holds. */
+enum { FSDPC_COMM_LOOKS = 24 * 3600 };
+int fsdpc_comm_look(fsdpc_comm *comm, fsdpc_event *reached, const char *what);
 
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);

@@ -175,6 +175,40 @@ close_streams(fsdpc_exchange *x)
     x->streams = NULL;
 }
 
+int
+fsdpc_stream_check(const fsdpc_exchange *x)
+{
+    const fsdpc_comm *seen = NULL;
+    FSDPC_TRY(fsdpc_comm_check(x->comm));
+    FSDPC_TRY(fsdpc_comm_check(x->streams->reduce_comm));
+    for (int u = 0; u < x->unit_count && x->streams->replicas; u++) {
+        fsdpc_comm *replicate = x->units[u]->replicate;
+        if (replicate && replicate != seen) {
+            FSDPC_TRY(fsdpc_comm_check(fsdpc_comm_for_reductions(replicate)));
+            seen = replicate;
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
+{
+    int status = FSDPC_E_TIMEOUT;
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
+        status = fsdpc_comm_look(x->comm, event, what);
+        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_stream_check(x));
+    }
+    return status;
+}
+
+int
+fsdpc_stream_settle(fsdpc_exchange *x, const char *what)
+{
+    FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->settled));
+    return fsdpc_stream_await_host(x, x->streams->settled, what);
+}
+
 /* --- gather ---------------------------------------------------------------------------------- */
 
 static int
@@ -183,8 +217,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
     struct fsdpc_streams *s = x->streams;
     uint64_t before = s->capture;
     fsdpc_stream *caller = fsdpc_device_current(s->device);
-    FSDPC_TRY(fsdpc_comm_check(x->comm));
-    FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
+    FSDPC_TRY(fsdpc_stream_check(x));
     FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
     if (s->begun && s->tag == tag && s->capture == before) {
         return FSDPC_OK; /* a backward after its forward: the masters are the same */
@@ -259,7 +292,7 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 static int
 settle(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    return fsdpc_comm_settle(x->comm, unit->name);
+    return fsdpc_stream_settle(x, unit->name);
 }
 
 /* Spare memory is zeroed on the current stream: that of the gather which writes it next. */

@@ -79,6 +79,13 @@ struct fsdpc_streams {
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
 int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what);
+/* The failure of a communicator that the exchange uses, replicas' among them. */
+int fsdpc_stream_check(const fsdpc_exchange *x);
+/* The host waits for the event, for as long as the collectives before it have: until one of their
+ * communicators has failed. Ctrl-C ends it. */
+int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
+/* The same for all that the current stream holds. */
+int fsdpc_stream_settle(fsdpc_exchange *x, const char *what);
 
 /* --- exchange_stream_slots.c ------------------------------------------------------------------ */
 
@@ -128,8 +135,6 @@ int fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what);
 /* --- exchange_stream_offload.c ---------------------------------------------------------------- */
 
 int fsdpc_stream_offload_open(fsdpc_exchange *x);
-/* The host waits for the event, or for the failure of a communicator. */
-int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
 /* The end of a synchronised backward: the host waits until all sums are in the gradients and nothing
  * reads masters any more. Nothing without offloaded units. */
 int fsdpc_stream_offload_end(fsdpc_exchange *x);

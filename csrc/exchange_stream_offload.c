@@ -8,8 +8,6 @@
 #include "exchange_stream_impl.h"
 #include "status.h"
 
-enum { SLICE_MS = 200, LONGEST_S = 7200 };
-
 int
 fsdpc_stream_offload_open(fsdpc_exchange *x)
 {
@@ -33,21 +31,6 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
         count += x->units[u]->in_flight[which];
     }
     return count;
-}
-
-int
-fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
-{
-    struct fsdpc_streams *s = x->streams;
-    for (int slice = 0;; slice++) {
-        int status = fsdpc_device_finish(s->device, event, SLICE_MS / 1e3, what);
-        if (status != FSDPC_E_TIMEOUT || slice >= LONGEST_S * 1000 / SLICE_MS) {
-            return status;
-        }
-        FSDPC_TRY(fsdpc_comm_check(x->comm));
-        FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
-        fsdpc_error_clear();
-    }
 }
 
 /* Sums that are not made on the reduce stream: those of a communication hook. */

@@ -189,7 +189,7 @@ share_used(fsdpc_exchange *x)
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
     FSDPC_TRY(join_bits(x));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
-    FSDPC_TRY(fsdpc_comm_settle(s->reduce_comm, "used bits at the end of backward"));
+    FSDPC_TRY(fsdpc_stream_settle(x, "used bits at the end of backward"));
     read_bits(x, s->bits);
     return FSDPC_OK;
 }
@@ -241,11 +241,10 @@ fsdpc_stream_end(fsdpc_exchange *x)
     }
     FSDPC_KEEP(await_sums(x));
     FSDPC_KEEP(fsdpc_stream_join_capture(s));
-    FSDPC_KEEP(fsdpc_stream_offload_end(x));
     s->sent = 0;
-    FSDPC_KEEP(fsdpc_comm_check(x->comm));
-    FSDPC_KEEP(fsdpc_comm_check(s->reduce_comm));
-    return status;
+    FSDPC_TRY(status);
+    FSDPC_TRY(fsdpc_stream_offload_end(x));
+    return fsdpc_stream_check(x);
 }
 
 /* --- small things for all ranks ----------------------------------------------------------------- */

@@ -278,7 +278,7 @@ forward(model *m, int step)
 }
 
 __attribute__((unused)) static int
-backward(model *m, int step)
+backward_without_end(model *m, int step)
 {
     FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
     FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
@@ -289,7 +289,13 @@ backward(model *m, int step)
         FSDPC_TRY(send_due(m, step, false));
     }
     FSDPC_TRY(fsdpc_tree_backward_done(m->tree, ROOT, true));
-    FSDPC_TRY(send_due(m, step, true));
+    return send_due(m, step, true);
+}
+
+__attribute__((unused)) static int
+backward(model *m, int step)
+{
+    FSDPC_TRY(backward_without_end(m, step));
     return fsdpc_tree_end_backward(m->tree, true);
 }
 

@@ -54,6 +54,38 @@ two_users_of_a_slot(int rank, ranks_run *run)
     close_model(&m);
 }
 
+static int
+ctrl_c(void)
+{
+    return 1;
+}
+
+/* Rank 1 does not come to the end of backward, for which rank 0 waits because it left parameters out: as
+ * long as the communicator's deadline allows, or until its user has enough. */
+static void
+a_wait_for_used_bits_is_interrupted(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    CHECK_INT(train(&m, 1), FSDPC_OK); /* the order of units is known then */
+    set_masters(&m, 1);
+    CHECK_INT(forward(&m, 1), FSDPC_OK);
+    CHECK_INT(backward_without_end(&m, 1), FSDPC_OK);
+    if (rank == 0) {
+        fsdpc_shm_interrupt_check = ctrl_c;
+        CHECK_ERROR(fsdpc_tree_end_backward(m.tree, true), FSDPC_E_INTERRUPT,
+                    "used bits at the end of backward: interrupted");
+        fsdpc_shm_interrupt_check = NULL;
+        CHECK_ERROR(fsdpc_comm_check(m.comm), FSDPC_E_COMM, "gave up: interrupted");
+        run->flags[0] = 1;
+    }
+    while (!run->flags[0]) {
+        rank_sleep_ms(5);
+    }
+    close_model(&m);
+}
+
 /* --- what a step costs ------------------------------------------------------------------------------ */
 
 /* Five units, one of them with two dtypes and bytes beside: it has three segments to gather. */
@@ -314,6 +346,11 @@ main(void)
         ranks_start(run, captures[i % 3]);
         ranks_free(run);
     }
+    ranks_run *run = ranks_new(2);
+    run->option = 0;
+    new_ids();
+    ranks_start(run, a_wait_for_used_bits_is_interrupted);
+    ranks_free(run);
     missing_waits_are_found();
     return test_result();
 }
