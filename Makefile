@@ -254,9 +254,11 @@ gpu:
 gpu-dry: simlibs
 	@$(GPU_PY) benchmarks/run_gpu.py --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
 
+# An extension without CUDA kernels trains on the CPU, whatever GPUs there are.
+WHERE = import fsdpc._C as c; print("" if c.cuda_image_bytes() else "--device cpu")
 demo: build
-	$(call say,training on 2 ranks; Ctrl-C ends it; results go to demo-out/)
-	@$(PY) examples/train_gpt.py $(ARGS)
+	$(call say,training on all GPUs or on 2 ranks of the CPU; Ctrl-C ends it; results go to demo-out/)
+	@$(PY) examples/train_gpt.py $$($(PY) -c '$(WHERE)') $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fsdpc/*.so

@@ -40,10 +40,11 @@ def test_memory_stays(trained, device):
 def test_the_driver_gives_nothing_more(trained, device):
     """Beside torch's allocator: what the whole device has in use stays as it is."""
     model, optimizer = trained
+    gc.collect()  # what other tests left may end in this one, and give memory back
     before = device.memory()["in_use"]
     runs.train(model, device.device, optimizer=optimizer, steps=range(3, 9))
     device.synchronize()
-    assert device.memory()["in_use"] == before
+    assert device.memory()["in_use"] <= before
 
 
 @pytest.mark.real_gpu
