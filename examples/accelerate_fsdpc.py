@@ -27,8 +27,8 @@ fsdpc.install()  # the one line: FullyShardedDataParallel means fsdpc's from her
 
 
 def accelerator_on_cpu_ranks(**options) -> Accelerator:
-    """accelerate offers its FSDP plugin on GPUs and their like only. Until fsdpc runs there, tell
-    it that the CPU ranks are some; on such a machine this is ``Accelerator(**options)``.
+    """accelerate offers its FSDP plugin on GPUs and their like only: tell it that the CPU ranks are
+    some. To train on GPUs, one for each rank, write ``Accelerator(**options)`` instead.
     """
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
