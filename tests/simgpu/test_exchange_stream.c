@@ -296,6 +296,17 @@ break_one(int k, uint32_t *seen)
     ranks_free(run);
 }
 
+/* What a rank happens to have seen as done, because another one was quick, orders it as a wait would: a
+ * fault that hides in one run is looked for in more. */
+static void
+look_for(int k, uint32_t *seen)
+{
+    seen[FOUND] = 0;
+    for (int run = 0; run < 4 && !seen[FOUND]; run++) {
+        break_one(k, seen);
+    }
+}
+
 /* Every wait of a step, left out one at a time. */
 static void
 missing_waits_are_found(void)
@@ -305,7 +316,7 @@ missing_waits_are_found(void)
     CHECK(!seen[FOUND] && !seen[WRONG]);
     int calls = (int)seen[CALLS], found = 0, values = 0;
     for (int k = 1; k <= calls; k++) {
-        break_one(k, seen);
+        look_for(k, seen);
         found += seen[FOUND] != 0;
         values += seen[WRONG] != 0;
         if (!seen[FOUND]) {

@@ -539,6 +539,17 @@ with_ranks(int world, int option, rank_function function, uint32_t *seen)
     ranks_free(run);
 }
 
+/* What a rank happens to have seen as done, because another one was quick, orders it as a wait would: a
+ * fault that hides in one run is looked for in more. */
+static void
+look_for(int world, int option, uint32_t *seen)
+{
+    seen[FOUND] = 0;
+    for (int run = 0; run < 4 && !seen[FOUND]; run++) {
+        with_ranks(world, option, with_a_fault, seen);
+    }
+}
+
 static void
 missing_waits_are_found(int world)
 {
@@ -550,7 +561,7 @@ missing_waits_are_found(int world)
     /* Several ranks' queries are as many as it takes. */
     for (int kind = A_WAIT; kind <= (world == 1 ? A_QUERY : A_WAIT); kind++) {
         for (int k = 1; k <= counts[kind]; k++) {
-            with_ranks(world, kind * 100 + k, with_a_fault, seen);
+            look_for(world, kind * 100 + k, seen);
             found[kind] += seen[FOUND] != 0;
             if (!seen[FOUND] && kind == A_WAIT) {
                 TEST_FAIL("%d ranks: nothing is found without wait %d of %d", world, k,
