@@ -494,6 +494,7 @@ void
 fsdpc_nccl_dispose(nccl_comm *comm)
 {
     (void)fsdpc_nccl_use_context(comm);
+    fsdpc_nccl_delist_all(comm);
     for (int i = 0; i < FSDPC_NCCL_RING; i++) {
         if (comm->ring[i].event) {
             (void)comm->driver->event_destroy(comm->ring[i].event);

@@ -12,7 +12,6 @@ enum {
     FSDPC_NCCL_RING = 512,
     FSDPC_NCCL_WHAT_BYTES = 64,
     FSDPC_NCCL_NAME_BYTES = 64,
-    FSDPC_NCCL_BUFFERS = 64,
     FSDPC_NCCL_OLDEST_BYTES = 192,
     FSDPC_NCCL_STAGE_BYTES = 1024 * 1024, /* of one rank, when host memory goes over the GPU */
     FSDPC_NCCL_WORDS_BYTES = 256 * 1024   /* of all ranks, at most, over the host's own channel */
@@ -30,6 +29,7 @@ typedef struct fsdpc_nccl_entry {
 /* See [Note: registration]. */
 enum fsdpc_nccl_way { FSDPC_NCCL_NEITHER, FSDPC_NCCL_WINDOWS, FSDPC_NCCL_BUFFERS_OF_ONE };
 typedef struct fsdpc_nccl_buffer {
+    struct fsdpc_nccl_buffer *next;
     void *address, *own;
     fsdpc_nccl_window window;
 } fsdpc_nccl_buffer;
@@ -47,9 +47,9 @@ typedef struct nccl_comm {
     pthread_mutex_t calls;
     fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
     enum fsdpc_nccl_way way;
-    fsdpc_nccl_buffer buffers[FSDPC_NCCL_BUFFERS];
-    int buffer_count;
-    char *scratch; /* on the device, for host memory that goes over it */
+    fsdpc_nccl_buffer *buffers;
+    _Atomic bool trying; /* an error of NCCL's is looked at by who tries to register memory */
+    char *scratch;       /* on the device, for host memory that goes over it */
     char *pinned;
     fsdpc_cu_stream staging;
 

@@ -4,51 +4,64 @@
  * made for that, because the ranks must do the same with each buffer ever after. A window is a call
  * that all ranks make together; where the ranks' memory cannot be seen from one GPU, NCCL gives none
  * and says no error. Registered memory must be made of pieces (device.h), with an address and a size
- * in whole grains: what cuMemAlloc gives is refused.
+ * in whole grains: what cuMemAlloc gives is refused. A failure in the trial may leave NCCL's side without
+ * use; then all ranks end with FSDPC_E_UNAVAILABLE, and may start again without registering.
  */
 #include "comm_nccl_impl.h"
+#include "mem.h"
 #include "status.h"
 
-/* With `calls` held. */
-static int
-enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
-{
-    const fsdpc_nccl *nccl = comm->nccl;
-    if (!comm->handle || comm->buffer_count == FSDPC_NCCL_BUFFERS) {
-        return fsdpc_error(FSDPC_E_STATE, "no more buffers can be registered (at most %d)",
-                           FSDPC_NCCL_BUFFERS);
-    }
-    fsdpc_nccl_buffer *made = &comm->buffers[comm->buffer_count];
-    *made = (fsdpc_nccl_buffer){.address = buffer};
-    fsdpc_nccl_result result =
-        way == FSDPC_NCCL_WINDOWS
-            ? nccl->window_register(comm->handle, buffer, bytes, &made->window,
-                                    FSDPC_NCCL_WINDOW_SYMMETRIC)
-            : nccl->register_buffer(comm->handle, buffer, bytes, &made->own);
-    FSDPC_TRY(fsdpc_nccl_settle(comm, result, "registering a buffer"));
-    comm->buffer_count++;
-    return FSDPC_OK;
-}
-
-/* With `calls` held. */
+/* With `calls` held: also without NCCL's side, which then has forgotten all. */
 static void
-delist(nccl_comm *comm, int i)
+delist(nccl_comm *comm, fsdpc_nccl_buffer *gone)
 {
-    const fsdpc_nccl_buffer *gone = &comm->buffers[i];
+    fsdpc_nccl_buffer **at = &comm->buffers;
+    while (*at != gone) {
+        at = &(*at)->next;
+    }
+    *at = gone->next;
     if (comm->handle && gone->window) {
         (void)comm->nccl->window_deregister(comm->handle, gone->window);
     } else if (comm->handle && gone->own) {
         (void)comm->nccl->deregister_buffer(comm->handle, gone->own);
     }
-    comm->buffers[i] = comm->buffers[--comm->buffer_count];
+    fsdpc_mem_free(gone);
 }
 
 void
 fsdpc_nccl_delist_all(nccl_comm *comm)
 {
-    while (comm->buffer_count > 0) {
-        delist(comm, comm->buffer_count - 1);
+    while (comm->buffers) {
+        delist(comm, comm->buffers);
     }
+}
+
+/* With `calls` held. NCCL may write the handle after a call that was given up: it lies in the list. */
+static int
+enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
+{
+    const fsdpc_nccl *nccl = comm->nccl;
+    if (!comm->handle) {
+        FSDPC_TRY(fsdpc_comm_check(&comm->base));
+        return fsdpc_error(FSDPC_E_STATE, "registering a buffer: the communicator has ended");
+    }
+    fsdpc_nccl_buffer *made = fsdpc_mem_calloc(1, sizeof *made);
+    if (!made) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to note a registered buffer");
+    }
+    made->address = buffer;
+    made->next = comm->buffers;
+    comm->buffers = made;
+    const fsdpc_nccl_result result =
+        way == FSDPC_NCCL_WINDOWS
+            ? nccl->window_register(comm->handle, buffer, bytes, &made->window,
+                                    FSDPC_NCCL_WINDOW_SYMMETRIC)
+            : nccl->register_buffer(comm->handle, buffer, bytes, &made->own);
+    const int status = fsdpc_nccl_settle(comm, result, "registering a buffer");
+    if (status != FSDPC_OK && result != FSDPC_NCCL_IN_PROGRESS) {
+        delist(comm, made);
+    }
+    return status;
 }
 
 static int
@@ -79,9 +92,10 @@ fsdpc_nccl_forget(fsdpc_comm *base, void *buffer)
     nccl_comm *comm = (nccl_comm *)base;
     (void)fsdpc_nccl_use_context(comm);
     pthread_mutex_lock(&comm->calls);
-    for (int i = comm->buffer_count - 1; i >= 0; i--) {
-        if (comm->buffers[i].address == buffer) {
-            delist(comm, i);
+    for (fsdpc_nccl_buffer *next, *each = comm->buffers; each; each = next) {
+        next = each->next;
+        if (each->address == buffer) {
+            delist(comm, each);
         }
     }
     pthread_mutex_unlock(&comm->calls);
@@ -120,27 +134,45 @@ close_trial(trial *gone)
     fsdpc_device_piece_free(gone->device, gone->piece);
 }
 
+enum outcome { SPOILT = -1, REFUSED, WORKS };
+
+/* A call that failed after it had begun stays the communicator's error for ever. */
 static bool
-works(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
+is_spoilt(const nccl_comm *comm)
+{
+    fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
+    return !comm->handle || comm->nccl->async_error(comm->handle, &state) != FSDPC_NCCL_SUCCESS ||
+           state != FSDPC_NCCL_SUCCESS;
+}
+
+static enum outcome
+outcome_of(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
 {
     pthread_mutex_lock(&comm->calls);
-    int status = enlist(comm, on->address, on->bytes, way);
-    bool works = status == FSDPC_OK;
-    if (works) {
-        works = way != FSDPC_NCCL_WINDOWS || comm->buffers[comm->buffer_count - 1].window;
-        delist(comm, comm->buffer_count - 1);
+    enum outcome outcome = REFUSED;
+    if (enlist(comm, on->address, on->bytes, way) == FSDPC_OK) {
+        outcome = way == FSDPC_NCCL_WINDOWS && !comm->buffers->window ? REFUSED : WORKS;
+        delist(comm, comm->buffers);
+    } else if (is_spoilt(comm)) {
+        outcome = SPOILT;
     }
     pthread_mutex_unlock(&comm->calls);
-    return works;
+    return outcome;
 }
 
 /* On all ranks, or on none. */
 static int
 try_way(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way, bool offered)
 {
-    float all = offered && works(comm, on, way) ? 1 : 0;
+    float all = offered ? (float)outcome_of(comm, on, way) : REFUSED;
     FSDPC_TRY(fsdpc_comm_host_all_reduce(&comm->base, &all, 1, FSDPC_F32, FSDPC_MIN,
                                          "trying to register memory"));
+    if (all < 0) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "rank %d: NCCL failed when memory was registered (communicator %s): "
+                           "FSDPC_NCCL_REGISTER=0 does without",
+                           comm->base.rank, comm->name);
+    }
     comm->way = all > 0 ? way : comm->way;
     return FSDPC_OK;
 }
@@ -155,6 +187,7 @@ fsdpc_nccl_try_registration(nccl_comm *comm)
         return FSDPC_OK;
     }
     FSDPC_TRY(open_trial(comm->base.device, &on));
+    atomic_store(&comm->trying, true);
     FSDPC_GOTO(
         try_way(comm, &on, FSDPC_NCCL_WINDOWS, nccl->window_register && nccl->window_deregister),
         end);
@@ -164,6 +197,7 @@ fsdpc_nccl_try_registration(nccl_comm *comm)
                    end);
     }
 end:
+    atomic_store(&comm->trying, false);
     close_trial(&on);
     return status;
 }

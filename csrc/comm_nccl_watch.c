@@ -206,7 +206,7 @@ look_at_nccl(nccl_comm *comm)
 {
     char oldest[FSDPC_NCCL_OLDEST_BYTES], said[256] = "";
     fsdpc_nccl_result error = FSDPC_NCCL_SUCCESS;
-    if (pthread_mutex_trylock(&comm->calls) != 0) {
+    if (atomic_load(&comm->trying) || pthread_mutex_trylock(&comm->calls) != 0) {
         return; /* somebody is inside and sees the error itself */
     }
     if (comm->handle && comm->nccl->async_error(comm->handle, &error) == FSDPC_NCCL_SUCCESS &&

@@ -64,24 +64,36 @@ def make_nccl_comm(
     name = f"group {pg.group_name}/{turn}"
     meeting = Channel(store, f"fsdpc/nccl/{turn}", pg.rank(), pg.size(), timeout, name)
     everyone = _meet(meeting, device, place, {**(settings or {}), "FSDPC_TIMEOUT": timeout})
-    gather_id, reduce_id, keys = everyone[0].ids
-    channel = meeting.renamed(f"fsdpc/nccl/{keys}")
-    comm = _C.Comm.nccl(
-        pg.rank(),
-        pg.size(),
-        gather_id,
-        reduce_id,
-        device,
-        name,
-        timeout,
-        channel,
-        register=all(hello.registers for hello in everyone),
-    )
+    channel = meeting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
+    start = _Start(meeting, channel, device, name, timeout)
+    try:
+        comm = start.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
+    except NotImplementedError:  # on all ranks alike: registering memory has spoilt NCCL's side
+        said = meeting.gather(pickle.dumps(_new_ids() if pg.rank() == 0 else None), name)
+        comm = start.now(pickle.loads(said[0]), register=False)
     if all(hello.place == place for hello in everyone):
         _wire.note_one_host(comm)
     meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
     watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
     return comm
+
+
+@dataclass(frozen=True)
+class _Start:
+    meeting: Channel
+    channel: Channel
+    device: int
+    name: str
+    timeout: float
+
+    def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
+        rank, world = self.meeting.rank, self.meeting.world
+        how = (self.device, self.name, self.timeout, self.channel)
+        return _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+
+
+def _new_ids() -> tuple[bytes, bytes, str]:
+    return _C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex
 
 
 def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -> list[_Hello]:
@@ -92,7 +104,7 @@ def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -
         registers = wanted and _C.cuda_device(device)["virtual_memory"]
         version = _C.nccl_version()
         if channel.rank == 0:
-            ids = (_C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex)
+            ids = _new_ids()
     except Exception as error:
         failure = error
     settings = {

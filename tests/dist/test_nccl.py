@@ -454,6 +454,15 @@ def test_two_ranks_round_once_anyway(rank, world):
     assert sums == {256.0}  # 257, rounded once
 
 
+@ranks(2, env={**GPU, "SIMNCCL_WINDOW_ERROR": "1"})
+def test_a_window_that_spoils_nccl_is_done_without(rank, world):
+    comm = connect()
+    assert not comm.symmetric
+    line, sums, windowed = trained(rank, world, param_dtype=torch.bfloat16)
+    assert (sums, windowed) == ({256.0}, 0), line
+    assert simgpu.nccl_count()["misuses"] == 0
+
+
 @ranks(2, env=GPU)
 def test_ranks_that_differ_in_registering(rank, world):
     os.environ["FSDPC_NCCL_REGISTER"] = str(rank)

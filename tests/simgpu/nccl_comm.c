@@ -87,6 +87,8 @@ read_environment(void)
 {
     const char *order = getenv("SIMNCCL_RANK_ORDER");
     nccl_options.rank_order = order && strcmp(order, "1") == 0;
+    const char *window = getenv("SIMNCCL_WINDOW_ERROR");
+    nccl_options.window_error = window ? atoi(window) : 0;
 }
 
 simnccl_options *
@@ -646,6 +648,10 @@ ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_n
         return FSDPC_NCCL_INVALID_ARGUMENT;
     }
     fsdpc_nccl_result result = meet_for_window(comm);
+    if (result == FSDPC_NCCL_SUCCESS && nccl_options.window_error) {
+        atomic_store(&comm->error, nccl_options.window_error);
+        return FSDPC_NCCL_IN_PROGRESS; /* told when it is asked for */
+    }
     if (result == FSDPC_NCCL_SUCCESS && nccl_options.symmetric) {
         result = register_buffer(comm, buffer, bytes, true, &handle);
         memcpy(window, &handle, sizeof handle);

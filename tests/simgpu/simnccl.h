@@ -21,7 +21,8 @@ typedef struct simnccl_options {
     int version;     /* 22803 */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls */
     int stall_ms;    /* blocking waits for other ranks end after this, as an error; 30000 */
-    bool symmetric; /* windows can be had: all GPUs see each other's memory; true */
+    int window_error; /* what a window comes to, and stays the communicator's error; 0: none */
+    bool symmetric;   /* windows can be had: all GPUs see each other's memory; true */
     /* Sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER. */
     bool rank_order;
 } simnccl_options;

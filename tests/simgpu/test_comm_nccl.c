@@ -248,6 +248,75 @@ registration(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
+/* A channel of the host for four bytes of two ranks, over the page that they share. */
+static int channel_rank;
+
+static int
+spread(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    ranks_run *run = context;
+    uint32_t *words = buffer;
+    (void)what;
+    REQUIRE(piece_bytes == sizeof *words);
+    const int own = channel_rank;
+    run->flags[own] = words[own];
+    run->flags[2 + own] = 1;
+    while (!run->flags[3 - own]) {
+        rank_sleep_ms(1);
+    }
+    words[1 - own] = run->flags[1 - own];
+    return FSDPC_OK;
+}
+
+/* More slots than anybody would list in a table, as models have whose units stay gathered. */
+static void
+many_registrations(int rank, ranks_run *run)
+{
+    enum { MANY = 100 };
+    setup s;
+    void *slots[MANY];
+    fsdpc_device *device;
+    rank_begin(&s, rank, run);
+    fsdpc_comm_nccl_options options = {.timeout_s = 30, .stream = s.stream, .registers = true};
+    REQUIRE_OK(fsdpc_device_cuda(0, &device));
+    REQUIRE_OK(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm));
+    for (int i = 0; i < MANY; i++) {
+        CUdeviceptr range = gpu_range("slot");
+        gpu_map(range, gpu_memory());
+        slots[i] = (void *)(uintptr_t)range;
+        CHECK_INT(fsdpc_comm_register(s.comm, slots[i], GRANULE), FSDPC_OK);
+    }
+    CHECK_INT(simnccl_count().registered, MANY);
+    for (int i = 0; i < MANY; i += 2) {
+        fsdpc_comm_forget(s.comm, slots[i]);
+    }
+    CHECK_INT(simnccl_count().registered, MANY / 2);
+    fsdpc_comm_free(s.comm);
+    CHECK_INT(simnccl_count().registered, 0);
+    CHECK_INT(simnccl_count().misuses, 0);
+}
+
+/* NCCL is of no use after its window failed on rank 1: all ranks are told, and can start without. */
+static void
+a_trial_spoils_nccl(int rank, ranks_run *run)
+{
+    setup s;
+    fsdpc_device *device;
+    rank_begin(&s, rank, run);
+    fsdpc_comm_nccl_options options = {
+        .timeout_s = 30, .stream = s.stream, .registers = true, .poll_ms = 1};
+    REQUIRE_OK(fsdpc_device_cuda(0, &device));
+    channel_rank = rank;
+    options.exchange = spread;
+    options.context = run;
+    simnccl_get_options()->window_error = rank == 1 ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : 0;
+    CHECK_ERROR(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm),
+                FSDPC_E_UNAVAILABLE, "NCCL failed when memory was registered");
+    CHECK(s.comm == NULL);
+    CHECK_INT(simnccl_count().communicators, 0);
+    CHECK_INT(simnccl_count().misuses, 0);
+}
+
 static void
 description(int rank, ranks_run *run)
 {
@@ -517,6 +586,8 @@ main(void)
     for (int bits = 0; bits < 4; bits++) {
         run_ranks_of(4, bits, registration);
     }
+    run_ranks_of(2, 1, many_registrations);
+    run_ranks_of(2, 1, a_trial_spoils_nccl);
     run_ranks_of(2, 1, a_rank_stops);
     run_ranks_of(3, 2, a_rank_stops);
     run_ranks_of(2, 1, nccl_reports_an_error);
