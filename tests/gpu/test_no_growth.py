@@ -75,6 +75,19 @@ def test_the_host_does_not_wait(trained, device):
     assert _C.cuda_waits(0) == before
 
 
+def test_waits_are_counted(device, group):
+    """The optimizer reads offloaded gradients on the host: one wait a step, which is counted."""
+    import fsdpc
+
+    offload = fsdpc.CPUOffload(offload_params=True)
+    model = runs.wrap(runs.model(device.device), device.device, cpu_offload=offload)
+    optimizer = runs.adamw(model)
+    runs.train(model, device.device, optimizer=optimizer, steps=[0])
+    before = _C.cuda_waits(0)
+    runs.train(model, device.device, optimizer=optimizer, steps=[1])
+    assert _C.cuda_waits(0) > before
+
+
 def test_counted_by_the_simulated_gpu(trained, device):
     """On the simulated GPU each call of the driver is counted."""
     if not device.dry:
