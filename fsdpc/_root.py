@@ -270,9 +270,9 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     """Bytes that the engine holds for ``model``, by purpose, from ``Tree.memory_stats()``. Local.
 
     Sums over the trees found in ``model``; empty before the first forward. On a GPU
-    ``gather_bytes`` and ``spare_bytes`` are mapped from the driver, beside torch's cache and its
-    figures; what the other keys count (shards and shard gradients unless offloaded, gradients of
-    ``no_sync``, reduce slots) comes out of that cache and is part of
+    slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver, beside
+    torch's cache and its figures; what the other keys count (shards and shard gradients unless
+    offloaded, gradients of ``no_sync``) comes out of that cache and is part of
     ``torch.cuda.memory_allocated()``. Raises ``TypeError`` for a non-module.
     """
     if not isinstance(model, nn.Module):

@@ -166,13 +166,15 @@ def test_a_model_trains_on_it_and_says_what_it_holds(rank, world):
             assert cache.calls.total() == calls, "an allocation in a step"
         calls = cache.calls.total()
     held = memory_stats(model)
-    kept = sum(held[f"{name}_bytes"] for name in ("master", "grad", "reduce", "local"))
+    kept = sum(held[f"{name}_bytes"] for name in ("master", "grad", "local"))
+    slots = held["gather_bytes"] + held["reduce_bytes"]
     assert kept <= cache.out() < kept + 2000  # and which parameters were used
     # Slots are the driver's: what is shown behind several addresses no allocator has.
     assert held["gather_bytes"] % env.GRANULE == 0
     assert held["spare_bytes"] == 0
     device_bytes = simgpu.count()["device_bytes"] - before
-    assert kept + held["gather_bytes"] <= device_bytes < kept + held["gather_bytes"] + 200_000
+    others = 3 << 20  # windows of the communicators, lists for launches, rounding
+    assert kept + slots <= device_bytes < kept + slots + others
     simgpu_is_content()
 
 
