@@ -175,18 +175,24 @@ move(model *m, bool clear)
     }
 }
 
+static bool
+differ(const void *a, const void *b, size_t bytes)
+{
+    return bytes > 0 && memcmp(a, b, bytes) != 0;
+}
+
 static void
 compare(model *m)
 {
     for (int u = 0; u < UNITS && !m->alone; u++) {
         const fsdpc_unit *a = m->sides[0].units[u], *b = m->sides[1].units[u];
         const fsdpc_layout *layout = a->layout;
-        note_wrong(m, memcmp(a->grad, b->grad, layout->grad_bytes) != 0, "gradients", u);
-        note_wrong(m, memcmp(a->master, b->master, layout->shard_bytes) != 0, "shards", u);
-        note_wrong(m, memcmp(a->used, b->used, (size_t)layout->param_count) != 0, "used bits", u);
+        note_wrong(m, differ(a->grad, b->grad, layout->grad_bytes), "gradients", u);
+        note_wrong(m, differ(a->master, b->master, layout->shard_bytes), "shards", u);
+        note_wrong(m, differ(a->used, b->used, (size_t)layout->param_count), "used bits", u);
         if (a->grad_out) {
-            note_wrong(m, memcmp(a->grad_out, b->grad_out, layout->shard_bytes) != 0,
-                       "seen gradients", u);
+            note_wrong(m, differ(a->grad_out, b->grad_out, layout->shard_bytes), "seen gradients",
+                       u);
         }
     }
 }
