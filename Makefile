@@ -3,7 +3,7 @@
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
-# make simgpu    tests on the simulated GPU (T=schedule)
+# make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
 # make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
 # make gpu-dry   the same lines, small, on the simulated GPU
 #
@@ -16,7 +16,7 @@ SHELL := /bin/bash
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
 .PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
-        simgpu-py simlibs asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -82,7 +82,7 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 build: $(STAMPS)/extension
 
 # --- tests ---------------------------------------------------------------------------------------
-test: build ctest simgpu pytest
+test: build ctest simgpu pytest simgpu-step
 	$(call say,C tests and Python tests passed)
 
 pytest: build simlibs $(STAMPS)/clients
@@ -167,11 +167,22 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
-# The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU.
-SIMGPU_PY := tests/dist tests/parity/test_runs.py $(wildcard tests/conformance/test_conform_[amt]*.py)
+# The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
+# runs those of the training step and of the wrapper's face for their values, and some, at twice the
+# time, with each of torch's operators watched for races; `make simgpu-py` runs all of them.
+SIM_PYTEST = $(PY) -m pytest -q --gpu sim -k "not test_torch"
+SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_*.py tests/dist/test_api_*.py \
+    tests/dist/test_with_checkpointing.py tests/dist/test_optim_full.py tests/dist/test_state_sharded.py)
+SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
+simgpu-step: build simlibs
+	$(call say,training steps of the Python tests on the simulated GPU)
+	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) $(SIMGPU_STEP)
+	$(call say,some of them with every operator watched)
+	@$(SIM_PYTEST) $(SIMGPU_WATCHED)
+
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)
-	@$(PY) -m pytest -q --gpu sim $(SIMGPU_PY) -k "not test_torch" $(ARGS)
+	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) tests/dist tests/parity $(ARGS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

@@ -9,6 +9,9 @@ SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
     "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
+    "dist/test_features_graph.py::test_ranks_evaluate_different_numbers_of_batches": (
+        "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
+    ),
     "dist/test_features_experts.py": UNMARKED + "; test_device_experts.py marks them",
     "dist/test_with_collectives.py": "collectives of host memory, and fake process groups",
     "dist/test_hooks_comm.py::test_in_a_fake_process_group": "a process group without ranks",
