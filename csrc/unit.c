@@ -109,7 +109,6 @@ make_buffers(fsdpc_unit *unit)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
     }
     unit->direct = unit->world == 1 && needs_no_cast(layout) && !unit->offload;
-    unit->reshard = unit->reshard && !unit->direct; /* nothing to free, nothing to bring again */
     return unit->direct ? FSDPC_OK
                         : fsdpc_range_init_on(unit->device, &unit->range, layout->full_bytes);
 }

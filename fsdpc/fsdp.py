@@ -126,9 +126,11 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 module, auto_wrap_policy, self._ignored, child_kwargs, FullyShardedDataParallel
             )
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
-        # What was asked for: a rank alone has nothing to share, but low-precision copies to free.
-        asked = sharding_strategy or ShardingStrategy.FULL_SHARD
-        self._reshard_after_forward = asked in _args.RESHARD_AFTER_FORWARD
+        in_force = self.sharding_strategy
+        if mixed_precision is not None and mixed_precision.param_dtype is not None:
+            # A rank alone has nothing to share, but low-precision copies to free, if so asked.
+            in_force = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self._reshard_after_forward = in_force in _args.RESHARD_AFTER_FORWARD
         self.cpu_offload = cpu_offload or CPUOffload()
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.backward_prefetch = backward_prefetch
