@@ -168,11 +168,10 @@ simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
-# runs those of the training step and of the wrapper's face for their values, and some, at twice the
-# time, with each of torch's operators watched for races; `make simgpu-py` runs all of them.
+# runs those of the training step for their values, and some, at twice the time, with each of torch's operators watched for races; `make simgpu-py` runs all of them.
 SIM_PYTEST = $(PY) -m pytest -q --gpu sim -k "not test_torch"
-SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_*.py tests/dist/test_api_*.py \
-    tests/dist/test_with_checkpointing.py tests/dist/test_optim_full.py tests/dist/test_state_sharded.py)
+SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
+    tests/dist/test_with_checkpointing.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
 simgpu-step: build simlibs
 	$(call say,training steps of the Python tests on the simulated GPU)
