@@ -8,6 +8,8 @@
 #include "comm_nccl.h"
 #include "nccl_api.h"
 
+#define FSDPC_NCCL_LOOK_S 0.1 /* between looks for Ctrl-C */
+
 enum {
     FSDPC_NCCL_RING = 512,
     FSDPC_NCCL_WHAT_BYTES = 64,
@@ -63,6 +65,23 @@ typedef struct nccl_comm {
     _Atomic bool abort_wanted; /* whoever polls inside NCCL leaves */
 } nccl_comm;
 
+/* A collective that shall be. */
+enum fsdpc_nccl_kind {
+    FSDPC_NCCL_GATHER,
+    FSDPC_NCCL_SCATTER,
+    FSDPC_NCCL_REDUCE,
+    FSDPC_NCCL_BROADCAST
+};
+typedef struct fsdpc_nccl_order {
+    enum fsdpc_nccl_kind kind;
+    char *buffer;
+    size_t count; /* of a piece */
+    fsdpc_dtype dtype;
+    fsdpc_nccl_op op;
+    int root;
+    fsdpc_cu_stream stream; /* NULL: the communicator's */
+} fsdpc_nccl_order;
+
 double fsdpc_nccl_now_s(void);
 void fsdpc_nccl_nap(int us);
 /* The calling thread may have no CUDA context. */
@@ -71,8 +90,22 @@ int fsdpc_nccl_use_context(const nccl_comm *comm);
 void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+/* comm_nccl_issue.c */
 /* `result` of the call just made becomes a status, by the deadline; `calls` is held. */
 int fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what);
+/* A failure of this thread's, whose text is set, ends the communicator. An interrupt is raised once:
+ * what is asked later fails because this rank gave up. */
+void fsdpc_nccl_break_by(nccl_comm *comm, int status);
+/* Puts a collective on its stream and notes it. */
+int fsdpc_nccl_run(nccl_comm *comm, fsdpc_nccl_order *o, const char *what);
+/* Several of one kind by one call of NCCL: gathers, or sums that are scattered. */
+int fsdpc_nccl_run_parts(nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
+                         int count, const char *what);
+
+/* comm_nccl_host.c */
+int fsdpc_nccl_exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
+int fsdpc_nccl_agree(fsdpc_comm *comm, const char *text, const char *what);
+int fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what);
 
 /* comm_nccl_register.c */
 int fsdpc_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
