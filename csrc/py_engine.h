@@ -51,7 +51,7 @@ typedef struct fsdpc_py_flat {
     bool shown; /* whole values of the user's own are in the modules: they stay */
     bool sync;  /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
-     * whose gradients come last, or all (see [Note: watched parameters] in py_hooks.c). */
+     * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
     int watched_count;
     bool watch_all;

@@ -1,6 +1,6 @@
 /* A unit whose gradients a communication hook sums: what the hook's caller in Python needs to pack
  * them, and to add what came back. When its turn is, the tree decides (tree.h); the order of calls
- * in a backward is in py_hooks.c.
+ * in a backward is in py_hooks_backward.c.
  */
 #include "py_engine.h"
 

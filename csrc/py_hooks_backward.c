@@ -1,0 +1,233 @@
+/* A backward: a unit is gathered and held when a gradient reaches its outputs; when its parameters
+ * have theirs it is done, and what is due is reduced.
+ *
+ * [Note: watched parameters] A gradient hook costs half a microsecond of torch's time, so not every
+ * parameter has one. Those of the module that is registered first run first in forward as a rule,
+ * and get their gradients last: when they have arrived and every other parameter has its gradient
+ * too, the unit is done. Where that is not so (other order, parameters unused) every parameter is
+ * watched and counted from then on; what no hook has told of is found at the end of backward.
+ */
+#include "py_hooks_impl.h"
+
+#include <string.h>
+
+static int
+model_is_gone(const fsdpc_py_flat *flat)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "backward reached unit %s, whose model was deleted or initialised anew since its "
+                 "forward; keep the model until backward has run",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+int
+fsdpc_py_begin_backward(fsdpc_py_tree *tree)
+{
+    if (fsdpc_tree_in_backward(tree->tree)) {
+        return 0;
+    }
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_begin_backward(tree->tree));
+    if (fsdpc_py_checked(status) < 0) {
+        return -1;
+    }
+    PyObject *result = PyObject_CallOneArg(tree->queue_callback, tree->end_hook);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+int
+fsdpc_py_pre_backward(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree) {
+        return model_is_gone(flat);
+    }
+    if (fsdpc_py_begin_backward(tree) < 0) {
+        return -1;
+    }
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_backward_enter(tree->tree, flat->id));
+    if (fsdpc_py_checked(status) < 0) {
+        return -1;
+    }
+    flat->entered = true;
+    if (flat->hold_installed) {
+        return 0;
+    }
+    flat->hold_installed = true;
+    return fsdpc_py_install(flat);
+}
+
+int
+fsdpc_py_end_hold(fsdpc_py_flat *flat)
+{
+    if (!flat->hold_installed) {
+        return 0;
+    }
+    flat->hold_installed = false;
+    return fsdpc_py_uninstall(flat);
+}
+
+/* --- sending --------------------------------------------------------------------------------- */
+
+/* A unit with a communication hook that had its turn keeps what comes later in the same backward;
+ * the end of backward sends it. */
+static int
+send_by_hook(fsdpc_py_flat *flat)
+{
+    fsdpc_tree *tree = flat->tree->tree;
+    if (fsdpc_tree_was_reduced(tree, flat->id)) {
+        return fsdpc_py_checked(fsdpc_tree_keep_local(tree, flat->id, flat->grads)) < 0 ? -1 : 1;
+    }
+    int sent = fsdpc_py_call_comm_hook(flat);
+    if (sent > 0) {
+        fsdpc_tree_set_reduced(tree, flat->id);
+    }
+    return sent;
+}
+
+/* Packs and sends (or, with sync false, keeps) the gradients that autograd has made. */
+static int
+send_grads(fsdpc_py_flat *flat, bool sync)
+{
+    int status, result = -1;
+    fsdpc_tree *tree = flat->tree->tree;
+    if (fsdpc_py_prepare_grads(flat) < 0 || fsdpc_py_collect_grads(flat) < 0) {
+        goto done;
+    }
+    if (sync && flat->comm_hook) {
+        int sent = send_by_hook(flat);
+        result = sent > 0 ? fsdpc_py_clear_full_grads(flat, false) : sent;
+        goto done;
+    }
+    if (sync) {
+        FSDPC_PY_CORE(status, fsdpc_tree_reduce(tree, flat->id, flat->grads));
+    } else {
+        FSDPC_PY_CORE(status, fsdpc_tree_keep_local(tree, flat->id, flat->grads));
+    }
+    result = fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
+done:
+    fsdpc_py_drop_held(flat);
+    return result;
+}
+
+int
+fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
+{
+    for (;;) {
+        int due = fsdpc_tree_next_due(tree->tree, at_end);
+        if (due < 0) {
+            return 0;
+        }
+        if (send_grads(tree->units[due], true) < 0) {
+            return -1;
+        }
+    }
+}
+
+/* --- gradients that arrive ------------------------------------------------------------------- */
+
+int
+fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "a gradient of parameter %s of unit %s was computed while the unit was not "
+                 "gathered: something that its forward computed reaches the loss without being "
+                 "returned from forward (an attribute, a global, a custom class). Return it, "
+                 "or wrap the module that uses it as well",
+                 fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+int
+fsdpc_py_finish_unit(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
+    flat->arrived_count = 0;
+    if (fsdpc_py_end_hold(flat) < 0) {
+        return -1;
+    }
+    int status;
+    status = fsdpc_tree_backward_done(tree->tree, flat->id, flat->sync);
+    if (fsdpc_py_checked(status) < 0) {
+        return -1;
+    }
+    return flat->sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+}
+
+/* Another order than supposed: hooks put on the parameters now still see what is to come. */
+static void
+count_from_now_on(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        flat->arrived[i] = flat->held[i] != NULL;
+        flat->arrived_count += flat->arrived[i];
+    }
+    fsdpc_py_drop_held(flat);
+}
+
+/* See [Note: watched parameters]. */
+static int
+watched_arrived(fsdpc_py_flat *flat)
+{
+    int all = fsdpc_py_full_grads(flat, flat->watched, flat->watched_count, true);
+    if (all <= 0) {
+        return all;
+    }
+    if (fsdpc_py_collect_grads(flat) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_count_held(flat) >= flat->expected) {
+        return fsdpc_py_finish_unit(flat);
+    }
+    count_from_now_on(flat);
+    return fsdpc_py_watch_all(flat);
+}
+
+int
+fsdpc_py_grad_arrived(fsdpc_py_hook *self)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    if (!flat->tree) {
+        return model_is_gone(flat);
+    }
+    if (fsdpc_py_begin_backward(flat->tree) < 0) {
+        return -1;
+    }
+    if (fsdpc_unit_refs(flat->unit) == 0) {
+        return fsdpc_py_not_gathered(flat, self->param);
+    }
+    if (!flat->watch_all) {
+        return watched_arrived(flat);
+    }
+    if (!flat->arrived[self->param]) {
+        flat->arrived[self->param] = 1;
+        flat->arrived_count++;
+    }
+    return flat->arrived_count >= flat->expected ? fsdpc_py_finish_unit(flat) : 0;
+}
+
+int
+fsdpc_py_input_done(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree || !fsdpc_tree_is_held(tree->tree, flat->id)) {
+        return 0;
+    }
+    int some = flat->arrived_count > 0;
+    if (!some && !flat->watch_all) {
+        some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
+    }
+    if (some != 0) {
+        return some < 0 ? -1 : fsdpc_py_finish_unit(flat);
+    }
+    if (fsdpc_py_end_hold(flat) < 0) {
+        return -1;
+    }
+    int status;
+    status = fsdpc_tree_drop_hold(tree->tree, flat->id);
+    return fsdpc_py_checked(status);
+}
