@@ -166,19 +166,55 @@ record_of(const void *context, int rank)
     return (const fsdpc_agree_record *)context + rank;
 }
 
-int
-fsdpc_nccl_agree(fsdpc_comm *comm, const char *text, const char *what)
+/* Digests only: on many ranks the texts of all are megabytes for each. */
+static int
+compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, const char *what)
 {
-    fsdpc_agree_record *records = fsdpc_mem_calloc((size_t)comm->world, sizeof *records);
-    if (!records) {
-        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the texts of %d ranks", what,
-                           comm->world);
+    const int world = comm->base.world;
+    struct {
+        uint64_t digest, bytes;
+    } *said = fsdpc_mem_calloc((size_t)world, sizeof *said);
+    if (!said) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the digests of %d ranks", what, world);
     }
+    said[comm->base.rank].digest = mine->digest;
+    said[comm->base.rank].bytes = mine->bytes;
+    const int status = exchange_on_host(comm, said, sizeof *said, what);
+    *alike = true;
+    for (int rank = 0; rank < world; rank++) {
+        *alike = *alike && said[rank].digest == mine->digest && said[rank].bytes == mine->bytes;
+    }
+    fsdpc_mem_free(said);
+    return status;
+}
+
+/* Every rank sees the same digests, so all tell their texts or none does. */
+int
+fsdpc_nccl_agree(fsdpc_comm *base, const char *text, const char *what)
+{
     int status = FSDPC_OK;
-    fsdpc_agree_fill(&records[comm->rank], text);
-    FSDPC_GOTO(exchange_on_host((nccl_comm *)comm, records, sizeof *records, what), end);
-    FSDPC_GOTO(fsdpc_agree_compare(record_of, records, comm->world, what), end);
+    bool alike = false;
+    nccl_comm *comm = (nccl_comm *)base;
+    fsdpc_agree_record *records = NULL, *mine = fsdpc_mem_calloc(1, sizeof *mine);
+    if (!mine) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a text", what);
+    }
+    fsdpc_agree_fill(mine, text);
+    FSDPC_GOTO(compare_digests(comm, mine, &alike, what), end);
+    if (alike) {
+        goto end;
+    }
+    records = fsdpc_mem_calloc((size_t)base->world, sizeof *records);
+    if (!records) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the texts of %d ranks", what,
+                               base->world),
+                   end);
+    }
+    records[base->rank] = *mine;
+    FSDPC_GOTO(exchange_on_host(comm, records, sizeof *records, what), end);
+    FSDPC_GOTO(fsdpc_agree_compare(record_of, records, base->world, what), end);
 end:
+    fsdpc_mem_free(mine);
     fsdpc_mem_free(records);
     return status;
 }

@@ -1,12 +1,14 @@
 """What ranks of GPUs tell each other on the host: an all-gather of bytes through the group's store.
 
-Every wait has the deadline of ``FSDPC_TIMEOUT`` and ends in an error that names who did not come. A
-rank that fails says so in the store, and the others end their waits with its text. Keys of a turn
-are deleted once the next one is over.
+Rank 0 collects what all bring and lays it down as one piece, so that the store does work that grows
+with the number of ranks and not with its square. Every wait has the deadline of ``FSDPC_TIMEOUT``
+and ends in an error that names who did not come. A rank that fails says so in the store, and the
+others end their waits with its text. Keys of a turn are deleted once the next one is over.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -67,14 +69,21 @@ class Channel:
 
     def _gather(self, mine: bytes, what: str) -> list[bytes]:
         turn, self._turn = self._turn, self._turn + 1
-        keys = [f"{turn}/{rank}" for rank in range(self.world)]
+        keys, everything = [f"{turn}/{rank}" for rank in range(self.world)], f"{turn}/all"
         try:
             self._heed(what)
             self._store.set(keys[self.rank], mine)
-            self._await(keys, what)
-            pieces = self._read(keys)
+            if self.rank == 0:
+                self._await(keys, keys, what)
+                pieces = self._read(keys)
+                self._store.set(everything, pickle.dumps(pieces))
+            else:
+                self._await([everything], keys, what)
+                pieces = pickle.loads(self._store.get(everything))
             if turn > 0:  # all have come to this turn, so nobody reads the one before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
+                if self.rank == 0:
+                    self._store.delete_key(f"{turn - 1}/all")
         except _C.CommError:
             raise
         except RuntimeError as error:  # torch's errors of stores and connections
@@ -90,14 +99,15 @@ class Channel:
             return self._store.multi_get(keys)
         return [self._store.get(key) for key in keys]
 
-    def _await(self, keys: list[str], what: str) -> None:
+    def _await(self, wanted: list[str], keys: list[str], what: str) -> None:
+        """Until all that is wanted lies there; ``keys`` tell which ranks have come."""
         begun = looked = time.monotonic()
         nap = 0.0002
-        while not self._store.check(keys):
+        while not self._store.check(wanted):
             now = time.monotonic()
             if self.known or now - looked > _LOOK_AROUND_S:
                 looked = now
-                self._look_around(keys, what)
+                self._look_around(wanted, keys, what)
             if now - begun > self.timeout:
                 raise _C.CommTimeout(self._late(keys, what))
             time.sleep(nap)
@@ -108,17 +118,28 @@ class Channel:
         if said:
             raise _C.PeerError(f"{what}: rank {self.rank} waits in vain: {said}")
 
-    def _look_around(self, keys: list[str], what: str) -> None:
+    def _look_around(self, wanted: list[str], keys: list[str], what: str) -> None:
         self._heed(what)
-        for rank in self._absent(keys):
-            if self._store.check([f"left/{rank}"]) and not self._store.check([keys[rank]]):
+        if not self._store.check(["left"]):
+            return
+        owed = {rank: [keys[rank]] for rank in self._absent(keys)}
+        if self.rank != 0:
+            owed[0] = wanted  # it may have come and left before it collected
+        for rank, missing in owed.items():
+            if self._store.check([f"left/{rank}"]) and not self._store.check(missing):
                 raise _C.PeerError(
                     f"{what}: rank {self.rank} waits in vain: rank {rank} {LEFT} (communicator "
                     f"{self.name})"
                 )
 
-    def _absent(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+    def _absent(self, keys: list[str], first: int = 0) -> list[int]:
+        """Ranks whose keys are missing: by halves, as there are few of them among many."""
+        if self._store.check(keys):
+            return []
+        half = len(keys) // 2
+        if half == 0:
+            return [first]
+        return self._absent(keys[:half], first) + self._absent(keys[half:], first + half)
 
     def _late(self, keys: list[str], what: str) -> str:
         names = " and ".join(f"rank {rank}" for rank in self._absent(keys)) or "nobody in the end"
@@ -145,7 +166,12 @@ class Channel:
 
     def leave(self) -> None:
         """Tell the others that this rank ends in good order. Local."""
-        self._say(lambda store: store.set(f"left/{self.rank}", "1"))
+
+        def words(store: Any) -> None:
+            store.set(f"left/{self.rank}", "1")
+            store.set("left", "1")  # somebody has: only then it is worth asking who
+
+        self._say(words)
 
     def for_watching(self) -> Channel:
         """The same keys over a connection that no waiting thread holds."""

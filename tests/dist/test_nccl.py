@@ -39,10 +39,11 @@ def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("channel", [False, True])
 @ranks(1, 3, env=GPU)
 def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
-    said = []
+    said, pieces = [], []
 
     def exchange(memory, piece_bytes, what):
         said.append((len(memory) == world * piece_bytes, what))
+        pieces.append(piece_bytes)
         mine = memory[rank * piece_bytes : (rank + 1) * piece_bytes].tobytes()
         everyone = [b""] * world
         dist.all_gather_object(everyone, mine)
@@ -71,7 +72,8 @@ def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
     comm.barrier("the end")
     assert not said or (channel and all(fits for fits, _ in said) and said[-1][1] == "the end")
     assert bool(said) == channel
-    comm.agree("same")
+    comm.agree("same" * 1000)
+    assert not channel or pieces[-1] == 16  # a digest and a length: texts travel where they differ
     if world > 1:
         with pytest.raises(_C.MismatchError, match="line 2.*'b 0'.*'b 1'|b 0.*b 1"):
             comm.agree(f"a\nb {rank}", what="units")

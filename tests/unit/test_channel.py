@@ -1,0 +1,116 @@
+"""The host's words between ranks of GPUs, among threads and a store in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdpc import _C
+from fsdpc._channel import LEFT, Channel
+
+
+class Counted:
+    """A store that counts the keys of each of its calls."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            self._counts[name] += len(args[0]) if args and isinstance(args[0], list) else 1
+            return call(*args)
+
+        return counted
+
+
+def run(world: int, body: Callable[[Channel], Any], timeout: float = 20) -> list[Any]:
+    """What ``body`` returned or raised on each rank's channel, each in a thread."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * world
+
+    def rank(number: int) -> None:
+        try:
+            results[number] = body(Channel(store, "t", number, world, timeout, "threads"))
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_all_get_all_in_rank_order_turn_after_turn(world):
+    def body(channel: Channel) -> list[list[bytes]]:
+        return [channel.gather(bytes([channel.rank]) * (turn + 1), "x") for turn in range(3)]
+
+    wanted = [[bytes([rank]) * (turn + 1) for rank in range(world)] for turn in range(3)]
+    assert run(world, body) == [wanted] * world
+
+
+def test_the_store_does_work_that_grows_with_the_number_of_ranks():
+    def keys(world: int) -> Counter[str]:
+        counts: Counter[str] = Counter()
+
+        def body(channel: Channel) -> None:
+            channel._store = Counted(channel._store, counts)
+            channel.gather(b"x", "x")
+            channel.gather(b"y", "x")
+
+        assert run(world, body) == [None] * world
+        return counts
+
+    for world in (4, 32):
+        counts = keys(world)
+        # Each brings one piece; rank 0 reads them all and lays down one, which the others read.
+        assert counts["set"] == 2 * (world + 1)
+        assert counts["multi_get"] + counts["get"] == 2 * (world + world - 1)
+        assert counts["delete_key"] == world + 1
+
+
+def test_a_rank_that_left_is_named():
+    def body(channel: Channel) -> list[bytes]:
+        channel.gather(b"", "first")
+        if channel.rank == 2:
+            channel.leave()
+            return []
+        return channel.gather(b"", "second")
+
+    first, second, _ = run(3, body)
+    assert {type(first), type(second)} == {_C.PeerError}
+    assert any(f"rank 2 {LEFT}" in str(error) for error in (first, second))
+
+
+def test_rank_0_that_came_and_left_before_it_collected_is_named():
+    def body(channel: Channel) -> list[bytes]:
+        if channel.rank == 0:
+            channel._store.set("0/0", b"")
+            channel.leave()
+            return []
+        return channel.gather(b"", "first")
+
+    errors = run(3, body)[1:]
+    assert [type(error) for error in errors] == [_C.PeerError] * 2
+    assert any(f"rank 0 {LEFT}" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("late", [0, 6, 15])
+def test_a_rank_that_does_not_come_is_named_among_many(late):
+    def body(channel: Channel) -> list[bytes]:
+        return [] if channel.rank == late else channel.gather(b"", "a unit")
+
+    errors = [error for error in run(16, body, timeout=1) if error != []]
+    assert len(errors) == 15
+    said = [error for error in errors if isinstance(error, _C.CommTimeout)]
+    assert said and all(f"waited 1 s, but rank {late} of the group did not" in str(e) for e in said)
+    assert all(isinstance(error, (_C.CommTimeout, _C.PeerError)) for error in errors)
