@@ -11,10 +11,11 @@ bf16 copy that computes.
 
 time    All engines live in one process, and rounds go through them in turn, another first each
         round. Step time is taken twice: by the GPU's events and by the host's clock, each from an
-        idle GPU until it is idle again. The losses of the first steps are compared.
-memory  One fresh process per engine: torch's peaks of allocated and reserved memory, and what the
-        whole device has in use above the empty process's, which counts memory outside of torch's
-        allocator: fsdpc's arena, NCCL's buffers.
+        idle GPU until it is idle again. The losses of the first steps, which run torch's
+        deterministic algorithms, are compared.
+memory  One fresh process per engine: torch's peaks of allocated and reserved memory; for fsdpc what
+        it maps beside torch's allocator, which "peak" has on top of torch's allocated; and what the
+        whole device has in use above the empty process's, which counts NCCL's buffers, too.
 host    Many small units, so that the GPU is never what one waits for: from an idle GPU until
         backward returns, which does not wait for the GPU unless the engine does; the time of the
         bare module in the same round is taken off, the rest divided by the number of units.
@@ -26,28 +27,28 @@ counts  The same small units under torch's profiler: pieces of work that one for
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
 import statistics
-import sys
 import time
 import traceback
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import common
 import gpu_report
+from alone import Tell, run_part
 
 LAYERS, WIDTH, SEQUENCE = 20, 2048, 2048
 TINY_TOKENS = (32, 64)
 SMALL_LAYERS, SMALL_WIDTH = 32, 64
 WARMUP_STEPS = 3
+LOSS_STEPS = 5
 MEMORY_STEPS = 4
-PART_SECONDS = 240  # for one process
+PART_SECONDS = {"time": 150, "memory": 60, "host": 60, "counts": 60}  # for one process
 DEFAULT_ENGINES = "fsdpc,fsdp1,fsdp2,local"
 COUNT_ENGINES = ("fsdpc", "fsdp1", "fsdp2", "bare")
+MAPPED = ("gather_bytes", "reduce_bytes", "spare_bytes")  # beside torch's allocator
 
 
 def workload(tokens: int, tiny: bool, device: Any) -> Any:
@@ -117,7 +118,22 @@ def rotated(names: list[str], turn: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def time_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """torch's deterministic algorithms, where there are any (attention's backward adds in any order
+    without); memory is not filled for it.
+    """
+    import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def time_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Losses, and each round's step times, for each number of tokens."""
     from engines import random_batch
 
@@ -127,23 +143,24 @@ def time_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
     trainings = build_all(names, work, failures)
 
     def warm_up(training: Any) -> list[float]:
-        return [float(training.step(random_batch(work, k))) for k in range(WARMUP_STEPS)]
+        return [float(training.step(random_batch(work, k))) for k in range(LOSS_STEPS)]
 
-    losses = try_each(trainings, failures, warm_up)
-    by_tokens = {}
-    for tokens in options["tokens"]:
-        work = workload(tokens, options["tiny"], device.device)
-        by_tokens[str(tokens)] = time_rounds(device, trainings, work, options["rounds"], failures)
-        by_tokens[str(tokens)].update(batch=work.batch, seq=work.seq)
-    parameters = sum(p.numel() for p in plain_on_meta(work).parameters())
-    return {
-        "parameters": parameters,
+    with reproducible():
+        losses = try_each(trainings, failures, warm_up)
+    found = {
+        "parameters": sum(p.numel() for p in plain_on_meta(work).parameters()),
         "layers": work.config.layers,
         "width": work.config.width,
         "losses": losses,
-        "tokens": by_tokens,
+        "tokens": {},
         "failures": failures,
     }
+    for tokens in options["tokens"]:
+        work = workload(tokens, options["tiny"], device.device)
+        times = time_rounds(device, trainings, work, options["rounds"], failures)
+        found["tokens"][str(tokens)] = {**times, "batch": work.batch, "seq": work.seq}
+        tell(found)
+    return found
 
 
 def plain_on_meta(work: Any) -> Any:
@@ -182,7 +199,7 @@ def time_rounds(
     }
 
 
-def memory_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+def memory_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Peaks of one engine in bytes; the largest number of tokens of the run."""
     import gc
 
@@ -202,14 +219,17 @@ def memory_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
         device.synchronize()
         reserved.append(device.memory()["peak_reserved"])
     found = device.memory()
-    arena = engine_memory(training.model)
+    own = engine_memory(training.model)
+    mapped = sum(own.get(key, 0) for key in MAPPED)
     return {
         "tokens": work.batch * work.seq,
+        "peak": found["peak_allocated"] + mapped,
+        "mapped": mapped,
         "peak_allocated": found["peak_allocated"],
         "peak_reserved": found["peak_reserved"],
         "in_use": found["in_use"] - before,
         "reserved_growth_after_step_2": reserved[-1] - reserved[1],
-        "engine": arena,
+        "engine": own,
     }
 
 
@@ -222,7 +242,7 @@ def engine_memory(model: Any) -> dict[str, int]:
     return fsdpc.memory_stats(model)
 
 
-def host_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+def host_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Seconds until backward returns, by engine and round."""
     from engines import random_batch
 
@@ -249,7 +269,7 @@ def host_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {"units": work.config.layers + 1, "seconds": kept, "failures": failures}
 
 
-def counts_job(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+def counts_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Pieces of work and waits of one forward and backward, by engine."""
     import timeline
     from engines import random_batch
@@ -307,45 +327,6 @@ def trace_summary(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 JOBS = {"time": time_job, "memory": memory_job, "host": host_job, "counts": counts_job}
 
 
-def child(part: str, options: dict[str, Any], out: Connection) -> None:
-    """One part: a rank alone on its GPU. Sends its result, or the error's text."""
-    import gpu
-
-    warnings.filterwarnings("ignore")
-    try:
-        device = gpu.open_device(options["dry"])
-        if options["dry"]:
-            import torch
-
-            torch.set_num_threads(1)
-        gpu.start_group(device)
-        out.send(JOBS[part](device, options))
-    except BaseException:
-        out.send({"error": traceback.format_exc(limit=-4)})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # an engine's threads may not end
-
-
-def run_part(part: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Runs one part in a fresh process, with a deadline; an error becomes the result."""
-    ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(
-        target=child, args=(part, options, theirs), daemon=True
-    )
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(PART_SECONDS):
-            return {"error": f"no result after {PART_SECONDS} s"}
-        return ours.recv()
-    except EOFError:
-        return {"error": "the process ended without a result"}
-    finally:
-        process.kill()
-        process.join(20)
-
-
 def measure(args: argparse.Namespace, save: Any) -> dict[str, Any]:
     """All parts; `save` is called after each, so that an end in the middle loses one part only."""
     tokens = [int(text) for text in args.tokens.split(",")]
@@ -360,10 +341,11 @@ def measure(args: argparse.Namespace, save: Any) -> dict[str, Any]:
     for part in args.parts.split(","):
         if part == "memory":
             results[part] = {
-                name: run_part(part, {**options, "engine": name}) for name in options["engines"]
+                name: run_part(JOBS[part], {**options, "engine": name}, PART_SECONDS[part])
+                for name in options["engines"]
             }
         else:
-            results[part] = run_part(part, options)
+            results[part] = run_part(JOBS[part], options, PART_SECONDS[part])
         save(results)
     return results
 

@@ -145,19 +145,13 @@ def step_tables(report: dict[str, Any]) -> Iterator[Table]:
 
 
 def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
-    """Peaks in GB; `in use` is the whole device's, above the empty process's."""
-    rows = [
-        [
-            name,
-            *(f"{one[key] / GB:.2f}" for key in ("peak_allocated", "peak_reserved", "in_use")),
-            f"{sum(v for k, v in one['engine'].items() if k.endswith('_bytes')) / GB:.2f}"
-            if one["engine"]
-            else "-",
-        ]
-        for name, one in memory.items()
-    ]
+    """Peaks in GB; `peak` is torch's allocated and what is mapped beside it, `in use` the whole
+    device's above the empty process's.
+    """
+    keys = ("peak", "peak_allocated", "mapped", "peak_reserved", "in_use")
+    rows = [[name, *(f"{one[key] / GB:.2f}" for key in keys)] for name, one in memory.items()]
     tokens = max(one["tokens"] for one in memory.values())
-    head = ["engine", "peak allocated, GB", "peak reserved, GB", "in use, GB", "engine's own, GB"]
+    head = ["engine", "peak, GB", "of it torch's", "mapped beside", "torch reserved", "in use"]
     return f"memory at {tokens:,} tokens a step", head, rows
 
 
@@ -240,7 +234,7 @@ def step_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
         times = {name: values["step_ms"]["median"] for name, values in one["engines"].items()}
         rows.append((f"step, {int(tokens):,} tokens, ms", side_by_side(times, 1)))
     memory = step.get("memory", {})
-    for key, text in (("peak_allocated", "peak allocated"), ("in_use", "device memory in use")):
+    for key, text in (("peak", "peak memory"), ("in_use", "device memory in use")):
         if memory:
             peaks = {name: one[key] / GB for name, one in memory.items()}
             rows.append((f"{text}, GB", side_by_side(peaks, 2)))

@@ -2,12 +2,13 @@
 
     python benchmarks/run_gpu.py              # as `make gpu` does; OUT=dir gets copies
     python benchmarks/run_gpu.py --dry --tiny # the same without a GPU, on the simulated one
-    python benchmarks/run_gpu.py --parts build,tests
+    python benchmarks/run_gpu.py --parts build,first,step
 
-Needs a Python with torch, numpy and setuptools, a C compiler and nvcc; no network. Each part is a
-process of its own with its own time limit; one that fails or is late does not stop the others. The
-last thing printed is one table of them all; the exit status is 0 if all passed. Results go to
-benchmarks/results/gpu_*.json, logs to build/gpu.
+Needs a Python with torch, numpy and setuptools, a C compiler and nvcc, or an extension that was
+built before; no network. Each part is a process of its own with its own time limit; one that fails
+or is late does not stop the others, and what matters most comes first. The last thing printed is
+one table of them all, with the reason of each failure; the exit status is 0 if all passed. Results
+go to benchmarks/results/gpu_*.json, logs to build/gpu; all logs together are gpu.log.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS, LOGS = HERE / "results", ROOT / "build" / "gpu"
-TOTAL_SECONDS = 570
+ALL_LOGS, ENDS = "gpu.log", "gpu_run.json"
+TOTAL_SECONDS = 565
 ASKING_SECONDS = 120
 TAIL_LINES = 40
+REASON_LINES = 6
+WIDEST_REASON = 160
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Part:
     seconds: int
     results: tuple[str, ...] = ()
     shows: bool = False  # its output is part of the report, not only when it fails
+    sums_up: bool = False  # its last line goes into the table
+    after_failure_of: str = ""  # run only then
+    env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,7 +59,11 @@ class Ended:
     part: Part
     status: str  # "ok", "failed (1)", "late", "left out: ..."
     seconds: float
-    last_line: str = ""
+    lines: list[str] = field(default_factory=list)  # of its log
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "ok" or self.status == "not needed"
 
 
 def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
@@ -62,23 +74,31 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
     def script(name: str, result: str, *more: str) -> list[str]:
         return [python, str(HERE / name), *dry, "--json", str(folder / result), *more]
 
-    picture = folder / "gpu_profile.png"
+    def tests(name: str, seconds: int, *which: str) -> Part:
+        """A process a group: a fault of the GPU is the end of all tests of its process."""
+        options = "-v -rfE --tb=short -p no:cacheprovider -o faulthandler_timeout=60".split()
+        return Part(name, [python, "-m", "pytest", *options, *which], seconds, sums_up=True)
+
     build = [python, "setup.py", "build_ext", "--inplace"]
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu"]
+    first = [python, str(ROOT / "tests" / "gpu" / "first_steps.py"), *dry[: int(args.dry)]]
+    one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # tells a wrong order from a wrong kernel
+    picture = ["--picture", str(folder / "gpu_profile.png")]
+    own_parts = ("tests/gpu/test_one_rank.py", "tests/gpu/test_kernels_gpu.py")
     return [
         Part("build", build, 200),
-        Part("tests", tests, 180),
+        Part("first", first, 90, shows=True),
+        Part("first_blocking", first, 60, shows=True, after_failure_of="first", env=one_by_one),
+        tests("one_rank", 110, own_parts[0]),
+        tests("kernel_tests", 110, own_parts[1]),
         Part(
             "kernels", script("bench_gpu_kernels.py", "gpu_kernels.json"), 80,
             ("gpu_kernels.json",), True,
         ),
         Part("step", script("bench_gpu_step.py", "gpu_step.json"), 240, ("gpu_step.json",), True),
+        tests("tests", 110, "tests/gpu", *(f"--ignore={file}" for file in own_parts)),
         Part(
-            "profile",
-            script("profile_gpu.py", "gpu_profile.json", "--picture", str(picture)),
-            90,
-            ("gpu_profile.json", "gpu_profile.png"),
-            True,
+            "profile", script("profile_gpu.py", "gpu_profile.json", *picture), 90,
+            ("gpu_profile.json", "gpu_profile.png"), True,
         ),
     ]  # fmt: skip
 
@@ -127,8 +147,11 @@ def environment(dry: bool) -> dict[str, str]:
     """For all parts; in a dry run the simulated GPU's, whose libraries `make simlibs` builds."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found["PYTHONUNBUFFERED"] = "1"
+    found["PYTHONUNBUFFERED"] = found["PYTHONFAULTHANDLER"] = "1"
+    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed there
     found.setdefault("FSDPC_TIMEOUT", "60")
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        found.setdefault(variable, "lo")  # all ranks are here, and there may be no other network
     if dry:
         sys.path.insert(0, str(ROOT / "tests" / "simgpu"))
         import env
@@ -140,13 +163,24 @@ def environment(dry: bool) -> dict[str, str]:
     return found
 
 
+def usable(env: dict[str, str], dry: bool) -> bool:
+    """Whether an extension is there that serves, whoever built it."""
+    question = f"import sys, fsdpc._C as c; sys.exit(not ({dry} or c.cuda_image_bytes()))"
+    command = [sys.executable, "-c", question]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=60)
+        return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def run(part: Part, seconds: float, env: dict[str, str]) -> Ended:
     """Runs one part in its own process group, which is gone afterwards; its log is kept."""
     log = LOGS / f"{part.name}.log"
     begin = time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(
-            part.command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT,
+            part.command, cwd=ROOT, env={**env, **part.env}, stdout=out, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -161,7 +195,7 @@ def run(part: Part, seconds: float, env: dict[str, str]) -> Ended:
     shown = kept if part.shows else kept[-TAIL_LINES:] if status != "ok" else []
     if shown:
         print("\n".join(shown), flush=True)
-    return Ended(part, status, time.monotonic() - begin, kept[-1] if kept else "")
+    return Ended(part, status, time.monotonic() - begin, kept)
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -173,22 +207,55 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run_all(chosen: list[Part], env: dict[str, str], seconds: float) -> list[Ended]:
-    """One after the other; later ones get what time is left. Without a build nothing else runs."""
-    until, ended = time.monotonic() + seconds, []
+def reason_to_leave_out(part: Part, ended: list[Ended], left: float) -> str | None:
+    """Why a part does not run."""
+    before = {one.part.name: one for one in ended}
+    if part.after_failure_of:
+        first = before.get(part.after_failure_of)
+        if first is None or first.passed or first.status.startswith("left out"):
+            return "not needed"
+    if any(name == "build" and not one.passed for name, one in before.items()):
+        return "left out: no build"
+    return "left out: no time" if left < 5 else None
+
+
+def run_all(
+    chosen: list[Part],
+    env: dict[str, str],
+    until: float,
+    dry: bool,
+    save: Callable[[list[Ended]], None],
+) -> list[Ended]:
+    """One after the other; later ones get what time is left. Without an extension nothing else
+    runs. `save(ended)` is called after each.
+    """
+    ended: list[Ended] = []
     for part in chosen:
         left = until - time.monotonic()
-        built = all(one.status == "ok" for one in ended if one.part.name == "build")
-        if not built or left < 5:
-            why = "no time" if built else "no build"
-            ended.append(Ended(part, f"left out: {why}", 0.0))
+        reason = reason_to_leave_out(part, ended, left)
+        if reason is not None:
+            ended.append(Ended(part, reason, 0.0))
             continue
         print(f"\n=== {part.name} (at most {min(part.seconds, left):.0f} s)", flush=True)
-        ended.append(run(part, min(part.seconds, left), env))
+        one = run(part, min(part.seconds, left), env)
+        if part.name == "build" and not one.passed and usable(env, dry):
+            print("fsdpc: the build failed; what was built before is used")
+            one.status = "ok"
+        ended.append(one)
+        save(ended)
     return ended
 
 
 # --- the table ------------------------------------------------------------------------------------
+
+
+def reasons(one: Ended) -> list[str]:
+    """Lines of a failed part's log that say why: pytest's list of failures, else its end."""
+    listed = [line for line in one.lines if line.startswith(("FAILED ", "ERROR "))]
+    chosen = listed[:REASON_LINES] if listed else one.lines[-REASON_LINES:]
+    if len(listed) > REASON_LINES:
+        chosen.append(f"... and {len(listed) - REASON_LINES} more")
+    return [line.strip()[:WIDEST_REASON] for line in chosen]
 
 
 def load(folder: Path, name: str) -> dict:
@@ -214,13 +281,14 @@ def facts(folder: Path) -> list[tuple[str, str]]:
 def print_end(ended: list[Ended], folder: Path) -> None:
     """The last thing on the screen: one table."""
     rows = [(one.part.name, f"{one.status}, {one.seconds:.0f} s") for one in ended]
-    tests = next((one for one in ended if one.part.name == "tests"), None)
-    if tests and tests.last_line:
-        rows.append(("tests", tests.last_line.strip("= ")))
+    for one in ended:
+        if one.part.sums_up and one.lines:
+            rows.append((one.part.name, one.lines[-1].strip("= ")))
     try:
         rows += facts(folder)
     except Exception as error:  # the table comes in any case
         rows.append(("results", f"not readable: {type(error).__name__}: {error}"))
+    rows += [(one.part.name, text) for one in ended if not one.passed for text in reasons(one)]
     width = max(len(name) for name, _ in rows)
     print("\n" + "=" * 78)
     for name, text in rows:
@@ -228,20 +296,32 @@ def print_end(ended: list[Ended], folder: Path) -> None:
     print("=" * 78, flush=True)
 
 
-def copy_out(target: str, folder: Path, chosen: list[Part]) -> None:
-    """Copies results and logs to a folder of the caller's."""
-    out = Path(target)
-    out.mkdir(parents=True, exist_ok=True)
-    files = [folder / name for part in chosen for name in part.results]
-    files += [LOGS / f"{part.name}.log" for part in chosen]
-    if out.resolve() != folder.resolve():
-        for file in filter(Path.exists, files):
-            shutil.copy(file, out / file.name)
+def keep(ended: list[Ended], folder: Path, out: str) -> None:
+    """Writes how the parts ended and all logs in one; copies everything to a folder of the
+    caller's. After each part, as what calls this may be ended, too.
+    """
+    ends = [
+        {"part": one.part.name, "status": one.status, "seconds": round(one.seconds, 1),
+         "last": one.lines[-1][:WIDEST_REASON] if one.lines else ""}
+        for one in ended
+    ]  # fmt: skip
+    (folder / ENDS).write_text(json.dumps({"benchmark": "gpu_run", "parts": ends}, indent=1) + "\n")
+    logs = [(one.part.name, LOGS / f"{one.part.name}.log") for one in ended if one.lines]
+    texts = [f"=== {name}\n{log.read_text(errors='replace')}" for name, log in logs]
+    (LOGS / ALL_LOGS).write_text("\n".join(texts))
+    if out:
+        target = Path(out)
+        target.mkdir(parents=True, exist_ok=True)
+        files = [folder / name for one in ended for name in (*one.part.results, ENDS)]
+        for file in {*files, LOGS / ALL_LOGS}:
+            if file.exists() and file.parent.resolve() != target.resolve():
+                shutil.copy(file, target / file.name)
 
 
 def main() -> None:
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="build,tests,kernels,step,profile")
+    parser.add_argument("--parts", default="", help="names of some; all without")
     parser.add_argument("--dry", action="store_true", help="on the simulated GPU and the CPU")
     parser.add_argument("--tiny", action="store_true", help="small models and sizes")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all parts")
@@ -250,24 +330,30 @@ def main() -> None:
     lacking = missing(args.dry)
     for line in lacking:
         print(f"fsdpc: {line}")
-    if any("everything" in line or "the build" in line for line in lacking):
+    if any("everything" in line for line in lacking):
         raise SystemExit(1)
     if not args.dry and not gpu_in_sight():
         raise SystemExit("fsdpc: torch finds no GPU here; make gpu-dry runs on a simulated one")
     LOGS.mkdir(parents=True, exist_ok=True)
     folder = LOGS / "dry" if args.dry or args.tiny else RESULTS  # only true figures among results
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = args.parts.split(",")
-    chosen = [part for part in parts(args, folder) if part.name in wanted]
+    chosen = parts(args, folder)
+    wanted = args.parts.split(",") if args.parts else [part.name for part in chosen]
+    unknown = set(wanted) - {part.name for part in chosen}
+    if unknown:
+        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}")
+    chosen = [part for part in chosen if part.name in wanted]
     if importlib.util.find_spec("pytest") is None:
-        chosen = [part for part in chosen if part.name != "tests"]
+        chosen = [part for part in chosen if not part.sums_up]
     for file in [folder / name for part in chosen for name in part.results]:
         file.unlink(missing_ok=True)  # an older run's
-    ended = run_all(chosen, environment(args.dry), args.seconds)
-    if args.out:
-        copy_out(args.out, folder, chosen)
+    env = environment(args.dry)
+    ended = run_all(
+        chosen, env, begin + args.seconds, args.dry, lambda some: keep(some, folder, args.out)
+    )
+    keep(ended, folder, args.out)
     print_end(ended, folder)
-    raise SystemExit(0 if all(one.status == "ok" for one in ended) else 1)
+    raise SystemExit(0 if all(one.passed for one in ended) else 1)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import alone  # noqa: E402
 import gpu_report  # noqa: E402
 import profile_gpu  # noqa: E402
 import run_gpu  # noqa: E402
@@ -96,3 +100,74 @@ def test_no_gpu_is_said_before_anything_is_built(monkeypatch, capsys, tmp_path):
         run_gpu.main()
     assert capsys.readouterr().out == "fsdpc: matplotlib is missing: no picture\n"
     assert not list(tmp_path.iterdir())
+
+
+def part(name: str, code: str, **more: object) -> run_gpu.Part:
+    return run_gpu.Part(name, [sys.executable, "-c", code], 60, **more)
+
+
+@pytest.fixture
+def folders(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setattr(run_gpu, "LOGS", tmp_path)
+    return tmp_path
+
+
+def run_all(chosen: list[run_gpu.Part], folder: Path) -> list[run_gpu.Ended]:
+    def save(ended: list[run_gpu.Ended]) -> None:
+        run_gpu.keep(ended, folder, str(folder / "out"))
+
+    return run_gpu.run_all(chosen, dict(os.environ), time.monotonic() + 60, True, save)
+
+
+def test_a_part_that_fails_stops_no_other_and_says_why(folders, capsys):
+    ended = run_all(
+        [
+            part("first", "raise ValueError('the reason')"),
+            part("again", "import os; print(os.environ['X'])", after_failure_of="first",
+                 env={"X": "anew"}),
+            part("step", "print('figures')"),
+            part("not_needed", "raise SystemExit(1)", after_failure_of="step"),
+        ],
+        folders,
+    )  # fmt: skip
+    assert [one.status for one in ended] == ["failed (1)", "ok", "ok", "not needed"]
+    assert ended[1].lines == ["anew"]
+    run_gpu.print_end(ended, folders)
+    table = capsys.readouterr().out.splitlines()
+    assert any(line.split(maxsplit=1) == ["first", "ValueError: the reason"] for line in table)
+    log = (folders / "out" / run_gpu.ALL_LOGS).read_text()
+    assert "=== first\nTraceback" in log and "=== again\nanew" in log
+    ends = json.loads((folders / "out" / run_gpu.ENDS).read_text())["parts"]
+    assert [one["status"] for one in ends] == ["failed (1)", "ok", "ok"]
+
+
+def test_the_reason_of_tests_is_their_list_of_failures(folders):
+    lines = ["a.py:1: in f", *(f"FAILED a.py::test_{k} - why" for k in range(9)), "9 failed in 1s"]
+    found = run_gpu.reasons(run_gpu.Ended(part("tests", ""), "failed (1)", 1.0, lines))
+    assert found[0] == "FAILED a.py::test_0 - why" and found[-1] == "... and 3 more"
+
+
+def test_without_an_extension_nothing_else_runs(folders, monkeypatch):
+    monkeypatch.setattr(run_gpu, "usable", lambda env, dry: False)
+    chosen = [part("build", "raise SystemExit(1)"), part("first", "")]
+    assert [one.status for one in run_all(chosen, folders)] == ["failed (1)", "left out: no build"]
+    monkeypatch.setattr(run_gpu, "usable", lambda env, dry: True)
+    assert [one.status for one in run_all(chosen, folders)] == ["ok", "ok"]
+
+
+def test_what_a_part_told_before_it_died_is_kept():
+    class Process:
+        exitcode = -11
+
+        def join(self, seconds: float) -> None:
+            pass
+
+    ours, theirs = alone.mp.Pipe()
+    theirs.send(("so far", {"tokens": {"1024": 1}}))
+    assert alone.listen(ours, Process(), 0) == {"error": "no end after 0 s"} | {
+        "tokens": {"1024": 1}
+    }
+    theirs.send(("so far", {"tokens": {"1024": 1, "4096": 2}}))
+    theirs.close()
+    found = alone.listen(ours, Process(), 5)
+    assert found["tokens"] == {"1024": 1, "4096": 2} and "(-11)" in found["error"]

@@ -1,0 +1,73 @@
+"""A part of a GPU benchmark in a process of its own: its end, whatever it is, ends nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+Tell = Callable[[dict[str, Any]], None]  # takes what is known so far
+Job = Callable[[Any, dict[str, Any], Tell], dict[str, Any]]
+
+
+def child(job: Job, options: dict[str, Any], out: Connection) -> None:
+    """A rank alone on its GPU. Sends what is known so far, then ("end", all of it or the error's
+    text).
+    """
+    import gpu
+
+    warnings.filterwarnings("ignore")
+    try:
+        device = gpu.open_device(options["dry"])
+        if options["dry"]:
+            import torch
+
+            torch.set_num_threads(1)
+        gpu.start_group(device)
+        result = job(device, options, lambda known: out.send(("so far", known)))
+        out.send(("end", result))
+    except BaseException:
+        out.send(("end", {"error": traceback.format_exc(limit=-6)}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine's threads may not end
+
+
+def run_part(job: Job, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Runs job(device, options, tell) in a fresh process, with a deadline; returns its result.
+
+    `options["dry"]` says which device; an error is added to what the job told before.
+    """
+    ours, theirs = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(
+        target=child, args=(job, options, theirs), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        return listen(ours, process, seconds)
+    finally:
+        process.kill()
+        process.join(20)
+
+
+def listen(pipe: Connection, process: Any, seconds: float) -> dict[str, Any]:
+    """What a part sends until its end or its deadline."""
+    known: dict[str, Any] = {}
+    until = time.monotonic() + seconds
+    while pipe.poll(max(until - time.monotonic(), 0)):
+        try:
+            kind, result = pipe.recv()
+        except EOFError:
+            process.join(5)
+            return {**known, "error": f"the process ended without a result ({process.exitcode})"}
+        known = {**known, **result}
+        if kind == "end":
+            return known
+    return {**known, "error": f"no end after {seconds} s"}
