@@ -165,16 +165,27 @@ def nccl_version() -> str | None:
 
 
 def start_group(device: Device, rank: int = 0, world: int = 1, folder: str | None = None) -> None:
-    """Makes the default process group: nccl on a GPU, gloo in a dry run; needs no network."""
-    file = f"{folder or tempfile.mkdtemp(prefix='fsdpc-gpu-')}/store"
-    options: dict[str, Any] = {} if device.dry else {"device_id": device.device}
-    dist.init_process_group(
-        "gloo" if device.dry else "nccl",
-        store=dist.FileStore(file, world),
-        rank=rank,
-        world_size=world,
-        **options,
-    )
+    """Makes the default process group: nccl on a GPU, gloo in a dry run; needs no network.
+
+    One rank where NCCL does not start gets gloo, which says so: fsdpc alone needs no more.
+    """
+    folder = folder or tempfile.mkdtemp(prefix="fsdpc-gpu-")
+    if not device.dry:
+        try:
+            _start("nccl", f"{folder}/store", rank, world, device_id=device.device)
+            return
+        except RuntimeError as error:
+            if world > 1:
+                raise
+            print(f"NCCL does not start, gloo takes its place: {error}", flush=True)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    _start("gloo", f"{folder}/store-gloo", rank, world)
+
+
+def _start(backend: str, file: str, rank: int, world: int, **options: Any) -> None:
+    store = dist.FileStore(file, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
 
 
 def tell_engine(device: Device) -> None:
