@@ -128,6 +128,7 @@ PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
 
 PyObject *fsdpc_py_flat_read_blocks(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_write_blocks(fsdpc_py_flat *self, PyObject *args);
+
 /* --- py_flat_hooked.c ------------------------------------------------------------------------ */
 
 PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
@@ -160,6 +161,9 @@ int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
 int fsdpc_py_watch_all(fsdpc_py_flat *flat);
 /* Carries requires_grad of the seen parameters over to the gathered ones. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
+
+/* --- py_grads_seen.c ------------------------------------------------------------------------- */
+
 /* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
  * sets up accumulation accordingly. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
@@ -167,6 +171,9 @@ int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. */
 int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
+
+/* --- py_grads_full.c ------------------------------------------------------------------------- */
+
 /* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
  * reference to each gradient in flat->held. Does nothing when they are there already. */
 int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
