@@ -1,6 +1,6 @@
 /* The Python types of the engine: FlatParameter (one unit), Tree (the order of a step) and Hook (a C
- * callable that torch calls). py_flat.c: memory and values; py_bind.c: the modules and parameters
- * that a unit stands for; py_hooks.c: what happens when; py_tree.c: the tree and its reports.
+ * callable that torch calls). py_flat*.c: memory and values; py_bind.c: the modules and parameters
+ * that a unit stands for; py_hooks*.c: what happens when; py_tree.c: the tree and its reports.
  */
 #ifndef FSDPC_PY_ENGINE_H
 #define FSDPC_PY_ENGINE_H
@@ -97,6 +97,8 @@ int fsdpc_py_flat_exec(PyObject *module);
 int fsdpc_py_tree_exec(PyObject *module);
 int fsdpc_py_hook_exec(PyObject *module);
 
+/* --- py_flat.c ------------------------------------------------------------------------------- */
+
 /* 0, or -1 with TypeError. Borrowed. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 
@@ -107,11 +109,23 @@ int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
  * that the optimizer sees. */
 fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
 fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
+/* See fsdpc_py_enter_device. */
+int fsdpc_py_enter(const fsdpc_py_flat *flat);
+
+/* py_flat_getset.c */
+extern PyGetSetDef fsdpc_py_flat_getset[];
+
+/* --- py_flat_values.c ------------------------------------------------------------------------ */
+
 /* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_place, -1 before the
  * first; all tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
 int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
-/* See fsdpc_py_enter_device. */
-int fsdpc_py_enter(const fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords);
+PyObject *fsdpc_py_flat_read(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+PyObject *fsdpc_py_flat_grad_norm(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_scale_grads(fsdpc_py_flat *self, PyObject *args);
 
 /* --- py_flat_views.c ------------------------------------------------------------------------- */
 
