@@ -88,7 +88,7 @@ abort_comm(fsdpc_comm *comm, const char *text)
 static bool
 is_symmetric(const fsdpc_comm *comm)
 {
-    return ((const nccl_comm *)comm)->way == FSDPC_NCCL_WINDOWS;
+    return ((const nccl_comm *)comm)->shares;
 }
 
 static void
@@ -252,8 +252,9 @@ meet(nccl_comm *comm, const char *id)
     memcpy(unique.bytes, id, sizeof unique.bytes);
     config.comm_name = comm->name;
     snprintf(what, sizeof what, "starting communicator %s", comm->name);
-    fsdpc_nccl_result result =
-        comm->nccl->init_rank(&comm->handle, comm->base.world, unique, comm->base.rank, &config);
+    const fsdpc_nccl_result result =
+        comm->nccl->init_rank(&comm->made, comm->base.world, unique, comm->base.rank, &config);
+    comm->handle = comm->made;
     return fsdpc_nccl_settle(comm, result, what);
 }
 

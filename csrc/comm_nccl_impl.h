@@ -48,7 +48,9 @@ typedef struct nccl_comm {
     /* One thread at a time is inside NCCL: whoever holds this. */
     pthread_mutex_t calls;
     fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
+    fsdpc_nccl_comm made;   /* NCCL's to write: once more when a start is over that was given up */
     enum fsdpc_nccl_way way;
+    bool shares; /* its windows are one memory to all ranks */
     fsdpc_nccl_buffer *buffers;
     _Atomic bool trying; /* an error of NCCL's is looked at by who tries to register memory */
     char *scratch;       /* on the device, for host memory that goes over it */

@@ -3,7 +3,9 @@
  * [Note: registration] What a communicator can do is tried once, at its start, on a piece of memory
  * made for that, because the ranks must do the same with each buffer ever after. A window is a call
  * that all ranks make together; where the ranks' memory cannot be seen from one GPU, NCCL gives none
- * and says no error. Registered memory must be made of pieces (device.h), with an address and a size
+ * (2.29 and later) or registers for this rank alone (2.28, 2.27), and says no error. What it gives is an
+ * address: of the device's memory where the ranks share it, of the host's where they do not. 2.27 always
+ * gives the host's, so there nothing is made of it. Registered memory must be made of pieces (device.h), with an address and a size
  * in whole grains: what cuMemAlloc gives is refused. A failure in the trial may leave NCCL's side without
  * use; then all ranks end with FSDPC_E_UNAVAILABLE, and may start again without registering.
  */
@@ -36,7 +38,8 @@ fsdpc_nccl_delist_all(nccl_comm *comm)
     }
 }
 
-/* With `calls` held. NCCL may write the handle after a call that was given up: it lies in the list. */
+/* With `calls` held. From 2.28 on a window's call says that all is well when it has only begun: what came of
+ * it is NCCL's state. NCCL may write the handle after a call that was given up: it lies in the list. */
 static int
 enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
 {
@@ -57,8 +60,11 @@ enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
             ? nccl->window_register(comm->handle, buffer, bytes, &made->window,
                                     FSDPC_NCCL_WINDOW_SYMMETRIC)
             : nccl->register_buffer(comm->handle, buffer, bytes, &made->own);
-    const int status = fsdpc_nccl_settle(comm, result, "registering a buffer");
-    if (status != FSDPC_OK && result != FSDPC_NCCL_IN_PROGRESS) {
+    const bool begun = result == FSDPC_NCCL_IN_PROGRESS ||
+                       (result == FSDPC_NCCL_SUCCESS && way == FSDPC_NCCL_WINDOWS);
+    const int status =
+        fsdpc_nccl_settle(comm, begun ? FSDPC_NCCL_IN_PROGRESS : result, "registering a buffer");
+    if (status != FSDPC_OK && !begun) {
         delist(comm, made);
     }
     return status;
@@ -134,7 +140,7 @@ close_trial(trial *gone)
     fsdpc_device_piece_free(gone->device, gone->piece);
 }
 
-enum outcome { SPOILT = -1, REFUSED, WORKS };
+enum outcome { SPOILT = -1, REFUSED, WORKS, SHARES };
 
 /* A call that failed after it had begun stays the communicator's error for ever. */
 static bool
@@ -145,13 +151,34 @@ is_spoilt(const nccl_comm *comm)
            state != FSDPC_NCCL_SUCCESS;
 }
 
+static bool
+is_on_device(const nccl_comm *comm, fsdpc_nccl_window window)
+{
+    unsigned type = 0;
+    return comm->driver->pointer_attribute &&
+           comm->driver->pointer_attribute(&type, FSDPC_CU_POINTER_MEMORY_TYPE,
+                                           (fsdpc_cu_ptr)(uintptr_t)window) == FSDPC_CU_SUCCESS &&
+           type == FSDPC_CU_DEVICE_MEMORY;
+}
+
+/* What has just been registered. */
+static enum outcome
+worth(const nccl_comm *comm, enum fsdpc_nccl_way way)
+{
+    const fsdpc_nccl_window window = comm->buffers->window;
+    if (way != FSDPC_NCCL_WINDOWS) {
+        return WORKS;
+    }
+    return !window ? REFUSED : is_on_device(comm, window) ? SHARES : WORKS;
+}
+
 static enum outcome
 outcome_of(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
 {
     pthread_mutex_lock(&comm->calls);
     enum outcome outcome = REFUSED;
     if (enlist(comm, on->address, on->bytes, way) == FSDPC_OK) {
-        outcome = way == FSDPC_NCCL_WINDOWS && !comm->buffers->window ? REFUSED : WORKS;
+        outcome = worth(comm, way);
         delist(comm, comm->buffers);
     } else if (is_spoilt(comm)) {
         outcome = SPOILT;
@@ -173,7 +200,8 @@ try_way(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way, bool offered)
                            "FSDPC_NCCL_REGISTER=0 does without",
                            comm->base.rank, comm->name);
     }
-    comm->way = all > 0 ? way : comm->way;
+    comm->way = all >= WORKS ? way : comm->way;
+    comm->shares = all >= SHARES;
     return FSDPC_OK;
 }
 
@@ -197,7 +225,8 @@ fsdpc_nccl_try_registration(nccl_comm *comm)
                    end);
     }
 end:
-    atomic_store(&comm->trying, false);
+    /* What has spoilt NCCL has been told: the watching thread's words would only hide it. */
+    atomic_store(&comm->trying, status != FSDPC_OK);
     close_trial(&on);
     return status;
 }

@@ -54,6 +54,8 @@ enum {
     FSDPC_CU_MEMORY_PINNED = 1,
     FSDPC_CU_HANDLE_POSIX = 1,
     FSDPC_CU_LOCATION_DEVICE = 1,
+    FSDPC_CU_POINTER_MEMORY_TYPE = 2, /* of cuPointerGetAttribute; FSDPC_CU_DEVICE_MEMORY */
+    FSDPC_CU_DEVICE_MEMORY = 2,
     FSDPC_CU_ACCESS_READWRITE = 3,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
     FSDPC_CU_LEGACY_STREAM = 1,   /* of cuGetProcAddress */
@@ -140,6 +142,7 @@ typedef struct fsdpc_cu_access {
     X(set_words, "cuMemsetD32Async", 12000, true,                                               \
       (fsdpc_cu_ptr, unsigned, size_t, fsdpc_cu_stream))                                        \
     X(mem_info, "cuMemGetInfo", 12000, true, (size_t *, size_t *))                              \
+    X(pointer_attribute, "cuPointerGetAttribute", 12000, false, (void *, int, fsdpc_cu_ptr))    \
     X(library_load, "cuLibraryLoadData", 12000, true,                                           \
       (fsdpc_cu_library *, const void *, unsigned *, void **, unsigned, unsigned *, void **,    \
        unsigned))                                                                               \

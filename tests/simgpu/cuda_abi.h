@@ -62,6 +62,7 @@ enum {
 };
 
 enum { CU_STREAM_NON_BLOCKING = 1, CU_EVENT_DISABLE_TIMING = 2 };
+enum { CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2, CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 enum { CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum { CU_MEM_ACCESS_FLAGS_PROT_READ = 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
 enum {
@@ -139,6 +140,7 @@ typedef struct CUmemAccessDesc {
     X(cuMemsetD8Async, 3020)                    \
     X(cuMemsetD32Async, 3020)                   \
     X(cuMemGetInfo, 3020)                       \
+    X(cuPointerGetAttribute, 4000)              \
     X(cuLibraryLoadData, 12000)                 \
     X(cuLibraryGetKernel, 12000)                \
     X(cuLibraryUnload, 12000)                   \
@@ -218,6 +220,7 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstr
 CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t count, CUstream stream);
 CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned value, size_t count, CUstream stream);
 CUresult cuMemGetInfo(size_t *free_bytes, size_t *total);
+CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address);
 CUresult cuLibraryLoadData(CUlibrary *library, const void *code, int *options, void **values,
                            unsigned count, int *library_options, void **library_values,
                            unsigned library_count);

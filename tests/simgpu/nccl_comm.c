@@ -1,4 +1,4 @@
-/* Communicators: meeting by an id, splitting, errors, abort, registration. */
+/* Communicators: meeting by an id, splitting, errors, abort. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -69,6 +69,7 @@ NCCL_EXPORT bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int va
 NCCL_EXPORT simnccl_options *simnccl_get_options(void);
 NCCL_EXPORT simnccl_counters simnccl_count(void);
 NCCL_EXPORT void simnccl_reset(void);
+NCCL_EXPORT void simnccl_drop_graphs(void);
 
 bool
 simnccl_plant(enum simnccl_fault fault, int rank, int k, int value)
@@ -114,6 +115,16 @@ simnccl_reset(void)
     nccl_options = (simnccl_options){.version = VERSION, .stall_ms = 30000, .symmetric = true};
     nccl_counters = (simnccl_counters){.registered = nccl_counters.registered,
                                        .communicators = nccl_counters.communicators};
+    api_unlock();
+}
+
+void
+simnccl_drop_graphs(void)
+{
+    api_lock();
+    for (struct ncclComm *comm = live; comm; comm = comm->next) {
+        comm->captured = 0;
+    }
     api_unlock();
 }
 
@@ -185,6 +196,7 @@ new_comm(int rank, int world, bool blocking)
     comm->world = world;
     comm->blocking = blocking;
     comm->fd = -1;
+    comm->born = true;
     comm->users = 1;
     strcpy(comm->text, "");
     return comm;
@@ -315,9 +327,11 @@ ncclCommInitRankConfig(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id, int ra
     }
     enlist(comm);
     comm->polls = blocking ? 0 : nccl_options.in_progress;
-    api_unlock();
+    comm->out = out;
+    comm->born = false;
     *out = comm;
-    return blocking ? wait_joined(comm) : FSDPC_NCCL_IN_PROGRESS;
+    api_unlock();
+    return blocking ? nccl_await(comm) : FSDPC_NCCL_IN_PROGRESS;
 }
 
 fsdpc_nccl_result
@@ -411,6 +425,80 @@ ncclCommSplit(fsdpc_nccl_comm parent, int color, int key, fsdpc_nccl_comm *out,
 /* --- states -------------------------------------------------------------------------------------------- */
 
 fsdpc_nccl_result
+nccl_enter(struct ncclComm *comm, const char *call)
+{
+    const fsdpc_nccl_result error = atomic_load(&comm->error);
+    if (error != FSDPC_NCCL_SUCCESS) {
+        return error;
+    }
+    if (comm->polls > 0 || comm->window || !comm->born || comm->finalizing) {
+        return nccl_misuse(comm, "%s while the call before it is in progress", call);
+    }
+    return FSDPC_NCCL_SUCCESS;
+}
+
+/* A thread of the real library's writes the communicator once more when the start is over, also one that
+ * was given up. */
+static void
+be_born(struct ncclComm *comm)
+{
+    if (!comm->born) {
+        comm->born = true;
+        *comm->out = comm;
+    }
+}
+
+static fsdpc_nccl_result
+put_late(struct ncclComm *comm)
+{
+    nccl_call *call = comm->late;
+    comm->late = NULL;
+    return call ? nccl_put_all(call) : FSDPC_NCCL_SUCCESS;
+}
+
+/* One look at a call that is in progress. Lock held. */
+static fsdpc_nccl_result
+state_of(struct ncclComm *comm)
+{
+    fsdpc_nccl_result error = atomic_load(&comm->error);
+    if (error != FSDPC_NCCL_SUCCESS) {
+        return error;
+    }
+    if (!comm->born && (comm->stalled || atomic_load(&comm->segment->joined) < comm->world)) {
+        return FSDPC_NCCL_IN_PROGRESS;
+    }
+    if (comm->polls > 0 && --comm->polls > 0) {
+        return FSDPC_NCCL_IN_PROGRESS;
+    }
+    be_born(comm);
+    if (nccl_window_look(comm) == NCCL_WINDOW_WAITS || (comm->finalizing && comm->captured > 0)) {
+        return FSDPC_NCCL_IN_PROGRESS;
+    }
+    comm->finalizing = false;
+    error = put_late(comm);
+    return error ? error : atomic_load(&comm->error);
+}
+
+/* A call on a blocking communicator ends with its result. */
+fsdpc_nccl_result
+nccl_await(struct ncclComm *comm)
+{
+    int64_t end = nccl_now_ms() + nccl_options.stall_ms;
+    for (;;) {
+        api_lock();
+        fsdpc_nccl_result state = state_of(comm);
+        api_unlock();
+        if (state != FSDPC_NCCL_IN_PROGRESS) {
+            return state;
+        }
+        if (nccl_now_ms() > end) {
+            return FSDPC_NCCL_SYSTEM_ERROR;
+        }
+        sleep_ms(1);
+    }
+}
+
+fsdpc_nccl_result
 ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
 {
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
@@ -419,33 +507,36 @@ ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
         api_unlock();
         return FSDPC_NCCL_INVALID_ARGUMENT;
     }
-    *error = atomic_load(&comm->error);
-    if (*error == FSDPC_NCCL_SUCCESS &&
-        (comm->stalled || atomic_load(&comm->segment->joined) < comm->world) && !comm->issued) {
-        *error = FSDPC_NCCL_IN_PROGRESS;
-    } else if (*error == FSDPC_NCCL_SUCCESS && comm->polls > 0) {
-        *error = --comm->polls > 0 ? FSDPC_NCCL_IN_PROGRESS : FSDPC_NCCL_SUCCESS;
-        if (comm->polls == 0 && comm->late) {
-            nccl_call *call = comm->late;
-            comm->late = NULL;
-            *error = nccl_put_all(call);
-        }
-    }
+    *error = state_of(comm);
     api_unlock();
     return result;
 }
 
+/* Waits for what is on its way, and so for the peers. */
+static fsdpc_nccl_result
+demand_all(struct ncclComm *comm, const char *call)
+{
+    api_lock();
+    bool alive = nccl_check(comm, call) != NULL;
+    simgpu_point last = alive ? comm->last : (simgpu_point){0};
+    fsdpc_nccl_result result = alive ? nccl_enter(comm, call) : FSDPC_NCCL_INVALID_ARGUMENT;
+    api_unlock();
+    if (result == FSDPC_NCCL_SUCCESS && !simgpu_point_demand(&last)) {
+        result = FSDPC_NCCL_SYSTEM_ERROR;
+    }
+    return result;
+}
+
+/* In a real library it ends only when all graphs with collectives of the communicator are gone. */
 fsdpc_nccl_result
 ncclCommFinalize(fsdpc_nccl_comm comm)
 {
-    api_lock();
-    bool alive = nccl_check(comm, "the end") != NULL;
-    simgpu_point last = alive ? comm->last : (simgpu_point){0};
-    api_unlock();
-    if (!alive) {
-        return FSDPC_NCCL_INVALID_ARGUMENT;
+    fsdpc_nccl_result result = demand_all(comm, "the end");
+    if (result != FSDPC_NCCL_SUCCESS) {
+        return result;
     }
-    return simgpu_point_demand(&last) ? FSDPC_NCCL_SUCCESS : FSDPC_NCCL_SYSTEM_ERROR;
+    comm->finalizing = true;
+    return comm->blocking ? nccl_await(comm) : FSDPC_NCCL_IN_PROGRESS;
 }
 
 static void
@@ -458,6 +549,7 @@ leave(struct ncclComm *comm)
         free(gone);
         nccl_counters.registered--;
     }
+    free(comm->window);
     while (comm->late) {
         nccl_call *call = comm->late;
         comm->late = call->next;
@@ -466,17 +558,32 @@ leave(struct ncclComm *comm)
     nccl_unuse(comm);
 }
 
-/* Waits for what is on its way, and so for the peers. */
 fsdpc_nccl_result
 ncclCommDestroy(fsdpc_nccl_comm comm)
 {
-    fsdpc_nccl_result result = ncclCommFinalize(comm);
-    if (result != FSDPC_NCCL_INVALID_ARGUMENT) {
+    fsdpc_nccl_result result = demand_all(comm, "the destruction");
+    if (result == FSDPC_NCCL_SUCCESS) {
         api_lock();
         leave(comm);
         api_unlock();
     }
     return result;
+}
+
+/* Before it lets go of anything, an abort waits for the graphs: nothing ends that. */
+static void
+await_graphs(const struct ncclComm *comm)
+{
+    int64_t end = nccl_now_ms() + nccl_options.stall_ms;
+    bool captured = true;
+    while (captured && nccl_now_ms() < end) {
+        api_lock();
+        captured = comm->captured > 0;
+        api_unlock();
+        if (captured) {
+            sleep_ms(1);
+        }
+    }
 }
 
 fsdpc_nccl_result
@@ -488,10 +595,15 @@ ncclCommAbort(fsdpc_nccl_comm comm)
         return FSDPC_NCCL_INVALID_ARGUMENT;
     }
     int ms = nccl_planted(SIMNCCL_ABORT_BLOCKS, comm->rank);
+    nccl_counters.aborts++;
     atomic_store(&comm->aborted, true);
-    leave(comm);
     api_unlock();
     simgpu_wake();
+    await_graphs(comm);
+    api_lock();
+    be_born(comm);
+    leave(comm);
+    api_unlock();
     if (ms > 0) {
         sleep_ms(ms);
     }
@@ -521,165 +633,3 @@ ncclGetLastError(fsdpc_nccl_comm comm)
 {
     return comm ? comm->text : "";
 }
-
-const nccl_registration *
-nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes)
-{
-    for (const nccl_registration *r = comm->registrations; r; r = r->next) {
-        if ((uintptr_t)at >= r->base && (uintptr_t)at + bytes <= r->base + r->bytes) {
-            return r;
-        }
-    }
-    return NULL;
-}
-
-/* --- registration, memory -------------------------------------------------------------------------------- */
-
-#ifndef SIMNCCL_OLD
-NCCL_EXPORT fsdpc_nccl_result ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes,
-                                               void **handle);
-NCCL_EXPORT fsdpc_nccl_result ncclCommDeregister(fsdpc_nccl_comm comm, void *handle);
-NCCL_EXPORT fsdpc_nccl_result ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer,
-                                                     size_t bytes, fsdpc_nccl_window *window,
-                                                     int flags);
-NCCL_EXPORT fsdpc_nccl_result ncclCommWindowDeregister(fsdpc_nccl_comm comm,
-                                                       fsdpc_nccl_window window);
-NCCL_EXPORT fsdpc_nccl_result ncclMemAlloc(void **block, size_t bytes);
-NCCL_EXPORT fsdpc_nccl_result ncclMemFree(void *block);
-
-/* What cuMemAlloc gives is refused, as a real library does by default. */
-static fsdpc_nccl_result
-register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, bool window, void **handle)
-{
-    size_t grain = window ? simgpu_get_options()->granule : 4096;
-    *handle = NULL;
-    api_lock();
-    if (!nccl_check(comm, "a registration")) {
-        api_unlock();
-        return FSDPC_NCCL_INVALID_ARGUMENT;
-    }
-    if (bytes == 0 || (uintptr_t)buffer % grain || (window && bytes % grain) ||
-        !simgpu_is_virtual(buffer, bytes)) {
-        strcpy(comm->text, "only whole grains of virtual memory can be registered");
-        api_unlock();
-        return FSDPC_NCCL_INVALID_ARGUMENT;
-    }
-    for (const nccl_registration *r = comm->registrations; r; r = r->next) {
-        if ((uintptr_t)buffer < r->base + r->bytes && r->base < (uintptr_t)buffer + bytes) {
-            fsdpc_nccl_result result = nccl_misuse(comm, "memory is registered twice");
-            api_unlock();
-            return result;
-        }
-    }
-    nccl_registration *made = malloc(sizeof *made);
-    if (!made) {
-        abort();
-    }
-    *made = (nccl_registration){comm->registrations, (uintptr_t)buffer, bytes, window};
-    comm->registrations = made;
-    nccl_counters.registered++;
-    *handle = made;
-    api_unlock();
-    return FSDPC_NCCL_SUCCESS;
-}
-
-static fsdpc_nccl_result
-deregister_buffer(fsdpc_nccl_comm comm, void *handle)
-{
-    fsdpc_nccl_result result = FSDPC_NCCL_INVALID_ARGUMENT;
-    api_lock();
-    if (nccl_check(comm, "a deregistration")) {
-        nccl_registration **link = &comm->registrations;
-        while (*link && *link != handle) {
-            link = &(*link)->next;
-        }
-        nccl_registration *gone = *link;
-        if (gone && !simgpu_is_virtual((void *)gone->base, gone->bytes)) {
-            nccl_misuse(comm, "registered memory was taken away");
-        }
-        if (gone) {
-            *link = gone->next;
-            free(gone);
-            nccl_counters.registered--;
-            result = FSDPC_NCCL_SUCCESS;
-        }
-    }
-    api_unlock();
-    return result;
-}
-
-fsdpc_nccl_result
-ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, void **handle)
-{
-    return register_buffer(comm, buffer, bytes, false, handle);
-}
-
-fsdpc_nccl_result
-ncclCommDeregister(fsdpc_nccl_comm comm, void *handle)
-{
-    return deregister_buffer(comm, handle);
-}
-
-/* All ranks come to it, or it does not end. */
-static fsdpc_nccl_result
-meet_for_window(struct ncclComm *comm)
-{
-    int64_t end = nccl_now_ms() + nccl_options.stall_ms;
-    uint64_t number = ++comm->windows;
-    atomic_store(&comm->segment->ranks[comm->rank].windows, number);
-    for (int r = 0; r < comm->world; r++) {
-        while (atomic_load(&comm->segment->ranks[r].windows) < number) {
-            if (nccl_now_ms() > end) {
-                return FSDPC_NCCL_SYSTEM_ERROR;
-            }
-            sleep_ms(1);
-        }
-    }
-    return FSDPC_NCCL_SUCCESS;
-}
-
-fsdpc_nccl_result
-ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_nccl_window *window,
-                       int flags)
-{
-    void *handle = NULL;
-    *window = NULL;
-    if (flags != FSDPC_NCCL_WINDOW_SYMMETRIC) {
-        return FSDPC_NCCL_INVALID_ARGUMENT;
-    }
-    fsdpc_nccl_result result = meet_for_window(comm);
-    if (result == FSDPC_NCCL_SUCCESS && nccl_options.window_error) {
-        atomic_store(&comm->error, nccl_options.window_error);
-        return FSDPC_NCCL_IN_PROGRESS; /* told when it is asked for */
-    }
-    if (result == FSDPC_NCCL_SUCCESS && nccl_options.symmetric) {
-        result = register_buffer(comm, buffer, bytes, true, &handle);
-        memcpy(window, &handle, sizeof handle);
-    }
-    return result;
-}
-
-fsdpc_nccl_result
-ncclCommWindowDeregister(fsdpc_nccl_comm comm, fsdpc_nccl_window window)
-{
-    void *handle;
-    memcpy(&handle, &window, sizeof handle);
-    return deregister_buffer(comm, handle);
-}
-
-fsdpc_nccl_result
-ncclMemAlloc(void **block, size_t bytes)
-{
-    CUdeviceptr made = 0;
-    CUresult result = cuMemAlloc(&made, bytes);
-    *block = (void *)(uintptr_t)made;
-    return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
-}
-
-fsdpc_nccl_result
-ncclMemFree(void *block)
-{
-    return cuMemFree((CUdeviceptr)(uintptr_t)block) ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR
-                                                    : FSDPC_NCCL_SUCCESS;
-}
-#endif

@@ -50,6 +50,15 @@ arm(nccl_call *call)
     }
 }
 
+static bool
+is_captured(CUstream stream)
+{
+    unsigned state = 0;
+    uint64_t graph = 0;
+    return cuStreamGetCaptureInfo(stream, &state, &graph, NULL, NULL, NULL) == CUDA_SUCCESS &&
+           state != 0;
+}
+
 /* Takes the call over. Lock held. */
 fsdpc_nccl_result
 nccl_put(nccl_call *call)
@@ -69,6 +78,7 @@ nccl_put(nccl_call *call)
     atomic_fetch_add(&comm->users, 1);
     CUstream stream;
     memcpy(&stream, &call->stream, sizeof stream);
+    comm->captured += nccl_options.graphs_live && is_captured(stream);
     CUresult result = simgpu_enqueue(stream, &work, &comm->last);
     return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
 }
@@ -111,11 +121,7 @@ begin(nccl_call made)
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
     if (!comm) {
         result = FSDPC_NCCL_INVALID_ARGUMENT;
-    } else if (comm->polls > 0) {
-        result =
-            nccl_misuse(comm, "a collective is called while the call before it is in progress");
-    } else if (atomic_load(&comm->segment->joined) < comm->world) {
-        result = nccl_misuse(comm, "a collective is called before the communicator is ready");
+    } else if ((result = nccl_enter(comm, "a collective")) != FSDPC_NCCL_SUCCESS) {
     } else if ((result = nccl_planted(SIMNCCL_REFUSE, comm->rank)) >= 0) {
         strcpy(comm->text, "a planted refusal");
     } else if (made.request.count && overlaps(&made)) {

@@ -51,10 +51,20 @@ typedef struct nccl_registration {
     bool window;
 } nccl_registration;
 
+/* A window on its way. */
+typedef struct nccl_window_task {
+    void *buffer;
+    size_t bytes;
+    fsdpc_nccl_window *window;
+} nccl_window_task;
+
 struct ncclComm {
     struct ncclComm *next; /* among the live ones */
     int rank, world, fd;
     bool blocking, stalled;
+    bool born; /* the start is over */
+    bool finalizing;
+    struct ncclComm **out; /* whoever started it, until it is born */
     nccl_segment *segment;
     size_t segment_bytes;
     _Atomic int users; /* the handle and the work in queues */
@@ -66,6 +76,8 @@ struct ncclComm {
     nccl_registration *registrations;
     simgpu_point last;      /* collectives of one communicator follow each other */
     struct nccl_call *late; /* a call that has not taken effect yet */
+    nccl_window_task *window;
+    int64_t captured; /* collectives in graphs */
     int polls;
     char text[256];
 };
@@ -100,8 +112,18 @@ fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
 struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
 /* The registered memory that these bytes lie in, or NULL. Lock held. */
 const nccl_registration *nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes);
+/* What becomes of a call before anything is done: the communicator's error, which stays, or a misuse while
+ * another call is in progress. Lock held. */
+fsdpc_nccl_result nccl_enter(struct ncclComm *comm, const char *call);
+/* Without the lock: the state that a blocking call ends with. */
+fsdpc_nccl_result nccl_await(struct ncclComm *comm);
 void nccl_unuse(struct ncclComm *comm);
 size_t nccl_item(int type);
+
+/* nccl_register.c */
+enum nccl_window_state { NCCL_WINDOW_NONE, NCCL_WINDOW_WAITS };
+/* Ends the window that is on its way, once all ranks have come to it. Lock held. */
+enum nccl_window_state nccl_window_look(struct ncclComm *comm);
 
 /* nccl_ops.c */
 fsdpc_nccl_result nccl_put(nccl_call *call);

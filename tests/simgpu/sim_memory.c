@@ -721,6 +721,24 @@ cuMemGetInfo(size_t *free_bytes, size_t *total)
     return sim_leave(result);
 }
 
+/* Of the processor's own memory the driver knows nothing. */
+SIM_EXPORT CUresult
+cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
+{
+    CUresult result = sim_enter(SIM_cuPointerGetAttribute, true);
+    const mapping *found = result ? NULL : find_mapping((uintptr_t)address);
+    if (!result && (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE || !found)) {
+        result = CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!result) {
+        const unsigned type = sim_place_of((uintptr_t)address) == SIM_ON_DEVICE
+                                  ? CU_MEMORYTYPE_DEVICE
+                                  : CU_MEMORYTYPE_HOST;
+        memcpy(value, &type, sizeof type);
+    }
+    return sim_leave(result);
+}
+
 /* --- the end --------------------------------------------------------------------------------------------- */
 
 int

@@ -18,10 +18,11 @@ enum simnccl_fault {
 bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
 
 typedef struct simnccl_options {
-    int version;     /* 22803 */
+    int version;     /* 22803; what becomes of windows depends on it */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls */
     int stall_ms;    /* blocking waits for other ranks end after this, as an error; 30000 */
     int window_error; /* what a window comes to, and stays the communicator's error; 0: none */
+    bool graphs_live; /* graphs outlive their capture, until simnccl_drop_graphs() */
     bool symmetric;   /* windows can be had: all GPUs see each other's memory; true */
     /* Sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER. */
     bool rank_order;
@@ -36,10 +37,12 @@ typedef struct simnccl_counters {
     int64_t misuses;                   /* calls that a real library would not survive */
     int64_t registered, communicators; /* alive now */
     int64_t direct, windowed;          /* collectives on registered memory; on windows among them */
-    int64_t aborts_ended;
+    int64_t aborts, aborts_ended;
 } simnccl_counters;
 simnccl_counters simnccl_count(void);
 /* Forgets faults, options and counters. */
 void simnccl_reset(void);
+/* The graphs that hold collectives are gone: until then no communicator in them ends, nor an abort. */
+void simnccl_drop_graphs(void);
 
 #endif
