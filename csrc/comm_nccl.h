@@ -44,6 +44,11 @@ void fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream);
 /* Local: the host waits until all that was put on streams has ended, by queries. The failure, if
  * there is one. */
 int fsdpc_comm_nccl_wait(fsdpc_comm *comm);
+/* For how many seconds the oldest collective of a communicator of this kind or its twin has been on its
+ * way, 0 where none is; `text`: which, or after which this rank is. Local, any thread, nothing waits. */
+double fsdpc_comm_nccl_stall(fsdpc_comm *comm, char *text, size_t bytes);
+/* What is known of the other ranks: said when a deadline passes. Local, any thread; "" takes it back. */
+void fsdpc_comm_nccl_note_others(fsdpc_comm *comm, const char *text);
 /* "NCCL 2.28.3 (/path/libnccl.so.2)" into `text`. */
 int fsdpc_comm_nccl_describe(char *text, size_t bytes);
 

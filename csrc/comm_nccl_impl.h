@@ -15,6 +15,7 @@ enum {
     FSDPC_NCCL_WHAT_BYTES = 64,
     FSDPC_NCCL_NAME_BYTES = 64,
     FSDPC_NCCL_OLDEST_BYTES = 192,
+    FSDPC_NCCL_OTHERS_BYTES = 640,
     FSDPC_NCCL_STAGE_BYTES = 1024 * 1024, /* of one rank, when host memory goes over the GPU */
     FSDPC_NCCL_WORDS_BYTES = 256 * 1024   /* of all ranks, at most, over the host's own channel */
 };
@@ -64,7 +65,8 @@ typedef struct nccl_comm {
     uint64_t first, next; /* sequences: [first, next) are on their way */
     pthread_t thread;
     bool threaded, stop, ended, orphan;
-    _Atomic bool abort_wanted; /* whoever polls inside NCCL leaves */
+    char others[FSDPC_NCCL_OTHERS_BYTES]; /* what is known of the other ranks */
+    _Atomic bool abort_wanted;            /* whoever polls inside NCCL leaves */
 } nccl_comm;
 
 /* A collective that shall be. */

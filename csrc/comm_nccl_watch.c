@@ -181,13 +181,14 @@ fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES])
 static void
 look_at_time(nccl_comm *comm)
 {
-    char oldest[FSDPC_NCCL_OLDEST_BYTES];
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES];
     double waited = 0;
     pthread_mutex_lock(&comm->lock);
     fsdpc_cu_result result = sweep_locked(comm);
     if (comm->first < comm->next) {
         waited = fsdpc_nccl_now_s() - entry_of(comm, comm->first)->since_s;
     }
+    memcpy(others, comm->others, sizeof others);
     pthread_mutex_unlock(&comm->lock);
     fsdpc_nccl_oldest(comm, oldest);
     if (result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY) {
@@ -196,8 +197,9 @@ look_at_time(nccl_comm *comm)
     } else if (waited > comm->options.timeout_s) {
         fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT,
                         "rank %d: %s has not ended after %g s: another rank has not come to it, "
-                        "or has died",
-                        comm->base.rank, oldest, comm->options.timeout_s);
+                        "or has died%s%s",
+                        comm->base.rank, oldest, comm->options.timeout_s, others[0] ? ". " : "",
+                        others);
     }
 }
 

@@ -209,7 +209,60 @@ nccl_version(PyObject *module, PyObject *ignored)
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }
 
+/* NULL with an exception set: not one over NCCL. */
+static fsdpc_comm *
+nccl_of(PyObject *object)
+{
+    fsdpc_comm *comm = NULL;
+    if (fsdpc_py_comm_get(object, &comm) < 0) {
+        return NULL;
+    }
+    if (strcmp(fsdpc_comm_kind(comm), "nccl") != 0) {
+        PyErr_Format(PyExc_ValueError, "a communicator of kind \"nccl\" is needed, not \"%s\"",
+                     fsdpc_comm_kind(comm));
+        return NULL;
+    }
+    return comm;
+}
+
+static PyObject *
+nccl_stall(PyObject *module, PyObject *object)
+{
+    char text[512];
+    (void)module;
+    fsdpc_comm *comm = nccl_of(object);
+    return comm ? Py_BuildValue("(ds)", fsdpc_comm_nccl_stall(comm, text, sizeof text), text)
+                : NULL;
+}
+
+static PyObject *
+nccl_note_others(PyObject *module, PyObject *arguments)
+{
+    PyObject *object;
+    const char *text;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "Os:nccl_note_others", &object, &text)) {
+        return NULL;
+    }
+    fsdpc_comm *comm = nccl_of(object);
+    if (comm == NULL) {
+        return NULL;
+    }
+    fsdpc_comm_nccl_note_others(comm, text);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fsdpc_py_nccl_methods[] = {
+    {"nccl_stall", nccl_stall, METH_O,
+     "nccl_stall(comm)\n--\n\n"
+     "(seconds, text) of a communicator of kind \"nccl\": for how long the oldest of its "
+     "collectives\n"
+     "has been on its way, 0.0 where none is, and which, or after which one this rank is. Local."},
+    {"nccl_note_others", nccl_note_others, METH_VARARGS,
+     "nccl_note_others(comm, text)\n--\n\n"
+     "What is known of the other ranks: it is said when a deadline of `comm` passes. Local; '' "
+     "takes\n"
+     "it back."},
     {"nccl_id", nccl_id, METH_NOARGS,
      "nccl_id()\n--\n\n"
      "A new id for Comm.nccl(), made on one rank and given to the others. NotImplementedError in\n"

@@ -179,6 +179,10 @@ class Channel:
         twin._store = self._parallel()
         return twin
 
+    def for_stalls(self) -> Any:
+        """The store of this channel's keys, for what is not an all-gather."""
+        return self._store
+
     def _say(self, words: Callable[[Any], Any]) -> None:
         """Nobody may be there to hear it: this is never an error."""
         try:

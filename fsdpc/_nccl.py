@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fsdpc import _C, _wire
 from fsdpc._channel import Channel, store_of
+from fsdpc._stall import Stall
 
 WATCH_S = 0.5
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -140,6 +141,7 @@ class _Watched:
         self.channel = channel
         self._asking = channel.for_watching()
         self._answers = True
+        self._stall = Stall(self._asking.for_stalls(), channel.rank, channel.world, channel.timeout)
         self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
         for rank, pid in enumerate(pids):
             if pid is not None and rank != channel.rank:
@@ -159,6 +161,10 @@ class _Watched:
         said = self._ask(self._asking.failure)
         if said:
             self._fail(said)
+            return
+        comm = self.comm()
+        if comm is not None:
+            self._ask(lambda: self._stall.look(comm))
 
     def _ask(self, question: Any) -> Any:
         """A store that is gone says nothing: its process may have ended in good order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from fsdpc import _C, _bootstrap, _nccl
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
+LAST = r"gather of unit layers.2 \(collective \d+\)"
 LARGE = 200_000  # numbers of each rank: they go over the GPU, few go over the host's channel
 
 
@@ -109,6 +111,8 @@ def test_arguments_are_checked(rank, world):
     with pytest.raises(ValueError, match="rank 2 is not one of a group of 1"):
         _C.Comm.nccl(2, 1, good, good, 0)
     assert _C.Comm.self_(0).device == 0 and _C.Comm.self_().device is None
+    with pytest.raises(ValueError, match='kind "nccl" is needed, not "self"'):
+        _C.nccl_stall(_C.Comm.self_())
     with pytest.raises(NotImplementedError, match="no CUDA device 3 here"):
         _C.Comm.self_(3)
 
@@ -313,6 +317,23 @@ def test_a_rank_that_is_stopped(numel):
     assert "gather of unit layers.3" in outcomes[0].value
     words = "rank 1 of the group did not come" if numel == 3 else "another rank has not come to it"
     assert words in outcomes[0].value
+
+
+@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "12"})
+def test_a_deadline_says_where_the_other_ranks_are(rank, world):
+    comm = connect()
+    comm.all_gather(torch.zeros(world), "gather of unit layers.2")
+    comm.barrier()
+    if rank == 2:  # its watching thread answers, whatever the program does
+        time.sleep(20)
+        seconds, where = _C.nccl_stall(comm)
+        assert seconds == 0.0 and re.fullmatch(f"in none of its collectives, after {LAST}", where)
+        return
+    with pytest.raises(_C.CommError) as caught:
+        comm.all_gather(np.zeros(LARGE * world), "gather of unit layers.3")
+    text = str(caught.value)
+    said = f"Where the ranks are: rank 2 in none of its collectives, after {LAST}; ranks 0-1 in "
+    assert re.search(said + "gather of unit layers.3 .coll", text), text
 
 
 def raising(rank, world, numel):

@@ -1,0 +1,111 @@
+"""What ranks of GPUs tell each other when a collective does not end: where each of them stands.
+
+A collective that waits says only what this rank is in. Half of the deadline on, 30 seconds at most,
+the rank asks the others through the store; each one's watching thread answers, whatever its program
+is doing. Who asked first collects the answers, logs them once as a warning, and gives them to all:
+they are then in the text of a deadline that passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fsdpc import _C
+
+LONGEST_PATIENCE_S, LONGEST_ANSWER_S = 30.0, 3.0
+_SAID_CHARACTERS = 600
+
+
+class Stall:
+    """A rank's part in such questions, under keys of a communicator's own.
+
+    ``look`` is called again and again by the thread that watches, with the communicator. Its errors
+    are those of the store.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        self._patience = min(LONGEST_PATIENCE_S, timeout / 2)
+        self._answer_time = min(LONGEST_ANSWER_S, timeout / 6)
+        self._question = 0  # the last one that this rank knows of
+        self._stalled = False
+        self._collects_at: float | None = None  # this rank put the question
+        self._report_until = 0.0  # a report is on its way, unless who collects has failed
+
+    def look(self, comm: _C.Comm) -> None:
+        seconds, where = _C.nccl_stall(comm)
+        self._answer(where)
+        if seconds < self._patience:
+            if self._stalled:
+                _C.nccl_note_others(comm, "")
+            self._stalled = False
+        elif not self._stalled:
+            self._stalled = True
+            self._ask(where)
+        if self._collects_at is not None and time.monotonic() > self._collects_at:
+            self._collect(seconds)
+        if time.monotonic() < self._report_until and self._store.check([self._key("report")]):
+            self._report_until = 0.0
+            if self._stalled:
+                report = self._store.get(self._key("report")).decode(errors="replace")
+                _C.nccl_note_others(comm, report)
+
+    def _key(self, what: object) -> str:
+        return f"stall/{self._question}/{what}"
+
+    def _answer(self, where: str) -> None:
+        """To questions that another rank has put."""
+        while self._store.check([f"stall/{self._question + 1}/asked"]):
+            self._question += 1
+            self._store.set(self._key(self._rank), where)
+            self._report_until = time.monotonic() + 4 * self._answer_time
+
+    def _ask(self, where: str) -> None:
+        if time.monotonic() < self._report_until:
+            return  # another rank has just asked
+        mine = str(self._rank)
+        first = self._store.compare_set(f"stall/{self._question + 1}/asked", "", mine)
+        self._answer(where)
+        if first.decode() == mine:
+            self._collects_at = time.monotonic() + self._answer_time
+
+    def _collect(self, seconds: float) -> None:
+        self._collects_at = None
+        report = summary([self._answer_of(rank) for rank in range(self._world)])
+        self._store.set(self._key("report"), report)
+        if self._stalled:
+            logging.getLogger("fsdpc").warning(
+                "rank %d has waited %.0f s for other ranks. %s", self._rank, seconds, report
+            )
+
+    def _answer_of(self, rank: int) -> str | None:
+        key = self._key(rank)
+        if not self._store.check([key]):
+            return None
+        return self._store.get(key).decode(errors="replace")
+
+
+def summary(answers: list[str | None]) -> str:
+    """One sentence: which ranks are where; ranks in the same place together. ``None``: no answer."""
+    places: dict[str, list[int]] = {}
+    for rank, where in enumerate(answers):
+        places.setdefault(where or "without an answer", []).append(rank)
+    # What few ranks do is what one looks for.
+    parts = sorted(places.items(), key=lambda item: len(item[1]))
+    text = "Where the ranks are: " + "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} {where}" for where, ranks in parts
+    )
+    return text if len(text) <= _SAID_CHARACTERS else text[: _SAID_CHARACTERS - 3] + "..."
+
+
+def spans(ranks: list[int]) -> str:
+    """Increasing numbers as text: ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
