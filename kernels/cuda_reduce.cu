@@ -7,16 +7,51 @@
 
 /* --- norms ---------------------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ void
-add_value(fsdpc_cuda_norm_value *norm, double value)
-{
-    const double magnitude = fabs(value);
-    norm->sum = sum(norm->sum, product(value, value));
-    norm->nonfinite |= !(magnitude <= 0x1.fffffffffffffp1023);
-    if (!(magnitude <= norm->max)) {
-        norm->max = norm->max != norm->max ? norm->max : magnitude;
+/* What one thread has seen. Of float64: */
+template <typename VALUE> struct squares {
+    double sum, max;
+    bool nonfinite;
+
+    __device__ __forceinline__ squares() : sum(0), max(0), nonfinite(false) {}
+
+    __device__ __forceinline__ void add(double value)
+    {
+        const double magnitude = fabs(value);
+        sum = ::sum(sum, product(value, value));
+        nonfinite |= !(magnitude <= 0x1.fffffffffffffp1023);
+        if (!(magnitude <= max)) {
+            max = max != max ? max : magnitude;
+        }
     }
-}
+
+    __device__ __forceinline__ fsdpc_cuda_norm_value norm() const
+    {
+        return {sum, max, nonfinite};
+    }
+};
+
+/* Of narrower types, sparing the units for doubles, which are few on many GPUs: a square is exact in
+ * double, so that fusing changes nothing; and magnitudes are in the order of their bits, infinity above all
+ * numbers and NaN above that. */
+template <> struct squares<float> {
+    double sum;
+    uint32_t top;
+
+    __device__ __forceinline__ squares() : sum(0), top(0) {}
+
+    __device__ __forceinline__ void add(float value)
+    {
+        const uint32_t magnitude = __float_as_uint(value) & 0x7FFFFFFFu;
+        const double wide = (double)value;
+        sum = __fma_rn(wide, wide, sum);
+        top = top < magnitude ? magnitude : top;
+    }
+
+    __device__ __forceinline__ fsdpc_cuda_norm_value norm() const
+    {
+        return {sum, (double)__uint_as_float(top), top >= 0x7F800000u};
+    }
+};
 
 static __device__ __forceinline__ void
 add_norm(fsdpc_cuda_norm_value *norm, const fsdpc_cuda_norm_value *other)
@@ -52,17 +87,18 @@ add_block(const fsdpc_cuda_norm_value *own, fsdpc_cuda_norm_value *out)
 }
 
 template <int T>
-static __device__ void
-add_squares(fsdpc_cuda_norm_value *norm, const void *src_, int64_t n, int64_t lane, int64_t lanes)
+static __device__ fsdpc_cuda_norm_value
+sum_of_squares(const void *src_, int64_t n, int64_t lane, int64_t lanes)
 {
     typedef typename item<T>::raw raw;
     enum { COUNT = 16 / sizeof(raw), IN_FLIGHT = 4 };
     const raw *src = (const raw *)src_;
     const int64_t head = head_items(src, sizeof *src, n);
     const int64_t groups = on_boundary(src + head) ? (n - head) / COUNT : 0;
+    squares<typename item<T>::value> seen;
 #pragma unroll 1
     for (int64_t i = lane; i < head; i += lanes) {
-        add_value(norm, (double)item<T>::get(src[i]));
+        seen.add(item<T>::get(src[i]));
     }
 #pragma unroll 1
     for (int64_t first = lane; first < groups; first += IN_FLIGHT * lanes) {
@@ -78,15 +114,16 @@ add_squares(fsdpc_cuda_norm_value *norm, const void *src_, int64_t n, int64_t la
             if (first + k * lanes < groups) {
 #pragma unroll
                 for (int i = 0; i < COUNT; i++) {
-                    add_value(norm, (double)item<T>::get(in[k].item[i]));
+                    seen.add(item<T>::get(in[k].item[i]));
                 }
             }
         }
     }
 #pragma unroll 1
     for (int64_t i = head + groups * COUNT + lane; i < n; i += lanes) {
-        add_value(norm, (double)item<T>::get(src[i]));
+        seen.add(item<T>::get(src[i]));
     }
+    return seen.norm();
 }
 
 /* Orders other than 2 are rare, and a power costs more than a load. */
@@ -112,10 +149,10 @@ fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
         norm.sum = sum_of_powers(p.src, p.type, p.n, p.p, lane, lanes);
     } else {
         switch (p.type) {
-        case FSDPC_F32: add_squares<FSDPC_F32>(&norm, p.src, p.n, lane, lanes); break;
-        case FSDPC_BF16: add_squares<FSDPC_BF16>(&norm, p.src, p.n, lane, lanes); break;
-        case FSDPC_F16: add_squares<FSDPC_F16>(&norm, p.src, p.n, lane, lanes); break;
-        default: add_squares<FSDPC_F64>(&norm, p.src, p.n, lane, lanes); break;
+        case FSDPC_F32: norm = sum_of_squares<FSDPC_F32>(p.src, p.n, lane, lanes); break;
+        case FSDPC_BF16: norm = sum_of_squares<FSDPC_BF16>(p.src, p.n, lane, lanes); break;
+        case FSDPC_F16: norm = sum_of_squares<FSDPC_F16>(p.src, p.n, lane, lanes); break;
+        default: norm = sum_of_squares<FSDPC_F64>(p.src, p.n, lane, lanes); break;
         }
     }
     add_block(&norm, &p.partials[blockIdx.x]);
@@ -188,14 +225,14 @@ add_group(group<typename item<A>::raw, reduction<S, A>::COUNT> &added,
 template <int S, int A>
 static __device__ __forceinline__ typename item<A>::raw
 finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
-       typename item<A>::raw added, fsdpc_cuda_norm_value *norm)
+       typename item<A>::raw added, squares<typename item<A>::value> *seen)
 {
     typedef typename item<A>::raw target;
     const target scale = (target)p.scale;
     const target term = scale == 1 ? added : product(added, scale);
     const target value = p.add ? sum(before, term) : term;
     if (p.partials) {
-        add_value(norm, (double)value);
+        seen->add(value);
     }
     return value;
 }
@@ -203,7 +240,7 @@ finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
 template <int S, int A>
 static __device__ void
 reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
-             fsdpc_cuda_norm_value *norm, int64_t lane, int64_t lanes)
+             squares<typename item<A>::value> *seen, int64_t lane, int64_t lanes)
 {
     typedef typename item<A>::raw target;
     target *acc = (target *)p.acc;
@@ -220,14 +257,14 @@ reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
                 first = false;
             }
         }
-        acc[i] = finish<S, A>(p, p.add ? acc[i] : 0, added, norm);
+        acc[i] = finish<S, A>(p, p.add ? acc[i] : 0, added, seen);
     }
 }
 
 template <int S, int A>
 static __device__ void
 reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
-              fsdpc_cuda_norm_value *norm, int64_t lane, int64_t lanes)
+              squares<typename item<A>::value> *seen, int64_t lane, int64_t lanes)
 {
     typedef typename item<S>::raw source;
     typedef typename item<A>::raw target;
@@ -275,7 +312,7 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
 #pragma unroll
                 for (int i = 0; i < COUNT; i++) {
                     added[k].item[i] =
-                        finish<S, A>(p, before[k].item[i], added[k].item[i], norm);
+                        finish<S, A>(p, before[k].item[i], added[k].item[i], seen);
                 }
                 added[k].store((target *)p.acc + begin + (g + k * lanes) * COUNT);
             }
@@ -284,14 +321,14 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
 }
 
 template <int S, int A>
-static __device__ void
-reduce_span(const fsdpc_cuda_reduce_params &p, fsdpc_cuda_norm_value *norm, int64_t lane,
-            int64_t lanes)
+static __device__ fsdpc_cuda_norm_value
+reduce_span(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
 {
     typedef reduction<S, A> pair;
+    squares<typename item<A>::value> seen;
     if constexpr (S == FSDPC_F64 || A == FSDPC_F64) {
-        reduce_items<S, A>(p, 0, p.n, norm, lane, lanes);
-        return;
+        reduce_items<S, A>(p, 0, p.n, &seen, lane, lanes);
+        return seen.norm();
     }
     const int64_t head = head_items(p.acc, sizeof(typename pair::target), p.n);
     bool aligned = on_boundary((const typename pair::target *)p.acc + head);
@@ -301,21 +338,21 @@ reduce_span(const fsdpc_cuda_reduce_params &p, fsdpc_cuda_norm_value *norm, int6
         aligned = aligned && (!src || on_boundary(src + head));
     }
     const int64_t groups = aligned ? (p.n - head) / pair::COUNT : 0;
-    reduce_items<S, A>(p, 0, head, norm, lane, lanes);
-    reduce_groups<S, A>(p, head, groups, norm, lane, lanes);
-    reduce_items<S, A>(p, head + groups * pair::COUNT, p.n, norm, lane, lanes);
+    reduce_items<S, A>(p, 0, head, &seen, lane, lanes);
+    reduce_groups<S, A>(p, head, groups, &seen, lane, lanes);
+    reduce_items<S, A>(p, head + groups * pair::COUNT, p.n, &seen, lane, lanes);
+    return seen.norm();
 }
 
 template <int A>
-static __device__ void
-reduce_any(const fsdpc_cuda_reduce_params &p, fsdpc_cuda_norm_value *norm, int64_t lane,
-           int64_t lanes)
+static __device__ fsdpc_cuda_norm_value
+reduce_any(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
 {
     switch (p.src_type) {
-    case FSDPC_F32: reduce_span<FSDPC_F32, A>(p, norm, lane, lanes); break;
-    case FSDPC_BF16: reduce_span<FSDPC_BF16, A>(p, norm, lane, lanes); break;
-    case FSDPC_F16: reduce_span<FSDPC_F16, A>(p, norm, lane, lanes); break;
-    default: reduce_span<FSDPC_F64, A>(p, norm, lane, lanes); break;
+    case FSDPC_F32: return reduce_span<FSDPC_F32, A>(p, lane, lanes);
+    case FSDPC_BF16: return reduce_span<FSDPC_BF16, A>(p, lane, lanes);
+    case FSDPC_F16: return reduce_span<FSDPC_F16, A>(p, lane, lanes);
+    default: return reduce_span<FSDPC_F64, A>(p, lane, lanes);
     }
 }
 
@@ -325,12 +362,9 @@ fsdpc_cuda_reduce(const __grid_constant__ fsdpc_cuda_reduce_params p)
 {
     const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
-    fsdpc_cuda_norm_value norm = {0, 0, 0};
-    if (p.acc_type == FSDPC_F64) {
-        reduce_any<FSDPC_F64>(p, &norm, lane, lanes);
-    } else {
-        reduce_any<FSDPC_F32>(p, &norm, lane, lanes);
-    }
+    const fsdpc_cuda_norm_value norm = p.acc_type == FSDPC_F64
+                                           ? reduce_any<FSDPC_F64>(p, lane, lanes)
+                                           : reduce_any<FSDPC_F32>(p, lane, lanes);
     if (p.partials) {
         add_block(&norm, &p.partials[blockIdx.x]);
     }

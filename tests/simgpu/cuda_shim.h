@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #define __global__
 #define __device__
@@ -75,6 +76,28 @@ static inline double
 __dadd_rn(double a, double b)
 {
     return a + b;
+}
+
+static inline double
+__fma_rn(double a, double b, double c)
+{
+    return std::fma(a, b, c);
+}
+
+static inline uint32_t
+__float_as_uint(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float
+__uint_as_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* Runs a grid; `kernel` is called once for each of its threads. */
