@@ -15,22 +15,85 @@ same_bits(RAW a, RAW b)
     return x.bits == y.bits;
 }
 
-/* One element a lane: it reads two streams once and hardly ever writes. */
+/* Whether the sum had to change. */
+template <int A, int S>
+static __device__ __forceinline__ bool
+refresh_item(typename item<A>::raw &acc, typename item<S>::raw seen)
+{
+    const typename item<S>::raw shown = item<S>::put((typename item<S>::value)item<A>::get(acc));
+    if (same_bits(shown, seen)) {
+        return false;
+    }
+    acc = item<A>::put((typename item<A>::value)item<S>::get(seen));
+    return true;
+}
+
+template <int A, int S>
+static __device__ void
+refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *seen, int64_t n,
+              int64_t lane, int64_t lanes)
+{
+#pragma unroll 1
+    for (int64_t i = lane; i < n; i += lanes) {
+        typename item<A>::raw value = acc[i];
+        if (refresh_item<A, S>(value, seen[i])) {
+            acc[i] = value;
+        }
+    }
+}
+
+/* Two streams are read once, and hardly anything is written: a group only where an element changed. */
+template <int A, int S>
+static __device__ void
+refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *seen, int64_t groups,
+               int64_t lane, int64_t lanes)
+{
+    enum { COUNT = conversion<S, A>::COUNT, IN_FLIGHT = 2 };
+#pragma unroll 1
+    for (int64_t first = lane; first < groups; first += IN_FLIGHT * lanes) {
+        group<typename item<A>::raw, COUNT> sum[IN_FLIGHT];
+        group<typename item<S>::raw, COUNT> shown[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+                sum[k].template load<true>(acc + (first + k * lanes) * COUNT);
+                shown[k].template load<true>(seen + (first + k * lanes) * COUNT);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+                bool changed = false;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    changed |= refresh_item<A, S>(sum[k].item[i], shown[k].item[i]);
+                }
+                if (changed) {
+                    sum[k].store(acc + (first + k * lanes) * COUNT);
+                }
+            }
+        }
+    }
+}
+
 template <int A, int S>
 static __device__ void
 refresh_span(void *acc_, const void *seen_, int64_t n, int64_t lane, int64_t lanes)
 {
-    typedef typename item<A>::value wide;
     typename item<A>::raw *acc = (typename item<A>::raw *)acc_;
     const typename item<S>::raw *seen = (const typename item<S>::raw *)seen_;
-#pragma unroll 1
-    for (int64_t i = lane; i < n; i += lanes) {
-        const typename item<S>::raw shown =
-            item<S>::put((typename item<S>::value)item<A>::get(acc[i]));
-        if (!same_bits(shown, seen[i])) {
-            acc[i] = item<A>::put((wide)item<S>::get(seen[i]));
+    if constexpr (A != FSDPC_F64 && S != FSDPC_F64) {
+        enum { COUNT = conversion<S, A>::COUNT };
+        const int64_t head = head_items(acc, sizeof *acc, n);
+        if (on_boundary(acc + head) && on_boundary(seen + head)) {
+            const int64_t groups = (n - head) / COUNT, done = head + groups * COUNT;
+            refresh_items<A, S>(acc, seen, head, lane, lanes);
+            refresh_groups<A, S>(acc + head, seen + head, groups, lane, lanes);
+            refresh_items<A, S>(acc + done, seen + done, n - done, lane, lanes);
+            return;
         }
     }
+    refresh_items<A, S>(acc, seen, n, lane, lanes);
 }
 
 template <int A>

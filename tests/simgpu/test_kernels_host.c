@@ -556,26 +556,29 @@ norms_of_units_add_up_to_a_factor(void)
 /* Half of the elements are what the sum shows, the others anything; a NaN that was not touched keeps
  * its digits, too. */
 static void
-refresh_case(fsdpc_dtype acc, fsdpc_dtype seen, int64_t n, int blocks)
+refresh_case(fsdpc_dtype acc, fsdpc_dtype seen, int64_t n, int64_t acc_skip, int64_t seen_skip,
+             int blocks)
 {
     struct bed bed = new_bed(n, larger_item(acc, seen));
     const size_t wide = fsdpc_dtype_bytes(acc), narrow = fsdpc_dtype_bytes(seen);
+    const size_t to = (size_t)acc_skip * wide;
+    char *shown = bed.src + (size_t)seen_skip * narrow;
     char *changed = new_block((size_t)n * narrow + 1);
-    fill(bed.want, acc, n);
+    fill(bed.want + to, acc, n);
     memcpy(bed.got, bed.want, bed.bytes);
-    plain->cast(bed.src, seen, bed.want, acc, n, 1.0);
+    plain->cast(shown, seen, bed.want + to, acc, n, 1.0);
     fill(changed, seen, n);
     for (int64_t i = 0; i < n; i++) {
         if (random_below(2)) {
-            memcpy(bed.src + (size_t)i * narrow, changed + (size_t)i * narrow, narrow);
+            memcpy(shown + (size_t)i * narrow, changed + (size_t)i * narrow, narrow);
         }
     }
     fsdpc_cuda_refresh_params p = {
-        .acc = bed.got, .seen = bed.src, .n = n, .acc_type = acc, .seen_type = seen};
+        .acc = bed.got + to, .seen = shown, .n = n, .acc_type = acc, .seen_type = seen};
     LAUNCH(fsdpc_cuda_refresh, &p, blocks);
-    fsdpc_kernel_refresh(plain, bed.want, acc, bed.src, seen, n);
-    CHECK(same(bed.got, bed.want, acc, n, false));
-    CHECK(guarded(&bed, 0, (size_t)n * wide));
+    fsdpc_kernel_refresh(plain, bed.want + to, acc, shown, seen, n);
+    CHECK(same(bed.got + to, bed.want + to, acc, n, false));
+    CHECK(guarded(&bed, to, (size_t)n * wide));
     free(changed);
     free_bed(&bed);
 }
@@ -585,8 +588,11 @@ sums_are_refreshed_as_by_the_plain_kernel(void)
 {
     for (int wide = 0; wide < 2; wide++) {
         for (int s = 0; s < 4; s++) {
+            const fsdpc_dtype acc = wide ? FSDPC_F64 : FSDPC_F32;
             for (int i = 0; i < SIZES; i++) {
-                refresh_case(wide ? FSDPC_F64 : FSDPC_F32, floats[s], sizes[i], 1 + i % 3);
+                refresh_case(acc, floats[s], sizes[i], 0, 0, 1 + i % 3);
+                refresh_case(acc, floats[s], sizes[i], i % 2, i % 2, 2);
+                refresh_case(acc, floats[s], sizes[i], (i + 1) % 2, i % 2, 2);
             }
         }
     }
