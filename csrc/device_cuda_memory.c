@@ -35,30 +35,31 @@ fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes
 }
 
 static int
-map_new(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes)
+map_somewhere(const struct fsdpc_cuda *cuda, size_t bytes, fsdpc_cu_handle physical,
+              fsdpc_cu_ptr *out)
 {
-    fsdpc_cu_handle physical;
-    FSDPC_CU(cuda, mem_create(&physical, bytes, &cuda->memory, 0),
-             "allocation of %zu bytes of device memory", bytes);
+    fsdpc_cu_ptr address;
+    FSDPC_CU(cuda, address_reserve(&address, bytes, cuda->granule, 0, 0),
+             "reservation of %zu bytes of addresses", bytes);
     const int status = fsdpc_cuda_map(cuda, address, bytes, physical);
-    (void)cuda->driver->mem_release(physical);
-    return status;
+    if (status != FSDPC_OK) {
+        (void)cuda->driver->address_free(address, bytes);
+        return status;
+    }
+    *out = address;
+    return FSDPC_OK;
 }
 
 static int
 alloc_mapped(const struct fsdpc_cuda *cuda, size_t bytes, fsdpc_cu_ptr *out)
 {
     const size_t rounded = fsdpc_round_up(bytes, cuda->granule);
-    fsdpc_cu_ptr address;
-    FSDPC_CU(cuda, address_reserve(&address, rounded, cuda->granule, 0, 0),
-             "reservation of %zu bytes of addresses", rounded);
-    int status = map_new(cuda, address, rounded);
-    if (status != FSDPC_OK) {
-        (void)cuda->driver->address_free(address, rounded);
-        return status;
-    }
-    *out = address;
-    return FSDPC_OK;
+    fsdpc_cu_handle physical;
+    FSDPC_CU(cuda, mem_create(&physical, rounded, &cuda->memory, 0),
+             "allocation of %zu bytes of device memory", rounded);
+    const int status = map_somewhere(cuda, rounded, physical, out);
+    (void)cuda->driver->mem_release(physical);
+    return status;
 }
 
 static void
@@ -84,21 +85,37 @@ has_entries(const fsdpc_cuda_driver *d)
            d->mem_unmap && d->mem_set_access && d->mem_granularity;
 }
 
-/* Attributes alone say too much on parts of a GPU (MIG) and in sandboxes: one granule is mapped as a
- * proof. */
+/* What an arena does: a piece behind one address, and its beginning behind another, too. */
+static bool
+shows_twice(const struct fsdpc_cuda *cuda)
+{
+    bool works = false;
+    fsdpc_cu_handle physical;
+    fsdpc_cu_ptr whole, part;
+    const size_t bytes = 2 * cuda->granule;
+    if (cuda->driver->mem_create(&physical, bytes, &cuda->memory, 0) != FSDPC_CU_SUCCESS) {
+        return false;
+    }
+    if (map_somewhere(cuda, bytes, physical, &whole) == FSDPC_OK) {
+        works = map_somewhere(cuda, cuda->granule, physical, &part) == FSDPC_OK;
+        if (works) {
+            free_mapped(cuda, part, cuda->granule);
+        }
+        free_mapped(cuda, whole, bytes);
+    }
+    (void)cuda->driver->mem_release(physical);
+    return works;
+}
+
+/* Attributes alone say too much on parts of a GPU (MIG) and in sandboxes: it is tried. */
 static bool
 maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
 {
-    fsdpc_cu_ptr address;
     cuda->memory.handle_types = handle_types;
     cuda->memory.rdma_capable = rdma_capable;
-    if (cuda->driver->mem_granularity(&cuda->granule, &cuda->memory,
-                                      FSDPC_CU_GRANULARITY_RECOMMENDED) != FSDPC_CU_SUCCESS ||
-        cuda->granule == 0 || alloc_mapped(cuda, cuda->granule, &address) != FSDPC_OK) {
-        return false;
-    }
-    free_mapped(cuda, address, cuda->granule);
-    return true;
+    return cuda->driver->mem_granularity(&cuda->granule, &cuda->memory,
+                                         FSDPC_CU_GRANULARITY_RECOMMENDED) == FSDPC_CU_SUCCESS &&
+           cuda->granule > 0 && shows_twice(cuda);
 }
 
 /* Handles and RDMA are what collectives want of memory that they register; the rest goes without. */

@@ -41,7 +41,7 @@ refusals_name_the_reason(void)
     fsdpc_device *device = (fsdpc_device *)&device;
     char image[512];
     snprintf(image, sizeof image, "%s", getenv("FSDPC_CUDA_IMAGE"));
-    CHECK_ERROR(fsdpc_device_cuda(3, &device), FSDPC_E_UNAVAILABLE, "no CUDA device 3");
+    CHECK_ERROR(fsdpc_device_cuda(4, &device), FSDPC_E_UNAVAILABLE, "no CUDA device 4");
     CHECK(device == NULL);
     CHECK_ERROR(fsdpc_device_cuda(-1, &device), FSDPC_E_UNAVAILABLE, "no CUDA device -1");
     unsetenv("FSDPC_CUDA_IMAGE");
@@ -183,6 +183,22 @@ virtual_memory_does_without_handles(void)
     REQUIRE_OK(fsdpc_device_cuda(2, &other));
     CHECK(fsdpc_device_get_caps(other)->virtual_memory && !fsdpc_device_get_caps(other)->note);
     memory_is_zeroed_and_given_back(other, true);
+}
+
+/* Virtual memory that shows a piece at one place only is of no use for slots. */
+static void
+virtual_memory_must_show_a_piece_twice(void)
+{
+    fsdpc_device *other;
+    const int leaks = simgpu_leaks(NULL, 0);
+    for (int k = 2; k <= 4; k += 2) { /* with handles, and without */
+        REQUIRE(simgpu_fail("cuMemMap", k, CUDA_ERROR_NOT_SUPPORTED));
+    }
+    REQUIRE_OK(fsdpc_device_cuda(3, &other));
+    CHECK(!fsdpc_device_get_caps(other)->virtual_memory && fsdpc_device_get_caps(other)->note);
+    const int kept = simgpu_leaks(NULL, 0) - leaks; /* its kernels and memory for norms */
+    CHECK(kept > 0 && kept <= 4);
+    memory_is_zeroed_and_given_back(other, false);
 }
 
 /* --- streams and events ---------------------------------------------------------------------------- */
@@ -609,7 +625,7 @@ int
 main(void)
 {
     int ordinal = 0;
-    simgpu_get_options()->devices = 3;
+    simgpu_get_options()->devices = 4;
     simgpu_get_options()->quiet = true;
     REQUIRE_OK(fsdpc_device_cpu(&cpu));
     refusals_name_the_reason();
@@ -652,5 +668,6 @@ main(void)
     CHECK_INT(simgpu_count().late_loads, 0);
     without_virtual_memory_there_are_plain_blocks();
     virtual_memory_does_without_handles();
+    virtual_memory_must_show_a_piece_twice();
     return test_result();
 }
