@@ -19,6 +19,10 @@ typedef fsdpc_cu_result get_proc_address(const char *name, void **entry, int ver
 
 enum { OLDEST_DRIVER = 12000 };
 
+#define FORKED                                                            \
+    "CUDA cannot start in a process forked from one that used it: start " \
+    "processes with spawn or torchrun"
+
 static int
 no_entry(const char *name)
 {
@@ -84,9 +88,7 @@ start(fsdpc_cuda_driver *driver)
                            "set?)");
     }
     if (result == FSDPC_CU_NOT_INITIALIZED) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                           "CUDA cannot start in a process forked from one that used it: start "
-                           "processes with spawn or torchrun");
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "%s", FORKED);
     }
     FSDPC_TRY(fsdpc_cuda_check(driver, result, "no CUDA device here: the driver does not start"));
     FSDPC_TRY(fsdpc_cuda_check(driver, driver->driver_get_version(&driver->version),
@@ -142,6 +144,7 @@ status_of(fsdpc_cu_result result)
     switch (result) {
     case FSDPC_CU_OUT_OF_MEMORY:
         return FSDPC_E_DEVMEM;
+    case FSDPC_CU_NOT_INITIALIZED:
     case FSDPC_CU_NOT_SUPPORTED:
     case FSDPC_CU_NO_DEVICE:
         return FSDPC_E_UNAVAILABLE;
@@ -162,6 +165,10 @@ fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const 
     va_start(arguments, format);
     vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
+    /* A child has the table of the process that it was forked from, but no driver. */
+    if (result == FSDPC_CU_NOT_INITIALIZED) {
+        return fsdpc_error(status_of(result), "%s: %s", what, FORKED);
+    }
     /* Both leave NULL behind for a number that the driver does not know. */
     (void)driver->error_name(result, &name);
     (void)driver->error_string(result, &text);

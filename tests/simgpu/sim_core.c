@@ -196,6 +196,15 @@ sim_forget_faults(void)
     plant_count = 0;
 }
 
+static bool initialised;
+static bool forked; /* from a process that used the driver: here it is of no use any more */
+
+static void
+in_child(void)
+{
+    forked = initialised && !sim_options.forks;
+}
+
 /* --- environment ------------------------------------------------------------------------------- */
 
 /* "entry:k[:code][,...]" */
@@ -243,6 +252,7 @@ __attribute__((constructor)) static void
 read_environment(void)
 {
     const char *policy = getenv("SIMGPU_POLICY");
+    pthread_atfork(NULL, NULL, in_child);
     read_plants("SIMGPU_SKIP", true);
     read_plants("SIMGPU_FAIL", false);
     read_options();
@@ -253,8 +263,6 @@ read_environment(void)
 }
 
 /* --- each call ---------------------------------------------------------------------------------- */
-
-static bool initialised;
 
 static bool
 needs_no_init(enum sim_entry entry)
@@ -274,6 +282,9 @@ sim_enter(enum sim_entry entry, bool needs_context)
             plants[i] = plants[--plant_count];
             return planted;
         }
+    }
+    if (forked && (entry == SIM_cuInit || !needs_no_init(entry))) {
+        return CUDA_ERROR_NOT_INITIALIZED;
     }
     if (needs_no_init(entry)) {
         initialised = initialised || entry == SIM_cuInit;
@@ -410,7 +421,7 @@ simgpu_reset(void)
         free(reports[--report_count]);
     }
     sim_sticky = CUDA_SUCCESS;
-    initialised = false;
+    initialised = forked = false;
     sim_unlock();
     simgpu_policy_lazy();
 }

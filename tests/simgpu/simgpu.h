@@ -82,6 +82,7 @@ typedef struct simgpu_options {
     int devices;          /* 1 */
     size_t memory_bytes;  /* 1 GiB */
     size_t granule;       /* of virtual memory: 2 MiB, or $SIMGPU_GRANULE; smaller is faster */
+    bool forks;           /* a forked child may go on; false by default, as on a GPU */
     double stall_s;       /* a wait for other ranks ends after this, as an error; 30 */
 } simgpu_options;
 simgpu_options *simgpu_get_options(void); /* to be changed in place, before the calls concerned */

@@ -562,6 +562,7 @@ kernels_touch_what_they_declare(void)
     CHECK_CU(gpu_axpb(NULL, y, x, 4, -1, 1), CUDA_SUCCESS);
     CHECK(gpu_reported("kernel axpb writes y, byte 7, which it did not declare"));
     fflush(NULL);
+    simgpu_get_options()->forks = true;
     pid_t child = fork();
     if (child == 0) { /* reads x without having said so */
         (void)gpu_axpb(NULL, y, x, 4, 1, 1);
@@ -570,6 +571,26 @@ kernels_touch_what_they_declare(void)
     int status = 0;
     REQUIRE(waitpid(child, &status, 0) == child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+}
+
+/* As on a GPU: whatever the child asks for, it is told that nothing was started. */
+static void
+a_forked_child_has_no_driver(void)
+{
+    gpu_start();
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        CUcontext context;
+        CUevent event;
+        bool refused = cuInit(0) == CUDA_ERROR_NOT_INITIALIZED &&
+                       cuCtxGetCurrent(&context) == CUDA_ERROR_NOT_INITIALIZED &&
+                       cuEventCreate(&event, 0) == CUDA_ERROR_NOT_INITIALIZED;
+        _exit(refused ? 0 : 1);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 int
@@ -597,6 +618,7 @@ main(void)
     leaks_are_listed();
     launches_are_checked();
     kernels_touch_what_they_declare();
+    a_forked_child_has_no_driver();
     simgpu_reset();
     return test_result();
 }
