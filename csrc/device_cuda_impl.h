@@ -74,6 +74,8 @@ void fsdpc_cuda_stream_free(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_use(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_current_stream(void *context);
 int fsdpc_cuda_capture(void *context, uint64_t *id);
+/* What this thread may call while anything is captured anywhere; returns what it was. */
+unsigned fsdpc_cuda_exchange_mode(const struct fsdpc_cuda *cuda, unsigned mode);
 int fsdpc_cuda_event_new(void *context, fsdpc_event **out);
 void fsdpc_cuda_event_free(void *context, fsdpc_event *event);
 int fsdpc_cuda_record(void *context, fsdpc_event *event);

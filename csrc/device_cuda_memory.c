@@ -176,20 +176,34 @@ fsdpc_cuda_alloc(void *context, size_t bytes, void **out)
     return FSDPC_OK;
 }
 
-/* What is in use stays for ever if the GPU does not come to an end: better than to take it away. */
-void
-fsdpc_cuda_free(void *context, void *block, size_t bytes)
+/* Gives memory back by `give` when the GPU has done with it. What is in use stays for ever if the GPU
+ * does not come to an end, or while the current stream is captured: better than to take it away. */
+static void
+give_back(struct fsdpc_cuda *cuda, const char *what,
+          void (*give)(const struct fsdpc_cuda *, void *, size_t), void *block, size_t bytes)
 {
-    struct fsdpc_cuda *cuda = context;
-    if (fsdpc_cuda_enter(cuda) != FSDPC_OK ||
-        fsdpc_cuda_settle_all(cuda, "giving device memory back") != FSDPC_OK) {
+    if (fsdpc_cuda_enter(cuda) != FSDPC_OK || fsdpc_cuda_settle_all(cuda, what) != FSDPC_OK) {
         return;
     }
+    const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
+    give(cuda, block, bytes);
+    (void)fsdpc_cuda_exchange_mode(cuda, mode);
+}
+
+static void
+give_block(const struct fsdpc_cuda *cuda, void *block, size_t bytes)
+{
     if (is_mapped(cuda, bytes)) {
         free_mapped(cuda, fsdpc_cuda_address(block), bytes);
     } else {
         (void)cuda->driver->mem_free(fsdpc_cuda_address(block));
     }
+}
+
+void
+fsdpc_cuda_free(void *context, void *block, size_t bytes)
+{
+    give_back(context, "giving device memory back", give_block, block, bytes);
 }
 
 int
@@ -206,14 +220,17 @@ fsdpc_cuda_host_alloc(void *context, size_t bytes, void **out)
     return FSDPC_OK;
 }
 
+static void
+give_pinned(const struct fsdpc_cuda *cuda, void *block, size_t bytes)
+{
+    (void)bytes;
+    (void)cuda->driver->host_free(block);
+}
+
 void
 fsdpc_cuda_host_free(void *context, void *block)
 {
-    struct fsdpc_cuda *cuda = context;
-    if (fsdpc_cuda_enter(cuda) == FSDPC_OK &&
-        fsdpc_cuda_settle_all(cuda, "giving pinned memory back") == FSDPC_OK) {
-        (void)cuda->driver->host_free(block);
-    }
+    give_back(context, "giving pinned memory back", give_pinned, block, 0);
 }
 
 int
@@ -226,14 +243,17 @@ fsdpc_cuda_host_register(void *context, void *block, size_t bytes)
     return FSDPC_OK;
 }
 
+static void
+unpin(const struct fsdpc_cuda *cuda, void *block, size_t bytes)
+{
+    (void)bytes;
+    (void)cuda->driver->host_unregister(block);
+}
+
 void
 fsdpc_cuda_host_unregister(void *context, void *block)
 {
-    struct fsdpc_cuda *cuda = context;
-    if (fsdpc_cuda_enter(cuda) == FSDPC_OK &&
-        fsdpc_cuda_settle_all(cuda, "giving pinned memory back") == FSDPC_OK) {
-        (void)cuda->driver->host_unregister(block);
-    }
+    give_back(context, "giving pinned memory back", unpin, block, 0);
 }
 
 /* --- copies and fills ------------------------------------------------------------------------------ */

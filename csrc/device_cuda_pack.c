@@ -124,15 +124,9 @@ launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
 static int
 take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {
-    uint64_t capture;
-    unsigned mode = FSDPC_CU_CAPTURE_RELAXED;
-    FSDPC_TRY(fsdpc_cuda_capture(cuda, &capture));
-    if (!capture) {
-        return find_stage(cuda, bytes, out);
-    }
-    FSDPC_CU(cuda, capture_mode(&mode), "the thread's mode of capture");
+    const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
     const int status = find_stage(cuda, bytes, out);
-    (void)cuda->driver->capture_mode(&mode);
+    (void)fsdpc_cuda_exchange_mode(cuda, mode);
     return status;
 }
 

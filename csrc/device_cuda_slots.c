@@ -120,8 +120,11 @@ fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece)
     if (cuda->virtual_memory) {
         FSDPC_TRY(fsdpc_cuda_enter(cuda));
         FSDPC_TRY(fsdpc_cuda_settle_all(cuda, "taking a slot from behind its addresses"));
-        FSDPC_CU(cuda, mem_unmap(fsdpc_cuda_address(address), bytes),
-                 "unmapping %zu bytes of device memory", bytes);
+        const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
+        const fsdpc_cu_result result = cuda->driver->mem_unmap(fsdpc_cuda_address(address), bytes);
+        (void)fsdpc_cuda_exchange_mode(cuda, mode);
+        FSDPC_TRY(
+            fsdpc_cuda_check(cuda->driver, result, "unmapping %zu bytes of device memory", bytes));
     }
     fsdpc_cuda_piece_free(cuda, piece);
     return FSDPC_OK;

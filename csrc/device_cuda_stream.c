@@ -45,19 +45,47 @@ fsdpc_cuda_use(void *context, fsdpc_stream *stream)
     return before;
 }
 
-int
-fsdpc_cuda_capture(void *context, uint64_t *id)
+static int
+capture_of(const struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, uint64_t *id)
 {
-    const struct fsdpc_cuda *cuda = context;
     unsigned state = 0;
     if (!cuda->driver->capture_info) {
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_cuda_enter(cuda));
-    FSDPC_CU(cuda, capture_info(fsdpc_cuda_current(cuda), &state, id, NULL, NULL, NULL),
+    FSDPC_CU(cuda, capture_info(stream, &state, id, NULL, NULL, NULL),
              "asking a stream for its capture");
     *id = state ? *id : 0;
     return FSDPC_OK;
+}
+
+int
+fsdpc_cuda_capture(void *context, uint64_t *id)
+{
+    const struct fsdpc_cuda *cuda = context;
+    return capture_of(cuda, fsdpc_cuda_current(cuda), id);
+}
+
+/* Asking for what was captured would spoil the capture. */
+static int
+refuse_capture(const struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, const char *what)
+{
+    uint64_t capture = 0;
+    FSDPC_TRY(capture_of(cuda, stream, &capture));
+    return capture == 0 ? FSDPC_OK
+                        : fsdpc_error(FSDPC_E_STATE,
+                                      "%s: the host cannot wait for a stream that is captured "
+                                      "into a CUDA graph",
+                                      what);
+}
+
+unsigned
+fsdpc_cuda_exchange_mode(const struct fsdpc_cuda *cuda, unsigned mode)
+{
+    if (cuda->driver->capture_mode) {
+        (void)cuda->driver->capture_mode(&mode);
+    }
+    return mode;
 }
 
 int
@@ -213,16 +241,14 @@ now(void)
 }
 
 /* Queries and sleeps: a call of the driver that waits could never be left when a peer is gone. */
-int
-fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
+static int
+query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, const char *what)
 {
-    struct fsdpc_cuda *cuda = context;
     const double end = now() + timeout;
     long sleep_ns = SHORTEST_SLEEP_NS;
-    atomic_fetch_add_explicit(&cuda->waits, event->recorded, memory_order_relaxed);
     for (int64_t round = 0;; round++) {
         bool done;
-        FSDPC_TRY(fsdpc_cuda_poll(context, event, &done));
+        FSDPC_TRY(fsdpc_cuda_poll(cuda, event, &done));
         if (done) {
             return FSDPC_OK;
         }
@@ -239,6 +265,22 @@ fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char 
     }
 }
 
+/* Another thread's capture may be on its way: it must not end by our queries. */
+int
+fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
+{
+    struct fsdpc_cuda *cuda = context;
+    if (!event->recorded) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(refuse_capture(cuda, fsdpc_cuda_current(cuda), what));
+    atomic_fetch_add_explicit(&cuda->waits, 1, memory_order_relaxed);
+    const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
+    const int status = query_until_done(cuda, event, timeout, what);
+    (void)fsdpc_cuda_exchange_mode(cuda, mode);
+    return status;
+}
+
 int64_t
 fsdpc_cuda_waits(void *context)
 {
@@ -251,6 +293,7 @@ settle_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, const char *what)
 {
     int status = FSDPC_OK;
     fsdpc_event *event = NULL;
+    FSDPC_TRY(refuse_capture(cuda, stream, what));
     FSDPC_TRY(fsdpc_cuda_event_new(cuda, &event));
     FSDPC_GOTO(record_on(cuda, event, stream), done);
     FSDPC_GOTO(fsdpc_cuda_finish(cuda, event, SETTLE_TIMEOUT_S, what), done);
@@ -283,10 +326,10 @@ int
 fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what)
 {
     fsdpc_cu_stream stream;
-    FSDPC_TRY(settle_stream(cuda, NULL, what));
     if (fsdpc_cuda_current(cuda)) {
         FSDPC_TRY(fsdpc_cuda_settle(cuda, what));
     }
+    FSDPC_TRY(settle_stream(cuda, NULL, what));
     for (int i = 0; (stream = own_stream(cuda, i)) != NULL; i++) {
         FSDPC_TRY(settle_stream(cuda, stream, what));
     }

@@ -4,6 +4,8 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "device.h"
 #include "kernels.h"
@@ -237,6 +239,54 @@ a_host_wait_has_a_deadline(void)
     fsdpc_device_stream_free(gpu, stream);
 }
 
+static void *
+free_elsewhere(void *block)
+{
+    fsdpc_device_free(gpu, block, GRANULE);
+    return NULL;
+}
+
+/* Garbage may be collected at any time, by any thread: it must not end a capture. What the captured
+ * stream may still use stays. */
+static void
+a_capture_outlives_what_is_freed_meanwhile(void)
+{
+    fsdpc_stream *stream;
+    fsdpc_event *event;
+    CUgraph graph;
+    pthread_t thread;
+    void *blocks[2], *pinned;
+    const int64_t faults = simgpu_count().faults;
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &stream));
+    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
+    REQUIRE_OK(fsdpc_device_record(gpu, event));
+    REQUIRE_OK(fsdpc_device_host_alloc(gpu, 64, &pinned));
+    for (int i = 0; i < 2; i++) {
+        REQUIRE_OK(fsdpc_device_alloc(gpu, GRANULE, &blocks[i]));
+    }
+    for (int own = 0; own < 2; own++) {
+        CUstream captured = own ? (CUstream)stream : gpu_stream("captured");
+        CHECK_CU(cuStreamBeginCapture(captured, 0), CUDA_SUCCESS);
+        REQUIRE(pthread_create(&thread, NULL, free_elsewhere, blocks[own]) == 0);
+        REQUIRE(pthread_join(thread, NULL) == 0);
+        CHECK(simgpu_accessible(blocks[own], GRANULE, false) == own);
+        fsdpc_device_use(gpu, (fsdpc_stream *)captured);
+        CHECK_ERROR(fsdpc_device_finish(gpu, event, 30, "a norm"), FSDPC_E_STATE,
+                    "a norm: the host");
+        fsdpc_device_free(gpu, blocks[1], GRANULE);
+        fsdpc_device_host_free(gpu, pinned, 64);
+        CHECK(simgpu_accessible(blocks[1], GRANULE, false));
+        CHECK_CU(cuStreamEndCapture(captured, &graph), CUDA_SUCCESS);
+        fsdpc_device_use(gpu, NULL);
+    }
+    CHECK_INT(simgpu_count().faults, faults);
+    fsdpc_device_free(gpu, blocks[1], GRANULE);
+    CHECK(!simgpu_accessible(blocks[1], GRANULE, false));
+    fsdpc_device_host_free(gpu, pinned, 64);
+    fsdpc_device_event_free(gpu, event);
+    fsdpc_device_stream_free(gpu, stream);
+}
+
 /* Two streams hand a buffer over: side casts into it, the other one reads it. */
 static bool
 handed_over(bool with_wait)
@@ -282,6 +332,28 @@ events_order_streams(void)
         CHECK(handed_over(true));
     }
     CHECK_INT(simgpu_count().events_created, created);
+}
+
+/* It has this process's table of entries, but no driver. */
+static void
+a_forked_child_is_told_how_to_start(void)
+{
+    void *block;
+    fsdpc_device *device;
+    REQUIRE_OK(fsdpc_device_alloc(gpu, GRANULE, &block));
+    fflush(NULL);
+    const pid_t child = fork();
+    if (child == 0) {
+        const bool told = fsdpc_device_cuda(0, &device) == FSDPC_OK &&
+                          fsdpc_device_zero(gpu, block, 64) == FSDPC_E_UNAVAILABLE &&
+                          strstr(fsdpc_error_text(), "spawn or torchrun") != NULL;
+        fsdpc_device_free(gpu, block, GRANULE);
+        _exit(told ? 0 : 1);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    fsdpc_device_free(gpu, block, GRANULE);
 }
 
 static void *
@@ -639,6 +711,8 @@ main(void)
     exhausted_memory_is_an_error_and_leaves_nothing();
     a_host_wait_has_a_deadline();
     events_order_streams();
+    a_capture_outlives_what_is_freed_meanwhile();
+    a_forked_child_is_told_how_to_start();
     a_thread_without_a_context_may_use_it();
     wrong_plans_are_refused();
     test_alloc_sweep(plan_and_free, gpu);
