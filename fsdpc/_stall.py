@@ -88,7 +88,7 @@ class Stall:
 
 
 def summary(answers: list[str | None]) -> str:
-    """One sentence: which ranks are where; ranks in the same place together. ``None``: no answer."""
+    """One sentence: which ranks are where, those in one place together. ``None``: no answer."""
     places: dict[str, list[int]] = {}
     for rank, where in enumerate(answers):
         places.setdefault(where or "without an answer", []).append(rank)
