@@ -170,6 +170,8 @@ class _Watched:
         """A store that is gone says nothing: its process may have ended in good order."""
         try:
             return question() if self._answers else None
+        except _C.StateError:  # closed: nothing waits in it, but its peers are still looked after
+            return None
         except RuntimeError:
             self._answers = False
             return None

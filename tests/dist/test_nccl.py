@@ -187,6 +187,16 @@ def test_groups_of_hybrid_sharding(rank, world):
 
 
 @ranks(2, env=GPU)
+def test_a_closed_communicator_is_watched_in_peace(rank, world):
+    comm = connect()
+    watched = next(w for w in _nccl._own() if w.comm() is comm)
+    comm.barrier()
+    comm.close()
+    time.sleep(3 * _nccl.WATCH_S)
+    assert watched._answers and watched.channel.known is None
+
+
+@ranks(2, env=GPU)
 def test_keys_of_turns_that_are_over_are_deleted(rank, world):
     comm = connect()
     for _ in range(5):
