@@ -83,19 +83,23 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
     first = [python, str(ROOT / "tests" / "gpu" / "first_steps.py"), *dry[: int(args.dry)]]
     one_by_one = {"CUDA_LAUNCH_BLOCKING": "1"}  # tells a wrong order from a wrong kernel
     picture = ["--picture", str(folder / "gpu_profile.png")]
-    own_parts = ("tests/gpu/test_one_rank.py", "tests/gpu/test_kernels_gpu.py")
+    one_rank, kernels, two_ranks = (
+        f"tests/gpu/test_{name}.py" for name in ("one_rank", "kernels_gpu", "two_ranks")
+    )
+    others = [f"--ignore={file}" for file in (one_rank, kernels, two_ranks)]
     return [
         Part("build", build, 200),
         Part("first", first, 90, shows=True),
         Part("first_blocking", first, 60, shows=True, after_failure_of="first", env=one_by_one),
-        tests("one_rank", 110, own_parts[0]),
-        tests("kernel_tests", 110, own_parts[1]),
+        tests("one_rank", 110, one_rank),
+        tests("kernel_tests", 110, kernels),
         Part(
             "kernels", script("bench_gpu_kernels.py", "gpu_kernels.json"), 80,
             ("gpu_kernels.json",), True,
         ),
         Part("step", script("bench_gpu_step.py", "gpu_step.json"), 240, ("gpu_step.json",), True),
-        tests("tests", 110, "tests/gpu", *(f"--ignore={file}" for file in own_parts)),
+        tests("tests", 110, "tests/gpu", *others),
+        tests("two_ranks", 110, two_ranks),
         Part(
             "profile", script("profile_gpu.py", "gpu_profile.json", *picture), 90,
             ("gpu_profile.json", "gpu_profile.png"), True,

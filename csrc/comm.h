@@ -44,6 +44,11 @@ int fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, 
 /* Copies the callbacks. */
 int fsdpc_comm_c10d(fsdpc_device *device, int rank, int world,
                     const fsdpc_comm_callbacks *callbacks, fsdpc_comm **out);
+/* Collectives on the memory of `device`, a GPU, by those of `inner` on copies in host memory: the host
+ * waits in each. The kind is that of `inner`, which is borrowed, from all threads one at a time;
+ * release(context) (optional) is called once by fsdpc_comm_free. Local. */
+int fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(void *context),
+                      void *context, fsdpc_comm **out);
 /* Local, waits for nobody. NULL is allowed. */
 void fsdpc_comm_free(fsdpc_comm *comm);
 /* Marks the group broken for all ranks where the kind can (shm), else for this rank. The twin, too. */

@@ -188,6 +188,14 @@ PyDoc_STRVAR(agree_doc, "agree($self, text, what='')\n--\n\n"
                         "Raises MismatchError on every rank, quoting the first differing line,\n"
                         "unless all ranks pass the same text. Collective.");
 
+PyDoc_STRVAR(
+    staged_doc,
+    "staged($self, device, /)\n--\n\n"
+    "The same ranks' communicator for the memory of a GPU, given by its number: collectives\n"
+    "on copies in host memory, in each of which the host waits. Keeps this one, whose\n"
+    "collectives and its own are called one at a time. ValueError: this one is a GPU's.\n"
+    "NotImplementedError where there is no such GPU. Local.");
+
 #define FAST(name, function, flags)                                                           \
     {#name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS | (flags), \
      name##_doc}
@@ -197,6 +205,7 @@ static PyMethodDef comm_methods[] = {
     FAST(shm, fsdpc_py_comm_shm, METH_CLASS),
     FAST(c10d, fsdpc_py_comm_c10d, METH_CLASS),
     FAST(nccl, fsdpc_py_comm_nccl, METH_CLASS),
+    {"staged", fsdpc_py_comm_staged, METH_O, staged_doc},
     FAST(all_gather, fsdpc_py_comm_all_gather, 0),
     FAST(reduce_scatter, fsdpc_py_comm_reduce_scatter, 0),
     FAST(all_reduce, fsdpc_py_comm_all_reduce, 0),

@@ -31,6 +31,8 @@ PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbac
 PyObject *fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count,
                              PyObject *keywords);
 extern PyMethodDef fsdpc_py_nccl_methods[];
+/* Comm.staged(device). */
+PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
 
 /* Adds both types to the module and points fsdpc_shm_interrupt_check at the signal check. */
 int fsdpc_py_comm_exec(PyObject *module);

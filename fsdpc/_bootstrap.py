@@ -8,8 +8,10 @@ backend is. Communicators are kept as long as torch keeps the group.
 Environment, read on every rank when a group is first used; all ranks need the same values:
 
 ``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``c10d`` or ``nccl``. With ``c10d`` torch's own
-                       counters, hooks and flight recorder see every collective. GPUs take ``auto``
-                       and ``nccl``, the CPU all but ``nccl``.
+                       counters, hooks and flight recorder see every collective. The CPU takes all
+                       but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` go by way of
+                       host memory, where the host waits in each collective: for several ranks on
+                       one GPU, or where there is no NCCL.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (1 by default).
@@ -131,8 +133,8 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
 
     ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
     ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
-    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"`` and take no
-    other kind. ``trust_order`` leaves out the small all-gather before each torch
+    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in
+    host memory with the others. ``trust_order`` leaves out the small all-gather before each torch
     collective by which ranks notice that they mean different units; without it ranks that do get
     wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
     inherit.
@@ -178,8 +180,10 @@ def _say_note(device: int) -> None:
 def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int | None) -> _C.Comm:
     if pg.size() == 1:
         return _alone(device)
+    if device is not None and wanted in ("shm", "c10d"):
+        return _make_staged(pg, wanted, device)
     if device is not None:
-        return _make_nccl(pg, wanted, timeout, device)
+        return _make_nccl(pg, timeout, device)
     if wanted == "nccl":
         raise ValueError(
             "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
@@ -204,13 +208,19 @@ def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int |
     return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0][3]}", timeout)
 
 
-def _make_nccl(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int) -> _C.Comm:
-    if wanted in ("shm", "c10d"):
-        raise ValueError(
-            f"FSDPC_COLLECTIVES={wanted} carries host memory, but these units are on GPU {device}; "
-            "use auto or nccl"
-        )
+def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
     comm = _nccl.make_nccl_comm(pg, device, timeout, place=_place())
+    _say_note(device)
+    return comm
+
+
+def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
+    """The group's communicator for the CPU, made if need be, carries the GPUs' memory."""
+    comm = comm_for_group(pg, kind=wanted).staged(device)
+    logging.getLogger("fsdpc").warning(
+        f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions go by way of host memory, "
+        "which is slow; without it they go over NCCL"
+    )
     _say_note(device)
     return comm
 

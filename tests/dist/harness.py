@@ -147,8 +147,6 @@ def run_ranks(
         "arguments": pickle.dumps(arguments),
     }
     outcomes = Template.instance().call(request)
-    if on_device and gpu_environment():
-        skip_host_collectives(outcomes)
     if faults and not any(o.expired for o in outcomes):
         return outcomes
     if not all(o.returned for o in outcomes):
@@ -167,15 +165,6 @@ def gpu_environment(module: str = "") -> dict[str, str]:
 
     watch = {"FSDPC_TEST_WATCH": "0"} if module.rpartition(".")[2] in UNWATCHED else {}
     return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # the order of the references
-
-
-def skip_host_collectives(outcomes: list[Outcome]) -> None:
-    """A test that names collectives of host memory says nothing about a GPU, and is told so."""
-    import pytest
-
-    for outcome in outcomes:
-        if "carries host memory, but these units are on GPU" in (outcome.error or ""):
-            pytest.skip("simulated GPU: the test names collectives of host memory")
 
 
 def describe(outcomes: list[Outcome], headline: str) -> str:
