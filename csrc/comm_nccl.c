@@ -4,6 +4,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "comm_nccl_impl.h"
 #include "mem.h"
@@ -105,6 +106,14 @@ close_comm(fsdpc_comm *comm)
     fsdpc_nccl_part(of(comm));
 }
 
+/* NCCL still knows its name. Kept where it can be found. */
+static void
+leave_behind(nccl_comm *comm)
+{
+    static _Atomic(nccl_comm *) left;
+    comm->next_left = atomic_exchange(&left, comm);
+}
+
 void
 fsdpc_nccl_dispose(nccl_comm *comm)
 {
@@ -125,7 +134,11 @@ fsdpc_nccl_dispose(nccl_comm *comm)
     pthread_cond_destroy(&comm->told);
     pthread_mutex_destroy(&comm->lock);
     pthread_mutex_destroy(&comm->calls);
-    fsdpc_mem_free(comm);
+    if (comm->left_behind) {
+        leave_behind(comm);
+    } else {
+        fsdpc_mem_free(comm);
+    }
 }
 
 static void
@@ -231,6 +244,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     comm->nccl = nccl;
     comm->driver = driver;
     comm->context = context;
+    comm->owner = getpid();
     comm->options = *options;
     comm->options.poll_ms = options->poll_ms > 0 ? options->poll_ms : 50;
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "nccl");

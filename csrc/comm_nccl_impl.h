@@ -3,6 +3,7 @@
 #define FSDPC_COMM_NCCL_IMPL_H
 
 #include <pthread.h>
+#include <sys/types.h>
 
 #include "comm_impl.h"
 #include "comm_nccl.h"
@@ -66,7 +67,11 @@ typedef struct nccl_comm {
     pthread_t thread;
     bool threaded, stop, ended, orphan;
     char others[FSDPC_NCCL_OTHERS_BYTES]; /* what is known of the other ranks */
-    _Atomic bool abort_wanted;            /* whoever polls inside NCCL leaves */
+    pid_t owner;      /* a forked child has no such thread, and none of NCCL's */
+    bool captured;    /* a graph may hold collectives; set by who puts them, with `calls` held */
+    bool left_behind; /* NCCL's side stays, because such a graph may still run */
+    struct nccl_comm *next_left;
+    _Atomic bool abort_wanted; /* whoever polls inside NCCL leaves */
 } nccl_comm;
 
 /* A collective that shall be. */
@@ -90,6 +95,9 @@ double fsdpc_nccl_now_s(void);
 void fsdpc_nccl_nap(int us);
 /* The calling thread may have no CUDA context. */
 int fsdpc_nccl_use_context(const nccl_comm *comm);
+/* Whether this process is a child that was forked off the communicator's: nothing can be ended there, and a
+ * lock may be held by a thread that is not there. */
+bool fsdpc_nccl_is_forked(const nccl_comm *comm);
 /* Breaks the communicator and leaves the abort to the thread. Any thread. */
 void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -119,18 +127,23 @@ void fsdpc_nccl_delist_all(nccl_comm *comm);
 /* Collective: finds out what can be registered. */
 int fsdpc_nccl_try_registration(nccl_comm *comm);
 
-/* comm_nccl_watch.c */
-int fsdpc_nccl_watch_start(nccl_comm *comm);
+/* comm_nccl_ring.c */
+/* Notes what has just been put on the stream. */
+int fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes);
 /* The oldest collective that has not ended, for texts. */
 void fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES]);
+/* Takes out what has ended. FSDPC_CU_SUCCESS: all has, FSDPC_CU_NOT_READY: the oldest one is on its way for so
+ * many seconds, else an error of the device's. */
+fsdpc_cu_result fsdpc_nccl_sweep(nccl_comm *comm, double *waited);
+
+/* comm_nccl_watch.c */
+int fsdpc_nccl_watch_start(nccl_comm *comm);
 /* Gives what is on its way a few seconds to end, then ends the thread and NCCL's side; the
  * communicator stays, and refuses collectives. */
 void fsdpc_nccl_part(nccl_comm *comm);
 /* Ends the thread and NCCL's side. True: all is over and the caller frees. False: NCCL does not let
  * go; the thread frees the communicator when it does. */
 bool fsdpc_nccl_watch_end(nccl_comm *comm);
-/* Notes what has just been put on the stream. */
-int fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes);
 /* Frees memory, events and locks; NCCL's side is gone. */
 void fsdpc_nccl_dispose(nccl_comm *comm);
 

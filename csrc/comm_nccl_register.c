@@ -96,6 +96,9 @@ void
 fsdpc_nccl_forget(fsdpc_comm *base, void *buffer)
 {
     nccl_comm *comm = (nccl_comm *)base;
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
     (void)fsdpc_nccl_use_context(comm);
     pthread_mutex_lock(&comm->calls);
     for (fsdpc_nccl_buffer *next, *each = comm->buffers; each; each = next) {

@@ -1,4 +1,4 @@
-/* The thread that looks after an NCCL communicator, and the ring of what is on its way.
+/* The thread that looks after an NCCL communicator.
  *
  * Every poll_ms it asks the oldest collective's event and NCCL's own error. It is also the only
  * one that aborts or destroys NCCL's side, because either may take long: nobody waits for it
@@ -11,10 +11,13 @@
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "comm_nccl_impl.h"
 #include "mem.h"
 #include "status.h"
+
+#define GRAPHS_S 0.3
 
 enum {
     STACK_BYTES = 4 * 1024 * 1024, /* NCCL ends on it, and the driver gives memory back */
@@ -23,6 +26,12 @@ enum {
     QUIET_S = 2,
     PARTING_S = 5,
 };
+
+bool
+fsdpc_nccl_is_forked(const nccl_comm *comm)
+{
+    return comm->owner != getpid();
+}
 
 double
 fsdpc_nccl_now_s(void)
@@ -52,97 +61,6 @@ fsdpc_nccl_use_context(const nccl_comm *comm)
                             "setting the thread's CUDA context");
 }
 
-/* --- the ring ----------------------------------------------------------------------------------- */
-
-static fsdpc_nccl_entry *
-entry_of(nccl_comm *comm, uint64_t sequence)
-{
-    return &comm->ring[sequence % FSDPC_NCCL_RING];
-}
-
-/* Takes out what has ended. A query that fails ends nothing: the failure is told by look(). */
-static fsdpc_cu_result
-sweep_locked(nccl_comm *comm)
-{
-    while (comm->first < comm->next) {
-        fsdpc_cu_result result = comm->driver->event_query(entry_of(comm, comm->first)->event);
-        if (result != FSDPC_CU_SUCCESS) {
-            return result;
-        }
-        comm->first++;
-        if (comm->first < comm->next) {
-            entry_of(comm, comm->first)->since_s = fsdpc_nccl_now_s();
-        }
-    }
-    return FSDPC_CU_SUCCESS;
-}
-
-static int
-make_room(nccl_comm *comm)
-{
-    double end = fsdpc_nccl_now_s() + comm->options.timeout_s;
-    for (;;) {
-        pthread_mutex_lock(&comm->lock);
-        if (comm->next - comm->first == FSDPC_NCCL_RING) {
-            (void)sweep_locked(comm);
-        }
-        bool room = comm->next - comm->first < FSDPC_NCCL_RING;
-        pthread_mutex_unlock(&comm->lock);
-        if (room) {
-            return FSDPC_OK;
-        }
-        FSDPC_TRY(fsdpc_comm_check(&comm->base));
-        if (fsdpc_nccl_now_s() > end) {
-            return fsdpc_error(FSDPC_E_TIMEOUT,
-                               "rank %d: %d collectives of communicator %s are on their way and "
-                               "none has ended for %g s",
-                               comm->base.rank, FSDPC_NCCL_RING, comm->name,
-                               comm->options.timeout_s);
-        }
-        fsdpc_nccl_nap(200);
-    }
-}
-
-/* What goes into a graph has no end of its own that could be asked for: NCCL's own error is looked at,
- * but no deadline holds for it. */
-static int
-is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
-{
-    unsigned state = 0;
-    uint64_t id = 0;
-    if (comm->driver->capture_info) {
-        FSDPC_TRY(fsdpc_cuda_check(
-            comm->driver, comm->driver->capture_info(stream, &state, &id, NULL, NULL, NULL),
-            "asking a stream for its capture"));
-    }
-    *captured = state != 0;
-    return FSDPC_OK;
-}
-
-int
-fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes)
-{
-    int status = FSDPC_OK;
-    bool captured;
-    FSDPC_TRY(is_captured(comm, stream, &captured));
-    if (captured) {
-        return FSDPC_OK;
-    }
-    FSDPC_TRY(make_room(comm));
-    pthread_mutex_lock(&comm->lock);
-    fsdpc_nccl_entry *entry = entry_of(comm, comm->next);
-    FSDPC_GOTO(fsdpc_cuda_check(comm->driver, comm->driver->event_record(entry->event, stream),
-                                "%s: recording its end", what),
-               end);
-    entry->sequence = comm->next++;
-    entry->bytes = bytes;
-    entry->since_s = fsdpc_nccl_now_s();
-    snprintf(entry->what, sizeof entry->what, "%s", what);
-end:
-    pthread_mutex_unlock(&comm->lock);
-    return status;
-}
-
 /* --- failing ------------------------------------------------------------------------------------ */
 
 void
@@ -154,27 +72,12 @@ fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     fsdpc_comm_break(&comm->base, status, text);
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
     atomic_store(&comm->abort_wanted, true);
     pthread_mutex_lock(&comm->lock);
     pthread_cond_broadcast(&comm->told);
-    pthread_mutex_unlock(&comm->lock);
-}
-
-void
-fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES])
-{
-    const size_t bytes = FSDPC_NCCL_OLDEST_BYTES;
-    (void)fsdpc_nccl_use_context(comm);
-    pthread_mutex_lock(&comm->lock);
-    (void)sweep_locked(comm);
-    const fsdpc_nccl_entry *entry = entry_of(comm, comm->first);
-    if (comm->first < comm->next) {
-        snprintf(text, bytes, "%s (collective %llu of communicator %s, %zu bytes)", entry->what,
-                 (unsigned long long)entry->sequence, comm->name, entry->bytes);
-    } else {
-        snprintf(text, bytes, "communicator %s after %llu collectives", comm->name,
-                 (unsigned long long)comm->first);
-    }
     pthread_mutex_unlock(&comm->lock);
 }
 
@@ -182,12 +85,9 @@ static void
 look_at_time(nccl_comm *comm)
 {
     char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES];
-    double waited = 0;
+    double waited;
+    const fsdpc_cu_result result = fsdpc_nccl_sweep(comm, &waited);
     pthread_mutex_lock(&comm->lock);
-    fsdpc_cu_result result = sweep_locked(comm);
-    if (comm->first < comm->next) {
-        waited = fsdpc_nccl_now_s() - entry_of(comm, comm->first)->since_s;
-    }
     memcpy(others, comm->others, sizeof others);
     pthread_mutex_unlock(&comm->lock);
     fsdpc_nccl_oldest(comm, oldest);
@@ -226,12 +126,13 @@ look_at_nccl(nccl_comm *comm)
 
 /* --- ending NCCL's side --------------------------------------------------------------------------- */
 
-/* A sound communicator is taken down in peace: peers may still be in its last collective. */
+/* A sound communicator is taken down in peace: peers may still be in its last collective. While a graph with
+ * its collectives lives, NCCL goes on waiting. */
 static bool
 ended_in_peace(nccl_comm *comm)
 {
     fsdpc_nccl_result state = comm->nccl->finalize(comm->handle);
-    double end = fsdpc_nccl_now_s() + QUIET_S;
+    double end = fsdpc_nccl_now_s() + (comm->captured ? GRAPHS_S : QUIET_S);
     while (state == FSDPC_NCCL_IN_PROGRESS && fsdpc_nccl_now_s() < end) {
         fsdpc_nccl_nap(500);
         if (comm->nccl->async_error(comm->handle, &state) != FSDPC_NCCL_SUCCESS) {
@@ -244,10 +145,7 @@ ended_in_peace(nccl_comm *comm)
 static bool
 is_idle(nccl_comm *comm)
 {
-    pthread_mutex_lock(&comm->lock);
-    bool idle = sweep_locked(comm) == FSDPC_CU_SUCCESS;
-    pthread_mutex_unlock(&comm->lock);
-    return idle;
+    return fsdpc_nccl_sweep(comm, NULL) == FSDPC_CU_SUCCESS;
 }
 
 static void
@@ -258,10 +156,12 @@ end_nccl(nccl_comm *comm)
     fsdpc_nccl_comm handle = comm->handle;
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
     if (handle && sound && idle) {
-        fsdpc_nccl_delist_all(comm);
-        if (ended_in_peace(comm)) {
-            handle = NULL;
+        if (!comm->captured) {
+            fsdpc_nccl_delist_all(comm); /* a graph would still use what was registered */
         }
+        const bool ended = ended_in_peace(comm);
+        comm->left_behind = !ended && comm->captured; /* an abort, too, would wait for the graphs */
+        handle = ended || comm->left_behind ? NULL : handle;
     }
     /* Gone before it is aborted: whoever comes now finds nothing. An abort may take long. */
     comm->handle = NULL;
@@ -382,6 +282,9 @@ void
 fsdpc_nccl_part(nccl_comm *comm)
 {
     double end = fsdpc_nccl_now_s() + PARTING_S;
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
     (void)fsdpc_nccl_use_context(comm);
     while (!is_idle(comm) && fsdpc_comm_check(&comm->base) == FSDPC_OK &&
            fsdpc_nccl_now_s() < end) {
@@ -394,6 +297,9 @@ fsdpc_nccl_part(nccl_comm *comm)
 bool
 fsdpc_nccl_watch_end(nccl_comm *comm)
 {
+    if (fsdpc_nccl_is_forked(comm)) {
+        return false;
+    }
     (void)stop_thread(comm);
     if (!comm->threaded) {
         return true;

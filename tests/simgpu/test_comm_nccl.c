@@ -3,6 +3,9 @@
  * Nothing here asserts how long something takes: that a call does not wait is shown by what has
  * not happened yet when it returns.
  */
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "comm_nccl.h"
 #include "gpu.h"
 #include "nccl_api.h"
@@ -333,6 +336,51 @@ a_trial_spoils_nccl(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
+/* NCCL ends no communicator, and aborts none, while a graph with its collectives lives. Option 2: the graph
+ * is gone before. */
+static void
+a_graph_is_left(int rank, ranks_run *run)
+{
+    setup s;
+    CUgraph graph;
+    rank_begin(&s, rank, run);
+    simnccl_get_options()->graphs_live = true;
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    REQUIRE_CU(cuStreamBeginCapture(s.stream, 0));
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
+    REQUIRE_CU(cuStreamEndCapture(s.stream, &graph));
+    if (run->option == 2) {
+        simnccl_drop_graphs();
+    }
+    fsdpc_comm_free(s.comm);
+    CHECK_INT(simnccl_count().aborts, 0);
+    CHECK_INT(simnccl_count().communicators, run->option == 2 ? 0 : 1);
+    CHECK_INT(simnccl_count().misuses, 0);
+}
+
+/* A child has neither the watching thread nor NCCL's: it must not wait for them, nor for their locks. */
+static void
+a_child_frees_its_parents(int rank, ranks_run *run)
+{
+    setup s;
+    int status;
+    rank_begin(&s, rank, run);
+    REQUIRE_OK(open_comm(&s, 30, NULL));
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(5); /* in it no thread would ever end a wait */
+        fsdpc_comm_forget(s.comm, s.x);
+        fsdpc_comm_close(s.comm);
+        fsdpc_comm_free(s.comm);
+        _exit(0);
+    }
+    REQUIRE(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK_INT(status, 0);
+    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    close_comm(&s);
+}
+
 static void
 description(int rank, ranks_run *run)
 {
@@ -604,6 +652,9 @@ main(void)
     }
     run_ranks_of(2, 1, many_registrations);
     run_ranks_of(2, 1, a_trial_spoils_nccl);
+    run_ranks_of(2, 1, a_graph_is_left);
+    run_ranks_of(2, 2, a_graph_is_left);
+    run_ranks_of(2, 1, a_child_frees_its_parents);
     run_ranks_of(2, 1, a_rank_stops);
     run_ranks_of(3, 2, a_rank_stops);
     run_ranks_of(2, 1, nccl_reports_an_error);
