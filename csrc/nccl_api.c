@@ -67,10 +67,26 @@ fill(void *library, fsdpc_nccl *nccl)
     return FSDPC_OK;
 }
 
+/* Read by NCCL at each start, from its own files as well: those it has read by then are not seen here. */
+static int
+check_environment(void)
+{
+    const char *blocking = getenv("NCCL_COMM_BLOCKING");
+    if (blocking && *blocking && strcmp(blocking, "0") != 0) {
+        return fsdpc_error(
+            FSDPC_E_UNAVAILABLE,
+            "NCCL_COMM_BLOCKING=%s makes NCCL's calls block, so that no wait for other "
+            "ranks would have a deadline: unset it",
+            blocking);
+    }
+    return FSDPC_OK;
+}
+
 static int
 load(fsdpc_nccl *nccl)
 {
     void *library;
+    FSDPC_TRY(check_environment());
     FSDPC_TRY(open_library(&library));
     int status = fill(library, nccl);
     if (status != FSDPC_OK) {

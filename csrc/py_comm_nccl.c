@@ -140,8 +140,10 @@ make(const request *from, const fsdpc_comm_nccl_options *options, const char *co
     fsdpc_device *device = NULL;
     fsdpc_comm *comm = NULL, *twin = NULL;
     char name[64];
-    fsdpc_comm_nccl_options second = {
-        .name = name, .timeout_s = options->timeout_s, .registers = options->registers};
+    /* The first one keeps the channel, and outlives the second. */
+    fsdpc_comm_nccl_options second = *options;
+    second.name = name;
+    second.release = NULL;
     status = fsdpc_device_cuda(from->device, &device);
     if (status != FSDPC_OK) {
         if (options->release) {

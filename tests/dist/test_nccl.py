@@ -491,6 +491,22 @@ def test_a_window_that_spoils_nccl_is_done_without(rank, world):
 
 
 @ranks(2, env=GPU)
+def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world):
+    simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)  # of gathers, of reductions
+    assert not connect().symmetric
+    assert simgpu.nccl_count()["misuses"] == 0
+
+
+@ranks(2, env=GPU)
+def test_nccl_that_is_told_to_block(rank, world):
+    if rank == 0:
+        os.environ["NCCL_COMM_BLOCKING"] = "1"
+    kind = NotImplementedError if rank == 0 else _C.PeerError
+    with pytest.raises(kind, match="NCCL_COMM_BLOCKING=1 makes NCCL's calls block.*: unset it"):
+        connect()
+
+
+@ranks(2, env=GPU)
 def test_ranks_that_differ_in_registering(rank, world):
     os.environ["FSDPC_NCCL_REGISTER"] = str(rank)
     with pytest.raises(_C.MismatchError, match="FSDPC_NCCL_REGISTER differs.*False on rank 0"):

@@ -126,6 +126,10 @@ make_window(struct ncclComm *comm, const nccl_window_task *task)
     void *handle = NULL;
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
     const bool shared = nccl_options.symmetric;
+    const int planted = nccl_planted(SIMNCCL_WINDOW_FAILS, comm->rank);
+    if (planted >= 0) {
+        return planted;
+    }
     if (nccl_options.window_error) {
         return nccl_options.window_error;
     }

@@ -10,8 +10,9 @@ enum simnccl_fault {
     SIMNCCL_SLOW,        /* it comes `value` milliseconds late */
     SIMNCCL_ASYNC_ERROR, /* the k-th collective never ends, and the communicator's error is `value` */
     SIMNCCL_REFUSE,      /* the k-th call of a collective returns `value` at once */
-    SIMNCCL_INIT_STALL,  /* the k-th communicator never meets the others */
-    SIMNCCL_ABORT_BLOCKS /* the k-th abort lasts `value` milliseconds */
+    SIMNCCL_INIT_STALL,   /* the k-th communicator never meets the others */
+    SIMNCCL_ABORT_BLOCKS, /* the k-th abort lasts `value` milliseconds */
+    SIMNCCL_WINDOW_FAILS  /* the k-th window comes to this error, which stays */
 };
 /* k counts from now (1 = the next), over all communicators of that rank in this process; rank -1
  * means any. */
