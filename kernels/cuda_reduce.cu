@@ -162,9 +162,24 @@ extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
 {
+    enum { IN_FLIGHT = 6 };
     fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
+    int64_t i = threadIdx.x;
+    /* A block alone waits for each of its reads: several at a time. */
 #pragma unroll 1
-    for (int64_t i = threadIdx.x; i < p.count; i += blockDim.x) {
+    for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count; i += IN_FLIGHT * (int64_t)blockDim.x) {
+        fsdpc_cuda_norm_value part[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            part[k] = p.partials[i + k * (int64_t)blockDim.x];
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            add_norm(&norm, &part[k]);
+        }
+    }
+#pragma unroll 1
+    for (; i < p.count; i += blockDim.x) {
         add_norm(&norm, &p.partials[i]);
     }
     add_block(&norm, &total);

@@ -523,6 +523,29 @@ norms_are_the_plain_ones(void)
               true);
 }
 
+/* As many as a large model's units leave together; whole numbers, so that any order has one sum. */
+static void
+many_parts_are_summed_each_once(void)
+{
+    static const int64_t counts[] = {0, 1, 255, 1536, 1537, 5003};
+    static fsdpc_cuda_norm_value parts[5003];
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        double want = 0;
+        for (int64_t i = 0; i < counts[c]; i++) {
+            parts[i] = (fsdpc_cuda_norm_value){.sum = (double)(i + 1), .max = (double)i};
+            want += parts[i].sum;
+        }
+        fsdpc_cuda_norm_value total = summed(parts, counts[c]);
+        CHECK(total.sum == want && !total.nonfinite);
+        CHECK(total.max == (counts[c] ? (double)(counts[c] - 1) : 0));
+        if (counts[c]) {
+            parts[counts[c] - 1].nonfinite = 1;
+            total = summed(parts, counts[c]);
+            CHECK(total.nonfinite == 1);
+        }
+    }
+}
+
 static void
 norms_of_units_add_up_to_a_factor(void)
 {
@@ -609,6 +632,7 @@ main(void)
     sums_are_the_plain_ones();
     sums_are_refreshed_as_by_the_plain_kernel();
     norms_are_the_plain_ones();
+    many_parts_are_summed_each_once();
     norms_of_units_add_up_to_a_factor();
     return test_result();
 }
