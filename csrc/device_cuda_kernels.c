@@ -59,16 +59,25 @@ find_image(const void **image)
                                 "found (see NVCC in setup.py)");
 }
 
+/* A driver that loads lazily finds out only at a kernel that it cannot read the image. */
+static int
+check_load(const struct fsdpc_cuda *cuda, fsdpc_cu_result result, const char *kernel)
+{
+    return fsdpc_cuda_check(cuda->driver, result,
+                            "fsdpc's kernels do not load on %s with driver %d.%d (%s; another "
+                            "nvcc's image can be named by FSDPC_CUDA_IMAGE)",
+                            cuda->title, cuda->driver->version / 1000,
+                            cuda->driver->version % 1000 / 10, kernel);
+}
+
 static int
 load_function(struct fsdpc_cuda *cuda, const char *name, fsdpc_cu_function *out)
 {
     fsdpc_cu_kernel kernel;
-    FSDPC_CU(cuda, library_get_kernel(&kernel, cuda->library, name), "kernel %s", name);
-    FSDPC_CU(cuda, kernel_get_function(out, kernel), "kernel %s", name);
-    if (cuda->driver->func_load) {
-        FSDPC_CU(cuda, func_load(*out), "loading kernel %s", name);
-    }
-    return FSDPC_OK;
+    const fsdpc_cuda_driver *d = cuda->driver;
+    FSDPC_TRY(check_load(cuda, d->library_get_kernel(&kernel, cuda->library, name), name));
+    FSDPC_TRY(check_load(cuda, d->kernel_get_function(out, kernel), name));
+    return d->func_load ? check_load(cuda, d->func_load(*out), name) : FSDPC_OK;
 }
 
 int
@@ -81,11 +90,9 @@ fsdpc_cuda_kernels_init(struct fsdpc_cuda *cuda)
     };
     const void *image;
     FSDPC_TRY(find_image(&image));
-    const int status = fsdpc_cuda_check(
-        cuda->driver,
-        cuda->driver->library_load(&cuda->library, image, NULL, NULL, 0, NULL, NULL, 0),
-        "fsdpc's kernels do not load on %s with driver %d.%d", cuda->title,
-        cuda->driver->version / 1000, cuda->driver->version % 1000 / 10);
+    const int status = check_load(
+        cuda, cuda->driver->library_load(&cuda->library, image, NULL, NULL, 0, NULL, NULL, 0),
+        "the image");
     if (status != FSDPC_OK) {
         cuda->library = NULL;
         return status;

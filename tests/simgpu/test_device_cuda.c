@@ -51,6 +51,12 @@ refusals_name_the_reason(void)
     setenv("FSDPC_CUDA_IMAGE", "/nowhere", 1);
     CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_IO, "/nowhere");
     setenv("FSDPC_CUDA_IMAGE", image, 1);
+    static const char *const loads[] = {"cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad"};
+    for (int i = 0; i < 3; i++) { /* a driver may look at the image late */
+        REQUIRE(simgpu_fail(loads[i], 1, 209));
+        CHECK_ERROR(fsdpc_device_cuda(0, &device), FSDPC_E_INTERNAL,
+                    "do not load on sm_90, simulated GPU with driver 13.0");
+    }
     CHECK_INT(simgpu_leaks(NULL, 0), 0);
 }
 
