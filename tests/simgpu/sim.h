@@ -148,6 +148,7 @@ CUresult sim_capture_wait(int actor, const sim_captured *event);
 CUresult sim_capture_query(const sim_captured *event);
 /* A call that may not be made while another stream captures, but in relaxed mode. */
 CUresult sim_capture_unsafe(const char *call);
+CUresult sim_capture_copy(int actor, bool pinned);
 void sim_capture_reset(void);
 
 /* --- events: sim_event.c ------------------------------------------------------------------------ */

@@ -62,6 +62,16 @@ sim_capture_unsafe(const char *call)
     return break_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, why);
 }
 
+/* A graph copies again whenever it runs, long after the program's own memory may be gone. */
+CUresult
+sim_capture_copy(int actor, bool pinned)
+{
+    return sim_captures(actor) && !pinned
+               ? break_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                               "a copy from or to memory that is not pinned")
+               : CUDA_SUCCESS;
+}
+
 void
 sim_capture_record(int actor, sim_captured *event)
 {

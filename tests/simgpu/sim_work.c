@@ -79,6 +79,9 @@ cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream strea
                  .bytes = bytes,
                  .dst_tracked = true,
                  .src_tracked = sim_is_pinned((uintptr_t)src, bytes)};
+    if ((result = sim_capture_copy(sim_stream_actor(stream), made.src_tracked))) {
+        return sim_leave(result);
+    }
     if (!made.src_tracked) {
         made.staged = sim_alloc(1, bytes);
         memcpy(made.staged, src, bytes);
@@ -101,6 +104,9 @@ cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
                  .bytes = bytes,
                  .src_tracked = true,
                  .dst_tracked = sim_is_pinned((uintptr_t)dst, bytes)};
+    if ((result = sim_capture_copy(sim_stream_actor(stream), made.dst_tracked))) {
+        return sim_leave(result);
+    }
     sim_counters.copies++;
     result = put(stream, "copy to the host", made);
     int actor = sim_stream_actor(stream);

@@ -466,6 +466,28 @@ copies_and_fills(void)
     CHECK_CU(cuMemHostUnregister(back), CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
+/* A graph would copy again when that memory may be gone. */
+static void
+captured_copies_need_pinned_memory(void)
+{
+    gpu_start();
+    CUgraph graph;
+    void *pinned;
+    float host[4] = {0};
+    CUstream side = gpu_stream("side");
+    CUdeviceptr x = (CUdeviceptr)(uintptr_t)gpu_floats(4, "x");
+    CHECK_CU(cuMemHostAlloc(&pinned, 16, 0), CUDA_SUCCESS);
+    CHECK_CU(cuStreamBeginCapture(side, 0), CUDA_SUCCESS);
+    CHECK_CU(cuMemcpyHtoDAsync(x, pinned, 16, side), CUDA_SUCCESS);
+    CHECK_CU(cuMemcpyDtoHAsync(pinned, x, 16, side), CUDA_SUCCESS);
+    CHECK_CU(cuStreamEndCapture(side, &graph), CUDA_SUCCESS);
+    CHECK_CU(cuStreamBeginCapture(side, 0), CUDA_SUCCESS);
+    CHECK_CU(cuMemcpyHtoDAsync(x, host, 16, side), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    CHECK_CU(cuMemcpyDtoHAsync(host, x, 16, side), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    CHECK_CU(cuStreamEndCapture(side, &graph), CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(gpu_reported("not pinned"));
+}
+
 /* --- planted faults, leaks, launches ------------------------------------------------------------------- */
 
 static void
@@ -614,6 +636,7 @@ main(void)
     memory_can_run_out_and_vmm_can_be_missing();
     foreign_memory_needs_leave();
     copies_and_fills();
+    captured_copies_need_pinned_memory();
     calls_can_fail_or_be_skipped();
     leaks_are_listed();
     launches_are_checked();
