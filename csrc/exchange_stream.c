@@ -118,6 +118,20 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_bits(x, s);
 }
 
+/* The streams that slots were read on may be others than that of the thread which ends the exchange:
+ * garbage is collected by any. */
+static void
+await_readers(struct fsdpc_streams *s)
+{
+    for (int i = 0; s->readers && i < s->slot_count; i++) {
+        const struct fsdpc_reader *reader = &s->readers[i];
+        if (reader->pending && reader->capture == 0) {
+            (void)fsdpc_device_finish(s->device, reader->done, FSDPC_STREAM_PATIENCE_S,
+                                      "the end of an exchange");
+        }
+    }
+}
+
 /* Memory goes back only when no stream uses it any more; a broken communicator's streams end by its
  * abort. */
 static void
@@ -125,6 +139,7 @@ drain(struct fsdpc_streams *s)
 {
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     fsdpc_stream *all[] = {s->gather, s->reduce, caller};
+    await_readers(s);
     for (int i = 0; s->settled && i < 3; i++) {
         fsdpc_device_use(s->device, all[i]);
         if (fsdpc_device_record(s->device, s->settled) == FSDPC_OK) {

@@ -86,6 +86,30 @@ a_wait_for_used_bits_is_interrupted(int rank, ranks_run *run)
     close_model(&m);
 }
 
+/* The model ran on a stream of its user's; whoever ends it, later, has another. */
+static void
+slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    open_model(&m, rank, run);
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CUstream side = gpu_stream("side");
+    fsdpc_device_use(m.device, (fsdpc_stream *)side);
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_INT(fsdpc_tree_forward_enter(m.tree, u), FSDPC_OK);
+        simgpu_stream_access(side, fsdpc_unit_full(m.units[u]), m.units[u]->layout->full_bytes,
+                             false, "matmul");
+        CHECK_INT(fsdpc_tree_forward_leave(m.tree, u, false), FSDPC_OK);
+    }
+    CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
+    fsdpc_device_use(m.device, NULL);
+    close_model(&m);
+    CHECK_INT(simgpu_reports(), 0);
+    report();
+}
+
 /* --- what a step costs ------------------------------------------------------------------------------ */
 
 /* Five units, one of them with two dtypes and bytes beside: it has three segments to gather. */
@@ -361,6 +385,11 @@ main(void)
     run->option = 0;
     new_ids();
     ranks_start(run, a_wait_for_used_bits_is_interrupted);
+    ranks_free(run);
+    run = ranks_new(2);
+    run->option = 1;
+    new_ids();
+    ranks_start(run, slots_outlive_readers_of_other_streams);
     ranks_free(run);
     missing_waits_are_found();
     return test_result();
