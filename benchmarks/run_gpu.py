@@ -98,7 +98,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
             ("gpu_kernels.json",), True,
         ),
         Part("step", script("bench_gpu_step.py", "gpu_step.json"), 240, ("gpu_step.json",), True),
-        tests("tests", 110, "tests/gpu", *others),
+        tests("tests", 130, "tests/gpu", *others),
         tests("two_ranks", 110, two_ranks),
         Part(
             "profile", script("profile_gpu.py", "gpu_profile.json", *picture), 90,
