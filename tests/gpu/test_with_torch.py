@@ -1,4 +1,4 @@
-"""What torch does differently on a GPU, around sharded modules: autocast, loss scaling, the compiler."""
+"""What torch does differently on a GPU around sharded modules: autocast, scaled losses, compiling."""
 
 from __future__ import annotations
 
