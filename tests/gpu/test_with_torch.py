@@ -1,4 +1,4 @@
-"""What torch does differently on a GPU around sharded modules: autocast, scaled losses, compiling."""
+"""Around sharded modules, what torch does otherwise on a GPU: autocast, loss scaling, compiling."""
 
 from __future__ import annotations
 
