@@ -24,7 +24,7 @@ TORCH := torch==2.13.0
 CLANG_FORMAT := clang-format==18.1.8
 RUFF := ruff==0.14.14
 CLIENTS := accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6
-TOOLS := setuptools>=77 wheel numpy>=2 pytest hypothesis tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
+TOOLS := setuptools>=77 wheel numpy>=2 pytest pytest-xdist hypothesis tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
 
 # --- which Python --------------------------------------------------------------------------------
 HAS_TORCH := import sys, importlib.metadata as m; \
@@ -85,9 +85,11 @@ build: $(STAMPS)/extension
 test: build ctest simgpu pytest simgpu-step
 	$(call say,C tests and Python tests passed)
 
+# Many tests wait for deadlines more than they compute. PYTEST_JOBS= runs them one after the other.
+PYTEST_JOBS := -n $(shell nproc 2>/dev/null || echo 2) --dist loadfile
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
-	@$(PY) -m pytest -q tests $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) tests $(ARGS)
 
 # Only for comparing our declarations with the toolkit's, where there is one.
 CUDA_HOME ?= /usr/local/cuda
@@ -168,8 +170,9 @@ simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
-# runs those of the training step for their values, and some, at twice the time, with each of torch's operators watched for races; `make simgpu-py` runs all of them.
-SIM_PYTEST = $(PY) -m pytest -q --gpu sim -k "not test_torch"
+# runs those of the training step for their values, and some, at twice the time, with each of torch's
+# operators watched for races; `make simgpu-py` runs all of them.
+SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)

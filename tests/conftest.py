@@ -11,6 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "simgpu"))  # `import simgpu`
 sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
+sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
 
 ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
@@ -33,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from conformance_table import Table
+
+    config.pluginmanager.register(Table())
     if config.getoption("--gpu") == "sim":
         import env
 

@@ -1,4 +1,4 @@
-"""Which cases were chosen, and the table of where the two libraries end differently."""
+"""Which cases were chosen."""
 
 from __future__ import annotations
 
@@ -18,19 +18,3 @@ def chosen_cases(request: pytest.FixtureRequest) -> set[tuple[str, str]]:
         for item in request.session.items
         if "name" in getattr(getattr(item, "callspec", None), "params", {})
     }
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    found = sys.modules["suite"].DIFFERENCES if "suite" in sys.modules else {}
-    if not found:
-        return
-    terminalreporter.section("where torch's FSDP and fsdpc end differently")
-    rows = [("case", "torch", "fsdpc"), *((k[0], *v) for k, v in found.items())]
-    widths = (64, 60, 60)
-    for row in rows:
-        cells = [shorten(text, width) for text, width in zip(row, widths, strict=True)]
-        terminalreporter.write_line(" | ".join(cells).rstrip())
-
-
-def shorten(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else f"{text[: width - 3]}..."
