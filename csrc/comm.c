@@ -363,6 +363,12 @@ fsdpc_comm_forget(fsdpc_comm *comm, void *buffer)
 }
 
 bool
+fsdpc_comm_registers(const fsdpc_comm *comm)
+{
+    return comm->ops->registers && comm->ops->registers(comm);
+}
+
+bool
 fsdpc_comm_is_symmetric(const fsdpc_comm *comm)
 {
     return comm->ops->is_symmetric && comm->ops->is_symmetric(comm);

@@ -111,6 +111,8 @@ int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
  * they are forgotten (local), or the communicator ends. */
 int fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes);
 void fsdpc_comm_forget(fsdpc_comm *comm, void *buffer);
+/* Whether registered memory is of use: then a collective needs it on all ranks, or on none. */
+bool fsdpc_comm_registers(const fsdpc_comm *comm);
 /* Whether all ranks' registered memory is one to the device: then low precision types are summed in
  * F32 and rounded once. */
 bool fsdpc_comm_is_symmetric(const fsdpc_comm *comm);

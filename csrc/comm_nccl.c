@@ -87,6 +87,12 @@ abort_comm(fsdpc_comm *comm, const char *text)
 /* --- the end -------------------------------------------------------------------------------------------- */
 
 static bool
+registers(const fsdpc_comm *comm)
+{
+    return ((const nccl_comm *)comm)->way != FSDPC_NCCL_NEITHER;
+}
+
+static bool
 is_symmetric(const fsdpc_comm *comm)
 {
     return ((const nccl_comm *)comm)->shares;
@@ -171,6 +177,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .exchange = fsdpc_nccl_exchange,
     .register_memory = fsdpc_nccl_register,
     .forget_memory = fsdpc_nccl_forget,
+    .registers = registers,
     .is_symmetric = is_symmetric,
     .free = release,
 };

@@ -15,6 +15,7 @@
 #include "status.h"
 
 enum { KNOWN = 8192, DIGEST_BITS = 24, START = 1, BEGIN = 1 << 30, END };
+enum { REDUCES = 1, SPARE = 2 };
 
 /* The digests of gathers and of reductions, each also with its sign turned: their largest and smallest. */
 _Static_assert(FSDPC_STREAM_TURN_FLOATS == 4, "as it is written and read here");
@@ -117,10 +118,10 @@ learn(struct fsdpc_turns *t, uint64_t path)
 static void
 name_turn(const fsdpc_exchange *x, uint32_t turn, char *text, size_t bytes)
 {
-    uint32_t id = turn / 2;
+    uint32_t id = turn / 4;
     if (id < (uint32_t)x->unit_count) {
-        snprintf(text, bytes, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
-                 x->units[id]->name);
+        snprintf(text, bytes, "the %s of unit %s%s", turn & REDUCES ? "reduce" : "gather",
+                 x->units[id]->name, turn & SPARE ? " into spare memory" : "");
     } else {
         snprintf(text, bytes, "%s", turn == END ? "the end of backward" : "another pass");
     }
@@ -203,7 +204,12 @@ fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
     if (s->turns.off || s->capture != 0 || (x->world == 1 && !(reduce && unit->replicate))) {
         return FSDPC_OK;
     }
-    return take_turn(x, unit, reduce, (uint32_t)unit->id * 2 + reduce);
+    uint32_t turn = (uint32_t)unit->id * 4 + (reduce ? REDUCES : 0);
+    if (!reduce && unit->range.spare && fsdpc_comm_registers(x->comm)) {
+        turn |=
+            SPARE; /* it is not registered: either so on all ranks, or NCCL does different things */
+    }
+    return take_turn(x, unit, reduce, turn);
 }
 
 /* --- ends and beginnings ---------------------------------------------------------------------------- */

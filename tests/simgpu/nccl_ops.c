@@ -25,10 +25,13 @@ look_up(nccl_call *call)
     size_t piece = call->request.count * nccl_item(call->request.type);
     bool gathers = call->request.kind == ALL_GATHER;
     bool pieces = gathers || call->request.kind == REDUCE_SCATTER;
+    const char *at = call->request.kind == REDUCE_SCATTER ? call->send : call->recv;
     const nccl_registration *found =
-        nccl_registered(call->comm, call->request.kind == REDUCE_SCATTER ? call->send : call->recv,
-                        piece * (pieces ? (size_t)call->comm->world : 1));
+        nccl_registered(call->comm, at, piece * (pieces ? (size_t)call->comm->world : 1));
     call->windowed = found && found->window;
+    if (call->windowed) {
+        call->request.place = found->number << 40 | ((uintptr_t)at - found->base);
+    }
     nccl_counters.direct += found != NULL;
     nccl_counters.windowed += call->windowed;
 }

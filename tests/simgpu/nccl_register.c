@@ -56,7 +56,8 @@ register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, bool window, v
     if (!made) {
         abort();
     }
-    *made = (nccl_registration){comm->registrations, (uintptr_t)buffer, bytes, window};
+    *made =
+        (nccl_registration){comm->registrations, (uintptr_t)buffer, bytes, window, comm->windows};
     comm->registrations = made;
     nccl_counters.registered++;
     *handle = made;

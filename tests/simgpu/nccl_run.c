@@ -133,6 +133,11 @@ agreed(nccl_call *call)
         const nccl_request *other = &call->comm->segment->ranks[r].asked[call->comm->round % 2];
         if (memcmp(mine, other, sizeof *mine) != 0) {
             nccl_counters.mismatches++;
+            if (mine->place != other->place) {
+                simgpu_fault("collective %llu of rank %d: not all ranks use the same place of the "
+                             "same window",
+                             (unsigned long long)call->number, call->comm->rank);
+            }
             simgpu_fault("collective %llu: rank %d asks for %s of %llu items (type %d, op %d, root "
                          "%d), rank %d for %s of %llu items (type %d, op %d, root %d)",
                          (unsigned long long)call->number, call->comm->rank, kind_name(mine->kind),

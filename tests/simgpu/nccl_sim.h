@@ -27,6 +27,7 @@ enum nccl_kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST };
 typedef struct nccl_request {
     int kind, type, op, root;
     uint64_t count;
+    uint64_t place; /* in which window, and where in it; 0: in none */
 } nccl_request;
 
 typedef struct nccl_rank {
@@ -49,6 +50,7 @@ typedef struct nccl_registration {
     uintptr_t base;
     size_t bytes;
     bool window;
+    uint64_t number; /* of the window, the same on all ranks */
 } nccl_registration;
 
 /* A window on its way. */

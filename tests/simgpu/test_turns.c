@@ -53,6 +53,25 @@ a_new_turn_is_compared_first(int rank, ranks_run *run)
     close_model(&m);
 }
 
+/* A rank that holds the slot of the unit would gather into memory that is not registered, the others into
+ * registered memory, for which NCCL runs other kernels. */
+static void
+spare_memory_on_one_rank(int rank, ranks_run *run)
+{
+    model m;
+    const bool holds = rank == run->world - 1;
+    start(&m, rank, run, false);
+    set_masters(&m, 0);
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
+    CHECK(holds || fsdpc_tree_forward_leave(m.tree, 1, true) == FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_MISMATCH);
+    CHECK(strstr(fsdpc_error_text(), "gather of unit c into spare memory while rank") ||
+          strstr(fsdpc_error_text(), "is at the gather of unit c into spare memory:"));
+    CHECK_INT(simnccl_count().mismatches, 0);
+    close_model(&m);
+}
+
 /* Two orders that all ranks have agreed on, one after the other; then each takes its own. */
 static void
 known_turns_are_compared_later(int rank, ranks_run *run)
@@ -127,6 +146,7 @@ main(void)
     for (int world = 2; world <= 3; world++) {
         for (int policy = 0; policy < 2; policy++) {
             with_ranks(world, policy, a_new_turn_is_compared_first);
+            with_ranks(world, policy, spare_memory_on_one_rank);
             with_ranks(world, policy, known_turns_are_compared_later);
             with_ranks(world, policy, a_turn_that_one_rank_knows_fails);
             with_ranks(world, policy, what_is_known_is_not_compared);
