@@ -185,7 +185,7 @@ fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8
     return FSDPC_OK;
 }
 
-/* The one factor stands behind the last sum: with replicas that is theirs (tree.c). */
+/* The one factor stands behind the last sum: with replicas that is theirs (tree_backward.c). */
 static double
 first_scale(const fsdpc_unit *unit)
 {

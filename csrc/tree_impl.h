@@ -1,4 +1,4 @@
-/* The insides of a tree, shared by tree.c and tree_plan.c. */
+/* The insides of a tree, shared by tree*.c. */
 #ifndef FSDPC_TREE_IMPL_H
 #define FSDPC_TREE_IMPL_H
 
@@ -36,6 +36,11 @@ struct fsdpc_tree {
     fsdpc_trace *trace;
     struct fsdpc_norm_room *norm_room; /* made by the first clip */
 };
+
+/* tree.c */
+void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
+/* Tells the exchanges which pass begins: this rank's masters are final for it. */
+int fsdpc_tree_publish_tag(fsdpc_tree *tree);
 
 /* tree_norm.c */
 void fsdpc_tree_norm_free(fsdpc_tree *tree);
