@@ -20,7 +20,7 @@
  */
 #include <string.h>
 
-#include "exchange_impl.h"
+#include "exchange_shared_impl.h"
 #include "mem.h"
 #include "status.h"
 

@@ -30,7 +30,7 @@ fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment
 }
 
 /* The master shards of all ranks lie side by side in the segment: a peer can read what this rank
- * has not yet brought, and gathers need no partner (see exchange_shared.c). */
+ * has not yet brought, and gathers need no partner (see exchange_shared_gather.c). */
 static int
 map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
 {
