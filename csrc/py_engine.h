@@ -183,8 +183,9 @@ int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
 /* Makes gradients that the user put in place the unit's own. */
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
-/* After a backward: shows the gradients that exist. */
-int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync);
+/* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened
+ * gets the parameters that have listeners, as by fsdpc_py_note_listeners. */
+int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened);
 
 /* --- py_grads_full.c ------------------------------------------------------------------------- */
 
@@ -216,9 +217,9 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* --- py_listen.c ----------------------------------------------------------------------------- */
 
-/* Adds to *list (NULL: made when needed; the caller's) the seen parameters that got a gradient in
- * this backward and that the user wants to hear of. Before fsdpc_py_show_grads. */
-int fsdpc_py_collect_listeners(fsdpc_py_flat *flat, PyObject **list);
+/* A parameter has got a gradient: if the user wants to hear of it, it is added to *list (NULL: made
+ * when needed; the caller's). */
+int fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list);
 /* Calls them; `list` may be NULL. */
 int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 

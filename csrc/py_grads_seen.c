@@ -183,15 +183,21 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
 }
 
 int
-fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync)
+fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
 {
     fsdpc_unit *unit = flat->unit;
     const uint8_t *used = sync ? unit->used : unit->local_used;
     int result = 0;
     for (int i = 0; result == 0 && i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        if (seen->cleared && any_used(seen, used)) {
+        if (!seen->grad || !any_used(seen, used)) {
+            continue;
+        }
+        if (seen->cleared) {
             result = show_one(flat, seen, sync);
+        }
+        if (result == 0 && sync) {
+            result = fsdpc_py_note_listeners(seen, listened);
         }
     }
     if (sync) {

@@ -7,7 +7,6 @@
  * gather this rank's values for their backward.
  */
 #include "py_engine.h"
-#include "unit_impl.h"
 
 /* A key of the instance's own dictionary; unlike an attribute, its absence costs no exception. */
 static int
@@ -30,31 +29,17 @@ has_listeners(PyObject *param)
     return some;
 }
 
-static bool
-got_gradient(const fsdpc_py_seen *seen, const uint8_t *used)
-{
-    for (int c = 0; seen->grad && c < seen->cover_count; c++) {
-        if (used[seen->covers[c]]) {
-            return true;
-        }
-    }
-    return false;
-}
-
 int
-fsdpc_py_collect_listeners(fsdpc_py_flat *flat, PyObject **list)
+fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list)
 {
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        int some = got_gradient(seen, flat->unit->used) ? has_listeners(seen->param) : 0;
-        if (some > 0 && !*list) {
-            *list = PyList_New(0);
-        }
-        if (some < 0 || (some > 0 && (!*list || PyList_Append(*list, seen->param) < 0))) {
-            return -1;
-        }
+    int some = has_listeners(seen->param);
+    if (some <= 0) {
+        return some;
     }
-    return 0;
+    if (!*list) {
+        *list = PyList_New(0);
+    }
+    return *list ? PyList_Append(*list, seen->param) : -1;
 }
 
 int
