@@ -99,7 +99,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
         ),
         Part("step", script("bench_gpu_step.py", "gpu_step.json"), 240, ("gpu_step.json",), True),
         tests("tests", 130, "tests/gpu", *others),
-        tests("two_ranks", 110, two_ranks),
+        tests("two_ranks", 150, two_ranks),
         Part(
             "profile", script("profile_gpu.py", "gpu_profile.json", *picture), 90,
             ("gpu_profile.json", "gpu_profile.png"), True,
@@ -270,12 +270,15 @@ def load(folder: Path, name: str) -> dict:
         return {}
 
 
-def facts(folder: Path) -> list[tuple[str, str]]:
-    """The figures that matter, of the result files that are there."""
+def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
+    """The figures that matter, of the result files that this run has left."""
     import gpu_report
 
-    step, kernels = load(folder, "gpu_step.json"), load(folder, "gpu_kernels.json")
-    profile = load(folder, "gpu_profile.json")
+    left = {name for one in ended for name in one.part.results}
+    step, kernels, profile = (
+        load(folder, name) if name in left else {}
+        for name in ("gpu_step.json", "gpu_kernels.json", "gpu_profile.json")
+    )
     run_ = next((one["run"] for one in (step, kernels, profile) if "run" in one), {})
     keys = ("device", "driver", "cuda", "nccl", "torch", "date", "commit")
     rows = [(key, str(run_[key])) for key in keys if run_.get(key)]
@@ -289,7 +292,7 @@ def print_end(ended: list[Ended], folder: Path) -> None:
         if one.part.sums_up and one.lines:
             rows.append((one.part.name, one.lines[-1].strip("= ")))
     try:
-        rows += facts(folder)
+        rows += facts(folder, ended)
     except Exception as error:  # the table comes in any case
         rows.append(("results", f"not readable: {type(error).__name__}: {error}"))
     rows += [(one.part.name, text) for one in ended if not one.passed for text in reasons(one)]

@@ -141,6 +141,14 @@ def test_a_part_that_fails_stops_no_other_and_says_why(folders, capsys):
     assert [one["status"] for one in ends] == ["failed (1)", "ok", "ok"]
 
 
+def test_figures_of_an_older_run_are_not_shown(folders):
+    (folders / "gpu_step.json").write_text(json.dumps({"loss_difference": 0.5}))
+    without = [run_gpu.Ended(part("first", ""), "ok", 1.0)]
+    assert run_gpu.facts(folders, without) == []
+    own = run_gpu.Ended(part("step", "", results=("gpu_step.json",)), "ok", 1.0)
+    assert run_gpu.facts(folders, [own]) == [("largest loss difference", "5.0e-01")]
+
+
 def test_the_reason_of_tests_is_their_list_of_failures(folders):
     lines = ["a.py:1: in f", *(f"FAILED a.py::test_{k} - why" for k in range(9)), "9 failed in 1s"]
     found = run_gpu.reasons(run_gpu.Ended(part("tests", ""), "failed (1)", 1.0, lines))
