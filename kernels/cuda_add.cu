@@ -42,22 +42,33 @@ static __device__ void
 add_groups(void *dst_, const float *base, const void *src_, int groups, float scale, int lane,
            int lanes)
 {
-    enum { COUNT = conversion<S, D>::COUNT };
+    /* With one word of each too little is on its way. */
+    enum { COUNT = conversion<S, D>::COUNT, IN_FLIGHT = COUNT == 4 ? 2 : 1 };
     typename item<D>::raw *dst = (typename item<D>::raw *)dst_;
     const typename item<S>::raw *src = (const typename item<S>::raw *)src_;
 #pragma unroll 1
-    for (int g = lane; g < groups; g += lanes) {
-        group<float, COUNT> before;
-        group<typename item<S>::raw, COUNT> in;
-        group<typename item<D>::raw, COUNT> out;
-        before.template load<true>(base + g * COUNT);
-        in.template load<GLOBAL>(src + g * COUNT);
+    for (int first = lane; first < groups; first += IN_FLIGHT * lanes) {
+        group<float, COUNT> before[IN_FLIGHT];
+        group<typename item<S>::raw, COUNT> in[IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            out.item[i] =
-                item<D>::put(added<float>(before.item[i], item<S>::get(in.item[i]), scale));
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+                before[k].template load<true>(base + (first + k * lanes) * COUNT);
+                in[k].template load<GLOBAL>(src + (first + k * lanes) * COUNT);
+            }
         }
-        out.store(dst + g * COUNT);
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++) {
+            if (first + k * lanes < groups) {
+                group<typename item<D>::raw, COUNT> out;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    out.item[i] = item<D>::put(
+                        added<float>(before[k].item[i], item<S>::get(in[k].item[i]), scale));
+                }
+                out.store(dst + (first + k * lanes) * COUNT);
+            }
+        }
     }
 }
 
