@@ -283,7 +283,7 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
 {
     typedef typename item<S>::raw source;
     typedef typename item<A>::raw target;
-    enum { COUNT = reduction<S, A>::COUNT, IN_FLIGHT = reduction<S, A>::IN_FLIGHT };
+    enum { COUNT = reduction<S, A>::COUNT, IN_FLIGHT = reduction<S, A>::IN_FLIGHT, AT_ONCE = 2 };
 #pragma unroll 1
     for (int64_t g = lane; g < groups; g += IN_FLIGHT * lanes) {
         group<target, COUNT> before[IN_FLIGHT], added[IN_FLIGHT];
@@ -301,25 +301,29 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
             }
         }
 #pragma unroll 1
-        for (int s = 0; s < p.src_count; s++) {
-            const source *src = (const source *)p.src[s];
-            if (!src) {
-                continue;
-            }
-            group<source, COUNT> in[IN_FLIGHT];
+        for (int s = 0; s < p.src_count; s += AT_ONCE) {
+            const source *src[AT_ONCE];
+            group<source, COUNT> in[AT_ONCE][IN_FLIGHT];
 #pragma unroll
-            for (int k = 0; k < IN_FLIGHT; k++) {
-                if (g + k * lanes < groups) {
-                    in[k].template load<true>(src + begin + (g + k * lanes) * COUNT);
+            for (int j = 0; j < AT_ONCE; j++) {
+                src[j] = s + j < p.src_count ? (const source *)p.src[s + j] : NULL;
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; k++) {
+                    if (src[j] && g + k * lanes < groups) {
+                        in[j][k].template load<true>(src[j] + begin + (g + k * lanes) * COUNT);
+                    }
                 }
             }
 #pragma unroll
-            for (int k = 0; k < IN_FLIGHT; k++) {
-                if (g + k * lanes < groups) {
-                    add_group<S, A>(added[k], in[k], first);
+            for (int j = 0; j < AT_ONCE; j++) {
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; k++) {
+                    if (src[j] && g + k * lanes < groups) {
+                        add_group<S, A>(added[k], in[j][k], first);
+                    }
                 }
+                first = first && !src[j];
             }
-            first = false;
         }
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
