@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #include "comm_impl.h"
 #include "mem.h"
@@ -22,10 +23,24 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
 }
 
+/* Another thread that is writing down why is done in a moment, unless the processor is not its own. A
+ * forked child has no such thread: it does not wait for ever. */
+static int
+state_of(const fsdpc_comm *comm)
+{
+    const struct timespec moment = {.tv_nsec = 50000};
+    int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    for (int i = 0; state == FSDPC_COMM_BREAKING && i < 20000; i++) {
+        (void)nanosleep(&moment, NULL);
+        state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    }
+    return state;
+}
+
 int
 fsdpc_comm_check(const fsdpc_comm *comm)
 {
-    int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    const int state = state_of(comm);
     if (state == FSDPC_COMM_SOUND) {
         return FSDPC_OK;
     }
