@@ -29,7 +29,8 @@ typedef struct unique {
 #else
 #define VERSION DEFAULT_VERSION
 #endif
-simnccl_options nccl_options = {.version = VERSION, .stall_ms = 30000, .symmetric = true};
+simnccl_options nccl_options = {
+    .version = VERSION, .in_progress = 1, .stall_ms = 30000, .symmetric = true};
 simnccl_counters nccl_counters;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static plant plants[PLANTS];
@@ -112,7 +113,8 @@ simnccl_reset(void)
 {
     api_lock();
     plant_count = 0;
-    nccl_options = (simnccl_options){.version = VERSION, .stall_ms = 30000, .symmetric = true};
+    nccl_options = (simnccl_options){
+        .version = VERSION, .in_progress = 1, .stall_ms = 30000, .symmetric = true};
     nccl_counters = (simnccl_counters){.registered = nccl_counters.registered,
                                        .communicators = nccl_counters.communicators};
     api_unlock();

@@ -447,10 +447,11 @@ nccl_reports_an_error(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, rank == 0 ? 30 : 1, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_OK);
+    /* Told by the call itself, or by the watching thread: whoever looks first. */
+    (void)fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1");
     (void)fsdpc_comm_nccl_wait(s.comm);
     if (rank == 0) {
-        check_over(&s, FSDPC_E_COMM, "NCCL failed in gather of unit 1");
+        check_over(&s, FSDPC_E_COMM, "gather of unit 1");
         CHECK_ERROR(fsdpc_comm_check(s.comm), FSDPC_E_COMM, "remote process exited");
     } else {
         check_over(&s, FSDPC_E_TIMEOUT, "gather of unit 1");
@@ -465,9 +466,9 @@ ranks_call_different_things(int rank, ranks_run *run)
     rank_begin(&s, rank, run);
     REQUIRE_OK(open_comm(&s, 30, NULL));
     if (rank == 0) {
-        CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 5"), FSDPC_OK);
+        (void)fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 5");
     } else {
-        CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x, 16, FSDPC_F32, FSDPC_SUM, "norm"), FSDPC_OK);
+        (void)fsdpc_comm_all_reduce(s.comm, s.x, 16, FSDPC_F32, FSDPC_SUM, "norm");
     }
     await_failure(&s);
     check_over(&s, FSDPC_E_COMM, rank == 0 ? "gather of unit 5" : "norm");
