@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import select
 import threading
 import uuid
@@ -23,6 +24,7 @@ from fsdpc._channel import Channel, store_of
 from fsdpc._stall import Stall
 
 WATCH_S = 0.5
+_VERSION = "the version of NCCL"
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -34,6 +36,7 @@ class _Hello:
     place: str
     pid: int
     gpu: int
+    visible: str  # of which GPUs that is the number
     registers: bool  # it has what memory is registered from
     error: str  # why this rank cannot go on
     ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
@@ -68,10 +71,9 @@ def make_nccl_comm(
     channel = meeting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
     start = _Start(meeting, channel, device, name, timeout)
     try:
-        comm = start.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
-    except NotImplementedError:  # on all ranks alike: registering memory has spoilt NCCL's side
-        said = meeting.gather(pickle.dumps(_new_ids() if pg.rank() == 0 else None), name)
-        comm = start.now(pickle.loads(said[0]), register=False)
+        comm = start.twice(everyone)
+    except _C.CommError as error:
+        raise type(error)(f"{error}{_sharing(everyone)}") from error
     if all(hello.place == place for hello in everyone):
         _wire.note_one_host(comm)
     meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
@@ -87,10 +89,34 @@ class _Start:
     name: str
     timeout: float
 
+    def twice(self, everyone: list[_Hello]) -> _C.Comm:
+        try:
+            return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
+        except NotImplementedError:  # on all ranks alike: registering has spoilt NCCL's side
+            mine = _new_ids() if self.meeting.rank == 0 else None
+            said = self.meeting.gather(pickle.dumps(mine), self.name)
+            return self.now(pickle.loads(said[0]), register=False)
+
     def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
         rank, world = self.meeting.rank, self.meeting.world
         how = (self.device, self.name, self.timeout, self.channel)
         return _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+
+
+def _sharing(everyone: list[_Hello]) -> str:
+    """What to try where ranks share a GPU, to go on an error's text; else nothing."""
+    version = everyone[0].settings[_VERSION]
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 30):
+        return ""
+    first: dict[Any, int] = {}
+    for rank, hello in enumerate(everyone):
+        other = first.setdefault((hello.place, hello.visible, hello.gpu), rank)
+        if other != rank:
+            return (
+                f". Ranks {other} and {rank} share GPU {hello.gpu}, which {version} may refuse ("
+                "2.30 does not): FSDPC_COLLECTIVES=shm goes by way of host memory"
+            )
+    return ""
 
 
 def _new_ids() -> tuple[bytes, bytes, str]:
@@ -111,9 +137,10 @@ def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -
     settings = {
         **settings,
         "FSDPC_NCCL_REGISTER": wanted,
-        "the version of NCCL": version.partition(" (")[0],
+        _VERSION: version.partition(" (")[0],
     }
-    mine = _Hello(settings, place, os.getpid(), device, registers, str(failure or ""), ids)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    mine = _Hello(settings, place, os.getpid(), device, visible, registers, str(failure or ""), ids)
     said = [pickle.loads(text) for text in channel.gather(pickle.dumps(mine), what)]
     if failure is not None:
         raise failure

@@ -365,6 +365,14 @@ def test_a_rank_that_raises(numel):
 
 
 @ranks(2, env=GPU)
+def test_ranks_on_one_gpu_are_told_of_the_other_way(rank, world):
+    os.environ["FSDPC_TIMEOUT"] = "3"
+    simgpu.plant_nccl("INIT_STALL", -1, 1)
+    with pytest.raises(_C.CommError, match="Ranks 0 and 1 share GPU 0.*FSDPC_COLLECTIVES=shm"):
+        connect()
+
+
+@ranks(2, env=GPU)
 def test_an_error_of_nccl_names_the_collective(rank, world):
     comm = connect()
     simgpu.plant_nccl("ASYNC_ERROR", -1, 1, 6)
