@@ -27,9 +27,13 @@ BASE_SLOTS = 2  # per nesting level
 
 
 def pss():
-    """Bytes of this process, shared pages divided by the number of processes that map them."""
+    """Bytes of this process, shared pages divided by the number of processes that map them.
+
+    Without pages of files: other processes that map the same libraries come and go.
+    """
     with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+        rows = dict(line.split()[:2] for line in file if line.startswith("Pss_"))
+    return (int(rows["Pss_Anon:"]) + int(rows["Pss_Shmem:"])) * 1024
 
 
 def pss_of_all_ranks():
