@@ -85,8 +85,9 @@ build: $(STAMPS)/extension
 test: build ctest simgpu pytest simgpu-step
 	$(call say,C tests and Python tests passed)
 
-# Many tests wait for deadlines more than they compute. PYTEST_JOBS= runs them one after the other.
-PYTEST_JOBS := -n $(shell nproc 2>/dev/null || echo 2) --dist loadfile
+# Many tests wait for deadlines more than they compute. Each process holds torch in memory, so there are
+# four at most. PYTEST_JOBS= runs the tests one after the other.
+PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q $(PYTEST_JOBS) tests $(ARGS)
