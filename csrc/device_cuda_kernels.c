@@ -88,7 +88,7 @@ fsdpc_cuda_kernels_init(struct fsdpc_cuda *cuda)
         FSDPC_CUDA_KERNELS(NAME)
 #undef NAME
     };
-    const void *image;
+    const void *image = NULL;
     FSDPC_TRY(find_image(&image));
     const int status = check_load(
         cuda, cuda->driver->library_load(&cuda->library, image, NULL, NULL, 0, NULL, NULL, 0),
