@@ -9,6 +9,7 @@ SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
     "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
+    "dist/test_state_memory.py": "figures of the process, where the simulated GPU keeps its memory",
     "dist/test_features_graph.py::test_ranks_evaluate_different_numbers_of_batches": (
         "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
     ),
