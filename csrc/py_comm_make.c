@@ -10,19 +10,32 @@ made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
     return status == FSDPC_OK ? fsdpc_py_comm_wrap(type, comm, callbacks) : fsdpc_py_raise(status);
 }
 
-/* None is the CPU, a number a GPU's. */
-static int
-find_device(PyObject *number, fsdpc_device **out)
+int
+fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out)
 {
     int status;
-    long ordinal = number == Py_None ? 0 : PyLong_AsLong(number);
+    const long ordinal = PyLong_AsLong(number);
     if (ordinal == -1 && PyErr_Occurred() != NULL) {
         return -1;
     }
-    ordinal = ordinal < 0 || ordinal > INT_MAX ? -1 : ordinal;
     Py_BEGIN_ALLOW_THREADS
-    status = number == Py_None ? fsdpc_device_cpu(out) : fsdpc_device_cuda((int)ordinal, out);
+    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out);
     Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+/* None is the CPU. */
+static int
+find_device(PyObject *number, fsdpc_device **out)
+{
+    if (number != Py_None) {
+        return fsdpc_py_find_gpu(number, out);
+    }
+    const int status = fsdpc_device_cpu(out);
     if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
         return -1;
