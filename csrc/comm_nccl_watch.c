@@ -87,14 +87,18 @@ look_at_time(nccl_comm *comm)
     char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES];
     double waited;
     const fsdpc_cu_result result = fsdpc_nccl_sweep(comm, &waited);
+    const bool failed = result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY;
+    if (!failed && waited <= comm->options.timeout_s) {
+        return;
+    }
     pthread_mutex_lock(&comm->lock);
     memcpy(others, comm->others, sizeof others);
     pthread_mutex_unlock(&comm->lock);
     fsdpc_nccl_oldest(comm, oldest);
-    if (result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY) {
+    if (failed) {
         (void)fsdpc_cuda_check(comm->driver, result, "rank %d: %s", comm->base.rank, oldest);
         fsdpc_nccl_fail(comm, FSDPC_E_COMM, "%s", fsdpc_error_text());
-    } else if (waited > comm->options.timeout_s) {
+    } else {
         fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT,
                         "rank %d: %s has not ended after %g s: another rank has not come to it, "
                         "or has died%s%s",
