@@ -323,13 +323,13 @@ def test_a_rank_that_is_stopped(numel):
     assert words in outcomes[0].value
 
 
-@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "12"})
+@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "24"})
 def test_a_deadline_says_where_the_other_ranks_are(rank, world):
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()
     if rank == 2:  # its watching thread answers, whatever the program does
-        time.sleep(20)
+        time.sleep(32)
         seconds, where = _C.nccl_stall(comm)
         assert seconds == 0.0 and re.fullmatch(f"in none of its collectives, after {LAST}", where)
         return
