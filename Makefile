@@ -2,6 +2,7 @@
 # make check     format, lint, layering: no tests         make bench  benchmarks against the peers
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
+# make fuzz      random models and steps (ARGS="--minutes 60")  make pytest-jitter  tests with ranks late at random (SEED=1)
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
 # make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
 # make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
 .PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
-        simgpu-step simgpu-py simlibs asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -82,7 +83,7 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 build: $(STAMPS)/extension
 
 # --- tests ---------------------------------------------------------------------------------------
-test: build ctest simgpu pytest simgpu-step
+test: build ctest simgpu pytest pytest-jitter simgpu-step
 	$(call say,C tests and Python tests passed)
 
 # Many tests wait for deadlines more than they compute. Each process holds torch in memory, so there are
@@ -91,6 +92,18 @@ PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n 
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q $(PYTEST_JOBS) tests $(ARGS)
+
+# The tests whose graphs race most, with random ranks late at random places; `make test` does it once.
+SEED := 1
+JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_features_experts.py \
+    tests/dist/test_with_checkpointing.py tests/dist/test_read_late.py)
+pytest-jitter: build
+	$(call say,Python tests with ranks late at random: seed $(SEED))
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
+
+fuzz: build
+	$(call say,random models and training steps against unsharded copies)
+	@$(PY) tests/fuzz/fuzz_models.py $(ARGS)
 
 # Only for comparing our declarations with the toolkit's, where there is one.
 CUDA_HOME ?= /usr/local/cuda
@@ -173,7 +186,9 @@ simlibs:
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
 # runs those of the training step for their values, and some, at twice the time, with each of torch's
 # operators watched for races; `make simgpu-py` runs all of them.
-SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
+# Without poison: a poisoned slot is gathered once more ahead of need, and nothing orders such a gather that
+# nobody wants before the optimizer.
+SIM_PYTEST = FSDPC_POISON=0 $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)

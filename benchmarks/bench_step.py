@@ -294,26 +294,32 @@ def shared_job(
 
 def host_rounds(trainings: dict, work: object, rounds: int) -> dict[str, list[float]]:
     """Returns seconds of forward + backward, less waiting, for each engine in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    for turn in range(rounds + WARMUP_STEPS):
+        for name, training in trainings.items():
+            elapsed = host_once(training, work)
+            if turn >= WARMUP_STEPS:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def host_once(training: object, work: object) -> float:
+    """Returns seconds of one forward and backward, less what fsdpc's trace says of waits."""
     import torch.distributed as dist
     from engines import random_batch
 
     batch = random_batch(work, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for turn in range(rounds + WARMUP_STEPS):
-        for name, training in trainings.items():
-            tree = getattr(training.model, "_tree", None)  # fsdpc's, after the first forward
-            if tree is not None:
-                tree.clear_trace()
-            dist.barrier()
-            begin = time.perf_counter()
-            training.backward(batch)
-            elapsed = time.perf_counter() - begin
-            if tree is not None:
-                elapsed -= 1e-9 * sum(e["bytes"] for e in tree.trace() if e["op"] == "wait")
-            training.optimizer.zero_grad()
-            if turn >= WARMUP_STEPS:
-                seconds[name].append(elapsed)
-    return seconds
+    tree = getattr(training.model, "_tree", None)  # fsdpc's, after the first forward
+    if tree is not None:
+        tree.clear_trace()
+    dist.barrier()
+    begin = time.perf_counter()
+    training.backward(batch)
+    elapsed = time.perf_counter() - begin
+    if tree is not None:
+        elapsed -= 1e-9 * sum(e["bytes"] for e in tree.trace() if e["op"] == "wait")
+    training.optimizer.zero_grad()
+    return elapsed
 
 
 # reports

@@ -21,21 +21,21 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
 
-def commit() -> str:
-    """Returns the short commit id, with "+" when tracked sources differ from it.
+def commit(checkout: str | os.PathLike[str] = HERE.parent) -> str:
+    """Returns the short commit id of a checkout, with "+" when tracked sources differ from it.
 
     Sources without a repository take it from ``FSDPC_COMMIT``, or it is "unknown".
     """
     if named := os.environ.get("FSDPC_COMMIT"):
         return named
-    if not shutil.which("git") or not (HERE.parent / ".git").exists():
+    if not shutil.which("git") or not (Path(checkout) / ".git").exists():
         return "unknown"
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(HERE), *words]
+        command = ["git", "-C", str(checkout), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
 
-    sources = ("../csrc", "../kernels", "../fsdpc")
+    sources = ("csrc", "kernels", "fsdpc")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 

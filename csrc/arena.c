@@ -218,7 +218,7 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
     range->slot = slot;
     /* An arena before this one may have left private memory; it is unmapped now. */
-    range->spare = false;
+    range->spare = range->veiled = false;
     return FSDPC_OK;
 }
 
@@ -241,6 +241,7 @@ fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range)
     }
     FSDPC_TRY(range->device ? fsdpc_arena_device_spare(range) : map_spare(range));
     range->spare = true;
+    range->veiled = false;
     arena->spare_bytes += range->bytes;
     arena->spare_count++;
     return FSDPC_OK;
@@ -255,5 +256,27 @@ fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range)
     FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
     range->spare = false;
     arena->spare_bytes -= range->bytes;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_veil(fsdpc_range *range)
+{
+    if (range->veiled) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_spare(range));
+    range->veiled = true;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (!range->veiled) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    range->veiled = false;
     return FSDPC_OK;
 }

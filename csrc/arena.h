@@ -30,6 +30,7 @@ typedef struct fsdpc_range {
     size_t bytes;  /* whole pages, or grains of the device */
     int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
     bool spare;    /* private memory is mapped at the moment */
+    bool veiled;   /* private memory that stands for nothing is mapped, see fsdpc_arena_veil */
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
@@ -72,5 +73,11 @@ int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
  * restore goes back to the bound slot. */
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
 int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
+
+/* For debugging, in host memory only: puts private memory behind a range that is not in use, so that
+ * nothing of a slot can be read through the range, whoever fills the slot meanwhile. The caller writes
+ * the pattern. unveil shows the bound slot again; both do nothing when done already. */
+int fsdpc_arena_veil(fsdpc_range *range);
+int fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range);
 
 #endif

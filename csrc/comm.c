@@ -85,9 +85,24 @@ done:
     return status;
 }
 
+/* A communicator carries one collective at a time: two threads, or a callback that calls another
+ * one, would mix their bytes. finish() is to follow. */
+static int
+start(fsdpc_comm *comm, const char *what)
+{
+    if (atomic_exchange_explicit(&comm->busy, true, memory_order_acquire)) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "%s: another collective of this communicator is in progress, in another "
+                           "thread or around this call; make one after the other",
+                           what);
+    }
+    return FSDPC_OK;
+}
+
 static int
 finish(fsdpc_comm *comm, int status)
 {
+    atomic_store_explicit(&comm->busy, false, memory_order_release);
     if (status != FSDPC_OK) {
         fsdpc_comm_break(comm, status, fsdpc_error_text());
     }
@@ -235,6 +250,7 @@ fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const 
     if (bytes == 0) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(start(comm, what));
     return finish(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
 }
 
@@ -248,6 +264,7 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
     if (piece_numel == 0) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(start(comm, what));
     return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
 }
 
@@ -276,9 +293,9 @@ fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int 
 {
     what = name_of(what, "all_gather");
     FSDPC_TRY(check_parts(comm, parts, count, what));
-    if (comm->ops->all_gather_parts) {
-        return count ? finish(comm, comm->ops->all_gather_parts(comm, parts, count, what))
-                     : FSDPC_OK;
+    if (comm->ops->all_gather_parts && count > 0) {
+        FSDPC_TRY(start(comm, what));
+        return finish(comm, comm->ops->all_gather_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
         size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
@@ -297,9 +314,9 @@ fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
         FSDPC_TRY(check_elements(comm, parts[i].buffer, parts[i].piece_numel, comm->world,
                                  parts[i].dtype, what));
     }
-    if (comm->ops->reduce_scatter_parts) {
-        return count ? finish(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what))
-                     : FSDPC_OK;
+    if (comm->ops->reduce_scatter_parts && count > 0) {
+        FSDPC_TRY(start(comm, what));
+        return finish(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
         FSDPC_TRY(fsdpc_comm_reduce_scatter(comm, parts[i].buffer, parts[i].piece_numel,
@@ -321,6 +338,7 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
     if (numel == 0) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(start(comm, what));
     return finish(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
 }
 
@@ -337,14 +355,17 @@ fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, con
     if (bytes == 0) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(start(comm, what));
     return finish(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
 }
 
 int
 fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
 {
+    what = name_of(what, "barrier");
     FSDPC_TRY(fsdpc_comm_check(comm));
-    return finish(comm, comm->ops->barrier(comm, name_of(what, "barrier")));
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->barrier(comm, what));
 }
 
 int
@@ -354,9 +375,11 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     if (!text) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
     }
+    FSDPC_TRY(start(comm, name_of(what, "agree")));
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
     /* To disagree is a result that all ranks have: the group is as sound as before. */
-    return status == FSDPC_E_MISMATCH ? status : finish(comm, status);
+    (void)finish(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
+    return status;
 }
 
 /* --- registered memory ---------------------------------------------------------------------- */

@@ -51,6 +51,7 @@ struct fsdpc_comm {
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
     int rank, world;
+    _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];

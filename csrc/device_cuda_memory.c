@@ -308,5 +308,6 @@ fsdpc_cuda_zero(void *context, void *dst, size_t bytes)
 int
 fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n)
 {
-    return set_bytes(context, dst, 0xFF, (size_t)n * fsdpc_dtype_bytes(type));
+    const uint8_t byte = type == FSDPC_BYTES ? 0x7F : 0xFF; /* see fsdpc_kernel_poison */
+    return set_bytes(context, dst, byte, (size_t)n * fsdpc_dtype_bytes(type));
 }

@@ -27,7 +27,7 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         fsdpc_unit *unit = plan->units[i];
         unit->id = i;
         /* An exchange before this one may have ended in the middle of a pass. */
-        unit->refs = 0;
+        unit->refs = unit->floor = 0;
         unit->begun = unit->ready = false;
         unit->posted = unit->consumed = 0;
         x->units[i] = unit;
@@ -137,6 +137,20 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
         return; /* it only marks a pass */
     }
     fsdpc_trace_add(x->trace, op, x->phase, x->step, unit ? x->trace_ids[unit->id] : -1, bytes);
+}
+
+/* Peers may still read the slot, so the pattern goes into private memory behind this rank's range:
+ * what this rank reads too late is found whatever the peers do. */
+int
+fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_arena_veil(&unit->range));
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        FSDPC_TRY(fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
+                                      seg->compute, seg->piece_numel * x->world));
+    }
+    return FSDPC_OK;
 }
 
 int
@@ -273,8 +287,11 @@ fsdpc_exchange_drop(fsdpc_exchange *x)
 {
     int status = FSDPC_OK;
     for (int i = 0; i < x->unit_count; i++) {
-        if (x->units[i]->refs > 0 || x->units[i]->begun) {
-            FSDPC_KEEP(let_go(x, x->units[i]));
+        fsdpc_unit *unit = x->units[i];
+        if (unit->floor > 0 && unit->refs >= unit->floor) {
+            unit->refs = unit->floor;
+        } else if (unit->refs > 0 || unit->begun) {
+            FSDPC_KEEP(let_go(x, unit));
         }
     }
     return status;
@@ -357,4 +374,24 @@ const char *
 fsdpc_exchange_kind(const fsdpc_exchange *x)
 {
     return x->ops->kind;
+}
+
+int
+fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
+{
+    return x->ops->announce && x->world > 1 ? x->ops->announce(x, unit ? unit->id : -1, param)
+                                            : FSDPC_OK;
+}
+
+int
+fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other)
+{
+    const bool known = unit >= 0 && unit < x->unit_count && param >= 0 &&
+                       param < x->units[unit]->layout->param_count;
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "rank %d trains parameter %s of unit %s from now on, which was frozen before, "
+        "and rank %d does not: set requires_grad alike on every rank",
+        who, known ? x->units[unit]->layout->params[param].name : "(unknown)",
+        known ? x->units[unit]->name : "(unknown)", other);
 }

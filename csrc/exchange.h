@@ -35,7 +35,7 @@ typedef struct fsdpc_exchange_plan {
     const size_t *slot_bytes; /* per slot */
     int slot_count;
     int reduce_slots; /* packed gradients in flight per rank before waiting, >= 1 */
-    bool poison;      /* fill released slots with NaN */
+    bool poison;      /* reading the values of a released unit gives NaN */
     bool trust_order; /* on a wire: do not compare which unit each rank means */
     fsdpc_trace *trace;
 } fsdpc_exchange_plan;
@@ -72,7 +72,7 @@ bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, unit's `used`
  * bytes tell which parameters got a gradient on some rank. Every rank calls it. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
-/* After a failed or abandoned backward: drops references and prefetches. Local. */
+/* Drops prefetches and references, but for unit->floor of each unit's (see tree_impl.h). Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 
 /* Kind "stream": puts the ranks' `piece_bytes` of device memory side by side (rank r's is at r *
@@ -89,5 +89,10 @@ size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
+
+/* Between passes: this rank is about to give a parameter that was frozen so far memory for a gradient,
+ * for which all ranks must meet (unit NULL: one of another exchange). A rank that goes on instead ends
+ * with FSDPC_E_MISMATCH, and so does this one. Nothing is announced where ranks cannot tell. */
+int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
 
 #endif

@@ -17,6 +17,7 @@ struct fsdpc_exchange_i {
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
     int (*end)(fsdpc_exchange *x);
+    int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
                  const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
 };
@@ -55,8 +56,14 @@ extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
 /* Whether gradients (of this unit, NULL: of any) go through a reduce slot: one rank's do not, but to host
  * memory, so that the caller's stream does not wait for the bus. */
 bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* FSDPC_E_MISMATCH: rank `who` trains a parameter from now on (unit -1: of another exchange) and rank
+ * `other` does not. */
+int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
                          uint64_t bytes);
+/* Under poison, in host memory: this rank reads NaN through the unit's range until the range is
+ * unveiled (arena.h). */
+int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */
 int fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
                         int64_t n);

@@ -178,20 +178,24 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
     struct fsdpc_shared_wait wait;
     fsdpc_shared_wait_begin(x, &wait, "reduce", unit);
     for (;;) {
-        uint32_t seen = atomic_load(x->shared->turn);
+        enum fsdpc_shm_way way = FSDPC_WAY_NONE;
+        fsdpc_shared_look(x, &wait);
         FSDPC_GOTO(progress(x), done);
         if (previous_post_is_done(x, unit)) {
+            way = FSDPC_WAY_PRIVATE;
             *slot = free_base_slot(x);
-            if (*slot < 0 && fsdpc_shared_stuck(x, seen)) {
+            if (*slot >= 0) {
+                fsdpc_shared_wait_was_worth(x, &wait);
+                goto done;
+            }
+            if (fsdpc_shared_must_act(x, &wait, way)) {
                 *slot = x->reduce_slots + unit->id;
                 x->shared->over_used[unit->id] = true;
-            }
-            if (*slot >= 0) {
                 goto done;
             }
         }
         FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
-        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, way), done);
     }
 done:
     fsdpc_shared_wait_end(x, &wait, unit);
@@ -255,7 +259,9 @@ discard_overflow(fsdpc_exchange *x)
         s->over_used[u] = false;
         uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
         size_t bytes = fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
-        FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
+        if (bytes > 0) { /* a unit whose parameters have no elements */
+            FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
+        }
     }
     return FSDPC_OK;
 }
@@ -287,6 +293,18 @@ name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
                                      : status;
 }
 
+/* Who has left in good order does not come any more. */
+static int
+check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (fsdpc_shm_left(x->shm, r) && atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return fsdpc_shm_left_error(x->shm, r, what);
+        }
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_shared_end(fsdpc_exchange *x)
 {
@@ -300,13 +318,14 @@ fsdpc_shared_end(fsdpc_exchange *x)
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
     for (;;) {
-        uint32_t seen = atomic_load(x->shared->turn);
+        fsdpc_shared_look(x, &wait);
         bool last_look = all_ended(x);
         FSDPC_GOTO(progress(x), done);
         if (last_look) {
             break;
         }
-        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+        FSDPC_GOTO(check_missing_left(x, &wait.what), done);
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, FSDPC_WAY_NONE), done);
     }
     forget_rounds(x);
     FSDPC_GOTO(discard_overflow(x), done);

@@ -12,6 +12,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
 {
     fsdpc_wait what = {.op = "begin of a forward", .unit = ""};
     FSDPC_TRY(fsdpc_shm_check(x->shm, &what));
+    atomic_store(&x->shared->ranks[x->rank].thaws, 0);
     atomic_store(&x->shared->ranks[x->rank].ready, tag);
     fsdpc_shared_notify(x);
     return FSDPC_OK;
@@ -40,11 +41,11 @@ leave(fsdpc_exchange *x)
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of forward", NULL);
     for (;;) {
-        uint32_t seen = atomic_load(x->shared->turn);
-        if (all_left(x) || fsdpc_shared_stuck(x, seen)) {
+        fsdpc_shared_look(x, &wait);
+        if (all_left(x) || fsdpc_shared_must_act(x, &wait, FSDPC_WAY_LEAVE)) {
             break;
         }
-        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, FSDPC_WAY_LEAVE), done);
     }
 done:
     fsdpc_shared_wait_end(x, &wait, NULL);
@@ -92,17 +93,21 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->ctl_bytes, true, &s->ctl_offset));
     FSDPC_TRY(fsdpc_shm_map(x->shm, s->ctl_offset, s->ctl_bytes, NULL, &map));
     s->ctl = map;
-    s->turn = (_Atomic uint32_t *)s->ctl;
-    s->sleepers = s->turn + 1;
-    s->closed = s->turn + 2;
+    s->closed = (_Atomic uint32_t *)s->ctl;
     s->ranks = (struct fsdpc_rank_ctl *)(s->ctl + 64);
     s->slots = s->ctl + slots_at;
     s->posts = s->ctl + posts_at;
     s->acks = (_Atomic uint32_t *)(s->ctl + acks_at);
+    fsdpc_shared_wait_open(x);
     FSDPC_TRY(fsdpc_shared_reduce_open(x));
     if (x->rank == 0) {
         for (int i = 0; i < plan->slot_count; i++) {
             fsdpc_shared_slot_clear(x, i);
+        }
+    }
+    for (int u = 0; x->poison && u < x->unit_count; u++) {
+        if (!x->units[u]->direct) {
+            FSDPC_TRY(fsdpc_exchange_veil(x, x->units[u]));
         }
     }
     fsdpc_wait what = {.op = "set-up of the gather slots", .unit = ""};
@@ -142,4 +147,5 @@ const struct fsdpc_exchange_i fsdpc_exchange_shared = {
     .release = fsdpc_shared_release,
     .reduce = fsdpc_shared_reduce,
     .end = fsdpc_shared_end,
+    .announce = fsdpc_shared_announce,
 };

@@ -14,7 +14,8 @@
  * [Note: tags] A rank publishes its tag when it begins a root forward: its optimizer is done then.
  * If the owner of a piece is itself stuck waiting (ranks run different numbers of forwards), its
  * masters cannot change before this rank has come along, so an older tag of the same count of
- * backwards is as good.
+ * backwards is as good. That is so only if nobody can go on with private memory: the owner may be
+ * behind, and wait for a slot ([Note: turns] in shm_turn.c).
  */
 #include <sched.h>
 
@@ -154,21 +155,33 @@ fill_piece(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, int
 
 /* See [Note: tags]. */
 static bool
-masters_final(fsdpc_exchange *x, int r, bool stuck)
+masters_final(fsdpc_exchange *x, int r, bool older)
 {
     uint64_t ready = atomic_load(&x->shared->ranks[r].ready);
-    return ready >= x->tag || (stuck && ready >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS);
+    return ready >= x->tag || (older && ready >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS);
 }
 
 static bool
-all_final(fsdpc_exchange *x, bool stuck)
+all_final(fsdpc_exchange *x, bool older)
 {
     for (int r = 0; r < x->world; r++) {
-        if (r != x->rank && !masters_final(x, r, stuck)) {
+        if (r != x->rank && !masters_final(x, r, older)) {
             return false;
         }
     }
     return true;
+}
+
+/* Waits; but not for the masters of a rank that has left in good order. */
+static int
+wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
+{
+    for (int r = 0; way == FSDPC_WAY_NONE && r < x->world; r++) {
+        if (!masters_final(x, r, true) && fsdpc_shm_left(x->shm, r)) {
+            return fsdpc_shm_left_error(x->shm, r, &wait->what);
+        }
+    }
+    return fsdpc_shared_wait_step(x, wait, way);
 }
 
 /* --- taking hold ----------------------------------------------------------------------------- */
@@ -228,22 +241,28 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
     }
     for (;;) {
-        uint32_t seen = atomic_load(x->shared->turn);
+        fsdpc_shared_look(x, &wait);
         bool final = all_final(x, false);
-        bool stuck = !final && fsdpc_shared_stuck(x, seen);
-        final = final || all_final(x, stuck);
+        enum fsdpc_shm_way way = final                ? FSDPC_WAY_PRIVATE
+                                 : all_final(x, true) ? FSDPC_WAY_OLDER
+                                                      : FSDPC_WAY_NONE;
+        bool act = may_wait && fsdpc_shared_must_act(x, &wait, way);
         FSDPC_GOTO(lock_slot(x, slot, &wait.what), done);
-        enum hold hold = hold_locked(x, unit, slot, chunks, final);
+        enum hold hold = hold_locked(x, unit, slot, chunks, final || act);
         unlock_slot(slot);
+        if (hold == CLAIMED && !final) {
+            fsdpc_shared_notify(x); /* Others may join now that may not claim. */
+        }
         if (hold != BUSY) {
+            fsdpc_shared_wait_was_worth(x, &wait);
             goto done;
         }
-        if (!may_wait || slot_held(x, slot)[x->rank] || (final && fsdpc_shared_stuck(x, seen))) {
+        if (!may_wait || slot_held(x, slot)[x->rank] || act) {
             *busy = true;
             goto done;
         }
         FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
-        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+        FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
     }
 done:
     fsdpc_shared_wait_end(x, &wait, unit);
@@ -251,6 +270,19 @@ done:
 }
 
 /* --- gather ---------------------------------------------------------------------------------- */
+
+/* Whether an older tag would let this rank fill what nobody has claimed. */
+static bool
+older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&slot_next(slot)[r]) < chunks && !masters_final(x, r, false) &&
+            masters_final(x, r, true)) {
+            return true;
+        }
+    }
+    return false;
+}
 
 /* Fills what can be filled; with `all` other ranks' pieces too, until everything is in place. */
 static int
@@ -262,16 +294,17 @@ complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool 
     fsdpc_shared_wait_begin(x, &wait, "gather", unit);
     FSDPC_GOTO(fill_piece(x, unit, slot, x->rank, chunks), done);
     while (all && atomic_load(&slot->done) < slot->total) {
-        uint32_t seen = atomic_load(x->shared->turn);
-        bool stuck = fsdpc_shared_stuck(x, seen);
+        fsdpc_shared_look(x, &wait);
+        enum fsdpc_shm_way way = older_helps(x, slot, chunks) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
+        bool act = fsdpc_shared_must_act(x, &wait, way);
         for (int k = 1; k < x->world; k++) {
             int r = (x->rank + k) % x->world;
-            if (masters_final(x, r, stuck)) {
+            if (masters_final(x, r, act)) {
                 FSDPC_GOTO(fill_piece(x, unit, slot, r, chunks), done);
             }
         }
-        if (atomic_load(&slot->done) < slot->total) {
-            FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+        if (!act && atomic_load(&slot->done) < slot->total) {
+            FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
         }
     }
 done:
@@ -292,11 +325,12 @@ gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
     for (int k = 0; k < x->world; k++) {
         int r = (x->rank + k) % x->world;
         while (r != x->rank) {
-            uint32_t seen = atomic_load(x->shared->turn);
-            if (masters_final(x, r, fsdpc_shared_stuck(x, seen))) {
+            fsdpc_shared_look(x, &wait);
+            enum fsdpc_shm_way way = masters_final(x, r, true) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
+            if (masters_final(x, r, false) || fsdpc_shared_must_act(x, &wait, way)) {
                 break;
             }
-            FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, seen), done);
+            FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
         }
         for (uint32_t chunk = 0; chunk < chunks; chunk++) {
             FSDPC_GOTO(fill_chunk(x, unit, r, chunk), done);
@@ -321,6 +355,7 @@ fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
             return may_wait ? gather_spare(x, unit) : FSDPC_OK;
         }
         unit->begun = true;
+        FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
     }
     if (!unit->ready && !unit->range.spare) {
         FSDPC_TRY(complete(x, unit, slot, may_wait));
@@ -331,32 +366,22 @@ fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
 
 /* --- release --------------------------------------------------------------------------------- */
 
-static void
-poison_slot(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot)
-{
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
-        fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
-                            seg->compute, seg->piece_numel * x->world);
-    }
-    slot->unit = -1;
-}
-
 int
 fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     unit->begun = unit->ready = false;
     if (unit->range.spare) {
-        return fsdpc_arena_restore(x->arena, &unit->range);
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
+        return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
+    }
+    if (x->poison) {
+        FSDPC_TRY(fsdpc_exchange_veil(x, unit));
     }
     struct fsdpc_slot_ctl *slot = slot_ctl(x, unit->slot);
     fsdpc_wait what = {.op = "release", .unit = unit->name};
     FSDPC_TRY(lock_slot(x, slot, &what));
     slot_held(x, slot)[x->rank] = 0;
     bool last = --slot->holders == 0;
-    if (last && x->poison) {
-        poison_slot(x, unit, slot);
-    }
     unlock_slot(slot);
     if (last) {
         fsdpc_shared_notify(x);

@@ -7,13 +7,14 @@
 #include "exchange_impl.h"
 
 struct fsdpc_rank_ctl {
-    _Atomic uint64_t ready;   /* tag for which this rank's masters are final */
-    _Atomic uint64_t first;   /* synchronised backwards of which no unit's first post is to come */
-    _Atomic uint64_t ended;   /* synchronised backwards whose gradients are all posted */
-    _Atomic uint32_t waiting; /* 1 while this rank waits for others */
-    _Atomic uint32_t seen;    /* the `turn` at which it last found that it cannot go on */
-    _Atomic uint64_t left;    /* tag of its last forward that no backward follows */
-    char pad[64 - 40];
+    _Atomic uint64_t ready; /* tag for which this rank's masters are final */
+    _Atomic uint64_t first; /* synchronised backwards of which no unit's first post is to come */
+    _Atomic uint64_t ended; /* synchronised backwards whose gradients are all posted */
+    _Atomic uint64_t left;  /* tag of its last forward that no backward follows */
+    /* 1 + tag of the last pass before this rank gives parameters gradients, or 0; and one of these:
+     * unit << 32 | parameter, UINT64_MAX if unknown. */
+    _Atomic uint64_t thaws, thawed;
+    char pad[64 - 48];
 };
 
 struct fsdpc_slot_ctl {
@@ -37,9 +38,7 @@ struct fsdpc_post_ctl {
 struct fsdpc_shared {
     char *ctl; /* the mapped control area */
     size_t ctl_bytes;
-    _Atomic uint32_t *turn;     /* grows whenever something changed that others may wait for */
-    _Atomic uint32_t *sleepers; /* ranks asleep on turn */
-    _Atomic uint32_t *closed;   /* ranks that have closed the exchange */
+    _Atomic uint32_t *closed; /* ranks that have closed the exchange */
     struct fsdpc_rank_ctl *ranks;
     char *slots;
     size_t slot_stride;
@@ -54,31 +53,41 @@ struct fsdpc_shared {
     int next_base;
     int *slot_user; /* unit in each of this rank's reduce slots, -1 */
     bool *over_used;
+    int64_t patience_ns; /* of a wait for memory */
 };
 
 /* --- exchange_shared_wait.c ------------------------------------------------------------------ */
 
 /* Wakes whoever waits for a change. */
 void fsdpc_shared_notify(fsdpc_exchange *x);
-/* A wait: begin once, step each time nothing could be done, end. */
+/* A wait: begin once; look, examine, and step if nothing could be done, again and again; end. */
 struct fsdpc_shared_wait {
     fsdpc_wait what;
+    fsdpc_shm_view view;
     int64_t start_ns, deadline_ns;
+    int64_t quiet_ns,
+        used_ns; /* since when others may have done nothing; what they had used then */
     bool waiting;
 };
+void fsdpc_shared_wait_open(fsdpc_exchange *x);
 void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
                              const fsdpc_unit *unit);
-/* Sleeps until `turn` moves on from `seen`, at most a few ms; errors as fsdpc_shm_wait_word. */
-int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, uint32_t seen);
+void fsdpc_shared_look(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
+/* True when this rank is to take its way out: nobody else can end this wait, or (WAY_PRIVATE) it has
+ * lasted too long for that to be likely. */
+bool fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                           enum fsdpc_shm_way way);
+/* Sleeps until something has changed since the look, at most a few ms; `way`: what this rank does
+ * when it must act. Errors as fsdpc_shm_wait_word. */
+int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                           enum fsdpc_shm_way way);
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            const fsdpc_unit *unit);
+/* A wait for memory, not yet ended, has got what it was for. */
+void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
 /* The deadline has passed: the ranks that are not waiting themselves are the late ones. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
-/* True when every other rank waits and has found, at the same `turn` as this one (`seen`), that it
- * cannot go on, or is in a barrier that this rank has yet to enter: nothing will change unless
- * someone uses private memory. Every change that a wait may be for moves `turn` on, so this is
- * exact, whatever the scheduler does. */
-bool fsdpc_shared_stuck(const fsdpc_exchange *x, uint32_t seen);
+int fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param);
 
 /* --- exchange_shared_gather.c ---------------------------------------------------------------- */
 

@@ -39,6 +39,49 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
+/* A turn is 2 * unit, or one more for its reduction. Below zero: a parameter gets memory for a
+ * gradient, whose number and unit are in it. */
+enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
+
+static int32_t
+thaw_turn(int unit, int param)
+{
+    bool fits = unit >= 0 && param < THAW_PARAMS && unit < INT32_MAX / THAW_PARAMS - 1;
+    return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
+}
+
+/* Of two ranks' turns one at least is a thaw, and the other is none. */
+static int
+thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
+{
+    const int32_t which = own < 0 ? own : other;
+    const int number = THAWS - which, who = own < 0 ? x->rank : rank;
+    return fsdpc_exchange_thaw_error(x, which == THAWS_UNKNOWN ? -1 : number / THAW_PARAMS,
+                                     number % THAW_PARAMS, who, own < 0 ? rank : x->rank);
+}
+
+static int
+announce(fsdpc_exchange *x, int unit, int param)
+{
+    int status = FSDPC_OK;
+    const int32_t own = thaw_turn(unit, param);
+    if (x->trust_order) {
+        return FSDPC_OK;
+    }
+    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
+    if (!turns) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
+    }
+    turns[x->rank] = own;
+    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, "unfreezing"), done);
+    for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
+        status = turns[r] >= 0 ? thaw_mismatch(x, own, r, turns[r]) : FSDPC_OK;
+    }
+done:
+    fsdpc_mem_free(turns);
+    return status;
+}
+
 /* All ranks must be about to do the same with the same unit. */
 static int
 compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char *what)
@@ -58,6 +101,10 @@ compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char
     FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
     for (int r = 0; r < x->world; r++) {
         int other = turns[r] / 2;
+        if (turns[r] < 0) {
+            status = thaw_mismatch(x, own, r, turns[r]);
+            break;
+        }
         if (turns[r] == own || other < 0 || other >= x->unit_count) {
             continue;
         }
@@ -107,6 +154,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
     if (!wait || unit->ready) {
         return FSDPC_OK;
     }
+    FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
     if (slot_is_in_use(x, unit)) {
         FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
@@ -126,18 +174,9 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     unit->begun = unit->ready = false;
     if (unit->range.spare) {
-        return fsdpc_arena_restore(x->arena, &unit->range);
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
     }
-    if (x->poison) {
-        for (int s = 0; s < unit->layout->segment_count; s++) {
-            const fsdpc_segment *seg = &unit->layout->segments[s];
-            FSDPC_TRY(fsdpc_device_poison(unit->device,
-                                          (char *)unit->range.address + seg->full_offset,
-                                          seg->compute, seg->piece_numel * x->world));
-        }
-        x->slot_unit[unit->slot] = -1;
-    }
-    return FSDPC_OK;
+    return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
 }
 
 /* This rank's pieces of the reduced buffer are added to the shard gradient. */
@@ -277,4 +316,5 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .release = release,
     .reduce = reduce,
     .end = end,
+    .announce = announce,
 };

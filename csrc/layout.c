@@ -2,7 +2,7 @@
  *
  * Three passes: sort the parameters into segments and place them there, cut the segments, lay the
  * segments into the buffers. All item sizes are powers of two, so an offset that is aligned for
- * the narrowest type of a segment is aligned for all of them.
+ * the narrowest type is aligned for all of them.
  *
  * Nothing can wrap: a unit holds at most 2^52 elements of at most 8 bytes, alignments are at most
  * 2^21 bytes, and there are fewer than 2^9 kinds of segments and 2^31 ranks and parameters.
@@ -17,23 +17,14 @@
 static const int64_t MAX_UNIT_NUMEL = INT64_C(1) << 52;
 static const size_t MIN_ALIGN = 16, MAX_ALIGN = 1 << 21;
 
-static size_t
-min_size(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-/* The smallest step in elements that is a multiple of align_bytes in every dtype involved. */
+/* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype there is
+ * for such values, and so in every one. The compute and reduce dtypes do not matter: one unit is
+ * cut alike in every precision, so that what is saved of its flat parameters fits all of them. */
 static int64_t
 align_items(const fsdpc_segment *segment, size_t align_bytes)
 {
-    size_t narrowest =
-        min_size(fsdpc_dtype_bytes(segment->storage), fsdpc_dtype_bytes(segment->compute));
-    if (segment->trainable) {
-        narrowest = min_size(narrowest, fsdpc_dtype_bytes(segment->reduce));
-        narrowest = min_size(narrowest, fsdpc_dtype_bytes(segment->accumulate));
-    }
-    return (int64_t)(align_bytes / narrowest);
+    fsdpc_dtype narrowest = segment->storage == FSDPC_BYTES ? FSDPC_BYTES : FSDPC_BF16;
+    return (int64_t)(align_bytes / fsdpc_dtype_bytes(narrowest));
 }
 
 static int64_t
@@ -134,7 +125,6 @@ place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64
     place->offset = round_up(segment->numel, align_items(segment, layout->align_bytes));
     place->numel = spec->numel;
     segment->numel = place->offset + place->numel;
-    place->trainable_index = spec->trainable ? layout->trainable_count++ : -1;
     place->name = fsdpc_mem_strdup(spec->name);
     if (!place->name) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of parameter '%s'", spec->name);
@@ -152,13 +142,31 @@ cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
     size_t piece = (size_t)segment->piece_numel, all = piece * (size_t)layout->world;
     segment->full_offset = layout->full_bytes;
     segment->shard_offset = layout->shard_bytes;
-    segment->grad_offset = layout->grad_bytes;
-    segment->reduce_offset = layout->reduce_bytes;
     layout->full_bytes += all * fsdpc_dtype_bytes(segment->compute);
     layout->shard_bytes += piece * fsdpc_dtype_bytes(segment->storage);
-    if (segment->trainable) {
-        layout->grad_bytes += piece * fsdpc_dtype_bytes(segment->accumulate);
-        layout->reduce_bytes += all * fsdpc_dtype_bytes(segment->reduce);
+}
+
+/* What depends on which segments are trainable: the gradient buffers, the numbers of trainable
+ * parameters. */
+static void
+lay_gradients(fsdpc_layout *layout)
+{
+    layout->grad_bytes = layout->reduce_bytes = 0;
+    for (int i = 0; i < layout->segment_count; i++) {
+        fsdpc_segment *segment = &layout->segments[i];
+        size_t piece = (size_t)segment->piece_numel, all = piece * (size_t)layout->world;
+        segment->grad_offset = layout->grad_bytes;
+        segment->reduce_offset = layout->reduce_bytes;
+        if (segment->trainable) {
+            layout->grad_bytes += piece * fsdpc_dtype_bytes(segment->accumulate);
+            layout->reduce_bytes += all * fsdpc_dtype_bytes(segment->reduce);
+        }
+    }
+    layout->trainable_count = 0;
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_param_place *place = &layout->params[i];
+        bool trainable = layout->segments[place->segment].trainable;
+        place->trainable_index = trainable ? layout->trainable_count++ : -1;
     }
 }
 
@@ -212,12 +220,23 @@ fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world, si
     for (int i = 0; i < layout->segment_count; i++) {
         cut_segment(layout, &layout->segments[i]);
     }
+    lay_gradients(layout);
     layout->padding_bytes = count_padding(layout);
     *out = layout;
     return FSDPC_OK;
 fail:
     fsdpc_layout_free(layout);
     return status;
+}
+
+void
+fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable)
+{
+    for (int i = 0; i < layout->segment_count; i++) {
+        assert(!trainable[i] || layout->segments[i].storage != FSDPC_BYTES);
+        layout->segments[i].trainable = trainable[i] != 0;
+    }
+    lay_gradients(layout);
 }
 
 void

@@ -2,8 +2,10 @@
  *
  * The parameters of a unit are grouped into segments of equal (storage, compute, reduce dtype,
  * trainable). Inside a segment they lie end to end in the order given, each starting at an
- * `align_bytes` boundary of every dtype involved. A segment is cut into `world` equal pieces;
- * piece r belongs to rank r. A cut may go through a parameter.
+ * `align_bytes` boundary of every dtype that a parameter may have. A segment is cut into `world`
+ * equal pieces; piece r belongs to rank r. A cut may go through a parameter. Where the cuts are
+ * depends on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
+ * segment may become trainable later; everything but the gradient buffers stays then.
  *
  *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
  *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
@@ -39,13 +41,13 @@ typedef struct fsdpc_param_place {
 typedef struct fsdpc_segment {
     fsdpc_dtype storage, compute, reduce;
     fsdpc_dtype accumulate; /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
-    bool trainable;
-    int64_t numel;        /* up to the end of the last parameter */
-    int64_t piece_numel;  /* per rank; world * piece_numel >= numel */
-    size_t full_offset;   /* bytes, in the gathered buffer (compute dtype) */
-    size_t shard_offset;  /* bytes, in each rank's shard (storage dtype) */
-    size_t grad_offset;   /* bytes, in each rank's shard gradient (accumulate dtype) */
-    size_t reduce_offset; /* bytes, in each rank's reduce buffer (reduce dtype) */
+    bool trainable;         /* has room in gradient buffers */
+    int64_t numel;          /* up to the end of the last parameter */
+    int64_t piece_numel;    /* per rank; world * piece_numel >= numel */
+    size_t full_offset;     /* bytes, in the gathered buffer (compute dtype) */
+    size_t shard_offset;    /* bytes, in each rank's shard (storage dtype) */
+    size_t grad_offset;     /* bytes, in each rank's shard gradient (accumulate dtype) */
+    size_t reduce_offset;   /* bytes, in each rank's reduce buffer (reduce dtype) */
 } fsdpc_segment;
 
 typedef struct fsdpc_layout {
@@ -75,6 +77,9 @@ typedef struct fsdpc_span {
  * 0) is a layout of zero bytes. */
 int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
                        size_t align_bytes, fsdpc_layout **out);
+/* Another choice of trainable segments, one byte each: places and cuts stay as they are, offsets in
+ * gradient buffers and trainable_index move. FSDPC_BYTES stays frozen (checked by assert only). */
+void fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable);
 /* NULL is allowed. */
 void fsdpc_layout_free(fsdpc_layout *layout);
 

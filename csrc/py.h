@@ -71,6 +71,10 @@ PyObject *fsdpc_py_raise(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
+/* Calls a callable without arguments, which the call may take out of its place. 0 or -1. */
+int fsdpc_py_call(PyObject *callable);
+/* +1 before Python code that runs in the middle of a core call, -1 after (py_gate.c). */
+void fsdpc_py_core_calls_python(int more);
 /* For waits, without the GIL: runs Python's signal handlers (on the main thread, elsewhere it does
  * nothing). Non-zero if one raised; that stays set and is found by fsdpc_py_raise. */
 int fsdpc_py_check_signals(void);

@@ -74,6 +74,7 @@ fsdpc_py_callback_enter(fsdpc_py_entered *self)
         return fsdpc_error(FSDPC_E_STATE, "the interpreter is shutting down");
     }
     self->gil = PyGILState_Ensure();
+    fsdpc_py_core_calls_python(1);
     PyErr_Fetch(&self->type, &self->value, &self->trace);
     return FSDPC_OK;
 }
@@ -84,6 +85,7 @@ fsdpc_py_callback_leave(fsdpc_py_entered *self, int status)
     if (self->type != NULL) {
         PyErr_Restore(self->type, self->value, self->trace);
     }
+    fsdpc_py_core_calls_python(-1);
     PyGILState_Release(self->gil);
     return status;
 }

@@ -108,9 +108,29 @@ dtype_of_format(const char *format)
     return strcmp(format, "e") == 0 ? FSDPC_F16 : FSDPC_BYTES;
 }
 
+/* A format with Python objects: addresses, which must be neither sent nor overwritten. Names of fields
+ * stand between colons. */
+static bool
+holds_objects(const char *format)
+{
+    bool name = false;
+    for (; format != NULL && *format; format++) {
+        name = *format == ':' ? !name : name;
+        if (*format == 'O' && !name) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static int
 view_from_buffer(const Py_buffer *buffer, fsdpc_py_view *out)
 {
+    if (holds_objects(buffer->format) || buffer->suboffsets != NULL) {
+        PyErr_SetString(PyExc_BufferError,
+                        "the array holds Python objects or pointers, not values");
+        return -1;
+    }
     if (buffer->ndim > FSDPC_PY_MAX_DIMS) {
         PyErr_Format(PyExc_BufferError, "the array has %d dimensions; %d are supported",
                      buffer->ndim, FSDPC_PY_MAX_DIMS);

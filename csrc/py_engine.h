@@ -8,6 +8,12 @@
 #include "py.h"
 #include "tree.h"
 
+/* Who is inside; see py_gate.c. */
+typedef struct fsdpc_py_gate {
+    unsigned long thread;
+    int depth; /* how often that thread has come in */
+} fsdpc_py_gate;
+
 /* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
  * `sharded`. */
 typedef struct fsdpc_py_site {
@@ -19,11 +25,13 @@ typedef struct fsdpc_py_seen {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
     PyObject *alias;        /* a second tensor over it: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
-    long version; /* of `grad` when the last backward ended, if it waits */
-    bool waits;   /* `grad` stands for gradients of no_sync */
+    long param_version; /* of `param`, as last seen */
+    long version;       /* of `grad` when the last backward ended, if it waits */
+    bool waits;         /* `grad` stands for gradients of no_sync */
     int *covers;
     int cover_count;
     bool requires_grad; /* as last seen */
+    bool holds_nothing; /* other ranks hold its elements */
     bool cleared;       /* had no gradient when this backward came to it */
 } fsdpc_py_seen;
 
@@ -34,6 +42,8 @@ typedef struct fsdpc_py_flat {
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
     bool own_tree;                         /* made by gather() on a unit that stands alone */
     int id;
+    fsdpc_py_gate gate;
+    bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
     PyObject *on_changed; /* takes parameters over that the user changed */
     PyObject *comm_hook;  /* sums the gradients over the ranks in the engine's place, or NULL */
@@ -47,6 +57,12 @@ typedef struct fsdpc_py_flat {
     fsdpc_py_view *views;
     PyObject **held;
     int installed; /* how many users want the gathered tensors in the modules */
+    /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
+    bool by_gather;
+    /* See [Note: versions] in py_versions.c. */
+    PyObject *versions; /* (a tensor that shares the gathered ones' counter,) */
+    bool marked;        /* as gathered */
+    long gathered_version, released_version;
     bool hold_installed;
     bool shown; /* whole values of the user's own are in the modules: they stay */
     bool sync;  /* false inside no_sync */
@@ -55,7 +71,12 @@ typedef struct fsdpc_py_flat {
     int *watched;
     int watched_count;
     bool watch_all;
+    uint8_t *hooked;            /* per parameter: its gathered tensor has one */
+    struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
     /* Of the backward in progress. */
+    int open_calls; /* forwards that it has reached the outputs of and not all watched inputs */
+    bool unseen;    /* or whose inputs are not watched */
+    bool complete;  /* all gradients are there, the hold goes at the end of backward */
     bool collected; /* `grads` and `held` are filled */
     bool entered;   /* was gathered for this backward */
     uint8_t *arrived;
@@ -69,15 +90,24 @@ typedef struct fsdpc_py_tree {
     fsdpc_tree *tree;
     fsdpc_py_flat **units; /* strong */
     int count;
+    fsdpc_py_gate gate;
+    bool closes;    /* as soon as it is not in use */
+    bool late_work; /* it or a unit of it waits for that */
+    bool thaws;     /* on_thaw runs, and may take the units away */
     int forward_depth;
-    bool recompute;  /* the outermost forward in progress runs inside a backward */
-    bool outer_grad; /* and began with gradients enabled */
+    bool recompute;        /* the outermost forward in progress runs inside a backward */
+    bool twice;            /* the backward in progress makes a graph for a second one */
+    PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
+    uint64_t backward;     /* number of that backward */
+    bool outer_grad;       /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyObject *listeners; /* calls the hooks of a list of parameters */
+    PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_interop.py */
     PyTypeObject *tensor_type, *param_type;
-    PyObject *end_hook;
+    PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */
-    PyObject *inputs;     /* borrowed while outputs are walked: what the forward was given */
+    /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */
+    PyObject *inputs, *input_hook;
 } fsdpc_py_tree;
 
 /* Strings made once. */
@@ -87,6 +117,32 @@ typedef struct fsdpc_py_names {
         *backward_optimizers;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
+
+/* --- py_gate.c ------------------------------------------------------------------------------- */
+
+/* What a thread is inside of: references to both, either may be NULL. */
+typedef struct fsdpc_py_use {
+    fsdpc_py_flat *flat;
+    fsdpc_py_tree *tree;
+} fsdpc_py_use;
+
+/* Before anything that reaches the core: waits, with a deadline, until no other thread is inside the
+ * unit (and its tree), or the tree. StateError. What was begun is to be ended. */
+int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
+int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
+/* Does what was put off while the unit or tree was in use. Keeps the exception that is set. */
+void fsdpc_py_end_use(fsdpc_py_use *use);
+/* The same for the unit alone, without waiting, and without a reference. */
+int fsdpc_py_try_flat(fsdpc_py_flat *flat);
+void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
+/* True if some thread, perhaps this one, is inside. */
+bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
+bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
+
+/* --- py_tree.c ------------------------------------------------------------------------------- */
+
+/* Lets the units go and frees what the tree has; it is not in use. */
+void fsdpc_py_tree_close_now(fsdpc_py_tree *tree);
 
 /* py_clip.c */
 PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
@@ -171,13 +227,32 @@ void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 int fsdpc_py_install(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+
+/* --- py_flags.c ------------------------------------------------------------------------------ */
+
 /* Puts a gradient hook on every trainable gathered tensor from now on. */
 int fsdpc_py_watch_all(fsdpc_py_flat *flat);
-/* Carries requires_grad of the seen parameters over to the gathered ones. */
+/* Carries requires_grad of the seen parameters over to the gathered ones. 1: a parameter that has no
+ * memory for a gradient is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
+/* Only of those that have been frozen since. */
+int fsdpc_py_carry_frozen(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
+
+/* --- py_versions.c --------------------------------------------------------------------------- */
+
+/* After the unit may have been gathered or released: sites and versions follow. 0, or -1 with an
+ * exception: StateError when the gathered values were written to. */
+int fsdpc_py_mark(fsdpc_py_flat *flat);
+int fsdpc_py_mark_all(fsdpc_py_tree *tree);
+/* A pass or a backward begins: what was saved before the optimizer's last step is out of date. */
+int fsdpc_py_look_for_step(fsdpc_py_flat *flat);
 
 /* --- py_grads_seen.c ------------------------------------------------------------------------- */
 
+/* `grad` is the tensor over the gradient of `seen`, whose covers are known. */
+int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad);
 /* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
  * sets up accumulation accordingly. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
@@ -220,20 +295,23 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 /* A parameter has got a gradient: if the user wants to hear of it, it is added to *list (NULL: made
  * when needed; the caller's). */
 int fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list);
+/* 1, 0, or -1 with an exception. */
+int fsdpc_py_has_listeners(const fsdpc_py_seen *seen);
 /* Calls them; `list` may be NULL. */
 int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 
 /* --- py_walk.c ------------------------------------------------------------------------------- */
 
 typedef int (*fsdpc_py_visit)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
-/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses (depth 0 to
- * begin with); 1 if any call gave 1, 0 if none, -1 with an exception. */
-int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument,
-                  int depth);
+/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses, each container
+ * once; 1 if any call gave 1, 0 if none, -1 with an exception. */
+int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument);
 /* Visitors. Register the callable `argument` on the autograd node that made the tensor; for an
  * output also on the node below a view (see tree->inputs). 1 if there is one. */
 int fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
 int fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* `argument` is a fsdpc_py_flat: 1 if the tensor's memory is the unit's gathered range. */
+int fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
 
 /* --- py_hooks.c ------------------------------------------------------------------------------ */
 

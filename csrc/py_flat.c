@@ -86,10 +86,12 @@ make_unit(fsdpc_py_flat *self, fsdpc_unit_options options, PyObject *params)
     }
     self->full = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->full);
     self->arrived = fsdpc_mem_calloc((size_t)specs.count, 1);
+    self->hooked = fsdpc_mem_calloc((size_t)specs.count, 1);
     self->grads = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->grads);
     self->views = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->views);
     self->held = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->held);
-    if (!self->full || !self->arrived || !self->grads || !self->views || !self->held) {
+    if (!self->full || !self->arrived || !self->hooked || !self->grads || !self->views ||
+        !self->held) {
         PyErr_NoMemory();
         goto done;
     }
@@ -116,6 +118,7 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
+    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
     self->id = -1;
     self->sync = true;
     self->shard_comm = Py_NewRef(comm);
@@ -126,6 +129,7 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
         Py_DECREF(self);
         return NULL;
     }
+    PyObject_GC_Track(self);
     return (PyObject *)self;
 }
 
@@ -140,6 +144,8 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->after_backward);
     Py_VISIT(self->comm_hook);
     Py_VISIT(self->on_changed);
+    Py_VISIT(self->versions);
+    Py_VISIT((PyObject *)self->call);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
     for (int i = 0; self->full && i < count; i++) {
         Py_VISIT(self->full[i]);
@@ -165,6 +171,7 @@ flat_clear(fsdpc_py_flat *self)
     Py_CLEAR(self->after_backward);
     Py_CLEAR(self->comm_hook);
     Py_CLEAR(self->on_changed);
+    Py_CLEAR(self->call);
     Py_CLEAR(self->tree);
     return 0;
 }
@@ -177,6 +184,7 @@ flat_dealloc(fsdpc_py_flat *self)
     flat_clear(self);
     fsdpc_mem_free(self->full);
     fsdpc_mem_free(self->arrived);
+    fsdpc_mem_free(self->hooked);
     fsdpc_mem_free(self->grads);
     fsdpc_mem_free(self->views);
     fsdpc_mem_free(self->held);
@@ -196,7 +204,14 @@ static PyObject *
 flat_unbind(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
-    fsdpc_py_flat_unbind(self);
+    if (fsdpc_py_flat_in_use(self)) {
+        self->unbinds = true;
+        if (self->tree) {
+            self->tree->late_work = true;
+        }
+    } else {
+        fsdpc_py_flat_unbind(self);
+    }
     Py_RETURN_NONE;
 }
 
@@ -208,13 +223,25 @@ flat_layout(fsdpc_py_flat *self, PyObject *unused)
 }
 
 static PyObject *
-flat_forward_failed(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_forward_failed(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
     if (fsdpc_py_forward_failed(self) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
+}
+
+static int
+check_param(const fsdpc_py_flat *self, int param)
+{
+    int count = fsdpc_unit_layout(self->unit)->param_count;
+    if (param >= 0 && param < count) {
+        return 0;
+    }
+    PyErr_Format(PyExc_IndexError, "unit %s has %d parameters, there is no number %d",
+                 fsdpc_unit_name(self->unit), count, param);
+    return -1;
 }
 
 static PyObject *
@@ -229,6 +256,9 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     }
     for (int k = 0; k < 5; k++) {
         if (strcmp(kind, names[k]) == 0) {
+            if (k == FSDPC_HOOK_GRAD && check_param(self, param) < 0) {
+                return NULL;
+            }
             return fsdpc_py_hook_new((enum fsdpc_py_hook_kind)k, (PyObject *)self, param);
         }
     }
@@ -236,14 +266,51 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     return NULL;
 }
 
+/* What reaches the core goes through the unit's gate: name(self, ...) calls fsdpc_py_flat_name. */
+#define GUARDED(name, parameters, given)               \
+    static PyObject *guarded_##name parameters         \
+    {                                                  \
+        fsdpc_py_use use;                              \
+        if (fsdpc_py_use_flat(self, &use) < 0) {       \
+            return NULL;                               \
+        }                                              \
+        PyObject *result = fsdpc_py_flat_##name given; \
+        fsdpc_py_end_use(&use);                        \
+        return result;                                 \
+    }
+#define GUARDED_ONE(name) GUARDED(name, (fsdpc_py_flat * self, PyObject * one), (self, one))
+#define GUARDED_FAST(name)                                                                       \
+    GUARDED(name,                                                                                \
+            (fsdpc_py_flat * self, PyObject *const *args, Py_ssize_t count, PyObject *keywords), \
+            (self, args, count, keywords))
+
+/* clang-format off */
+GUARDED_ONE(gather)
+GUARDED_ONE(release)
+GUARDED_FAST(reduce)
+GUARDED_FAST(write)
+GUARDED_FAST(read)
+GUARDED_ONE(read_blocks)
+GUARDED_ONE(write_blocks)
+GUARDED_ONE(grad_norm)
+GUARDED_ONE(scale_grads)
+GUARDED_ONE(replace)
+GUARDED_ONE(grad_bits)
+GUARDED_ONE(pack_grads)
+GUARDED_ONE(take_sums)
+GUARDED_ONE(adopt)
+GUARDED_ONE(enter)
+GUARDED_ONE(leave)
+GUARDED_ONE(forward_failed)
+/* clang-format on */
+
 #define FAST(function) (PyCFunction)(void (*)(void)) function
 
 static PyMethodDef methods[] = {
-    {"gather", FAST(fsdpc_py_flat_gather), METH_NOARGS,
+    {"gather", FAST(guarded_gather), METH_NOARGS,
      "gather()\n--\n\nMakes all ranks' values readable in `full`; counted. Collective."},
-    {"release", FAST(fsdpc_py_flat_release), METH_NOARGS,
-     "release()\n--\n\nUndoes one gather(). Local."},
-    {"reduce", FAST(fsdpc_py_flat_reduce), METH_FASTCALL | METH_KEYWORDS,
+    {"release", FAST(guarded_release), METH_NOARGS, "release()\n--\n\nUndoes one gather(). Local."},
+    {"reduce", FAST(guarded_reduce), METH_FASTCALL | METH_KEYWORDS,
      "reduce(grads, add=False)\n--\n\nSums full gradients (one array or None per parameter) over "
      "ranks, divides, keeps this rank's piece in `grad`. Collective."},
     {"layout", FAST(flat_layout), METH_NOARGS, "layout()\n--\n\nThe placement of all parameters."},
@@ -258,44 +325,56 @@ static PyMethodDef methods[] = {
     {"full_param", FAST(fsdpc_py_flat_full_param), METH_FASTCALL,
      "full_param(i, shape)\n--\n\nDLPack capsule over the gathered parameter i: valid while the "
      "unit is gathered, at an address that never changes."},
-    {"write", FAST(fsdpc_py_flat_write), METH_FASTCALL | METH_KEYWORDS,
+    {"write", FAST(guarded_write), METH_FASTCALL | METH_KEYWORDS,
      "write(param, tensor, grad=False)\n--\n\nTakes this rank's part out of a full tensor. Local."},
-    {"read", FAST(fsdpc_py_flat_read), METH_FASTCALL | METH_KEYWORDS,
+    {"read", FAST(guarded_read), METH_FASTCALL | METH_KEYWORDS,
      "read(tensors, grad=False)\n--\n\nFills full tensors (None: skipped) from all ranks' parts. "
      "Collective."},
-    {"read_blocks", FAST(fsdpc_py_flat_read_blocks), METH_VARARGS,
+    {"read_blocks", FAST(guarded_read_blocks), METH_VARARGS,
      "read_blocks(blocks, tensors)\n--\n\nFills this rank's block of each parameter: elements "
      "[rank * blocks[i], (rank + 1) * blocks[i]) as far as there are; 0 and None: skipped. "
      "Collective."},
-    {"write_blocks", FAST(fsdpc_py_flat_write_blocks), METH_VARARGS,
+    {"write_blocks", FAST(guarded_write_blocks), METH_VARARGS,
      "write_blocks(blocks, tensors)\n--\n\nReplaces values by all ranks' blocks. Collective."},
-    {"grad_norm", FAST(fsdpc_py_flat_grad_norm), METH_VARARGS,
+    {"grad_norm", FAST(guarded_grad_norm), METH_VARARGS,
      "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
-    {"scale_grads", FAST(fsdpc_py_flat_scale_grads), METH_VARARGS,
+    {"scale_grads", FAST(guarded_scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
-    {"replace_param", FAST(fsdpc_py_flat_replace), METH_VARARGS,
+    {"replace_param", FAST(guarded_replace), METH_VARARGS,
      "replace_param(number, param)\n--\n\nAnother object stands for the number-th parameter of "
      "bind()'s `seen`."},
-    {"grad_bits", FAST(fsdpc_py_flat_grad_bits), METH_NOARGS,
+    {"grad_bits", FAST(guarded_grad_bits), METH_NOARGS,
      "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
-    {"pack_grads", FAST(fsdpc_py_flat_pack_grads), METH_O,
+    {"pack_grads", FAST(guarded_pack_grads), METH_O,
      "pack_grads(buffer)\n--\n\nWrites them into a buffer of layout()['reduce_bytes'] bytes, each "
      "segment in rank order, gaps and absent ones as zeros."},
-    {"take_sums", FAST(fsdpc_py_flat_take_sums), METH_VARARGS,
+    {"take_sums", FAST(guarded_take_sums), METH_VARARGS,
      "take_sums(pieces, used)\n--\n\nAdds this rank's pieces (one per trainable segment) of sums "
      "made elsewhere to the gradient; `used`: bytes as of grad_bits() over all ranks."},
     {"unbind", FAST(flat_unbind), METH_NOARGS,
      "unbind()\n--\n\nForgets the torch objects: torch's hooks on them hold the unit, unseen by "
      "gc."},
-    {"adopt_grads", FAST(fsdpc_py_flat_adopt), METH_NOARGS,
+    {"thaw", FAST(fsdpc_py_flat_thaw), METH_VARARGS,
+     "thaw(segments)\n--\n\nMakes room for gradients of more segments (one byte each); all "
+     "gradients "
+     "move: renew_grads() must follow. In no tree; every rank does the same."},
+    {"renew_grads", FAST(fsdpc_py_flat_renew_grads), METH_O,
+     "renew_grads(grads)\n--\n\nThe tensors over the gradients after thaw(), None where there is "
+     "no "
+     "room."},
+    {"adopt_grads", FAST(guarded_adopt), METH_NOARGS,
      "adopt_grads()\n--\n\nCopies gradients that the user put into .grad into the unit's own."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, seen, watched)\n--\n\nThe torch objects that this unit stands for."},
+     "bind(full, sites, seen, watched, versions=None, by_gather=False)\n--\n\nThe torch objects "
+     "that "
+     "this unit stands for. versions: a tensor that shares the version counter of `full`; "
+     "by_gather: "
+     "sites show `full` while the unit is gathered."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
-    {"enter_forward", FAST(fsdpc_py_flat_enter), METH_NOARGS,
+    {"enter_forward", FAST(guarded_enter), METH_NOARGS,
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
-    {"leave_forward", FAST(fsdpc_py_flat_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
-    {"forward_failed", FAST(flat_forward_failed), METH_NOARGS,
+    {"leave_forward", FAST(guarded_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
+    {"forward_failed", FAST(guarded_forward_failed), METH_NOARGS,
      "forward_failed()\n--\n\nTo be called when the module's forward raised."},
     {NULL, NULL, 0, NULL},
 };

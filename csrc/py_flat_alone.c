@@ -46,7 +46,8 @@ PyObject *
 fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
-    if (own_tree(self) < 0 || fsdpc_py_enter(self) < 0) {
+    fsdpc_py_use use;
+    if (own_tree(self) < 0 || fsdpc_py_enter(self) < 0 || fsdpc_py_use_flat(self, &use) < 0) {
         return NULL;
     }
     int status = FSDPC_OK;
@@ -59,7 +60,9 @@ fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
         status = fsdpc_tree_forward_enter(tree, 0);
     }
     Py_END_ALLOW_THREADS
-    return run_core(status);
+    PyObject *result = run_core(status);
+    fsdpc_py_end_use(&use);
+    return result;
 }
 
 PyObject *
@@ -182,7 +185,7 @@ fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_tree_forward_enter(tree, self->id);
     Py_END_ALLOW_THREADS
-    return run_core(status);
+    return status == FSDPC_OK && fsdpc_py_mark(self) < 0 ? NULL : run_core(status);
 }
 
 PyObject *
@@ -196,5 +199,5 @@ fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused)
     if (self->tree) {
         status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
     }
-    return run_core(status);
+    return status == FSDPC_OK && fsdpc_py_mark(self) < 0 ? NULL : run_core(status);
 }

@@ -12,7 +12,8 @@ typedef struct blocks {
     void **data;
     fsdpc_py_view *views;
     int held;
-    int side; /* see fsdpc_py_side */
+    int side;    /* see fsdpc_py_side */
+    bool writes; /* into the tensors */
 } blocks;
 
 static void
@@ -41,12 +42,13 @@ take_tensor(const fsdpc_py_flat *self, int i, PyObject *tensor, blocks *all)
     all->held = i + 1;
     bool fits = dtype == FSDPC_BYTES ? view->numel * (int64_t)view->itemsize == length
                                      : view->dtype == dtype && view->numel == length;
-    if (!fits || !view->contiguous) {
+    if (!fits || !view->contiguous || (all->writes && view->readonly)) {
         PyErr_Format(PyExc_ValueError,
-                     "rank %d's block of parameter %s of unit %s wants a contiguous %s tensor of "
+                     "rank %d's block of parameter %s of unit %s wants a contiguous%s %s tensor of "
                      "%lld elements",
                      fsdpc_unit_rank(self->unit), layout->params[i].name,
-                     fsdpc_unit_name(self->unit), fsdpc_dtype_name(dtype), (long long)length);
+                     fsdpc_unit_name(self->unit), all->writes ? ", writable" : "",
+                     fsdpc_dtype_name(dtype), (long long)length);
         return -1;
     }
     all->data[i] = length > 0 ? view->data : NULL;
@@ -92,7 +94,10 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
     }
     blocks all = {fsdpc_mem_calloc(count, sizeof *all.block),
                   fsdpc_mem_calloc(count, sizeof *all.data),
-                  fsdpc_mem_calloc(count, sizeof *all.views), 0, -1};
+                  fsdpc_mem_calloc(count, sizeof *all.views),
+                  0,
+                  -1,
+                  !write};
     if (!all.block || !all.data || !all.views) {
         PyErr_NoMemory();
     } else if (fill(self, numbers, tensors, &all) == 0) {

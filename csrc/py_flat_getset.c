@@ -25,7 +25,12 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
         }
         return -1;
     }
+    fsdpc_py_use use;
+    if (fsdpc_py_use_flat(self, &use) < 0) {
+        return -1;
+    }
     int status = fsdpc_unit_rename(self->unit, name);
+    fsdpc_py_end_use(&use);
     if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
         return -1;
@@ -82,6 +87,13 @@ get_refs(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
     return PyLong_FromLong(fsdpc_unit_refs(self->unit));
+}
+
+static PyObject *
+get_readable(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->unit->direct || fsdpc_unit_refs(self->unit) > 0);
 }
 
 static PyObject *
@@ -178,6 +190,8 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      NULL},
     {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
      "This rank's gradient as a NumPy array, no copy.", NULL},
+    {"readable", (getter)get_readable, NULL,
+     "Whether the gathered tensors show the parameters' values now.", NULL},
     {"refs", (getter)get_refs, NULL, "How often the unit is gathered at the moment.", NULL},
     {"offloaded", (getter)get_offloaded, NULL,
      "Shard and gradient lie in pinned host memory of a GPU.", NULL},

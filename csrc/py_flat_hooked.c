@@ -32,7 +32,9 @@ fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure)
 int
 fsdpc_py_call_comm_hook(fsdpc_py_flat *flat)
 {
-    PyObject *result = PyObject_CallNoArgs(flat->comm_hook);
+    PyObject *hook = Py_NewRef(flat->comm_hook); /* a hook may take itself away */
+    PyObject *result = PyObject_CallNoArgs(hook);
+    Py_DECREF(hook);
     if (!result) {
         return -1;
     }
@@ -123,12 +125,12 @@ view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
         if (!layout->segments[s].trainable) {
             continue;
         }
-        if (k == PyList_GET_SIZE(pieces)) {
+        if (k == PyTuple_GET_SIZE(pieces)) {
             PyErr_SetString(PyExc_ValueError, "take_sums: one piece per trainable segment, please");
             return -1;
         }
-        if (fsdpc_py_torch_view_on(PyList_GET_ITEM(pieces, k++), fsdpc_py_full_place(self), &view) <
-            0) {
+        if (fsdpc_py_torch_view_on(PyTuple_GET_ITEM(pieces, k++), fsdpc_py_full_place(self),
+                                   &view) < 0) {
             return -1;
         }
         if (!view.contiguous || view.dtype == FSDPC_BYTES ||
@@ -185,10 +187,12 @@ fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args)
     if (!sums) {
         return PyErr_NoMemory();
     }
-    int result = view_pieces(self, pieces, sums);
+    pieces = PyList_AsTuple(pieces);
+    int result = pieces ? view_pieces(self, pieces, sums) : -1;
     if (result == 0) {
         result = take(self, sums, used);
     }
+    Py_XDECREF(pieces);
     fsdpc_mem_free(sums);
     if (result < 0) {
         return NULL;

@@ -29,7 +29,7 @@ fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side)
 
 static int
 check_full_tensor(const fsdpc_py_flat *self, enum fsdpc_which which, int i, PyObject *object,
-                  fsdpc_py_view *view)
+                  bool writable, fsdpc_py_view *view)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     fsdpc_dtype dtype = which == FSDPC_GRAD ? fsdpc_unit_grad_dtype(self->unit, i)
@@ -40,13 +40,13 @@ check_full_tensor(const fsdpc_py_flat *self, enum fsdpc_which which, int i, PyOb
     bool fits = dtype == FSDPC_BYTES
                     ? view->numel * (int64_t)view->itemsize == layout->params[i].numel
                     : view->dtype == dtype && view->numel == layout->params[i].numel;
-    if (fits && view->contiguous) {
+    if (fits && view->contiguous && !(writable && view->readonly)) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
-                 "parameter %s of unit %s wants a contiguous %s tensor of %lld elements",
-                 layout->params[i].name, fsdpc_unit_name(self->unit), fsdpc_dtype_name(dtype),
-                 (long long)layout->params[i].numel);
+                 "parameter %s of unit %s wants a contiguous%s %s tensor of %lld elements",
+                 layout->params[i].name, fsdpc_unit_name(self->unit), writable ? ", writable" : "",
+                 fsdpc_dtype_name(dtype), (long long)layout->params[i].numel);
     fsdpc_py_view_release(view);
     return -1;
 }
@@ -70,7 +70,7 @@ fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count
     }
     which = grad ? FSDPC_GRAD : FSDPC_MASTER;
     if (fsdpc_py_flat_index(self, index, &i) < 0 || fsdpc_py_enter(self) < 0 ||
-        check_full_tensor(self, which, i, tensor, &view) < 0) {
+        check_full_tensor(self, which, i, tensor, false, &view) < 0) {
         return NULL;
     }
     int failed = fsdpc_py_side(self, &view, &side), status = FSDPC_OK;
@@ -104,7 +104,8 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
     }
     for (; held < count; held++) {
         PyObject *tensor = PyTuple_GET_ITEM(tensors, held);
-        if (tensor != Py_None && check_full_tensor(self, which, held, tensor, &views[held]) < 0) {
+        if (tensor != Py_None &&
+            check_full_tensor(self, which, held, tensor, true, &views[held]) < 0) {
             goto done;
         }
         full[held] = views[held].data;

@@ -16,6 +16,18 @@ capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
                                   (PyObject *)self);
 }
 
+/* Only trainable segments have memory for gradients. */
+static int
+check_trainable(const fsdpc_py_flat *self, int segment)
+{
+    if (fsdpc_unit_layout(self->unit)->segments[segment].trainable) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "unit %s: segment %d is frozen and has no gradient",
+                 fsdpc_unit_name(self->unit), segment);
+    return -1;
+}
+
 PyObject *
 fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index)
 {
@@ -37,6 +49,9 @@ fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index)
         return NULL;
     }
     int64_t length;
+    if (check_trainable(self, fsdpc_unit_layout(self->unit)->params[i].segment) < 0) {
+        return NULL;
+    }
     void *data = fsdpc_unit_grad_part(self->unit, i, &length);
     return capsule(self, data, fsdpc_unit_grad_dtype(self->unit, i), length);
 }
@@ -116,7 +131,7 @@ PyObject *
 fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index)
 {
     int s;
-    if (parse_segment(self, index, &s) < 0) {
+    if (parse_segment(self, index, &s) < 0 || check_trainable(self, s) < 0) {
         return NULL;
     }
     fsdpc_dtype dtype;

@@ -3,6 +3,20 @@
  */
 #include "py_engine.h"
 
+static int
+check_size(const fsdpc_py_flat *flat, int i)
+{
+    const fsdpc_param_place *place = &fsdpc_unit_layout(flat->unit)->params[i];
+    if (flat->views[i].numel == place->numel && flat->views[i].dtype != FSDPC_BYTES) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "the gradient of parameter %s of unit %s has %lld elements of %s, not %lld",
+                 place->name, fsdpc_unit_name(flat->unit), (long long)flat->views[i].numel,
+                 fsdpc_dtype_name(flat->views[i].dtype), (long long)place->numel);
+    return -1;
+}
+
 /* A lazily negated gradient (complex arithmetic makes them) is written out first. */
 static int
 view_grad(fsdpc_py_flat *flat, int i)
@@ -45,7 +59,7 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
             continue;
         }
         flat->held[i] = grad;
-        if (view_grad(flat, i) < 0) {
+        if (view_grad(flat, i) < 0 || check_size(flat, i) < 0) {
             return -1;
         }
         flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,

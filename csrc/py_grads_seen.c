@@ -7,7 +7,41 @@
 
 #include "unit_impl.h"
 
+static int64_t
+numel_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    int64_t numel = 0;
+    for (int c = 0; c < seen->cover_count; c++) {
+        numel += fsdpc_unit_layout(flat->unit)->params[seen->covers[c]].numel;
+    }
+    return numel;
+}
+
+int
+fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    fsdpc_py_view view;
+    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
+        return -1;
+    }
+    PyObject *alias = PyObject_CallMethodNoArgs(grad, fsdpc_py_name.detach);
+    if (!alias) {
+        return -1;
+    }
+    Py_XSETREF(seen->grad, Py_NewRef(grad));
+    Py_XSETREF(seen->alias, alias);
+    seen->grad_data = view.data;
+    seen->holds_nothing = view.numel == 0 && numel_of(flat, seen) > 0;
+    return 0;
+}
+
 enum grad_state { GRAD_NONE, GRAD_OURS, GRAD_ERROR };
+
+static int64_t
+piece_of(const fsdpc_layout *layout, int param)
+{
+    return layout->segments[layout->params[param].segment].piece_numel;
+}
 
 /* The user put another tensor into .grad: its values become ours. */
 static int
@@ -25,7 +59,7 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
         fsdpc_unit_grad_part(flat->unit, i, &length);
         fsdpc_span span = fsdpc_layout_span(layout, i, fsdpc_unit_rank(flat->unit));
         at = seen->cover_count > 1 ? span.piece_begin : 0;
-        if (!view.contiguous || at + length > view.numel) {
+        if (!view.contiguous || (view.numel != length && view.numel != piece_of(layout, i))) {
             PyErr_Format(PyExc_ValueError,
                          "the gradient put into parameter %s of unit %s does not fit its shard: "
                          "it must be contiguous with %lld elements",
@@ -100,7 +134,7 @@ PyObject *
 fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
 {
     (void)unused;
-    for (int i = 0; i < flat->seen_count; i++) {
+    for (int i = 0; i < flat->seen_count && !flat->shown; i++) {
         if (flat->seen[i].grad && look_at(flat, &flat->seen[i]) == GRAD_ERROR) {
             return NULL;
         }
@@ -129,6 +163,9 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         return 0;
     }
     flat->prepared = true;
+    if (flat->shown) { /* .grad belongs to the whole values; this pass is not the unit's */
+        return 0;
+    }
     if (flat->unit->local_any && fsdpc_py_drop_zeroed(flat) < 0) {
         return -1;
     }
@@ -182,6 +219,19 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
     return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
 }
 
+/* A rank that holds no element of a parameter shows no gradient, as torch does, but while one waits:
+ * clearing it is then the user's way to discard that. Who listens is called on every rank, and sees
+ * an empty one (fsdpc/_listeners.py takes it away). */
+static int
+show_nothing(fsdpc_py_seen *seen)
+{
+    int listened = fsdpc_py_has_listeners(seen);
+    seen->cleared = false;
+    return listened < 0
+               ? -1
+               : PyObject_SetAttr(seen->param, fsdpc_py_name.grad, listened ? seen->grad : Py_None);
+}
+
 int
 fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
 {
@@ -190,10 +240,12 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
     int result = 0;
     for (int i = 0; result == 0 && i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        if (!seen->grad || !any_used(seen, used)) {
+        if (!seen->grad || flat->shown || !any_used(seen, used)) {
             continue;
         }
-        if (seen->cleared) {
+        if (sync && seen->holds_nothing) {
+            result = show_nothing(seen);
+        } else if (seen->cleared) {
             result = show_one(flat, seen, sync);
         }
         if (result == 0 && sync) {

@@ -67,40 +67,126 @@ enter(const fsdpc_py_hook *self)
     return tree->count > 0 ? fsdpc_py_enter(tree->units[0]) : 0;
 }
 
-static PyObject *
-hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
+/* Whether this was the pending end of its tree's backward. */
+static bool
+end_is_over(fsdpc_py_hook *self)
 {
-    (void)keywords;
-    fsdpc_py_hook *self = (fsdpc_py_hook *)object;
-    Py_ssize_t count = PyVectorcall_NARGS(flags);
-    int result = -1;
-    if (enter(self) < 0) {
-        return NULL;
+    fsdpc_py_tree *tree = self->kind == FSDPC_HOOK_END ? (fsdpc_py_tree *)self->owner : NULL;
+    bool pending = tree && tree->end_pending == (PyObject *)self;
+    if (pending) {
+        tree->end_pending = NULL;
     }
+    return pending;
+}
+
+/* torch drops the end hook of a backward that raised, uncalled. */
+static void
+backward_broke(fsdpc_py_tree *tree)
+{
+    PyObject *type, *value, *traceback;
+    /* In use by another thread: what it does next clears the backward away. */
+    if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree)) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    fsdpc_py_enter_quietly(tree->units[0]->unit->device);
+    for (int i = 0; i < tree->count; i++) {
+        if (fsdpc_py_end_hold(tree->units[i]) < 0) {
+            PyErr_Clear();
+        }
+    }
+    /* A failure of the communicator is raised by the next call that needs it. */
+    (void)fsdpc_tree_backward_broke(tree->tree);
+    if (fsdpc_py_mark_all(tree) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static int
+go_in(const fsdpc_py_hook *self, fsdpc_py_use *use)
+{
+    if (!self->owner) {
+        PyErr_SetString(fsdpc_py_current()->state_error, "the hook's unit is gone");
+        return -1;
+    }
+    return self->kind == FSDPC_HOOK_END ? fsdpc_py_use_tree((fsdpc_py_tree *)self->owner, use)
+                                        : fsdpc_py_use_flat((fsdpc_py_flat *)self->owner, use);
+}
+
+static int
+check_torch(const fsdpc_py_hook *self)
+{
+    if (self->kind == FSDPC_HOOK_END) {
+        return 0;
+    }
+    const fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    if (!flat->tree || flat->tree->tensor_type) {
+        return 0;
+    }
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "unit %s: its tree was made without torch's functions; hooks need a Tree(..., "
+                 "torch=...)",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+static int
+dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject **out)
+{
+    int result = -1;
     switch (self->kind) {
     case FSDPC_HOOK_PRE_FORWARD:
-        result = fsdpc_py_pre_forward(self, args, count);
+        result = fsdpc_py_pre_forward(self, args, count, out);
         break;
     case FSDPC_HOOK_POST_FORWARD:
-        result = count > 0 ? fsdpc_py_post_forward(self, args, count) : 0;
+        result = count > 0 ? fsdpc_py_post_forward(self, args, count, out) : 0;
         break;
     case FSDPC_HOOK_PRE_BACKWARD:
-        result = fsdpc_py_pre_backward((fsdpc_py_flat *)self->owner);
+        result = fsdpc_py_pre_backward(self);
         break;
     case FSDPC_HOOK_INPUT_DONE:
-        result = fsdpc_py_input_done((fsdpc_py_flat *)self->owner);
+        result = fsdpc_py_input_done(self);
         break;
     case FSDPC_HOOK_GRAD:
         result = fsdpc_py_grad_arrived(self);
         break;
     case FSDPC_HOOK_END:
+        (void)end_is_over(self);
         result = fsdpc_py_end_backward((fsdpc_py_tree *)self->owner);
         break;
     }
+    return result;
+}
+
+static PyObject *
+hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
+{
+    (void)keywords;
+    fsdpc_py_hook *self = (fsdpc_py_hook *)object;
+    fsdpc_py_use use, tree_use = {NULL, NULL};
+    PyObject *out = NULL;
+    int result = go_in(self, &use);
     if (result < 0) {
         return NULL;
     }
-    Py_RETURN_NONE;
+    if (self->kind == FSDPC_HOOK_PRE_FORWARD && !use.tree) {
+        result = fsdpc_py_attach(use.flat);
+        /* Now it has a tree, to go into as well. */
+        result = result < 0 ? -1 : go_in(self, &tree_use);
+    }
+    if (result == 0 && (result = check_torch(self)) == 0 && (result = enter(self)) == 0) {
+        result = dispatch(self, args, PyVectorcall_NARGS(flags), &out);
+    }
+    if (tree_use.flat) {
+        fsdpc_py_end_use(&tree_use);
+    }
+    fsdpc_py_end_use(&use);
+    if (result < 0) {
+        Py_XDECREF(out);
+        return NULL;
+    }
+    return out ? out : Py_NewRef(Py_None);
 }
 
 PyObject *
@@ -129,6 +215,9 @@ hook_traverse(fsdpc_py_hook *self, visitproc visit, void *arg)
 static int
 hook_clear(fsdpc_py_hook *self)
 {
+    if (end_is_over(self)) {
+        backward_broke((fsdpc_py_tree *)self->owner);
+    }
     Py_CLEAR(self->owner);
     Py_CLEAR(self->again);
     return 0;

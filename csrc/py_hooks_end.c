@@ -9,8 +9,8 @@ static void
 forget_backward(fsdpc_py_flat *flat)
 {
     memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
-    flat->arrived_count = 0;
-    flat->prepared = flat->entered = false;
+    flat->arrived_count = flat->open_calls = 0;
+    flat->prepared = flat->entered = flat->complete = flat->unseen = false;
 }
 
 int
@@ -18,7 +18,10 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_drop_held(tree->units[i]);
-        if (fsdpc_py_uninstall_all(tree->units[i]) < 0 ||
+        /* A forward around a broken autograd.grad goes on with what its modules show. */
+        bool runs = tree->tree->nodes[i].running > 0;
+        if ((runs ? fsdpc_py_end_hold(tree->units[i]) : fsdpc_py_uninstall_all(tree->units[i])) <
+                0 ||
             fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
             fsdpc_py_prepare_grads(tree->units[i]) < 0) {
             return -1;
@@ -32,7 +35,7 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
         memset(tree->units[i]->unit->used, 0,
                (size_t)fsdpc_unit_layout(tree->units[i]->unit)->param_count);
     }
-    return fsdpc_py_checked(status);
+    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark_all(tree);
 }
 
 /* Gradients that no hook has told of. */
@@ -57,6 +60,13 @@ finish_partial_units(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
+        if (flat->complete) {
+            flat->incomplete = false;
+            if (fsdpc_py_finish_unit(flat) < 0) {
+                return -1;
+            }
+            continue;
+        }
         if (find_unwatched(flat) < 0) {
             return -1;
         }
@@ -82,10 +92,7 @@ show_all_grads(fsdpc_py_tree *tree, bool sync)
             break;
         }
         forget_backward(flat);
-        PyObject *after = flat->after_backward;
-        PyObject *called = after ? PyObject_CallNoArgs(after) : Py_NewRef(Py_None);
-        Py_XDECREF(called);
-        result = called ? 0 : -1;
+        result = flat->after_backward ? fsdpc_py_call(flat->after_backward) : 0;
     }
     if (result == 0) {
         result = fsdpc_py_call_listeners(tree, listened);
@@ -110,15 +117,14 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
             return -1;
         }
     }
-    if (sync && tree->before_end) {
-        PyObject *done = PyObject_CallNoArgs(tree->before_end);
-        if (!done) {
-            return -1;
-        }
-        Py_DECREF(done);
+    if (sync && tree->before_end && fsdpc_py_call(tree->before_end) < 0) {
+        return -1;
+    }
+    if (!tree->twice) {
+        fsdpc_tree_forget_kept(tree->tree);
     }
     FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, sync));
-    if (fsdpc_py_checked(status) < 0) {
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
     return show_all_grads(tree, sync);

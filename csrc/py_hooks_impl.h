@@ -12,7 +12,15 @@ typedef struct fsdpc_py_hook {
     enum fsdpc_py_hook_kind kind;
     int param;
     PyObject *owner;
-    PyObject *again; /* the pre_backward or input_done hook that this one registers, made once */
+    /* The pre_backward hook that a post_forward hook registers when inputs are not watched, made
+     * once; of an input_done hook: its forward's pre_backward hook; of a pre_backward hook in
+     * flat->call: that of the forward of the same unit around this one. */
+    PyObject *again;
+    /* A pre_backward hook that was made for one forward: how many of its inputs are watched, for how
+     * many the gradient is to come, and in which backward. */
+    int inputs, inputs_left;
+    PyObject *input_hook; /* that watches them; borrowed, to tell it from others */
+    uint64_t backward;
 } fsdpc_py_hook;
 
 /* status = expression, without the GIL. */
@@ -34,16 +42,26 @@ PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
 
 /* --- py_hooks_forward.c ---------------------------------------------------------------------- */
 
-int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count);
-int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count);
+/* Has a unit without a tree get one from on_unattached. */
+int fsdpc_py_attach(fsdpc_py_flat *flat);
+/* *out: None, or what forward is to be called with, or is to return, instead. */
+int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
+                         PyObject **out);
+int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
+                          PyObject **out);
 
 /* --- py_hooks_backward.c --------------------------------------------------------------------- */
 
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
-int fsdpc_py_pre_backward(fsdpc_py_flat *flat);
+int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
-int fsdpc_py_input_done(fsdpc_py_flat *flat);
+int fsdpc_py_input_done(fsdpc_py_hook *self);
+/* A backward of the tree is in progress, in whatever thread. */
+bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
+/* Whether the gradients of a unit's parameters do not tell that its values are not needed any more. */
+bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
+bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 /* The unit has all gradients that it will get for now. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
 /* Sharded parameters are shown again, if gathered ones were for this backward. */

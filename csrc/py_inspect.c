@@ -5,6 +5,8 @@
 #include <string.h>
 #include <time.h>
 
+enum { LONGEST_REPEAT = 10000000 };
+
 static double
 now_ns(void)
 {
@@ -80,6 +82,11 @@ tensor_info(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t cou
     if (fsdpc_py_args("tensor_info", table, 3, values, count, keywords) < 0) {
         return NULL;
     }
+    if (repeat > LONGEST_REPEAT) {
+        PyErr_Format(PyExc_ValueError, "repeat is %lld, at most %d", (long long)repeat,
+                     LONGEST_REPEAT);
+        return NULL;
+    }
     open_function open = function_of(how);
     fsdpc_py_view view;
     if (open == NULL || open(tensor, &view) < 0) {
@@ -115,8 +122,10 @@ export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t c
         return NULL;
     }
     PyObject *capsule = NULL;
-    if (!view.contiguous) {
-        PyErr_SetString(PyExc_ValueError, "the array is not contiguous");
+    if (!view.contiguous || view.readonly) {
+        PyErr_Format(PyExc_ValueError, "the array is %s",
+                     view.readonly ? "read-only, and what is exported can be written"
+                                   : "not contiguous");
     } else if (view.dtype == FSDPC_BYTES) {
         int64_t bytes = view.numel * (int64_t)view.itemsize;
         capsule =

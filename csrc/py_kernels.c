@@ -238,12 +238,12 @@ struct reduction {
 static int
 open_sources(PyObject *sequence, const char *dtype, struct reduction *out)
 {
-    PyObject *items = PySequence_Fast(sequence, "src must be a sequence of arrays and None");
+    PyObject *items = PySequence_Tuple(sequence); /* opening one may change a list */
     if (items == NULL) {
         return -1;
     }
     int result = -1;
-    out->count = (int)PySequence_Fast_GET_SIZE(items);
+    out->count = (int)PyTuple_GET_SIZE(items);
     out->sources = fsdpc_mem_calloc((size_t)out->count, sizeof *out->sources);
     out->list = fsdpc_mem_calloc((size_t)out->count, sizeof *out->list);
     if (out->sources == NULL || out->list == NULL) {
@@ -251,7 +251,7 @@ open_sources(PyObject *sequence, const char *dtype, struct reduction *out)
         goto done;
     }
     for (int s = 0; s < out->count; s++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(items, s);
+        PyObject *item = PyTuple_GET_ITEM(items, s);
         fsdpc_py_buffer *source = &out->sources[s];
         if (item == Py_None) {
             continue;

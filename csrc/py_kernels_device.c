@@ -55,10 +55,10 @@ read_target(PyObject *item, fsdpc_pack_target *out)
 static int
 read_targets(PyObject *sequence, pack_way *way)
 {
-    PyObject *items = PySequence_Fast(sequence, "targets must be a sequence");
+    PyObject *items = PySequence_Tuple(sequence);
     int result = items == NULL ? -1 : 0;
     if (items != NULL) {
-        way->count = (int)PySequence_Fast_GET_SIZE(items);
+        way->count = (int)PyTuple_GET_SIZE(items);
         way->targets = fsdpc_mem_calloc((size_t)way->count, sizeof *way->targets);
         if (way->targets == NULL) {
             PyErr_NoMemory();
@@ -66,7 +66,7 @@ read_targets(PyObject *sequence, pack_way *way)
         }
     }
     for (int i = 0; result == 0 && i < way->count; i++) {
-        result = read_target(PySequence_Fast_GET_ITEM(items, i), &way->targets[i]);
+        result = read_target(PyTuple_GET_ITEM(items, i), &way->targets[i]);
     }
     Py_XDECREF(items);
     return result;
@@ -163,7 +163,7 @@ static int
 open_sources(PyObject *sequence, pack_call *call)
 {
     const int count = call->way->count;
-    PyObject *items = PySequence_Fast(sequence, "src must be a sequence of tensors and None");
+    PyObject *items = PySequence_Tuple(sequence);
     if (items == NULL) {
         return -1;
     }
@@ -172,14 +172,14 @@ open_sources(PyObject *sequence, pack_call *call)
     call->sources = fsdpc_mem_calloc((size_t)count, sizeof *call->sources);
     if (call->views == NULL || call->sources == NULL) {
         PyErr_NoMemory();
-    } else if (PySequence_Fast_GET_SIZE(items) != count) {
-        PyErr_Format(PyExc_ValueError, "%zd tensors for %d targets",
-                     PySequence_Fast_GET_SIZE(items), count);
+    } else if (PyTuple_GET_SIZE(items) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd tensors for %d targets", PyTuple_GET_SIZE(items),
+                     count);
     } else {
         result = 0;
     }
     for (int i = 0; result == 0 && i < count; i++) {
-        result = open_source(PySequence_Fast_GET_ITEM(items, i), call, i);
+        result = open_source(PyTuple_GET_ITEM(items, i), call, i);
     }
     Py_DECREF(items);
     return result;

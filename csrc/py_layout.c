@@ -6,6 +6,8 @@
 
 #include "mem.h"
 
+enum { MAX_WORLD = 1 << 17 }; /* each rank has a row in the result */
+
 struct request {
     fsdpc_py_specs list;
     int world;
@@ -87,6 +89,11 @@ parse_request(PyObject *const *args, Py_ssize_t nargs, struct request *out)
         {"spans", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &out->spans},
     };
     if (fsdpc_py_args("layout", table, 4, args, nargs, NULL) < 0) {
+        return -1;
+    }
+    if (world > MAX_WORLD) {
+        PyErr_Format(PyExc_ValueError, "layout: %d ranks; parts are listed for at most %d", world,
+                     MAX_WORLD);
         return -1;
     }
     out->world = world;

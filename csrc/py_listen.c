@@ -16,14 +16,14 @@ has_own(PyObject *object, PyObject *key)
     return dict && *dict ? PyDict_Contains(*dict, key) : 0;
 }
 
-static int
-has_listeners(PyObject *param)
+int
+fsdpc_py_has_listeners(const fsdpc_py_seen *seen)
 {
-    int own = has_own(param, fsdpc_py_name.backward_optimizers);
+    int own = has_own(seen->param, fsdpc_py_name.backward_optimizers);
     if (own != 0) {
         return own;
     }
-    PyObject *hooks = PyObject_GetAttr(param, fsdpc_py_name.accumulated);
+    PyObject *hooks = PyObject_GetAttr(seen->param, fsdpc_py_name.accumulated);
     int some = hooks ? PyObject_IsTrue(hooks) : -1;
     Py_XDECREF(hooks);
     return some;
@@ -32,7 +32,7 @@ has_listeners(PyObject *param)
 int
 fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list)
 {
-    int some = has_listeners(seen->param);
+    int some = fsdpc_py_has_listeners(seen);
     if (some <= 0) {
         return some;
     }

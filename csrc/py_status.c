@@ -152,6 +152,16 @@ fsdpc_py_exception_text(char *buffer, size_t bytes)
 }
 
 int
+fsdpc_py_call(PyObject *callable)
+{
+    Py_INCREF(callable);
+    PyObject *result = PyObject_CallNoArgs(callable);
+    Py_DECREF(callable);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+int
 fsdpc_py_check_signals(void)
 {
     if (fsdpc_py_finalizing()) {
@@ -160,7 +170,9 @@ fsdpc_py_check_signals(void)
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
+    fsdpc_py_core_calls_python(1);
     int interrupted = PyErr_CheckSignals() < 0;
+    fsdpc_py_core_calls_python(-1);
     if (type != NULL) {
         PyErr_Restore(type, value, trace);
     }

@@ -19,10 +19,20 @@ static const char exchange_name[] = "dlpack_exchange_api";
 int
 fsdpc_py_view_finish(fsdpc_py_view *view)
 {
-    int64_t numel = 1;
+    int64_t numel = 1, bytes;
+    bool fits = true, empty = false;
     for (int i = 0; i < view->ndim; i++) {
-        numel *= view->shape[i];
+        fits = fits && view->shape[i] >= 0;
+        empty = empty || view->shape[i] == 0;
     }
+    for (int i = 0; fits && !empty && i < view->ndim; i++) {
+        fits = !__builtin_mul_overflow(numel, view->shape[i], &numel);
+    }
+    if (!fits || __builtin_mul_overflow(numel, (int64_t)view->itemsize, &bytes)) {
+        PyErr_SetString(PyExc_BufferError, "the tensor's shape is no size of a memory");
+        return -1;
+    }
+    numel = empty ? 0 : numel;
     view->numel = numel;
     view->contiguous = true;
     int64_t expected = 1;
@@ -179,7 +189,7 @@ exchange_of(PyTypeObject *type)
         if (state->tensors[i].type == type) {
             return state->tensors[i].exchange;
         }
-        if (state->tensors[i].type == NULL) {
+        if (state->tensors[i].type == NULL && is_torch_type(type)) {
             state->tensors[i].exchange = look_up_exchange(type);
             state->tensors[i].type = (PyTypeObject *)Py_NewRef(type);
             return state->tensors[i].exchange;

@@ -22,14 +22,33 @@ take_units(fsdpc_py_tree *self, PyObject *units)
         if (fsdpc_py_flat_get(PyTuple_GET_ITEM(units, i), &flat) < 0) {
             return -1;
         }
+        for (int other = 0; other < self->count; other++) {
+            if (self->units[other] == flat) {
+                PyErr_Format(PyExc_ValueError, "Tree: unit %s is in the list twice",
+                             fsdpc_unit_name(flat->unit));
+                return -1;
+            }
+        }
         if (flat->tree) {
             PyErr_Format(fsdpc_py_current()->state_error, "unit %s belongs to another tree",
                          fsdpc_unit_name(flat->unit));
             return -1;
         }
+        if (fsdpc_py_try_flat(flat) < 0) {
+            return -1;
+        }
         self->units[self->count++] = (fsdpc_py_flat *)Py_NewRef(flat);
     }
     return 0;
+}
+
+/* The units that take_units went into. */
+static void
+leave_units(fsdpc_py_tree *self)
+{
+    for (int i = 0; i < self->count; i++) {
+        fsdpc_py_leave_flat(self->units[i]);
+    }
 }
 
 static int
@@ -75,17 +94,23 @@ done:
     return result;
 }
 
-/* torch = (Tensor, Parameter, is_grad_enabled, current_graph_task_id, queue_callback,
- * call_listeners) */
+/* torch: see fsdpc/_interop.py. */
 static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback, *listeners;
+    PyObject *set_versions, *alias_inputs, *copy_outputs;
     if (torch == Py_None) {
         return 0;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOO", &PyType_Type, &tensor, &PyType_Type, &param,
-                          &grad_enabled, &graph_task, &queue_callback, &listeners)) {
+    if (!PyTuple_Check(torch)) {
+        PyErr_Format(PyExc_TypeError, "Tree: torch is a tuple of nine or None, not %.100s",
+                     Py_TYPE(torch)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+                          &grad_enabled, &graph_task, &queue_callback, &listeners, &set_versions,
+                          &alias_inputs, &copy_outputs)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -94,6 +119,9 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->graph_task = Py_NewRef(graph_task);
     self->queue_callback = Py_NewRef(queue_callback);
     self->listeners = Py_NewRef(listeners);
+    self->set_versions = Py_NewRef(set_versions);
+    self->alias_inputs = Py_NewRef(alias_inputs);
+    self->copy_outputs = Py_NewRef(copy_outputs);
     return 0;
 }
 
@@ -120,10 +148,13 @@ parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
     options.forward_prefetch = forward_prefetch != 0;
     options.poison = poison != 0;
     options.trust_order = trust_order != 0;
-    PyObject *units = PySequence_Tuple(unit_list), *depths = PySequence_Tuple(depth_list);
-    int result = units && depths && take_torch(self, torch) == 0 && take_units(self, units) == 0
-                     ? make_tree(self, depths, &options)
-                     : -1;
+    PyObject *units = PySequence_Tuple(unit_list);
+    PyObject *depths = units ? PySequence_Tuple(depth_list) : NULL;
+    int result = -1;
+    if (depths && take_torch(self, torch) == 0) {
+        result = take_units(self, units) == 0 ? make_tree(self, depths, &options) : -1;
+        leave_units(self);
+    }
     Py_XDECREF(units);
     Py_XDECREF(depths);
     return result;
@@ -136,12 +167,8 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
+    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
     if (parse_tree(self, args, keywords) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    self->end_hook = fsdpc_py_hook_new(FSDPC_HOOK_END, (PyObject *)self, -1);
-    if (!self->end_hook) {
         Py_DECREF(self);
         return NULL;
     }
@@ -149,6 +176,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
         self->units[i]->tree = (fsdpc_py_tree *)Py_NewRef(self);
         self->units[i]->id = i;
     }
+    PyObject_GC_Track(self);
     return (PyObject *)self;
 }
 
@@ -165,8 +193,11 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->graph_task);
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->listeners);
-    Py_VISIT(self->end_hook);
+    Py_VISIT(self->set_versions);
+    Py_VISIT(self->alias_inputs);
+    Py_VISIT(self->copy_outputs);
     Py_VISIT(self->before_end);
+    Py_VISIT(self->on_thaw);
     return 0;
 }
 
@@ -193,18 +224,22 @@ tree_clear(fsdpc_py_tree *self)
     }
     fsdpc_tree_free(self->tree);
     self->tree = NULL;
-    for (int i = 0; i < self->count; i++) {
+    int count = self->count;
+    self->count = 0; /* what the units' end calls finds a tree without units */
+    for (int i = 0; i < count; i++) {
         Py_CLEAR(self->units[i]);
     }
-    self->count = 0;
     Py_CLEAR(self->tensor_type);
     Py_CLEAR(self->param_type);
     Py_CLEAR(self->grad_enabled);
     Py_CLEAR(self->graph_task);
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->listeners);
-    Py_CLEAR(self->end_hook);
+    Py_CLEAR(self->set_versions);
+    Py_CLEAR(self->alias_inputs);
+    Py_CLEAR(self->copy_outputs);
     Py_CLEAR(self->before_end);
+    Py_CLEAR(self->on_thaw);
     return 0;
 }
 
@@ -236,8 +271,25 @@ static PyObject *
 tree_detach(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
+    if (fsdpc_py_tree_in_use(self) && !self->thaws) {
+        PyErr_SetString(fsdpc_py_current()->state_error,
+                        "the tree is in use; let its units go when the step is over");
+        return NULL;
+    }
     for (int i = 0; i < self->count; i++) {
         if (fsdpc_py_uninstall_all(self->units[i]) < 0) {
+            return NULL;
+        }
+    }
+    if (self->tree) {
+        if (self->count > 0) {
+            fsdpc_py_enter_quietly(self->units[0]->unit->device);
+        }
+        int status = fsdpc_tree_drop(self->tree);
+        if (status != FSDPC_OK) {
+            return fsdpc_py_raise(status);
+        }
+        if (fsdpc_py_mark_all(self) < 0) {
             return NULL;
         }
     }
@@ -321,8 +373,16 @@ tree_defer(fsdpc_py_tree *self, PyObject *unused)
     if (check_open(self) < 0) {
         return NULL;
     }
-    fsdpc_tree_defer_reduces(self->tree, true);
-    Py_RETURN_NONE;
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
+        return NULL;
+    }
+    int open = check_open(self);
+    if (open == 0) {
+        fsdpc_tree_defer_reduces(self->tree, true);
+    }
+    fsdpc_py_end_use(&use);
+    return open == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *
@@ -374,17 +434,61 @@ set_before_end(fsdpc_py_tree *self, PyObject *value, void *closure)
 }
 
 static PyObject *
-tree_close(fsdpc_py_tree *self, PyObject *unused)
+get_on_thaw(fsdpc_py_tree *self, void *closure)
 {
-    (void)unused;
+    (void)closure;
+    return Py_NewRef(self->on_thaw ? self->on_thaw : Py_None);
+}
+
+static int
+set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->on_thaw, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
+tree_announce(fsdpc_py_tree *self, PyObject *args)
+{
+    int unit, param, status;
+    if (check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
+        return NULL;
+    }
+    if (unit < 0 || unit >= self->count) {
+        PyErr_SetString(PyExc_IndexError, "announce: no such unit");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_announce(self->tree, unit, param);
+    Py_END_ALLOW_THREADS
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+void
+fsdpc_py_tree_close_now(fsdpc_py_tree *self)
+{
     Py_INCREF(self);
     for (int i = 0; i < self->count; i++) {
-        if (fsdpc_py_uninstall_all(self->units[i]) < 0) {
+        /* A unit may be in another tree by now. */
+        if (self->units[i]->tree == self && fsdpc_py_uninstall_all(self->units[i]) < 0) {
             PyErr_Clear();
         }
     }
     tree_clear(self);
     Py_DECREF(self);
+}
+
+/* Called by the garbage collector's way, too, at any moment of a step: then it is put off. */
+static PyObject *
+tree_close(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (fsdpc_py_tree_in_use(self)) {
+        self->closes = self->late_work = true;
+    } else {
+        fsdpc_py_tree_close_now(self);
+    }
     Py_RETURN_NONE;
 }
 
@@ -407,8 +511,12 @@ static PyMethodDef methods[] = {
      "multiplied. masks: per unit None or bytes, one per parameter. extra: rows of sum, largest, 0 "
      "of "
      "other gradients. Collective."},
+    {"announce", FAST(tree_announce), METH_VARARGS,
+     "announce(unit, param)\n--\n\nTells ranks that begin a pass instead that this parameter is to "
+     "be trained: MismatchError there, and here. Collective where ranks send."},
     {"close", FAST(tree_close), METH_NOARGS,
-     "close()\n--\n\nLets the units go and gives the memory of slots back. Local."},
+     "close()\n--\n\nLets the units go and gives the memory of slots back; if a hook is running, "
+     "when that has ended. Local."},
     {"detach", FAST(tree_detach), METH_NOARGS,
      "detach()\n--\n\nLets the units go; another tree may take them."},
     {NULL, NULL, 0, NULL},
@@ -419,6 +527,10 @@ static PyGetSetDef getset[] = {
     {"kind", (getter)get_kind, NULL, "'shared', 'wire' or 'mixed'.", NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
      "Called when a synchronised backward has sent all that it knows of.", NULL},
+    {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
+     "Called when a pass begins and a parameter that was frozen so far is to be trained: gives the "
+     "units memory for it and another tree.",
+     NULL},
     {"backwards", (getter)get_backwards, NULL, "Synchronised backwards finished.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

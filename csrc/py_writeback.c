@@ -17,13 +17,14 @@
 /* --- parameters ------------------------------------------------------------------------------ */
 
 static int
-place_has_changed(const fsdpc_py_site *site)
+place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
 {
     PyObject *now = PyDict_GetItemWithError(site->dict, site->key);
     if (!now && PyErr_Occurred()) {
         return -1;
     }
-    return now != site->sharded;
+    bool full = flat->by_gather && (flat->marked || flat->unit->direct);
+    return now != (full ? site->full : site->sharded);
 }
 
 static int
@@ -44,7 +45,7 @@ fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
         return 0;
     }
     for (int i = 0; changed == 0 && i < flat->site_count; i++) {
-        changed = place_has_changed(&flat->sites[i]);
+        changed = place_has_changed(flat, &flat->sites[i]);
     }
     for (int i = 0; changed == 0 && i < flat->seen_count; i++) {
         changed = memory_has_changed(&flat->seen[i]);
@@ -52,9 +53,7 @@ fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
     if (changed <= 0 || !flat->on_changed) {
         return changed < 0 ? -1 : 0;
     }
-    PyObject *result = PyObject_CallNoArgs(flat->on_changed);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return fsdpc_py_call(flat->on_changed);
 }
 
 /* replace_param(number, param): another object stands for the number-th seen parameter from now on,
@@ -92,6 +91,9 @@ version_of(const fsdpc_py_seen *seen)
     PyObject *version = PyObject_GetAttr(seen->grad, fsdpc_py_name.version);
     long value = version ? PyLong_AsLong(version) : -1;
     Py_XDECREF(version);
+    if (value < 0 && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, "a gradient has a version below 0");
+    }
     return value;
 }
 

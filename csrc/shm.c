@@ -49,12 +49,14 @@ fsdpc_shm_timeout(const fsdpc_shm *shm)
 /* --- failure -------------------------------------------------------------------------------- */
 
 static _Atomic int forks;
+static _Atomic uint64_t serials;
 static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
 
 static void
 count_fork(void)
 {
     atomic_fetch_add(&forks, 1);
+    fsdpc_shm_turn_forked();
 }
 
 static void
@@ -182,6 +184,9 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     shm->owner = getpid();
     pthread_once(&forks_once, watch_forks);
     shm->forks = atomic_load(&forks);
+    shm->who = fsdpc_shm_who();
+    shm->place = -1;
+    shm->serial = atomic_fetch_add(&serials, 1);
     shm->fd = shm->stop_fd = -1;
     shm->peers = peers;
     shm->next_offset = FIRST_OFFSET;
@@ -250,6 +255,7 @@ publish_self(fsdpc_shm *shm)
         }
     }
     atomic_store(&shm->control->slots[shm->rank].pid, (int32_t)shm->owner);
+    atomic_store(&shm->control->slots[shm->rank].who, (int32_t)shm->who);
 }
 
 /* The union over ranks, because each may be pinned to a core of its own. */
@@ -287,6 +293,7 @@ build(fsdpc_shm *shm)
     FSDPC_TRY(fsdpc_shm_meet(shm, deadline_ns));
     FSDPC_TRY(fsdpc_shm_confirm(shm, set_up(shm), deadline_ns));
     shm->spins = count_spins(shm);
+    fsdpc_shm_turn_join(shm);
     return FSDPC_OK;
 }
 
@@ -323,6 +330,7 @@ fsdpc_shm_free(fsdpc_shm *shm)
         return;
     }
     fsdpc_shm_leave(shm);
+    fsdpc_shm_turn_part(shm);
     if (is_owner(shm)) {
         fsdpc_shm_watch_stop(shm);
     }

@@ -93,10 +93,49 @@ void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
+/* FSDPC_E_PEER: `rank` has left in good order although it is needed. */
+int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
+
 /* A rank is `blocked` while it waits for others inside fsdpc_shm_wait_word. The counter grows at
  * each begin and each end of such a wait: odd while blocked. Others use it to see that they wait
  * for a rank that itself waits. */
 uint32_t fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank);
+
+/* --- waits that a rank may also end by itself: [Note: turns] in shm_turn.c --------------------- */
+
+enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that know of each other */
+
+/* A waiter's way out when nobody else can end its wait; better ones go first. */
+enum fsdpc_shm_way { FSDPC_WAY_NONE, FSDPC_WAY_LEAVE, FSDPC_WAY_OLDER, FSDPC_WAY_PRIVATE };
+
+/* The turns of this process's segments at one moment. */
+typedef struct fsdpc_shm_view {
+    uint32_t bell;
+    int count;
+    struct {
+        uint64_t serial, turn;
+    } of[FSDPC_SHM_GROUPS];
+} fsdpc_shm_view;
+
+/* Something has changed that others may wait for. */
+void fsdpc_shm_notify(fsdpc_shm *shm);
+/* Before what is waited for is examined. */
+void fsdpc_shm_look(fsdpc_shm *shm, fsdpc_shm_view *view);
+/* True when everybody who could end this rank's wait stands still since `view`, and none of them has
+ * a way out that is better than `way`: this rank is to take its own now. False for WAY_NONE. */
+bool fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way);
+/* Around a wait: begin, then look, examine, stand, again and again, then end. */
+void fsdpc_shm_stand_begin(fsdpc_shm *shm);
+void fsdpc_shm_stand_end(fsdpc_shm *shm);
+/* Sleeps until something has changed since `view`, at most until `until_ns`; `way` is this rank's if
+ * it is stuck. Returns at once when it is. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
+ * `until_ns`. */
+int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
+                    int64_t until_ns, const fsdpc_wait *what);
+/* True while `rank` stands so, for whatever group. */
+bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
+/* Processor time that the process of `rank` has used, or -1. */
+int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 
 /* --- collectives over the control area ------------------------------------------------------- */
 

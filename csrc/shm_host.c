@@ -1,7 +1,7 @@
 /* Rank 0's side of the meeting. See shm_rendezvous.c for what is said.
  *
  * A connection is a stranger until it has said hello. One that says something else is sent away
- * and the others wait on; one that is a rank, but not of this group as rank 0 knows it, ends the
+ * and the others wait on; one that says nothing makes room when many more come. One that is a rank, but not of this group as rank 0 knows it, ends the
  * meeting for all: waiting longer would not mend it.
  */
 #include <errno.h>
@@ -16,6 +16,13 @@
 #include "status.h"
 
 enum { STRANGERS = 64 }; /* connections that have not said who they are */
+/* A rank says hello as soon as it is connected. */
+static const int64_t silence_ns = 500000000;
+
+typedef struct stranger {
+    int socket;
+    int64_t since_ns;
+} stranger;
 
 /* What a failure on one rank means on another. */
 static int
@@ -28,7 +35,7 @@ typedef struct host {
     fsdpc_shm *shm;
     int64_t deadline_ns;
     int listener;
-    int strangers[STRANGERS];
+    stranger strangers[STRANGERS]; /* in no order */
     int stranger_count;
     int here; /* ranks that have said hello, rank 0 included */
     bool all_pidfds;
@@ -127,7 +134,7 @@ hear_stranger(host *self, int index)
 {
     fsdpc_shm_message hello;
     fsdpc_shm_descriptors passed;
-    int socket = self->strangers[index];
+    int socket = self->strangers[index].socket;
     int rc = fsdpc_shm_message_receive(socket, &hello, &passed);
     if (rc == EAGAIN) {
         return FSDPC_OK;
@@ -143,20 +150,50 @@ hear_stranger(host *self, int index)
     return FSDPC_OK;
 }
 
+/* The stranger that has been silent for longest, or -1. */
+static int
+most_silent(const host *self)
+{
+    int found = -1;
+    for (int i = 0; i < self->stranger_count; i++) {
+        if (found < 0 || self->strangers[i].since_ns < self->strangers[found].since_ns) {
+            found = i;
+        }
+    }
+    return found;
+}
+
+/* Room for one more connection: whoever cannot be let in yet waits in the listener's queue. */
+static bool
+has_room(const host *self)
+{
+    return self->stranger_count < STRANGERS ||
+           fsdpc_shm_now_ns() - self->strangers[most_silent(self)].since_ns > silence_ns;
+}
+
 static void
 greet(host *self)
 {
+    if (!has_room(self)) {
+        return;
+    }
+    if (self->stranger_count == STRANGERS) {
+        int silent = most_silent(self);
+        fsdpc_shm_message_fail(self->strangers[silent].socket, FSDPC_E_MISMATCH,
+                               "refused: too many connections, and no word on this one");
+        close(self->strangers[silent].socket);
+        self->strangers[silent] = self->strangers[--self->stranger_count];
+    }
     int socket = accept4(self->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (socket < 0) {
         return;
     }
-    if (self->stranger_count == STRANGERS || !fsdpc_shm_same_user(socket)) {
-        fsdpc_shm_message_fail(socket, FSDPC_E_MISMATCH,
-                               "refused: too many connections, or of another user than rank 0");
+    if (!fsdpc_shm_same_user(socket)) {
+        fsdpc_shm_message_fail(socket, FSDPC_E_MISMATCH, "refused: of another user than rank 0");
         close(socket);
         return;
     }
-    self->strangers[self->stranger_count++] = socket;
+    self->strangers[self->stranger_count++] = (stranger){socket, fsdpc_shm_now_ns()};
 }
 
 /* A message of a rank that is here: `ready` counts, anything else ends the meeting. */
@@ -185,12 +222,12 @@ static int
 wait_for_talk(host *self, struct pollfd *polls)
 {
     const fsdpc_shm *shm = self->shm;
-    polls[0] = (struct pollfd){.fd = self->listener, .events = POLLIN};
+    polls[0] = (struct pollfd){.fd = has_room(self) ? self->listener : -1, .events = POLLIN};
     for (int i = 1; i < shm->world; i++) {
         polls[i] = (struct pollfd){.fd = shm->peers[i].socket, .events = POLLIN};
     }
     for (int i = 0; i < self->stranger_count; i++) {
-        polls[shm->world + i] = (struct pollfd){.fd = self->strangers[i], .events = POLLIN};
+        polls[shm->world + i] = (struct pollfd){.fd = self->strangers[i].socket, .events = POLLIN};
     }
     if (fsdpc_shm_now_ns() >= self->deadline_ns) {
         return fsdpc_shm_missing_error(shm, self->arrived.arrived);
@@ -290,7 +327,7 @@ end:
         tell_failure(shm, status);
     }
     for (int i = 0; i < self.stranger_count; i++) {
-        close(self.strangers[i]);
+        close(self.strangers[i].socket);
     }
     fsdpc_shm_close(&self.listener);
     return status;

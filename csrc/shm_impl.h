@@ -9,7 +9,8 @@
  * are plain bytes, published by an atomic (the failure word, or a barrier).
  *
  * Files: shm.c lifecycle, failure state and mapping; shm_rendezvous.c meeting of the ranks;
- * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree.
+ * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree; shm_turn.c waits
+ * that a rank may end by itself.
  */
 #ifndef FSDPC_SHM_IMPL_H
 #define FSDPC_SHM_IMPL_H
@@ -22,7 +23,7 @@
 #include "shm.h"
 
 enum {
-    FSDPC_SHM_VERSION = 1,
+    FSDPC_SHM_VERSION = 2,
     FSDPC_SHM_NOTE_WORDS = 16,
     FSDPC_SHM_ABORT_BYTES = 1024,
     FSDPC_SHM_CORE_WORDS = 16,
@@ -37,6 +38,8 @@ typedef struct fsdpc_shm_slot {
     _Atomic uint32_t blocked_seq;
     _Atomic uint32_t left;
     _Atomic int32_t pid;
+    _Atomic int32_t who;                         /* fsdpc_shm_who() */
+    _Atomic uint64_t wait;                       /* how its process waits now: [Note: turns] */
     _Atomic int64_t note_ns;                     /* when `note` was written */
     _Atomic uint64_t note[FSDPC_SHM_NOTE_WORDS]; /* what the rank last waited for, as text */
 } fsdpc_shm_slot;
@@ -54,6 +57,9 @@ typedef struct fsdpc_shm_control {
     alignas(128) _Atomic uint32_t barrier_arrived;
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
+    alignas(128) _Atomic uint64_t turn;      /* changes by members: [Note: turns] */
+    _Atomic uint32_t bell;                   /* what waits sleep on: moves on with each turn, too */
+    _Atomic uint32_t sleepers;               /* ranks asleep on it */
     alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
     _Atomic uint64_t reserved_end;           /* everything asked for below has its pages */
     alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
@@ -84,6 +90,12 @@ struct fsdpc_shm {
     bool barrier_broken;
     _Atomic uint32_t waiters; /* threads of this rank that wait now */
     _Atomic uint32_t aborting;
+    /* shm_turn.c, under its lock but for `who` and `serial`. */
+    int who, place;           /* this process; where it is noted, or -1 */
+    uint64_t serial;          /* of this process's segments, never used again */
+    uint32_t kin, covered_by; /* places of all this process's segments, of those with all members */
+    int stands;               /* threads between stand_begin and stand_end */
+    uint64_t rung;            /* the turn at which this rank rang last, plus 1 */
     char name[];
 };
 
@@ -94,6 +106,8 @@ extern bool fsdpc_shm_without_waitv;
  * thread sanitizer goes by addresses. */
 extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
 extern int (*fsdpc_shm_munmap)(void *, size_t);
+/* Ranks that are threads of one process are told apart by this; getpid() otherwise. */
+extern int (*fsdpc_shm_who)(void);
 
 /* shm.c */
 /* FSDPC_E_STATE in a forked child. */
@@ -114,14 +128,18 @@ void fsdpc_shm_peers_close(fsdpc_shm *shm);
 int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
+/* shm_turn.c. join: when all members have noted who they are; part: before the control area goes.
+ * forked: in a forked child. */
+void fsdpc_shm_turn_join(fsdpc_shm *shm);
+void fsdpc_shm_turn_part(fsdpc_shm *shm);
+void fsdpc_shm_turn_forked(void);
+
 /* shm_wait.c. Writes what this rank does into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);
 /* Names ranks in words: "rank 2", "ranks 2, 5 and 7". */
 void fsdpc_shm_name_ranks(const int *ranks, int count, char *text, size_t bytes);
-/* FSDPC_E_PEER: `rank` has left in good order although it is needed. */
-int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
 static inline void
 fsdpc_shm_pause(void)

@@ -126,7 +126,8 @@ record_of(const void *context, int rank)
 bool
 fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank)
 {
-    return before(shm->barrier_seq, atomic_load(&shm->control->slots[rank].barrier_seq));
+    uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
+    return before(own, atomic_load(&shm->control->slots[rank].barrier_seq));
 }
 
 int

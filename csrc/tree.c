@@ -156,16 +156,33 @@ fsdpc_tree_publish_tag(fsdpc_tree *tree)
 
 /* --- forward --------------------------------------------------------------------------------- */
 
+void
+fsdpc_tree_set_floor(struct fsdpc_node *node)
+{
+    node->unit->floor = node->running + (node->kept && node->held ? 1 : 0);
+}
+
+void
+fsdpc_tree_forget_kept(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].kept = false;
+        fsdpc_tree_set_floor(&tree->nodes[i]);
+    }
+}
+
 /* Values gathered for an earlier pass may be out of date: every reference of it is dropped. */
-static int
-drop_references(fsdpc_tree *tree)
+int
+fsdpc_tree_drop(fsdpc_tree *tree)
 {
     int status = FSDPC_OK;
+    for (int i = 0; i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        node->held = node->kept = false;
+        node->running = node->unit->floor = 0;
+    }
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
-    }
-    for (int i = 0; i < tree->count; i++) {
-        tree->nodes[i].held = false;
     }
     return status;
 }
@@ -173,7 +190,7 @@ drop_references(fsdpc_tree *tree)
 int
 fsdpc_tree_begin_forward(fsdpc_tree *tree)
 {
-    FSDPC_TRY(drop_references(tree));
+    FSDPC_TRY(fsdpc_tree_drop(tree));
     tree->forwards++;
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
     fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
@@ -207,6 +224,8 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
+    node->running++;
+    fsdpc_tree_set_floor(node);
     if (!tree->in_backward) {
         note_order(tree, unit);
         if (tree->forward_prefetch) {
@@ -216,12 +235,20 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
     return FSDPC_OK;
 }
 
+static void
+forward_over(struct fsdpc_node *node)
+{
+    node->running -= node->running > 0;
+    fsdpc_tree_set_floor(node);
+}
+
 int
 fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     /* A forward inside a backward is a recomputation: its backward follows at once. */
     bool keep = grad && (!node->unit->reshard || tree->in_backward);
+    forward_over(node);
     if (keep && !node->held && node->unit->refs > 0) {
         node->held = true;
         return FSDPC_OK;
@@ -232,6 +259,7 @@ fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 int
 fsdpc_tree_end_forward(fsdpc_tree *tree)
 {
+    fsdpc_tree_forget_kept(tree);
     for (int i = 0; i < tree->exchange_count; i++) {
         /* Prefetched units are not left to later passes. */
         FSDPC_TRY(fsdpc_exchange_drop(tree->exchanges[i]));
@@ -246,6 +274,7 @@ fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     int floor = node->held ? 1 : 0;
+    forward_over(node);
     return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
 }
 
@@ -295,7 +324,7 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         const fsdpc_unit *unit = tree->nodes[i].unit;
         out->master_bytes += unit->layout->shard_bytes;
         out->grad_bytes += unit->layout->grad_bytes * (unit->partial ? 2 : 1) +
-                           (unit->grad_out ? unit->layout->shard_bytes : 0);
+                           (unit->grad_out ? unit->layout->shard_bytes : 0) + unit->retired_bytes;
         out->local_bytes += unit->local ? unit->local_bytes : 0;
     }
 }
@@ -310,4 +339,15 @@ fsdpc_tree_kind(const fsdpc_tree *tree)
         }
     }
     return kind;
+}
+
+int
+fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange *x = tree->exchanges[i];
+        bool here = tree->nodes[unit].exchange == x;
+        FSDPC_TRY(fsdpc_exchange_announce(x, here ? tree->nodes[unit].unit : NULL, param));
+    }
+    return FSDPC_OK;
 }

@@ -37,6 +37,8 @@ int fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
                    const fsdpc_tree_options *options, fsdpc_tree **out);
 void fsdpc_tree_free(fsdpc_tree *tree);
 
+/* Drops every reference, whatever is in progress. Local. */
+int fsdpc_tree_drop(fsdpc_tree *tree);
 /* Outside of any forward and backward: a new pass begins; what an earlier one left is dropped. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
@@ -51,6 +53,8 @@ int fsdpc_tree_begin_backward(fsdpc_tree *tree);
 int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
 /* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
 int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
+/* The hold of this backward outlives it, until one ends that nobody asks this for, or a pass begins. */
+void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
 /* Drops the hold without gradients (frozen units). */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
 /* The next unit that must be reduced now, or -1. at_end: nothing more will become complete. */
@@ -65,6 +69,8 @@ bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
+/* A backward has failed: what only it holds goes, so that peers need not wait for it. Local. */
+int fsdpc_tree_backward_broke(fsdpc_tree *tree);
 /* Also clears a backward that broke off: with `sync` other ranks learn that no more will come. */
 int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
 
@@ -102,6 +108,8 @@ typedef struct fsdpc_tree_memory {
     int gather_slots, reduce_slots;
 } fsdpc_tree_memory;
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
+/* See fsdpc_exchange_announce. */
+int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
 /* "shared", "wire" or "mixed". */
 const char *fsdpc_tree_kind(const fsdpc_tree *tree);
 

@@ -52,11 +52,18 @@ fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
     return tree->backward_prefetch == FSDPC_PREFETCH_PRE ? prefetch_before(tree, unit) : FSDPC_OK;
 }
 
+void
+fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit)
+{
+    tree->nodes[unit].kept = true;
+    fsdpc_tree_set_floor(&tree->nodes[unit]);
+}
+
 int
 fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
-    if (!node->held) {
+    if (!node->held || node->kept) {
         return FSDPC_OK;
     }
     node->held = false;
@@ -279,19 +286,46 @@ forget_order(fsdpc_tree *tree)
     }
 }
 
-int
-fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
+static int
+drop_for_backward(fsdpc_tree *tree)
 {
     int status = FSDPC_OK;
     FSDPC_KEEP(drop_holds(tree));
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
     }
+    return status;
+}
+
+int
+fsdpc_tree_backward_broke(fsdpc_tree *tree)
+{
+    fsdpc_tree_forget_kept(tree);
+    return drop_for_backward(tree);
+}
+
+/* autograd.grad inside a forward. */
+static bool
+in_forward(const fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->nodes[i].running > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
+{
+    int status = FSDPC_OK;
+    FSDPC_KEEP(drop_for_backward(tree));
     if (sync && status == FSDPC_OK) {
         FSDPC_KEEP(finish_sync(tree));
     }
     tree->in_backward = false;
     forget_order(tree);
-    fsdpc_tree_set_phase(tree, FSDPC_PHASE_IDLE);
+    fsdpc_tree_set_phase(tree, in_forward(tree) ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
     return status;
 }

@@ -10,6 +10,8 @@ struct fsdpc_node {
     fsdpc_exchange *exchange;
     int depth;
     bool held;     /* one reference is kept until the unit's backward is done */
+    bool kept;     /* the hold outlives its backward: a second one goes through its graph */
+    int running;   /* forwards of it that have begun and not ended */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
     int order;     /* position in `order`, -1 */
@@ -38,6 +40,10 @@ struct fsdpc_tree {
 };
 
 /* tree.c */
+/* What the end of a backward must leave: forwards in progress around it, and kept holds. */
+void fsdpc_tree_set_floor(struct fsdpc_node *node);
+/* Kept holds become ordinary ones. */
+void fsdpc_tree_forget_kept(fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
 /* Tells the exchanges which pass begins: this rank's masters are final for it. */
 int fsdpc_tree_publish_tag(fsdpc_tree *tree);

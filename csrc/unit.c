@@ -90,11 +90,10 @@ needs_no_cast(const fsdpc_layout *layout)
     return true;
 }
 
-static int
-make_buffers(fsdpc_unit *unit)
+int
+fsdpc_unit_make_grads(fsdpc_unit *unit)
 {
     const fsdpc_layout *layout = unit->layout;
-    FSDPC_TRY(make_masters(unit));
     FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->grad_bytes, &unit->grad));
     if (sees_other_grads(layout)) {
         FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->shard_bytes, &unit->grad_out));
@@ -102,6 +101,15 @@ make_buffers(fsdpc_unit *unit)
     if (unit->replicate) {
         FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->partial));
     }
+    return FSDPC_OK;
+}
+
+static int
+make_buffers(fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = unit->layout;
+    FSDPC_TRY(make_masters(unit));
+    FSDPC_TRY(fsdpc_unit_make_grads(unit));
     unit->used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
     unit->local_used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
     unit->local_offset = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof(size_t));
@@ -176,6 +184,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
     }
     fsdpc_range_fini(&unit->range);
     fsdpc_grad_queue_close(unit);
+    fsdpc_unit_free_retired(unit);
     if (unit->layout) {
         fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
         fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);

@@ -65,6 +65,12 @@ int fsdpc_unit_settle(fsdpc_unit *unit);
 /* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
 
+/* Room for gradients of more segments, one byte each; values and gradients stay, and every pointer of
+ * before to a gradient still points at memory, which is no longer the unit's gradient. Local, but the
+ * shard group and the replicas do the same. The unit is in no exchange. FSDPC_E_STATE while it is
+ * gathered, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; the unit is then as before. */
+int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
+
 /* dtype of the gradients that grad_part, read and write deal in: storage, or accumulate if equal. */
 fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
 /* After a backward: brings the seen gradients up to date where they are narrower than the sums. */

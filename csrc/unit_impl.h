@@ -43,6 +43,10 @@ struct fsdpc_unit {
     size_t *local_offset; /* per segment */
     bool local_any;
 
+    /* Buffers that `grad` and `grad_out` once were (unit_thaw.c). */
+    struct fsdpc_retired *retired;
+    size_t retired_bytes;
+
     struct fsdpc_grad_queue *queue; /* grad_queue.c; NULL on a device that does not queue */
 
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
@@ -60,6 +64,7 @@ struct fsdpc_unit {
     int id; /* index in its exchange */
     int slot;
     int refs;
+    int floor;                 /* references that fsdpc_exchange_drop leaves */
     bool ready;                /* all values are in place */
     bool begun;                /* holds its slot, values may be incomplete (prefetch) */
     uint64_t posted, consumed; /* rounds of reduction in this backward */
@@ -70,6 +75,12 @@ char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dty
 /* This rank's piece of a segment, and the size of its elements. */
 char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
                            size_t *item);
+
+/* --- unit.c, unit_thaw.c --------------------------------------------------------------------- */
+
+/* Memory of grad, grad_out and partial, by the layout. What was made before a failure stays. */
+int fsdpc_unit_make_grads(fsdpc_unit *unit);
+void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
 /* --- unit_offload.c -------------------------------------------------------------------------- */
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpc._bootstrap import read_timeout
 from fsdpc._channel import Channel, store_of
+from fsdpc._torch import default_group
 from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
@@ -49,6 +50,26 @@ def check_module(module: Any) -> None:
             "FSDP will not all-gather parameters for containers that do not implement forward: "
             f"{type(module).__name__}. Wrap its elements, or the module that calls them.",
             stacklevel=3,
+        )
+
+
+def check_model(call: str, model: Any) -> None:
+    """The model that a call is about. ``TypeError`` names what came instead: most often arguments
+    in another order.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{call}: the model must be an nn.Module but got {type(model).__name__}; are the "
+            "arguments in the right order?"
+        )
+
+
+def check_optimizer(call: str, optim: Any) -> None:
+    """The optimizer that a call is about, of whatever class. ``TypeError`` as ``check_model``."""
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(
+            f"{call}: optim must be an optimizer but got {type(optim).__name__}; are the "
+            "arguments in the right order?"
         )
 
 
@@ -91,7 +112,7 @@ def _check_type(name: str, value: Any, kind: type) -> None:
 
 def _check_callable(name: str, value: Any, error: type[Exception]) -> None:
     if value is not None and not callable(value):
-        raise error(f"Expected {name} {value!r} to be callable but got {type(value)}")
+        raise error(f"Expected {value} to be callable but got {type(value)} ({name})")
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:
@@ -191,11 +212,10 @@ def _is_group_pair(value: Any) -> bool:
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(
-            "Default process group has not been initialized: call "
-            "torch.distributed.init_process_group() before FullyShardedDataParallel, or pass "
-            "process_group"
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group. (before FullyShardedDataParallel, or pass process_group)"
         )
-    return dist.distributed_c10d._get_default_group()
+    return default_group()
 
 
 def groups_by_host() -> GroupChoice:

@@ -34,7 +34,7 @@ import socket
 import sys
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -45,6 +45,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdpc import _C, _nccl
+from fsdpc._texts import gather_texts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
 DEFAULT_TIMEOUT_S = 600.0
@@ -112,8 +113,8 @@ def comm_for_group(
     comms = _comms.setdefault(pg, {})
     comm = comms.get(device)
     if comm is None:
-        wanted = _read_kind(kind)
-        comm = comms[device] = _make_comm(pg, wanted, read_timeout(), device)
+        comm, wanted = _make_comm(pg, kind, device)
+        comms[device] = comm
         if pg.size() > 1:
             _wanted[pg] = wanted
         _live.add(comm)
@@ -177,26 +178,52 @@ def _say_note(device: int) -> None:
         logging.getLogger("fsdpc").warning(note)
 
 
-def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int | None) -> _C.Comm:
+def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
+    """The communicator, and the kind that was asked for."""
+    if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
+        return _make_cpu(pg, kind)
+    wanted, timeout = _read_kind(kind), read_timeout()
     if pg.size() == 1:
-        return _alone(device)
-    if device is not None and wanted in ("shm", "c10d"):
-        return _make_staged(pg, wanted, device)
-    if device is not None:
-        return _make_nccl(pg, timeout, device)
-    if wanted == "nccl":
-        raise ValueError(
-            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
-            "use auto, shm or c10d"
-        )
-    if dist.get_backend(pg) == "fake":
-        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
-    mine = (wanted, timeout, _place(), uuid.uuid4().hex)
-    everyone: list[Any] = [None] * pg.size()
-    dist.all_gather_object(everyone, mine, group=pg)
-    _check_equal("FSDPC_COLLECTIVES", [each[0] for each in everyone])
-    _check_equal("FSDPC_TIMEOUT", [each[1] for each in everyone])
-    places = [each[2] for each in everyone]
+        return _alone(device), wanted
+    if device is None:
+        _refuse_nccl(wanted)
+        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg)), wanted
+    if wanted in ("shm", "c10d"):
+        return _make_staged(pg, wanted, device), wanted
+    return _make_nccl(pg, timeout, device), wanted
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others of its group before they meet."""
+
+    wanted: str
+    timeout: str
+    place: str
+    name: str
+    # Errors of this rank: they end the meeting for all; only if it is over shared memory.
+    refusal: str = ""
+    obstacle: str = ""
+
+
+def _make_cpu(pg: dist.ProcessGroup, kind: str | None) -> tuple[_C.Comm, str]:
+    mine, error = _offer(kind, pg.size())
+    everyone = [_Offer(*each) for each in gather_texts(pg, astuple(mine))]
+    _raise_first([each.refusal for each in everyone], pg.rank(), error)
+    _check_equal("FSDPC_COLLECTIVES", [each.wanted for each in everyone])
+    _check_equal("FSDPC_TIMEOUT", [float(each.timeout) for each in everyone])
+    places = [each.place for each in everyone]
+    return _connect(pg, mine, everyone, places, error), mine.wanted
+
+
+def _connect(
+    pg: dist.ProcessGroup,
+    mine: _Offer,
+    everyone: list[_Offer],
+    places: list[str],
+    error: Exception | None,
+) -> _C.Comm:
+    wanted = mine.wanted
     stranger = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if wanted == "shm" and stranger is not None:
         raise ValueError(
@@ -205,7 +232,63 @@ def _make_comm(pg: dist.ProcessGroup, wanted: str, timeout: float, device: int |
         )
     if wanted == "c10d" or stranger is not None:
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
-    return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0][3]}", timeout)
+    _raise_first([each.obstacle for each in everyone], pg.rank(), error)
+    return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0].name}", float(mine.timeout))
+
+
+def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
+    """This rank's part, with what fails here as text: the others learn of it in their collective,
+    where they would otherwise wait for the whole deadline.
+    """
+    name = uuid.uuid4().hex
+    try:
+        wanted, timeout = _read_kind(kind), read_timeout()
+        _refuse_nccl(wanted)
+    except ValueError as error:
+        return _Offer("", "0", "", name, refusal=_one_line(error)), error
+    try:
+        if wanted != "c10d":
+            _try_segment(world, timeout)
+    except Exception as error:
+        return _Offer(wanted, f"{timeout:.17g}", _place(), name, obstacle=_one_line(error)), error
+    return _Offer(wanted, f"{timeout:.17g}", _place(), name), None
+
+
+def _refuse_nccl(wanted: str) -> None:
+    if wanted == "nccl":
+        raise ValueError(
+            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
+            "use auto, shm or c10d"
+        )
+
+
+def _try_segment(world: int, timeout: float) -> None:
+    """Makes what a rank needs before it can speak to its peers, and lets go of it: the segment, and
+    as many descriptors as rank 0 has open during the meeting (a socket and a pidfd of each peer,
+    the listener, the memory, the watcher's).
+    """
+    _C.Comm.shm(0, 1, "fsdpc-try", timeout).close()
+    opened = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+            for _ in range(2 * world + 4):
+                opened.append(os.dup(first.fileno()))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _raise_first(texts: list[str], rank: int, error: Exception | None) -> None:
+    if texts[rank] and error is not None:
+        raise error
+    for other, text in enumerate(texts):
+        if text:
+            raise _C.PeerError(f"rank {other} could not join the group of {len(texts)}: {text}")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines and lines[0] else type(error).__name__
 
 
 def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
@@ -344,8 +427,7 @@ def _leave() -> None:
 
 
 def _abort(error: BaseException) -> None:
-    lines = str(error).splitlines() or [""]
-    text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+    text = _one_line(error)
     _nccl.publish(text)
     for comm in _own_comms():
         comm.abort(text)

@@ -8,29 +8,31 @@ others end their waits with its text. Keys of a turn are deleted once the next o
 
 from __future__ import annotations
 
-import pickle
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from fsdpc import _C
+from fsdpc._torch import process_group_store
 
 LEFT = "left in good order"
 _LONGEST_NAP_S = 0.05
 _LOOK_AROUND_S = 0.2  # how often a waiting rank looks whether another one has failed
+_LENGTH = struct.Struct("<Q")
 _PARTING_S = 5  # for words that are said while this process ends: the store may be gone
 
 
 def store_of(pg: dist.ProcessGroup) -> Any:
     """The store that torch keeps for a group, ``None`` where there is none to talk through."""
-    known = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if known is None or dist.get_backend(pg) == "fake":
+    if process_group_store is None or dist.get_backend(pg) == "fake":
         return None
-    return known(pg)
+    return process_group_store(pg)
 
 
 class Channel:
@@ -57,6 +59,12 @@ class Channel:
         """All-gather in place: ``memory`` is 1-D, uint8, one piece of so many bytes a rank."""
         begin = self.rank * piece_bytes
         pieces = self.gather(memory[begin : begin + piece_bytes].tobytes(), what)
+        for rank, piece in enumerate(pieces):
+            if len(piece) != piece_bytes:
+                raise _C.CommError(
+                    f"{what}: rank {rank} sent {len(piece)} bytes, not {piece_bytes} "
+                    f"(communicator {self.name})"
+                )
         memory[:] = np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
@@ -76,10 +84,10 @@ class Channel:
             if self.rank == 0:
                 self._await(keys, keys, what)
                 pieces = self._read(keys)
-                self._store.set(everything, pickle.dumps(pieces))
+                self._store.set(everything, _joined(pieces))
             else:
                 self._await([everything], keys, what)
-                pieces = pickle.loads(self._store.get(everything))
+                pieces = self._split(self._store.get(everything), what)
             if turn > 0:  # all have come to this turn, so nobody reads the one before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
                 if self.rank == 0:
@@ -93,6 +101,19 @@ class Channel:
                 f"may have ended: {error}"
             ) from error
         return pieces
+
+    def _split(self, everything: bytes, what: str) -> list[bytes]:
+        """What ``_joined`` was given on rank 0; ``CommError`` for other bytes."""
+        lengths_end = _LENGTH.size * self.world
+        if len(everything) >= lengths_end:
+            lengths = [n for (n,) in _LENGTH.iter_unpack(everything[:lengths_end])]
+            if lengths_end + sum(lengths) == len(everything):
+                ends = list(accumulate(lengths, initial=lengths_end))[1:]
+                return [everything[e - n : e] for n, e in zip(lengths, ends, strict=True)]
+        raise _C.CommError(
+            f"{what}: what rank 0 has put into the store for all {self.world} ranks cannot be read "
+            f"({len(everything)} bytes, communicator {self.name})"
+        )
 
     def _read(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():
@@ -195,3 +216,7 @@ class Channel:
     def _parallel(self) -> Any:
         clone = getattr(self._store, "clone", None)
         return self._store if clone is None else clone()
+
+
+def _joined(pieces: list[bytes]) -> bytes:
+    return b"".join([*(_LENGTH.pack(len(piece)) for piece in pieces), *pieces])

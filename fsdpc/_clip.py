@@ -33,6 +33,8 @@ def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor
         total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
         for unit in units:
             unit.end_scaling()
+    if not dtypes and float(total) != 0.0:  # other ranks hold all elements of what has gradients
+        dtypes = list(_dtypes_elsewhere(units))
     if not dtypes:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning "
@@ -101,6 +103,13 @@ def _all_grads(units: list[Any], others: list[torch.Tensor]) -> Iterator[torch.T
         for param in unit.shard_params:
             if param.grad is not None:
                 yield param.grad
+
+
+def _dtypes_elsewhere(units: list[Any]) -> Iterator[torch.dtype]:
+    for unit in units:
+        for param, grad, _ in unit.seen:
+            if grad is not None and unit.holds_nothing(param):
+                yield grad.dtype
 
 
 def _scale(units: list[Any], others: list[torch.Tensor], factor: float) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from fsdpc._norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._torch import TOTAL_NORM
 
 # Of each unit, where its gradients lay when it was made.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
@@ -39,7 +40,7 @@ def install() -> None:
     """Let torch's norm look for shards. Local; a second call does nothing."""
     if _undo:
         return
-    found = clip_grad._get_total_norm
+    found = getattr(clip_grad, TOTAL_NORM)
     cell = _function_cell(found)
     if cell is not None:  # references that were imported before follow, too
         theirs = cell.cell_contents
@@ -47,7 +48,7 @@ def install() -> None:
         _undo.append(lambda: setattr(cell, "cell_contents", theirs))
         return
     ours = torch.no_grad()(_looking_for_shards(found))
-    for module, name in ((clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")):
+    for module, name in ((clip_grad, TOTAL_NORM), (torch.nn.utils, "get_total_norm")):
         setattr(module, name, ours)
         _undo.append(lambda module=module, name=name: setattr(module, name, found))
 
@@ -73,11 +74,11 @@ def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = _owners(tensors) if _units else None
-        if not owners:
+        if not owners and (tensors or not _absent_units()):
             return theirs(tensors, norm_type, error_if_nonfinite, foreach)
         wide = [t for i, t in enumerate(tensors) if i not in owners and hasattr(t, "full_tensor")]
         rest = theirs(wide, norm_type, False, foreach) if wide else None
-        total = _global_norm(tensors, owners, rest, float(norm_type))
+        total = _global_norm(tensors, owners or {}, rest, float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
@@ -98,28 +99,52 @@ def _global_norm(
     if norm_type < 0:
         raise ValueError(f"the norm of sharded tensors is of order 0 or more, not {norm_type}")
     combine = combine_of(norm_type)
-    dtypes = [tensor.dtype for tensor in tensors]
+    units = _concerned(owners)
+    dtypes = [tensor.dtype for tensor in tensors] or [units[0].shard_params[0].dtype]
     sums = []
     for i, tensor in enumerate(tensors):
         if i not in owners and not hasattr(tensor, "full_tensor"):
             sums.append(tensor_sum(tensor, norm_type))
     if rest is not None:
         sums.append(tensor_sum(rest.full_tensor(), norm_type))
-    for comm, units in _by_comm(owners.values()):
-        part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in units)
+    for comm, members in _by_comm(units):
+        part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in members)
         if comm.world > 1:
             op = "max" if math.isinf(norm_type) else "sum"
             part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
         sums.append(part)
     total = root_of(combine(sums), norm_type)
     dtype = reduce(torch.promote_types, dtypes)
-    return torch.tensor(total, dtype=dtype, device=tensors[0].device)
+    return torch.tensor(total, dtype=dtype, device=(tensors or units[0].shard_params)[0].device)
 
 
-def _by_comm(owners: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
-    """The units, each once, by sharding communicator, in the order of the call's tensors."""
+def _concerned(owners: dict[int, Any]) -> list[Any]:
+    """The units that the call is about, in an order that is the same on all ranks: those of whole
+    models, for a rank may hold no element, and no gradient, of what others pass.
+    """
+    found: dict[Any, None] = {}
+    for unit in list(owners.values()) or _absent_units():
+        members = unit.tree.units if unit.tree is not None else [unit]
+        found.update(dict.fromkeys(each for each in members if each.infos))
+    return list(found)
+
+
+def _absent_units() -> list[Any]:
+    """For a call without any tensor, where one model is sharded and this rank holds nothing of
+    what has gradients on others: that model's units.
+    """
+    trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
+    if len(trees) != 1:
+        return []
+    units = [unit for unit in next(iter(trees.values())).units if unit.infos]
+    nothing = any(unit.holds_nothing(p) for unit in units for p in unit.shard_params)
+    return units if nothing else []
+
+
+def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+    """The units by sharding communicator."""
     groups: dict[int, tuple[Any, list[Any]]] = {}
-    for unit in dict.fromkeys(owners):
+    for unit in units:
         comm = unit.groups.shard
         groups.setdefault(id(comm), (comm, []))[1].append(unit)
     return list(groups.values())

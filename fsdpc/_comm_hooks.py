@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdpc import _C
 from fsdpc._args import HYBRID
 from fsdpc._collect import unit_modules
+from fsdpc._torch import default_hooks
 
 Hook = Callable[..., Any]
 _END = -1  # what a rank means that has no more units to reduce

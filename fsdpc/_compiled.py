@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fsdpc import _torch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -21,9 +23,7 @@ def not_traced(function: Function) -> Function:
     """Keep torch.compile out of ``function`` itself, but not out of what it calls. Costs nothing
     per call and does not import the compiler.
     """
-    skip = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
-    if skip is not None:
-        skip(function.__code__)
+    _torch.set_code_exec_strategy(function.__code__, _torch.SKIP_FRAME)
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = (
@@ -35,15 +35,14 @@ def not_traced(function: Function) -> Function:
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``, with torch.compile kept out of all that it calls: for what runs once."""
-    if "torch._dynamo" in sys.modules:
+    if _torch.COMPILER in sys.modules:
         function = torch.compiler.disable(function)
     return function(*args)
 
 
 def inside(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given, for a module that it returned; any other module itself."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and isinstance(module, compiler.OptimizedModule):
-        original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        return inside(original)
+    compiled = _torch.compiled_class()
+    if compiled is not None and isinstance(module, compiled):
+        return inside(_torch.compiled_from(module))
     return module

@@ -8,6 +8,7 @@ Parameter stands for the unit with False (make the optimizer after).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,13 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     if member._summoned or member._exposed:
         rest()
         return
+    if unit is not None and _is_format(fn(torch.empty(2, 2, 2, 2, device=member.compute_device))):
+        of_images = [
+            info.name
+            for info, shape in zip(unit.infos, unit.shapes, strict=True)
+            if len(shape) == 4
+        ]
+        _warn_of_format(unit.name, of_images)
     device = _target(member, fn)
     if unit is None:
         rest()
@@ -47,6 +55,31 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     else:
         check_idle(member)
         _rebuild(member, rest, fn, device)
+
+
+def check_formats(member: Any, infos: list[Any]) -> None:
+    """Warn of parameters whose memory format gathered weights will not have. Local."""
+    _warn_of_format(member._name, [info.name for info in infos if _is_format(info.param)])
+
+
+def _is_format(tensor: torch.Tensor) -> bool:
+    """True for channels_last in two or three dimensions, where that is not contiguous, too."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=last)
+
+
+def _warn_of_format(unit_name: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"channels_last is not kept for parameters {shown} of unit {unit_name!r}: gathered "
+            "weights are contiguous, which changes no values, but convolutions convert them in "
+            "every call. Inputs and buffers keep the format; list these modules in "
+            "ignored_modules to keep theirs",
+            stacklevel=5,
+        )
 
 
 def convert_storage(member: Any, dtype: torch.dtype) -> None:

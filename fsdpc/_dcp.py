@@ -23,6 +23,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import (
 
 from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._names import CHECKPOINT_WRAPPED, FLAT_PARAM, FSDP_WRAPPED, flat_param_name
+from fsdpc._torch import GET_FQNS
 
 _CLIENT = "torch.distributed.checkpoint.state_dict"
 _undo: list[Callable[[], None]] = []
@@ -34,7 +35,7 @@ def attach() -> None:
         return
     client = import_module(_CLIENT)
     _replace(client, "FSDP", Names())
-    _replace(client, "_get_fqns", partial(names_of, vars(client)["_get_fqns"]))
+    _replace(client, GET_FQNS, partial(names_of, vars(client)[GET_FQNS]))
 
 
 def detach() -> None:

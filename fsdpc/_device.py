@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from fsdpc import _C
+from fsdpc._torch import current_raw_stream
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,7 @@ def use_torch_allocator(ordinal: int) -> None:
 def engine_device(device: torch.device) -> int | None:
     """Number of the GPU that shards modules on ``device``; None: the CPU does. Local."""
     if device.type == "cuda":
-        _C.set_stream_function(torch._C._cuda_getCurrentRawStream)
+        _C.set_stream_function(current_raw_stream)
         ordinal = torch.cuda.current_device() if device.index is None else device.index
         use_torch_allocator(ordinal)
         return ordinal

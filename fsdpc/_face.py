@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+
+from fsdpc._torch import FSDPState
 
 _KEPT = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
 _standing_in: list[type] = []  # fsdpc's class while it bears torch's name
@@ -49,5 +50,5 @@ else:
     class Face(FullyShardedDataParallel, metaclass=FaceType):
         """See the module's text; instances have no state of their own."""
 
-    for _name in {*vars(FullyShardedDataParallel), *vars(_FSDPState)} - _KEPT:
+    for _name in {*vars(FullyShardedDataParallel), *vars(FSDPState)} - _KEPT:
         setattr(Face, _name, getattr(nn.Module, _name, None) or _Absent(_name))

@@ -120,3 +120,28 @@ def _within_dataclass(change: Change, to: Any, value: Any) -> Any:
         if not fields[name]:
             object.__setattr__(copy, name, new[name])
     return copy
+
+
+def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:
+    """``args`` and ``kwargs`` with a view in place of each tensor that requires a gradient and is
+    an argument, or in a tuple that is one: the view's autograd node belongs to this call alone.
+
+    One tensor gets one view, so that what was the same object stays so. Containers that a forward
+    may write into are handed on as they are.
+    """
+    views: dict[int, torch.Tensor] = {}
+
+    def alias(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad or value.is_sparse:
+                return value
+            view = views.get(id(value))
+            if view is None:
+                view = views[id(value)] = value.view_as(value)
+            return view
+        if type(value) is tuple:
+            return tuple([alias(item) for item in value])
+        return value
+
+    args = tuple([alias(value) for value in args])
+    return args, {key: alias(value) for key, value in (kwargs or {}).items()}

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from fsdpc import _torch
+from fsdpc._inputs import alias_arguments
 from fsdpc._listeners import call_listeners
+from fsdpc._outputs import copy_outputs
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float32: "float32",
@@ -18,7 +21,7 @@ _NAMES: dict[torch.dtype, str] = {
 
 
 # Whether autocast is on for any kind of device; the cheapest way to ask.
-autocasts = torch._C._is_any_autocast_enabled
+autocasts = _torch.is_any_autocast_enabled
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,13 +42,30 @@ def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> t
     return tensor if shape is None else tensor.view(shape)
 
 
+def version_counter(device: torch.device) -> torch.Tensor:
+    """A tensor whose version counter ``counted`` gives to others."""
+    return torch.empty(16, dtype=torch.uint8, device=device)
+
+
+def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``'s memory and shape in a tensor that shares the version counter of ``counter``."""
+    result = counter.view(tensor.dtype).detach()
+    result.data = tensor
+    return result
+
+
 def torch_functions() -> tuple[Any, ...]:
-    """What the engine's hooks call in torch, per step or per unit."""
+    """What the engine's hooks call in torch, per step or per unit, in the order of
+    csrc/py_tree.c.
+    """
     return (
         torch.Tensor,
         torch.nn.Parameter,
         torch.is_grad_enabled,
-        torch._C._current_graph_task_id,
-        torch.autograd.Variable._execution_engine.queue_callback,
+        _torch.current_graph_task_id,
+        _torch.queue_callback,
         call_listeners,
+        _torch.set_version_counters,
+        alias_arguments,
+        copy_outputs,
     )

@@ -3,7 +3,8 @@ backward.
 
 Sharded parameters take part in no autograd graph, so torch never calls these. The engine does, at
 the end of every synchronised backward, for each parameter that got a gradient on any rank, on every
-rank of the group (also where a parameter has no elements): the reduced gradient is in ``.grad``.
+rank of the group: the reduced gradient is in ``.grad``. Where a rank holds no element of the
+parameter, that is an empty tensor while hooks run and None afterwards, and no optimizer steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from fsdpc._writeback import owner_of
 
 
 @torch.no_grad()
@@ -27,10 +30,18 @@ def call_listeners(params: list[nn.Parameter]) -> None:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
         optimizers = param.__dict__.get("_in_backward_optimizers")
-        if optimizers and param.grad is not None:
+        if holds_nothing(param):
+            param.grad = None
+        elif optimizers and param.grad is not None:
             for optimizer in optimizers:
                 optimizer.step()
             param.grad = None
+
+
+def holds_nothing(param: nn.Parameter) -> bool:
+    """True for a sharded parameter all of whose elements are other ranks'."""
+    owner = owner_of(param) if param.numel() == 0 else None
+    return owner is not None and owner.holds_nothing(param)
 
 
 def check_listeners(name: str, unit: str, param: nn.Parameter, use_orig_params: bool) -> None:
@@ -40,10 +51,9 @@ def check_listeners(name: str, unit: str, param: nn.Parameter, use_orig_params: 
     """
     if not use_orig_params and param.__dict__.get("_in_backward_optimizers"):
         raise RuntimeError(
-            f"parameter {name!r} of unit {unit!r} has an optimizer in backward, but with "
-            "use_orig_params=False a flat parameter takes its place: FSDP optimizer in backward is "
-            "only supported with use_orig_params=True, or applied to model.parameters() after "
-            "wrapping"
+            "FSDP optimizer in backward only supported with use_orig_params=True! Parameter "
+            f"{name!r} of unit {unit!r} has one, but a flat parameter takes its place: pass "
+            "use_orig_params=True, or apply the optimizer to model.parameters() after wrapping"
         )
     lost: Any = param._backward_hooks
     if not use_orig_params:

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,6 +52,10 @@ class _Marked:
         self.units = units
         self.backward = [unit.flat.hook("pre_backward") for unit in units]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Marked:
+        """In a copy of the model, whose own hooks come with its first forward: nothing to do."""
+        return _Marked([])
+
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for unit in self.units:
             unit.flat.enter_forward()
@@ -60,8 +63,10 @@ class _Marked:
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         for unit in self.units:
             unit.flat.leave_forward()
-        if not torch.is_grad_enabled():
+        if not self.units or not torch.is_grad_enabled():
             return None
+        from fsdpc._torch import tree_map_only  # as above
+
         return tree_map_only(Tensor, self.watched, output)
 
     def watched(self, tensor: Tensor) -> Tensor:

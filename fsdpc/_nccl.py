@@ -8,19 +8,19 @@ would wait for the deadline.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import select
 import threading
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdpc import _C, _wire
 from fsdpc._channel import Channel, store_of
+from fsdpc._plain import Malformed, decode, encode
 from fsdpc._stall import Stall
 
 WATCH_S = 0.5
@@ -40,6 +40,39 @@ class _Hello:
     registers: bool  # it has what memory is registered from
     error: str  # why this rank cannot go on
     ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
+
+    def to_bytes(self) -> bytes:
+        return encode(astuple(self))
+
+    @staticmethod
+    def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
+        """``CommError`` names the rank whose bytes are none."""
+        kinds = (dict, str, int, int, str, bool, str, tuple)
+        said = _read(data, rank, what)
+        fits = isinstance(said, tuple) and len(said) == len(kinds)
+        if not fits or not all(type(v) is kind for v, kind in zip(said, kinds, strict=True)):
+            raise _unreadable(rank, what, "it is no greeting")
+        _check_ids(said[7], rank, what)
+        if not 0 < said[2] < 2**31 or not isinstance(said[0].get(_VERSION), str):
+            raise _unreadable(rank, what, "it names no process, or no version")
+        return _Hello(*said)
+
+
+def _read(data: bytes, rank: int, what: str) -> Any:
+    try:
+        return decode(data)
+    except Malformed as error:
+        raise _unreadable(rank, what, error) from error
+
+
+def _check_ids(ids: Any, rank: int, what: str) -> None:
+    kinds = [type(each) for each in ids] if isinstance(ids, tuple) else []
+    if kinds != [bytes, bytes, str]:
+        raise _unreadable(rank, what, "its ids are none")
+
+
+def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
+    return _C.CommError(f"{what}: what rank {rank} sent cannot be read: {why}")
 
 
 def make_nccl_comm(
@@ -94,8 +127,10 @@ class _Start:
             return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
         except NotImplementedError:  # on all ranks alike: registering has spoilt NCCL's side
             mine = _new_ids() if self.meeting.rank == 0 else None
-            said = self.meeting.gather(pickle.dumps(mine), self.name)
-            return self.now(pickle.loads(said[0]), register=False)
+            said = self.meeting.gather(encode(mine), self.name)
+            ids = _read(said[0], 0, self.name)
+            _check_ids(ids, 0, self.name)
+            return self.now(ids, register=False)
 
     def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
         rank, world = self.meeting.rank, self.meeting.world
@@ -141,7 +176,8 @@ def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     mine = _Hello(settings, place, os.getpid(), device, visible, registers, str(failure or ""), ids)
-    said = [pickle.loads(text) for text in channel.gather(pickle.dumps(mine), what)]
+    texts = channel.gather(mine.to_bytes(), what)
+    said = [_Hello.from_bytes(text, rank, what) for rank, text in enumerate(texts)]
     if failure is not None:
         raise failure
     for rank, hello in enumerate(said):

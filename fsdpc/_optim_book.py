@@ -85,11 +85,30 @@ class Book:
         """First names of what an optimizer's parameter stands for; ``KeyError`` for a stranger."""
         found = self.names.get(id(param))
         if found is None:
-            raise KeyError(
-                f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
-                "model: make the optimizer from the parameters of the wrapped model"
-            )
+            raise KeyError(_stranger(param))
         return found
+
+
+def _stranger(param: nn.Parameter) -> str:
+    """What is known of a parameter that the model does not have."""
+    unit = owner_of(param)
+    place = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
+    if place is None:
+        return (
+            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
+            "model: make the optimizer from the parameters of the wrapped model"
+        )
+    name = f"parameter {place.name!r} of unit {unit.name!r}"
+    if unit.use_orig_params:
+        return (
+            f"the optimizer holds {name}, which is not in the model given: pass the model whose "
+            "parameters the optimizer was made from"
+        )
+    return (
+        f"the optimizer was made before the model was wrapped: it holds {name}, which a flat "
+        "parameter has replaced (use_orig_params=False), and its steps change nothing. Make the "
+        "optimizer from model.parameters() after wrapping, or wrap with use_orig_params=True"
+    )
 
 
 def read_book(model: nn.Module) -> Book:

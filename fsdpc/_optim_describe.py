@@ -7,31 +7,18 @@ belongs to the parameter and must be equal on every rank that holds elements of 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from fsdpc._objects import exchange
 from fsdpc._optim_book import UnitEntry
+from fsdpc._plain import Outline
+from fsdpc._torch import tree_flatten
 
 ABSENT = "absent"  # the optimizer does not hold the parameter at all
 State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Outline:
-    """Stands for a tensor with dimensions; its elements travel apart."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    index: int = -1  # which one, where that matters
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass
@@ -169,9 +156,9 @@ def _agree_on_whole(
         for rank in holders:
             if not equal(values[rank][place], first):
                 raise AssertionError(
-                    f"Rank {rank} has different values for {name} than rank {holders[0]}, and its "
-                    f"shape {tuple(first.shape)} is not the shard's: {_state(entry, j, name)} "
-                    "cannot be put together from shards"
+                    f"Rank {rank} has different values for {name}: not those of rank {holders[0]}, "
+                    f"and its shape {tuple(first.shape)} is not the shard's: "
+                    f"{_state(entry, j, name)} cannot be put together from shards"
                 )
         plan = plans[j]
         assert plan is not None
@@ -184,13 +171,14 @@ def _check_complete(entry: UnitEntry, told: list[Any], plans: list[Plan | None])
     if not unit.use_orig_params or not any(plans):
         return
     held = [entry.names[p.covers[0]][0] for j, p in enumerate(entry.parts) if told[0][j] != ABSENT]
+    managed = [names[0] for names in entry.names]
     for j, part in enumerate(entry.parts):
         if told[0][j] == ABSENT and part.param.requires_grad:
             raise RuntimeError(
-                f"{entry.first_names(part)[0]} is not in the optimizer state. The unit "
-                f"{unit.name!r} has the parameters {sorted(names[0] for names in entry.names)} "
-                f"while the optimizer has {sorted(held)}: give it all trainable parameters, or "
-                "freeze the others (requires_grad_(False))"
+                f"{entry.first_names(part)[0]} is not in the optimizer state. The FSDPParamInfo "
+                f"has the param keys {sorted(managed)} while the optimizer has the param keys "
+                f"{sorted(held)}. (unit {unit.name!r}: give the optimizer all trainable "
+                "parameters, or freeze the others with requires_grad_(False))"
             )
 
 

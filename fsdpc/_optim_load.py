@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from fsdpc import _sharded
 from fsdpc._bootstrap import comm_for_group
 from fsdpc._device import engine_device
 from fsdpc._objects import broadcast
 from fsdpc._optim_book import Book, Key, Part, UnitEntry
-from fsdpc._optim_describe import Outline, State, equal
+from fsdpc._optim_describe import State, equal
 from fsdpc._optim_window import Run, Wanted, gather
 from fsdpc._optim_window import broadcast as broadcast_elements
+from fsdpc._plain import Outline
+from fsdpc._torch import ShardedTensor, tree_map
 
 
 class Source(Protocol):
@@ -53,7 +53,8 @@ class OwnDict:
         if isinstance(value, DTensor):
             return value.full_tensor()
         if isinstance(value, ShardedTensor):
-            return self.elements(value, 0, value.size().numel(), what).view(value.size())
+            size = torch.Size(_sharded.size_of(value))
+            return self.elements(value, 0, size.numel(), what).view(size)
         return value
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
@@ -73,7 +74,7 @@ def _from_rows(
 ) -> torch.Tensor:
     """Elements of a distributed value, on ``device``, on which they travel. Collective."""
     comm = comm_for_group(group, device=engine_device(device))
-    shape = tuple(value.size())
+    shape = _sharded.size_of(value)
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
     if not _sharded.is_cut(shape):
         return rows.reshape(-1)[begin:end]
@@ -104,13 +105,15 @@ class FirstRanksDict:
         self._held: list[torch.Tensor] = []
         if self._comm.rank == 0:
             try:
-                told = tree_map(self._outline, _checked(state_dict))
+                told = {"tree": tree_map(self._outline, _checked(state_dict))}
             except (TypeError, ValueError) as error:
-                told = error
+                told = {type(error).__name__: str(error)}
         told = broadcast(self._comm, told, "names of the optimizer state dict")
-        if isinstance(told, Exception):
-            raise told
-        self.tree = told
+        if "tree" not in told:
+            raise (
+                TypeError(told["TypeError"]) if "TypeError" in told else ValueError(*told.values())
+            )
+        self.tree = told["tree"]
 
     def _outline(self, value: Any) -> Any:
         if isinstance(value, (DTensor, ShardedTensor)):
@@ -169,8 +172,8 @@ def sharded_states(
     for entry in book.units:
         for part in entry.parts:
             if id(part.param) in keys:
-                state = loader.part(entry, part)
-                if state is not None:
+                state = loader.part(entry, part)  # on every rank: values may come from others
+                if state is not None and not entry.unit.holds_nothing(part.param):
                     result[keys[id(part.param)]] = state
     for name, param in book.plain.items():
         state = loader.find(book.aliases[name])
@@ -202,7 +205,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Outline):
         return value.shape
     if isinstance(value, (torch.Tensor, ShardedTensor)):
-        return tuple(value.size())
+        return _sharded.size_of(value)
     return None
 
 

@@ -50,9 +50,10 @@ def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dic
         return dict(enumerate(_unsharded_names(model)))
     if flat:
         raise RuntimeError(
-            "Each parameter should only map to one parameter name, but the flat parameter of unit "
-            f"{flat[0].name!r} stands for {len(flat[0].infos)}: leave out optim and optim_input to "
-            "get the ids of the unsharded model, or use use_orig_params=True"
+            "Each parameter should only map to one parameter name but got "
+            f"{len(flat[0].infos)}: {[info.name for info in flat[0].infos]}, for which the flat "
+            f"parameter of unit {flat[0].name!r} stands: leave out optim and optim_input to get "
+            "the ids of the unsharded model, or use use_orig_params=True"
         )
     names = _names(model)
     keys = enumerate(model.parameters()) if held is None else held

@@ -225,6 +225,7 @@ def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
     mesh = entry.member._device_mesh
     if use_dtensor and mesh is None:
         raise AssertionError(
+            "Expected _device_mesh to be not None, got None: "
             "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model that was made with a "
             f"device_mesh; unit {entry.unit.name!r} has none"
         )

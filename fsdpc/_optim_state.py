@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdpc import state_dict as _state_dict
+from fsdpc._args import check_model, check_optimizer
 from fsdpc._optim_book import Key, is_named, keys_of_input, keys_of_optimizer, read_book
 from fsdpc._optim_groups import keyed_groups, named_groups
 from fsdpc._optim_load import FirstRanksDict, OwnDict, sharded_states
@@ -39,7 +40,9 @@ class _Form:
     use_dtensor: bool = False
 
 
-def _form_in_force(model: nn.Module) -> _Form:
+def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
+    check_model(call, model)
+    check_optimizer(call, optim)
     settings = _state_dict.get_type(model)
     if settings is None:
         read_book(model)  # says that there is no unit
@@ -50,6 +53,13 @@ def _form_in_force(model: nn.Module) -> _Form:
         getattr(config, "offload_to_cpu", True),
         getattr(config, "_use_dtensor", False),
     )
+
+
+def _check_order(call: str, model: Any, optim: Any) -> None:
+    """``TypeError`` where the model, or an optimizer that was given, is something else."""
+    check_model(call, model)
+    if optim is not None:
+        check_optimizer(call, optim)
 
 
 @torch.no_grad()
@@ -164,7 +174,7 @@ class OptimStateDicts:
         lacks state that others have, or a trainable parameter of a unit is not in the optimizer
         (``use_orig_params=True``). ``AssertionError``: numbers that differ between ranks.
         """
-        form = _form_in_force(model)
+        form = _form_in_force("optim_state_dict(model, optim)", model, optim)
         if optim_state_dict is None:
             optim_state_dict = optim.state_dict()
         return _save(model, optim, optim_state_dict, form, group)
@@ -190,7 +200,8 @@ class OptimStateDicts:
         dtype or number, a shape that does not fit. ``KeyError``: a saved parameter that the model
         or the optimizer lacks.
         """
-        form = _form_in_force(model)
+        call = "optim_state_dict_to_load(model, optim, optim_state_dict)"
+        form = _form_in_force(call, model, optim)
         result = _load(model, optim, optim_state_dict, form, group, named=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
@@ -209,6 +220,8 @@ class OptimStateDicts:
         """
         _warn_of_name("full_optim_state_dict", "optim_state_dict")
         _warn_of_input(optim_input)
+        check_model("full_optim_state_dict(model, optim)", model)
+        check_optimizer("full_optim_state_dict(model, optim)", optim)
         form = _Form(rank0_only=rank0_only)
         return _save(model, optim, optim.state_dict(), form, group, optim_input)
 
@@ -220,7 +233,8 @@ class OptimStateDicts:
     ) -> StateDict:
         """``optim_state_dict`` in the SHARDED form. Deprecated as in torch (``FutureWarning``)."""
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
-        form = _Form(full=False, use_dtensor=_form_in_force(model).use_dtensor)
+        call = "sharded_optim_state_dict(model, optim)"
+        form = _Form(full=False, use_dtensor=_form_in_force(call, model, optim).use_dtensor)
         return _save(model, optim, optim.state_dict(), form, group)
 
     @staticmethod
@@ -236,6 +250,7 @@ class OptimStateDicts:
         """
         _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
+        _check_order("shard_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
         return _load(model, optim, full_optim_state_dict, _Form(), None, optim_input)
 
     @staticmethod
@@ -248,6 +263,8 @@ class OptimStateDicts:
         Deprecated as in torch (``FutureWarning``).
         """
         _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        call = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
+        _check_order(call, model, optim)
         return _load(model, optim, sharded_optim_state_dict, _Form(), None)
 
     @staticmethod
@@ -263,6 +280,7 @@ class OptimStateDicts:
         """
         _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
+        _check_order("scatter_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
         form = _Form(rank0_only=True)
         return _load(model, optim, full_optim_state_dict, form, group, optim_input)
 
@@ -284,6 +302,7 @@ class OptimStateDicts:
         ``RuntimeError``: a parameter with several names.
         """
         _warn_of_input(optim_input)
+        _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)
         if optim_input is not None:
             held = keys_of_input(model, optim_input)
         else:

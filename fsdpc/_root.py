@@ -9,8 +9,6 @@ one.
 from __future__ import annotations
 
 import logging
-import os
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _comm_hooks, _wire
+from fsdpc import _C, _comm_hooks, _thaw, _wire
 from fsdpc._collect import is_unit_module, unit_modules
 from fsdpc._compiled import call_untraced
 from fsdpc._inputs import preparation
@@ -43,16 +41,17 @@ _PREFETCH = {
 def lazy_init(root: Any) -> None:
     """Make ``root`` the root of its tree unless it belongs to one already. Collective over the
     units' groups.
+
+    Units that another root has used leave its tree, which is set up anew when that root is used
+    next. ``StateError`` while the other root is in forward or backward.
     """
-    if root._is_root is not None:
+    if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
         return
     members = unit_modules(root)
     _check_homogeneous(members)
     _check_one_device(members)
-    _warn_of_eval_precision(members)
     for member in members:
-        if member._is_root:
-            release_tree(member)
+        _leave_tree(member, root)
     placed = list(placed_units(root))
     for name, _, member in placed:
         member._is_root = member is root
@@ -62,7 +61,6 @@ def lazy_init(root: Any) -> None:
     if root._unit is None and units:
         units = [(0, _pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
     _attach_tree(root, units)
-    _comm_hooks.attach(root)
     if root._tree is not None and root._tree.kind != "shared" and root.world_size > 1:
         marked = attach_marked(root)
         if marked:
@@ -102,6 +100,22 @@ def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             member._enter(member, args, kwargs)
 
 
+def _leave_tree(member: Any, root: Any) -> None:
+    """Undo the lazy initialisation of the root that ``member`` had, if it is not ``root``."""
+    tree = None if member._unit is None else member._unit.tree
+    if tree is not None and tree.training_state != "idle":
+        raise _C.StateError(
+            f"unit {member._unit.name!r} is in {tree.training_state} as part of another model on "
+            f"rank {member.rank}, so {type(root.module).__name__} cannot use it now: finish that "
+            "model's step first, or give each model units of its own (copy.deepcopy)"
+        )
+    before = None if member._root is None else member._root()
+    if before is not None:
+        release_tree(before)
+    elif tree is not None:  # of a root that was deleted
+        tree.detach()
+
+
 def release_tree(root: Any) -> None:
     """Undo lazy initialisation: the units forget their tree and the next use decides anew which
     root they have.
@@ -139,17 +153,6 @@ def _check_one_device(members: list[Any]) -> None:
         raise ValueError(
             f"the units of a model must be on one device, but there are {said}: pass the same "
             "device_id to every FullyShardedDataParallel of a model"
-        )
-
-
-def _warn_of_eval_precision(members: list[Any]) -> None:
-    asked = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-    if asked and any(member.mixed_precision.param_dtype is not None for member in members):
-        warnings.warn(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 has no effect with fsdpc: evaluation computes in "
-            "MixedPrecision.param_dtype as training does. For full precision, load the state dict "
-            "into a model without mixed_precision.",
-            stacklevel=4,
         )
 
 
@@ -194,14 +197,40 @@ def _prepare_member(member: Any, name: str) -> None:
 
 
 def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
-    if units:
-        root._tree = Tree(
-            [unit for _, unit in units],
-            [depth for depth, _ in units],
-            backward_prefetch=_PREFETCH[root.backward_prefetch],
-            forward_prefetch=root.forward_prefetch,
-            limit_all_gathers=root.limit_all_gathers,
-        )
+    if not units:
+        return
+    root._tree = Tree(
+        [unit for _, unit in units],
+        [depth for depth, _ in units],
+        backward_prefetch=_PREFETCH[root.backward_prefetch],
+        forward_prefetch=root.forward_prefetch,
+        limit_all_gathers=root.limit_all_gathers,
+    )
+    this = weakref.ref(root)
+    root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, this())
+    _comm_hooks.attach(root)
+
+
+def _thaw_tree(root: Any) -> None:
+    """Another tree of the same units, with memory for the gradients of unfrozen parameters.
+    Collective over the units' groups, between passes.
+    """
+    old = root._tree
+    old.core.announce(*_thaw.first(old.units))
+    _thaw.agree(old.units)
+    units = list(zip(old.depths, old.units, strict=True))
+    old.detach()
+    old.core.close()
+    try:
+        for _, unit in units:
+            _thaw.thaw(unit)
+        _attach_tree(root, units)
+    except BaseException:
+        release_tree(root)  # the next forward tries again, with all ranks
+        raise
+    if root._mark_handles:
+        root._tree.core.defer_reduces()
+    root.precision_line = precision_line(root)
 
 
 def tree_units(root: Any) -> list[Any]:

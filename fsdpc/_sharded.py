@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import (
-    Shard as LocalShard,
-)
-from torch.distributed._shard.sharded_tensor import (
-    ShardedTensor,
-    ShardedTensorMetadata,
-    TensorProperties,
-)
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdpc._torch import Shard as LocalShard
+from fsdpc._torch import ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 
 def is_cut(shape: Sequence[int]) -> bool:
@@ -116,31 +110,51 @@ def device_of(rank: int, local: torch.device) -> str:
     return f"rank:{rank}/{local.type}:{rank % per_host}"
 
 
+def size_of(value: Any) -> tuple[int, ...]:
+    """The whole value's shape. A ShardedTensor is asked for its metadata: whatever goes through
+    torch's dispatch warns that the class is deprecated.
+    """
+    if isinstance(value, ShardedTensor):
+        return tuple(value.metadata().size)
+    return tuple(value.size())
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype of a tensor or a ShardedTensor, without torch's warning."""
+    if isinstance(value, ShardedTensor):
+        return value.metadata().tensor_properties.dtype
+    return value.dtype
+
+
 def is_distributed(value: Any) -> bool:
     """True for the two kinds of value that ``wrap_rows`` makes."""
     return isinstance(value, (ShardedTensor, DTensor))
 
 
 def unwrap(
-    value: Any, shape: Sequence[int], world: int, rank: int, name: str = "value"
+    value: Any,
+    shape: Sequence[int],
+    world: int,
+    rank: int,
+    name: str = "value",
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """This rank's block of rows out of a ``ShardedTensor``, a ``DTensor`` or a full tensor; values
     that are not cut come back whole.
 
     Local, except for a DTensor that is placed in another way than ``wrap_rows`` does: it is
-    gathered, which every rank of its mesh must take part in. ``ValueError`` names the value:
+    gathered, which every rank of its mesh must take part in. ``group``: whose ranks hold the rows
+    (by default, those of any value with as many of them). ``ValueError`` names the value:
     another shape than ``shape``, or a ShardedTensor cut in another way. ``TypeError``: no tensor.
     """
     if not isinstance(value, (torch.Tensor, ShardedTensor)):
         raise TypeError(f"{name}: expected a tensor but got {type(value).__name__}")
-    if tuple(value.size()) != tuple(shape):
-        raise ValueError(
-            f"{name}: the value has shape {tuple(value.size())}, expected {tuple(shape)}"
-        )
+    if size_of(value) != tuple(shape):
+        raise ValueError(f"{name}: the value has shape {size_of(value)}, expected {tuple(shape)}")
     if isinstance(value, ShardedTensor):
         return _own_shard(value, shape, world, rank, name)
     if isinstance(value, DTensor):
-        if is_cut(shape) and _lies_in_rows(value, world, rank):
+        if is_cut(shape) and _lies_in_rows(value, world, rank, group):
             return value.to_local()
         value = value.full_tensor()
     if not is_cut(shape):
@@ -156,7 +170,7 @@ def _own_shard(
     expected = (stop - start, *shape[1:])
     shards = value.local_shards()
     if not shards and start == stop:
-        return torch.empty(expected, dtype=value.dtype, device="cpu")
+        return torch.empty(expected, dtype=dtype_of(value), device="cpu")
     held = [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards]
     if held != [((start, *(0 for _ in shape[1:])), expected)]:
         raise ValueError(
@@ -167,10 +181,13 @@ def _own_shard(
     return shards[0].tensor
 
 
-def _lies_in_rows(value: DTensor, world: int, rank: int) -> bool:
+def _lies_in_rows(value: DTensor, world: int, rank: int, group: dist.ProcessGroup | None) -> bool:
+    """The same answer on every rank of the mesh, since a value that does not is gathered."""
     mesh = value.device_mesh
-    return (
-        list(value.placements) == placements(mesh)
-        and mesh.size(mesh.ndim - 1) == world
-        and mesh.get_local_rank(mesh.ndim - 1) == rank
-    )
+    last = mesh.ndim - 1
+    if list(value.placements) != placements(mesh) or mesh.size(last) != world:
+        return False
+    if group is None:
+        return mesh.get_local_rank(last) == rank
+    ranks = dist.get_process_group_ranks
+    return ranks(mesh.get_group(last)) == ranks(group)

@@ -68,7 +68,7 @@ class Stall:
         mine = str(self._rank)
         first = self._store.compare_set(f"stall/{self._question + 1}/asked", "", mine)
         self._answer(where)
-        if first.decode() == mine:
+        if first.decode(errors="replace") == mine:
             self._collects_at = time.monotonic() + self._answer_time
 
     def _collect(self, seconds: float) -> None:

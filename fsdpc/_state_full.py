@@ -100,7 +100,7 @@ def after_load(member: Any) -> None:
     """Write this rank's part of what was loaded into its shard. Local."""
     if member._exposed:
         try:
-            write_back(member._unit, with_grads=False)
+            write_back(member._unit)
         finally:
             member._exposed = False
             uninstall(member)

@@ -1,6 +1,8 @@
 """LOCAL_STATE_DICT of one unit: its flat parameters as they lie, one ``ShardedTensor`` each under
 ``_flat_param``, without copies. It fits the same wrapping only, and another number of ranks only
-where ``torch.distributed.checkpoint`` reshards it.
+where ``torch.distributed.checkpoint`` reshards it. With ``use_orig_params`` this rank's elements of
+each parameter stand beside them under its own name, as torch saves them; the flat parameters are
+what is loaded, so that dicts go from one ``use_orig_params`` to the other.
 """
 
 from __future__ import annotations
@@ -9,62 +11,64 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import (
+
+from fsdpc import _writeback
+from fsdpc._device import CPU
+from fsdpc._names import FSDP_PREFIX, flat_param_name
+from fsdpc._sharded import device_of, dtype_of
+from fsdpc._state_keys import managed_names
+from fsdpc._torch import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
+    ShardMetadata,
     TensorProperties,
 )
-from torch.distributed._shard.sharding_spec import ShardMetadata
-
-from fsdpc._device import CPU
-from fsdpc._names import FSDP_PREFIX, flat_param_name
-from fsdpc._sharded import device_of
 
 
 def check(member: Any) -> None:
     """``RuntimeError`` where the unit has no flat parameters to show, as in torch."""
     if member._device_mesh is not None:
         raise RuntimeError(
-            "LOCAL_STATE_DICT does not exist for a model built with device_mesh: set "
-            "StateDictType.SHARDED_STATE_DICT to get DTensors"
-        )
-    if member._unit.use_orig_params:
-        raise RuntimeError(
-            "LOCAL_STATE_DICT does not exist with use_orig_params=True, which has no flat "
-            "parameters: set StateDictType.SHARDED_STATE_DICT"
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
+            f"state_dict. (unit {member._unit.name!r} was built with device_mesh)"
         )
     if member._summoned:
         raise RuntimeError("LOCAL_STATE_DICT does not exist inside summon_full_params")
 
 
 def before_save(member: Any) -> None:
-    """Nothing to prepare: the modules write the flat parameters themselves. Local."""
+    """The modules write their parameters themselves. Local."""
     check(member)
+    _writeback.take_over(member._unit)
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Flat parameters become ShardedTensors. Local."""
-    for index in range(len(member._unit.flat_params)):
+    unit = member._unit
+    for index, (segment, flat) in enumerate(_flats(unit)):
         key = prefix + flat_param_name(index)
-        if key in state_dict:
-            state_dict[key] = _wrap(member._unit, index)
+        if key in state_dict or unit.use_orig_params:
+            state_dict[key] = _wrap(unit, segment, flat)
 
 
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Copy this rank's part into its shard; the module then finds what it has. Local.
+    """Copy this rank's part into its shard; the modules then find what they have. Local.
 
     A value that does not fit is reported in ``error_msgs`` and left out.
     """
     check(member)
     unit = member._unit
-    for index, flat in enumerate(unit.flat_params):
+    _writeback.take_over(unit)
+    found = []
+    for index, (segment, flat) in enumerate(_flats(unit)):
         key = prefix + FSDP_PREFIX + flat_param_name(index)
         if key not in state_dict:
             continue
-        own = _own_part(unit, index)
+        own = _own_part(unit, segment, flat)
         part = _part_of(state_dict[key])
         if part is None or part.shape != own.shape:
             error_msgs.append(
@@ -75,40 +79,80 @@ def before_load(
             )
         else:
             own.copy_(part)
-        state_dict[key] = flat.detach()
+        state_dict[key] = flat
+        found.append((key, segment))
+    if unit.use_orig_params:
+        _show_originals(member, state_dict, prefix, [segment for _, segment in found], error_msgs)
+        for key, _ in found:
+            del state_dict[key]
+    elif found:  # a dict of a model with the originals has them beside the flat ones
+        for name in managed_names(member):
+            state_dict.pop(prefix + FSDP_PREFIX + name, None)
+
+
+def _show_originals(
+    member: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    loaded: list[dict[str, Any]],
+    error_msgs: list[str],
+) -> None:
+    """The modules load what their parameters hold by now, whose source is the flat one alone."""
+    unit = member._unit
+    layout = unit.flat.layout()
+    for name, i in managed_names(member).items():
+        key = prefix + FSDP_PREFIX + name
+        has_flat = layout["segments"][layout["params"][i]["segment"]] in loaded
+        if key in state_dict and not has_flat:
+            error_msgs.append(
+                "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
+                f"{prefix}{name} of unit {unit.name!r} stands alone in what is to be loaded as a "
+                "LOCAL_STATE_DICT; set the type that it was saved with"
+            )
+        if key in state_dict or has_flat:
+            state_dict[key] = unit.infos[i].param.detach()
 
 
 def after_load(member: Any) -> None:
     """Nothing is left to do. Local."""
 
 
-def _lengths(unit: Any, index: int) -> list[int]:
+def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The unit's segments with this rank's flat parameter over each, the trainable ones first."""
+    segments = list(enumerate(unit.flat.layout()["segments"]))
+    segments.sort(key=lambda segment: not segment[1]["trainable"])
+    if unit.flat_params:
+        flats = [flat.detach() for flat in unit.flat_params]
+    else:
+        flats = [unit.make_flat_param(segment, index).detach() for index, segment in segments]
+    return [(segment, flat) for (_, segment), flat in zip(segments, flats, strict=True)]
+
+
+def _lengths(unit: Any, segment: dict[str, Any]) -> list[int]:
     """How many elements of a flat parameter each rank holds, padding at its end left out."""
-    segment = unit.flat_segments[index]
     piece, numel = segment["piece_numel"], segment["numel"]
     return [min(max(numel - rank * piece, 0), piece) for rank in range(unit.groups.shard.world)]
 
 
-def _own_part(unit: Any, index: int) -> torch.Tensor:
-    length = _lengths(unit, index)[unit.groups.shard.rank]
-    return unit.flat_params[index].detach()[:length]
+def _own_part(unit: Any, segment: dict[str, Any], flat: torch.Tensor) -> torch.Tensor:
+    return flat[: _lengths(unit, segment)[unit.groups.shard.rank]]
 
 
 def _part_of(value: Any) -> torch.Tensor | None:
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
-        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype, device=CPU)
+        return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value), device=CPU)
     return value if type(value) is torch.Tensor else None
 
 
-def _wrap(unit: Any, index: int) -> ShardedTensor:
-    own, pg = _own_part(unit, index), unit.groups.shard_pg
-    piece = unit.flat_segments[index]["piece_numel"]
+def _wrap(unit: Any, segment: dict[str, Any], flat: torch.Tensor) -> ShardedTensor:
+    own, pg = _own_part(unit, segment, flat), unit.groups.shard_pg
+    piece = segment["piece_numel"]
     shards = [
         ShardMetadata(
             [rank * piece], [length], device_of(dist.get_global_rank(pg, rank), own.device)
         )
-        for rank, length in enumerate(_lengths(unit, index))
+        for rank, length in enumerate(_lengths(unit, segment))
         if length > 0
     ]
     local = [Shard(own, shards[pg.rank()])] if own.numel() else []

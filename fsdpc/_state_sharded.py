@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpc import _sharded
+from fsdpc._args import HYBRID
 from fsdpc._names import FSDP_PREFIX
 from fsdpc._state_full import check_shown
 from fsdpc._state_keys import managed_names
@@ -21,10 +23,11 @@ from fsdpc._summon import install, site_params, uninstall
 
 
 def mesh_of(member: Any) -> DeviceMesh | None:
-    """The mesh over whose last dimension the unit is sharded, ``None`` without a mesh.
+    """The mesh over whose last dimension the unit is sharded, ``None`` without a mesh: the model's
+    own, or the part of one with further dimensions that FULL_SHARD and its like are sharded over.
 
-    ``RuntimeError``: the mesh's last dimension is not what the unit is sharded over, or the config
-    asks for DTensors without a mesh.
+    ``RuntimeError``: the mesh is not what the unit is sharded over, or the config asks for DTensors
+    without a mesh.
     """
     mesh, group = member._device_mesh, member._unit.groups.shard_pg
     if mesh is None:
@@ -34,15 +37,29 @@ def mesh_of(member: Any) -> DeviceMesh | None:
                 "device_mesh"
             )
         return None
-    last = mesh.ndim - 1
-    if (mesh.size(last), mesh.get_local_rank(last)) != (group.size(), group.rank()):
+    member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
+    if mesh.ndim > 1 and member.sharding_strategy not in HYBRID:
+        mesh = member.__dict__.get("_rows_mesh")
+        if mesh is None:
+            mesh = member.__dict__["_rows_mesh"] = _first_dimension(member._device_mesh, group)
+    last = mesh.get_group(mesh.ndim - 1)
+    if dist.get_process_group_ranks(last) != dist.get_process_group_ranks(group):
         raise RuntimeError(
             f"unit {member._unit.name!r} is not sharded over the last dimension of its mesh "
             f"{mesh}: a DTensor cannot say how it lies. Pass a 1-D mesh, or a 2-D one with "
             "HYBRID_SHARD"
         )
-    member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
     return mesh
+
+
+def _first_dimension(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
+    """The 1-D mesh of this rank's sharding group. What is on the mesh's other dimensions is not
+    averaged and may differ, so no value is said to be repeated over them. Local.
+    """
+    names = mesh.mesh_dim_names
+    if names:
+        return mesh[names[0]]
+    return DeviceMesh.from_group(group, mesh.device_type)
 
 
 def before_save(member: Any) -> None:
@@ -106,7 +123,7 @@ def before_load(
             continue
         try:
             pg = unit.groups.shard_pg
-            rows = _sharded.unwrap(state_dict[key], unit.shapes[i], pg.size(), pg.rank())
+            rows = _sharded.unwrap(state_dict[key], unit.shapes[i], pg.size(), pg.rank(), group=pg)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"While loading {prefix + name} of unit {unit.name!r}: {error}")
             rows = current[i]

@@ -2,9 +2,10 @@
 conversions share.
 
 A summoned unit shows private full copies in original shapes under clean names; the gathered slot
-that ranks share is never handed out for writing. On the way out the values found at the
-registration sites (also a Parameter that the user put there anew) are written back shard by shard,
-or dropped.
+that ranks share is never handed out for writing. With ``use_orig_params=True`` the user's own
+Parameter objects show them, so that flags, attributes and an optimizer's state belong to them.
+On the way out the values found at the registration sites (also a Parameter that the user put there
+anew) are written back shard by shard, or dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fsdpc._inputs import preparation
 from fsdpc._names import flat_param_name
 
 Tensors = list[torch.Tensor]
+OwnObject = Any  # what Unit.own_objects() notes of one Parameter
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> 
     """Combinations that torch refuses or warns about and that stay so here."""
     if writeback and rank0_only:
         raise NotImplementedError(
-            "writeback=True and rank0_only=True is not supported: the other ranks have no full "
+            "writeback=True and rank0_only=True is not supported yet: the other ranks have no full "
             "parameters to write back; pass writeback=False to read on rank 0, or "
             "rank0_only=False to write"
         )
@@ -115,15 +117,30 @@ def summon_one(
         # Other ranks may have gathered a unit already for a pass that this rank is in, too.
         frozen = unit.state in ("forward", "backward")
         before = [tensor.clone() for tensor in full] if frozen else []
-        install(member, full, grads)
+        own = unit.own_objects() if unit.use_orig_params else None
+        written: list[torch.Tensor | None] | None = None
+        install(member, full, grads, own)
         try:
             yield
             if frozen and writeback:
                 _check_unchanged(unit, before)
             elif writeback or not unit.is_sharded:
-                write_back(unit, with_grads)
+                write_back(unit)
+                written = [p.grad for p in site_params(unit)] if with_grads else None
         finally:
+            if own is not None:
+                _take_flags(unit)
+                unit.put_own_back(own)
             uninstall(member)
+        if written is not None:
+            unit.scatter_full_grads(written)
+
+
+def _take_flags(unit: Any) -> None:
+    """``requires_grad`` of Parameters that took another's place inside."""
+    for info, shown in zip(unit.infos, site_params(unit), strict=True):
+        if shown is not None and shown is not info.param:
+            info.param.requires_grad_(shown.requires_grad)
 
 
 def _check_unchanged(unit: Any, before: Tensors) -> None:
@@ -189,15 +206,23 @@ def _flagged(member: Any, rank0_only: bool) -> Iterator[None]:
         member._summoned = member._summoned_on_rank_0 = False
 
 
-def install(member: Any, full: Tensors, grads: list[torch.Tensor | None] | None = None) -> None:
+def install(
+    member: Any,
+    full: Tensors,
+    grads: list[torch.Tensor | None] | None = None,
+    own: list[OwnObject] | None = None,
+) -> None:
     """Show ``full`` (and ``grads``) at the unit's registration sites in place of the sharded
-    parameters. Local.
+    parameters. Local. ``own``: the user's own Parameters show them, else new ones.
     """
     unit = member._unit
     hide_flat_params(member)
-    unit.install_full(full)
-    for info, param in zip(unit.infos, site_params(unit), strict=True):
-        param.requires_grad_(info.param.requires_grad)
+    if own is None:
+        unit.install_full(full)
+        for info, param in zip(unit.infos, site_params(unit), strict=True):
+            param.requires_grad_(info.param.requires_grad)
+    else:
+        unit.show_own(full)
     if grads is not None:
         for param, grad in zip(site_params(unit), grads, strict=True):
             param.grad = grad
@@ -214,7 +239,7 @@ def site_params(unit: Any) -> list[Any]:
     return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]
 
 
-def write_back(unit: Any, with_grads: bool) -> None:
+def write_back(unit: Any) -> None:
     """Copy what is registered at the sites now into this rank's shard. Local.
 
     Raises ``ValueError`` when a parameter disappeared or changed its shape.
@@ -231,8 +256,6 @@ def write_back(unit: Any, with_grads: bool) -> None:
     unit.scatter_full(
         [p.detach().to(info.param.dtype) for info, p in zip(unit.infos, params, strict=True)]
     )
-    if with_grads:
-        unit.scatter_full_grads([param.grad for param in params])
 
 
 def flat_owner(member: Any) -> nn.Module:

@@ -41,7 +41,7 @@ class Tree:
         forward_prefetch: bool,
         limit_all_gathers: bool,
     ) -> None:
-        self.units = units
+        self.units, self.depths = units, depths
         self.limit_all_gathers = limit_all_gathers  # slots bound the gathers in any case
         gather_slots, reduce_slots = _slots("FSDPC_GATHER_SLOTS"), _slots("FSDPC_REDUCE_SLOTS")
         text = "\n".join(

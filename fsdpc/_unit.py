@@ -14,7 +14,8 @@ from fsdpc import _C, _clip_utils, _writeback
 from fsdpc._bootstrap import Groups
 from fsdpc._device import CPU, tensor_device
 from fsdpc._handle import HandleFace
-from fsdpc._interop import computes, dtype_name, over
+from fsdpc._interop import computes, counted, dtype_name, over, version_counter
+from fsdpc._released import ReleasedParameter
 from fsdpc._whole import WholeValues
 from fsdpc._wire import default_dtype
 
@@ -82,7 +83,10 @@ class Unit(HandleFace, WholeValues):
         # Where its shard is; what is gathered is on `device`.
         self.own_device = CPU if self.flat.offloaded else self.device
         self.scatter_full([info.param for info in infos])
+        self._versions = version_counter(self.device)
         self.full = [self._make_full(i) for i in range(len(infos))]
+        # What modules show while the unit is released, in place of sharded parameters.
+        self.released = [] if use_orig_params else [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
         self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
@@ -148,12 +152,18 @@ class Unit(HandleFace, WholeValues):
         else:
             nbytes = info.param.numel() * info.param.element_size()
             tensor = over(self.flat.full_param(i, (nbytes,)), dtype, shape)
+        tensor = counted(self._versions, tensor)
         if self.use_orig_params:
             tensor = nn.Parameter(tensor, requires_grad=self.trainable[i])
             tensor.__dict__.update(info.param.__dict__)
         else:
             tensor.requires_grad_(self.trainable[i])
         return tensor
+
+    def _stand_in(self, i: int) -> Tensor:
+        full = self.full[i]
+        name, trainable = self.infos[i].name, self.trainable[i]
+        return ReleasedParameter(full.shape, full.dtype, full.device, trainable, name, self.name)
 
     def _watched(self) -> list[int]:
         """Trainable parameters of the first registered module: the last to get gradients."""
@@ -193,14 +203,23 @@ class Unit(HandleFace, WholeValues):
 
     def _bind(self) -> None:
         sites = []
-        if self.use_orig_params:
-            for i, info in enumerate(self.infos):
-                for module, attribute in info.sites:
+        for i, info in enumerate(self.infos):
+            for module, attribute in info.sites:
+                if self.use_orig_params:
                     sites.append((module._parameters, attribute, i, info.param))
+                else:
+                    sites.append((module.__dict__, attribute, i, self.released[i]))
         watched = self._watched()
         for i in watched:
             self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
-        self.flat.bind(list(self.full), sites, list(self._seen), watched)
+        self.flat.bind(
+            list(self.full),
+            sites,
+            list(self._seen),
+            watched,
+            versions=self._versions,
+            by_gather=not self.use_orig_params,
+        )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.take_over(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle that gc cannot see.
@@ -282,6 +301,31 @@ class Unit(HandleFace, WholeValues):
                 module._parameters[attribute] = param
         self.summoned = self.flat.shown = True
 
+    def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The user's Parameters as they are: data and gradient of each, for ``put_own_back``. Local
+        (``use_orig_params=True``).
+        """
+        return [(param.data, param.grad) for param in self.shard_params]
+
+    def show_own(self, full: Sequence[Tensor]) -> None:
+        """The user's Parameters show these tensors, without gradients. Local."""
+        for info, tensor in zip(self.infos, full, strict=True):
+            info.param.grad = None
+            info.param.data = tensor
+        self.summoned = self.flat.shown = True
+
+    def put_own_back(self, before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Undoes ``show_own``. Local."""
+        for param, (data, grad) in zip(self.shard_params, before, strict=True):
+            param.grad = None
+            param.data = data
+            if grad is None or grad.dtype == param.dtype:
+                param.grad = grad
+            else:  # a low-precision one, which torch takes in the parameter's dtype only
+                low, grad.data = grad.data, torch.empty_like(data)
+                param.grad = grad
+                grad.data = low
+
     def install_sharded(self) -> None:
         """Back to the sharded state. Local."""
         for i, info in enumerate(self.infos):
@@ -290,7 +334,8 @@ class Unit(HandleFace, WholeValues):
                     module._parameters[attribute] = info.param
                 else:
                     module._parameters.pop(attribute, None)
-                    module.__dict__[attribute] = self.full[i]
+                    shown = self.full if self.flat.readable else self.released
+                    module.__dict__[attribute] = shown[i]
         self.summoned = self.flat.shown = False
 
     # --- gradients -------------------------------------------------------------------------------
@@ -306,9 +351,12 @@ class Unit(HandleFace, WholeValues):
                 mask[i] = view is not None and param.grad is not None
         return bytes(mask)
 
-    def has_grads(self) -> bool:
-        """True if any parameter of this rank has a gradient."""
-        return any(self._grad_mask())
+    def holds_nothing(self, param: nn.Parameter) -> bool:
+        """True where other ranks hold all elements of ``param``: no gradient is shown here."""
+        if param.numel() > 0 or not self.is_sharded:
+            return False
+        covers = next((covers for seen, _, covers in self._seen if seen is param), ())
+        return any(self.shapes[i].numel() > 0 for i in covers)
 
     def grad_norm_sums(self, norm_type: float) -> float:
         """sum |g|^p over this rank's part (max |g| for inf); each element once per shard group."""

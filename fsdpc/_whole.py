@@ -31,6 +31,7 @@ class WholeValues:
     _seen: list[tuple[Any, Tensor | None, tuple[int, ...]]]
     _grad_mask: Any
     _keep_low: Any
+    holds_nothing: Any
 
     def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
         """Private full copies, original shapes, storage dtypes, on the unit's device or ``to``.
@@ -137,4 +138,4 @@ class WholeValues:
                 self.flat.write(i, self._own(grad, i), grad=True)
         for param, view, covers in self._seen:
             some = view is not None and any(grads[i] is not None for i in covers)
-            param.grad = view if some else None
+            param.grad = view if some and not self.holds_nothing(param) else None

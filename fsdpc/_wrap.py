@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdpc._collect import Ignored, is_unit_module
+from fsdpc._collect import Ignored, is_unit_module, owned_modules
 from fsdpc._compiled import inside
 from fsdpc._mixed import FullPrecisionHooks
 from fsdpc._names import announced, join
@@ -49,7 +49,7 @@ def _check_unwrapped(root: nn.Module) -> None:
         if is_unit_module(module):
             raise ValueError(
                 "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{name or 'the root module'}: wrap by hand or by policy, not both"
+                f"{name} in\n{root}\nWrap by hand or by policy, not both"
             )
 
 
@@ -150,49 +150,49 @@ class _Recursion:
 
     def run(self, root: nn.Module) -> None:
         root = inside(root)
-        self._children(root, "", self._ask(root, recurse=True, numel=self._numel(root)))
+        self._children(root, "", self._ask(root, recurse=True))
 
-    def _numel(self, module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if p not in self.ignored.params)
+    def _left_over(self, module: nn.Module) -> int:
+        """Elements of the module's parameters that are neither ignored nor in a unit yet."""
+        found: set[nn.Parameter] = set()
+        for _, below in owned_modules(module, self.ignored.modules):
+            found.update(param for param in below._parameters.values() if param is not None)
+        found -= self.ignored.params
+        return sum(p.numel() for p in found if not getattr(p, "_fsdp_flattened", False))
 
-    def _ask(self, module: nn.Module, *, recurse: bool, numel: int) -> bool:
+    def _ask(self, module: nn.Module, *, recurse: bool) -> bool:
+        numel = self._left_over(module)
         return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
-    def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> int:
-        """Visit the children; returns how many of their elements are in units now.
+    def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> None:
+        """Put units in the children's places, also where a child stands for the second time.
 
         Where the policy forbade to look inside (``allowed`` is False) only full-precision classes
         are wrapped.
         """
-        wrapped = 0
         if not (allowed or self.full_precision):
-            return wrapped
-        for name, child in list(parent.named_children()):
-            if child in self.ignored.modules:
+            return
+        for name, child in list(parent._modules.items()):
+            if child is None or child in self.ignored.modules:
                 continue
-            replacement, numel = self._visit(child, join(prefix, name), allowed)
+            replacement = self._visit(child, join(prefix, name), allowed)
             if replacement is not child:
                 setattr(parent, name, replacement)
-            wrapped += numel
-        return wrapped
 
-    def _visit(self, module: nn.Module, name: str, allowed: bool) -> tuple[nn.Module, int]:
-        if module in self.done:
-            return self.done[module], 0
-        total = self._numel(module)
-        plain = inside(module)
-        look_inside = allowed and self._ask(plain, recurse=True, numel=total)
-        wrapped = self._children(plain, name, look_inside)
-        result = module
-        if self._wanted(plain, look_inside, total - wrapped):
-            result, wrapped = self._wrap(module, name), total
-        self.done[module] = result
-        return result, wrapped
+    def _visit(self, module: nn.Module, name: str, allowed: bool) -> nn.Module:
+        if module not in self.done:
+            plain = inside(module)
+            self.done[module] = module  # a cycle back to here leaves the module as it is
+            look_inside = allowed and self._ask(plain, recurse=True)
+            self._children(plain, name, look_inside)
+            if self._wanted(plain, look_inside):
+                self.done[module] = self._wrap(module, name)
+        return self.done[module]
 
-    def _wanted(self, module: nn.Module, allowed: bool, numel: int) -> bool:
+    def _wanted(self, module: nn.Module, allowed: bool) -> bool:
         if isinstance(module, self.full_precision):
             return True
-        return allowed and self._ask(module, recurse=False, numel=numel)
+        return allowed and self._ask(module, recurse=False)
 
     def _wrap(self, module: nn.Module, name: str) -> nn.Module:
         kwargs = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}

@@ -4,8 +4,6 @@ Re-exported and never redefined, so that equality, ``isinstance`` and pickles ho
 script's ``torch.distributed.fsdp`` imports and its ``fsdpc`` imports. No logic lives here.
 """
 
-from torch.distributed.fsdp._common_utils import TrainingState
-from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -23,6 +21,8 @@ from torch.distributed.fsdp.api import (
     StateDictType,
 )
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+from fsdpc._torch import FlatParameter, TrainingState
 
 __all__ = [
     "BackwardPrefetch",

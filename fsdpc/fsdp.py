@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc import _args, _clip, _comm_hooks, _convert, _dcp, _root, _summon
+from fsdpc import _args, _clip, _comm_hooks, _convert, _copy, _dcp, _eval, _root, _summon
 from fsdpc import state_dict as _state_dict
 from fsdpc._bootstrap import make_groups
 from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
@@ -189,6 +189,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self._is_root: bool | None = None
         self._prepare_inputs: Callable[..., Any] | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
+        self._full_precision_eval = _eval.asked()
         self._summoned = False
         self._summoned_on_rank_0 = False
         self._exposed = False
@@ -206,6 +207,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         infos = collect_infos(module, self._ignored, self._name)
         for info in infos:
             check_listeners(info.name, self._name, info.param, self._use_orig_params)
+        _convert.check_formats(self, infos)
         if self._sync_module_states:
             sync_states(module, infos, self._groups, self.compute_device)
         if infos:
@@ -245,9 +247,13 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """Run the wrapped module on full parameters. The root's inputs are moved to its device, and
         floating ones are cast where mixed precision asks for it.
         """
+        if self._full_precision_eval and not self.training and _eval.applies(self):
+            return _eval.forward(self, args, kwargs)
         if self._summoned and (self._unit is None or self._unit.summoned):
             return _summon.forward(self, args, kwargs)
-        self._enter(self, args, kwargs)
+        prepared = self._enter(self, args, kwargs)
+        if prepared is not None:  # arguments that the engine watches
+            args, kwargs = prepared
         try:
             if self._prepare_inputs is not None:
                 args, kwargs = self._prepare_inputs(args, kwargs)
@@ -257,7 +263,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             if unit is not None:
                 unit.forward_failed()
             raise
-        self._leave(args, output)
+        copied = self._leave(args, output)
+        if copied is not None:  # in place of the unit's own memory
+            output = copied
         if autocasts():
             # It keeps low-precision copies of the weights, of the whole model in the end.
             torch.clear_autocast_cache()
@@ -334,6 +342,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
         ``AssertionError``: during forward or backward, or on a unit that is summoned already.
         """
+        _args.check_model("summon_full_params", module)
         return _summon.summon_full_params(
             module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
         )
@@ -363,7 +372,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         FULL (default): the unsharded model's; ``FullStateDictConfig(rank0_only=True)`` leaves the
         other ranks with unmanaged parameters only. SHARDED: this rank's rows of each parameter, as
         ``ShardedTensor``, or as ``DTensor`` with ``device_mesh``. LOCAL: flat parameters as they
-        lie (``RuntimeError`` with ``use_orig_params`` or ``device_mesh``). ``AssertionError``
+        lie (``RuntimeError`` with ``device_mesh``). ``AssertionError``
         during forward and backward.
         """
         try:
@@ -444,10 +453,17 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     def _shown_name(self, name: str) -> str:
         return name.replace(FSDP_PREFIX, "") if self._summoned else name
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """``copy.deepcopy``: a sharded copy with memory of its own, without gradients, for averaged
+        weights, target networks and teachers. Collective: every rank must copy, between steps
+        (``RuntimeError``).
+        """
+        return _copy.deepcopy(self, memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded module cannot be copied or pickled (unit {self._name!r}): save "
-            "state_dict(), or copy the plain module before wrapping it"
+            f"a sharded module cannot be pickled (unit {self._name!r}): save state_dict(); "
+            "copy.deepcopy makes a sharded copy, copy.copy none"
         )
 
     def extra_repr(self) -> str:
@@ -461,6 +477,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """FSDP instances in ``module``, itself included, depth first; ``root_only`` forces lazy
         initialisation.
         """
+        _args.check_model("fsdp_modules", module)
         members = unit_modules(module)
         return [member for member in members if member.check_is_root()] if root_only else members
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from fsdpc import _state_full, _state_local, _state_sharded
+from fsdpc import _args, _state_full, _state_local, _state_sharded
 from fsdpc._collect import unit_modules
 from fsdpc._meeting import meet
 from fsdpc._names import FSDP_PREFIX, clean_fqn
 from fsdpc._state_keys import fill_ties, put_wrapper_in, take_wrapper_out
 from fsdpc._summon import uninstall
+from fsdpc._torch import ShardedTensor
 from fsdpc.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -68,19 +68,21 @@ def abandon(member: Any) -> None:
             uninstall(nested)
 
 
-def _begin(member: Any, action: str) -> ModuleType:
+def _begin(member: Any, action: str, prefix: str) -> ModuleType:
     """The form in force, once nothing stands in its way and all ranks are here for the same.
     Collective over the sharding group, except for the LOCAL form.
 
     A unit that is not sharded has the FULL form only, as in torch. ``AssertionError`` during
-    forward and backward; ``MismatchError`` when ranks do different things.
+    forward and backward; ``MismatchError`` when ranks do different things, or the same with
+    units at different places of their models (units wrapped one by one may have equal shapes).
     """
     abandon(member)  # a save that broke off outside of FSDP.state_dict
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
-            f"unit {unit.name!r} is in {unit.state} on rank {member.rank}: a state dict is saved "
-            "and loaded between steps"
+            "Expects the handle training to be IDLE but got HandleTrainingState."
+            f"{'FORWARD' if unit.state == 'forward' else 'BACKWARD_PRE'}: unit {unit.name!r} is in "
+            f"{unit.state} on rank {member.rank}: a state dict is saved and loaded between steps"
         )
     kind = member._state_dict_type
     if unit is None:
@@ -92,7 +94,8 @@ def _begin(member: Any, action: str) -> ModuleType:
         )
         return _state_full
     if kind is not StateDictType.LOCAL_STATE_DICT:
-        meet(unit.groups, f"{action} of a {kind.name}", f"state dict of unit {unit.name}")
+        doing = f"{action} of a {kind.name}, module at {clean_fqn(prefix) or '(root)'}"
+        meet(unit.groups, doing, f"state dict of unit {unit.name}")
     return _FORMS[kind]
 
 
@@ -100,7 +103,7 @@ def _begin(member: Any, action: str) -> ModuleType:
 
 
 def _before_save(member: Any, prefix: str, keep_vars: bool) -> None:
-    member._state_form = _begin(member, "saving")
+    member._state_form = _begin(member, "saving", prefix)
     member._state_form.before_save(member)
 
 
@@ -139,7 +142,7 @@ def _before_load(
     """``state_dict`` is this level's own copy of the mapping (torch filters one per child), so it
     may be changed.
     """
-    member._state_form = _begin(member, "loading")
+    member._state_form = _begin(member, "loading", prefix)
     member._load_errors = error_msgs
     put_wrapper_in(state_dict, prefix)
     if member._fill_ties:
@@ -165,9 +168,14 @@ def set_type(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Set type and configs on every FSDP instance in ``module``; returns the previous ones."""
-    if kind not in _CONFIGS:
-        raise KeyError(f"{kind!r} is not a StateDictType")
+    """Set type and configs on every FSDP instance in ``module``; returns the previous ones.
+
+    ``TypeError``: the arguments are not in this order.
+    """
+    _args.check_model("state_dict_type", module)
+    if not isinstance(kind, StateDictType):
+        error = KeyError if isinstance(kind, (str, int)) else TypeError
+        raise error(f"state_dict_type: {kind!r} is not a StateDictType")
     config_type, optim_type = _CONFIGS[kind]
     config = config_type() if config is None else config
     optim_config = optim_type() if optim_config is None else optim_config
@@ -181,11 +189,7 @@ def set_type(
         )
     before = [_settings_of(member) for member in unit_modules(module)]
     for other in before[1:]:
-        if _kinds(other) != _kinds(before[0]):
-            raise AssertionError(
-                "All FSDP modules should have the same state_dict_type and types of configs: got "
-                f"{other} and {before[0]}"
-            )
+        _check_same_kinds(other, before[0])
     _apply_settings(module, StateDictSettings(kind, config, optim_config))
     return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]
 
@@ -196,9 +200,16 @@ def _settings_of(member: Any) -> StateDictSettings:
     )
 
 
-def _kinds(settings: StateDictSettings) -> tuple[Any, ...]:
-    configs = (settings.state_dict_config, settings.optim_state_dict_config)
-    return (settings.state_dict_type, *map(type, configs))
+def _check_same_kinds(one: StateDictSettings, other: StateDictSettings) -> None:
+    if one.state_dict_type != other.state_dict_type:
+        text = "should have the same state_dict_type."
+    elif type(one.state_dict_config) is not type(other.state_dict_config):
+        text = "must have the same type of state_dict_config."
+    elif type(one.optim_state_dict_config) is not type(other.optim_state_dict_config):
+        text = "must have the same type of optim_state_dict_config."
+    else:
+        return
+    raise AssertionError(f"All FSDP modules {text} Got {one} and {other}")
 
 
 def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
@@ -213,21 +224,26 @@ def get_type(module: nn.Module) -> StateDictSettings | None:
 
     Raises ``AssertionError`` where they differ, ``RuntimeError`` for LOCAL on a device mesh.
     """
+    _args.check_model("get_state_dict_type", module)
     found: StateDictSettings | None = None
     for member in unit_modules(module):
         settings = _settings_of(member)
         local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
         if local and member._device_mesh is not None:
             raise RuntimeError(
-                "LOCAL_STATE_DICT does not exist for a model built with device_mesh: set "
-                "StateDictType.SHARDED_STATE_DICT"
+                "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+                "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
+                "state_dict."
             )
         if found is not None and settings != found:
             raise AssertionError(
-                "All FSDP modules should have the same state_dict_type and configs: got "
-                f"{settings} and {found}"
+                "All FSDP modules must have the same state dict settings."
+                f"Got {settings} and {found}."
             )
         found = settings
+    for member in unit_modules(module):
+        if member._device_mesh is not None:  # as torch's FSDP notes it in the user's config
+            member._optim_state_dict_config._use_dtensor = True
     return found
 
 

@@ -8,8 +8,6 @@ do with torch's. The two engines that apply a policy to a module tree are fsdpc'
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _or_policy,
-    _Policy,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -17,6 +15,8 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
+
+from fsdpc._torch import _or_policy, _Policy
 
 __all__ = [
     "CustomPolicy",

@@ -247,7 +247,8 @@ void
 fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n)
 {
     if (n > 0) {
-        memset(dst, 0xFF, (size_t)n * fsdpc_dtype_bytes(type)); /* a quiet NaN in every type */
+        /* A quiet NaN; bytes may be integers, and an index should be out of range. */
+        memset(dst, type == FSDPC_BYTES ? 0x7F : 0xFF, (size_t)n * fsdpc_dtype_bytes(type));
     }
 }
 

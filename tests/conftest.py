@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "simgpu"))  # `import simgpu`
 sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
+sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`
 
 ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
@@ -31,12 +32,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="sim: fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches "
         "what torch's operators touch there, and fails tests in which accesses race",
     )
+    parser.addoption(
+        "--jitter",
+        metavar="SEED",
+        help="random ranks are late before random modules, autograd nodes and optimizer steps, "
+        "drawn from the seed; no result may change",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from conformance_table import Table
 
     config.pluginmanager.register(Table())
+    if config.getoption("--jitter") is not None:
+        os.environ["FSDPC_TEST_JITTER"] = config.getoption("--jitter")  # for the harness
     if config.getoption("--gpu") == "sim":
         import env
 

@@ -221,10 +221,19 @@ typedef struct ranks_thread {
     pthread_t thread;
 } ranks_thread;
 
+static _Thread_local int ranks_own;
+
+static int
+ranks_who(void)
+{
+    return ranks_own;
+}
+
 static void *
 ranks_thread_main(void *argument)
 {
     ranks_thread *self = argument;
+    ranks_own = self->rank + 1;
     self->function(self->rank, self->run);
     return NULL;
 }
@@ -235,6 +244,7 @@ ranks_start_threads(ranks_run *run, rank_function function)
     ranks_thread threads[RANKS_MAX];
     fsdpc_shm_mmap = ranks_mmap;
     fsdpc_shm_munmap = ranks_munmap;
+    fsdpc_shm_who = ranks_who;
     /* The deadline of a stuck thread is that of the whole program. */
     alarm(RANKS_DEADLINE_S * 2);
     for (int i = 0; i < run->world; i++) {

@@ -83,6 +83,30 @@ every_element_has_one_place_and_one_owner(void)
 }
 
 static void
+precision_does_not_move_the_cuts(void)
+{
+    static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+    enum { DTYPES = sizeof dtypes / sizeof *dtypes };
+    fsdpc_layout *first;
+    fsdpc_param_spec specs[] = {F32_SPEC("a", 13), F32_SPEC("b", 78), F32_SPEC("c", 6)};
+    REQUIRE_OK(fsdpc_layout_build(specs, 3, 3, 64, &first));
+    for (int i = 0; i < DTYPES * DTYPES; i++) {
+        for (int p = 0; p < 3; p++) {
+            specs[p].compute = dtypes[i / DTYPES];
+            specs[p].reduce = dtypes[i % DTYPES];
+        }
+        fsdpc_layout *layout;
+        REQUIRE_OK(fsdpc_layout_build(specs, 3, 3, 64, &layout));
+        CHECK_INT(layout->segments[0].piece_numel, first->segments[0].piece_numel);
+        for (int p = 0; p < 3; p++) {
+            CHECK_INT(layout->params[p].offset, first->params[p].offset);
+        }
+        fsdpc_layout_free(layout);
+    }
+    fsdpc_layout_free(first);
+}
+
+static void
 frozen_segments_have_no_room_for_gradients(void)
 {
     const fsdpc_param_spec frozen = mixed[3];
@@ -93,6 +117,30 @@ frozen_segments_have_no_room_for_gradients(void)
     CHECK_INT(layout->shard_bytes, 32 * 4);
     CHECK_INT(layout->full_bytes, 2 * 32 * 2);
     fsdpc_layout_free(layout);
+}
+
+/* What was frozen lies where it would lie had it been trainable from the start, and the other way. */
+static void
+trainable_segments_may_change(void)
+{
+    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false};
+    const uint8_t yes = 1, no = 0;
+    fsdpc_layout *frozen, *trained;
+    REQUIRE_OK(fsdpc_layout_build(&spec, 1, 3, 16, &frozen));
+    spec.trainable = true;
+    REQUIRE_OK(fsdpc_layout_build(&spec, 1, 3, 16, &trained));
+    CHECK_INT(frozen->segments[0].piece_numel, trained->segments[0].piece_numel);
+    CHECK_INT(frozen->full_bytes, trained->full_bytes);
+    fsdpc_layout_set_trainable(frozen, &yes);
+    CHECK_INT(frozen->grad_bytes, trained->grad_bytes);
+    CHECK_INT(frozen->reduce_bytes, trained->reduce_bytes);
+    CHECK_INT(frozen->params[0].trainable_index, 0);
+    CHECK_INT(frozen->trainable_count, 1);
+    fsdpc_layout_set_trainable(frozen, &no);
+    CHECK_INT(frozen->grad_bytes, 0);
+    CHECK_INT(frozen->params[0].trainable_index, -1);
+    fsdpc_layout_free(frozen);
+    fsdpc_layout_free(trained);
 }
 
 static void
@@ -175,7 +223,9 @@ main(void)
 {
     equal_kinds_share_a_segment();
     every_element_has_one_place_and_one_owner();
+    precision_does_not_move_the_cuts();
     frozen_segments_have_no_room_for_gradients();
+    trainable_segments_may_change();
     an_empty_unit_takes_nothing();
     huge_units_do_not_wrap();
     bad_parameters_are_named();

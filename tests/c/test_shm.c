@@ -362,6 +362,51 @@ a_stranger_is_sent_away(void)
     ranks_free(run);
 }
 
+/* Rank 2 holds more silent connections than rank 0 keeps, before a rank comes. */
+static void
+come_behind_a_crowd(int rank, ranks_run *run)
+{
+    enum { CROWD = 100 };
+    fsdpc_shm *shm;
+    int crowd[CROWD];
+    if (rank == 2) {
+        struct sockaddr_un address = {.sun_family = AF_UNIX};
+        int used =
+            snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
+        socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+        for (int i = 0; i < CROWD; i++) {
+            crowd[i] = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+            for (int k = 0; connect(crowd[i], (struct sockaddr *)&address, bytes) != 0; k++) {
+                REQUIRE(k < 5000);
+                rank_sleep_ms(2);
+            }
+        }
+        atomic_store(&run->flags[0], 1);
+        CHECK(rank_await(&run->flags[1], 2));
+        for (int i = 0; i < CROWD; i++) {
+            close(crowd[i]);
+        }
+        return;
+    }
+    if (rank == 1) {
+        REQUIRE(rank_await(&run->flags[0], 1));
+    }
+    rank_keep(run, rank, fsdpc_shm_create(rank, 2, run->name, run->timeout_s, &shm));
+    atomic_fetch_add(&run->flags[1], 1);
+    fsdpc_shm_free(shm);
+}
+
+static void
+silent_connections_keep_nobody_out(void)
+{
+    ranks_run *run = ranks_new(3);
+    run->timeout_s = 20;
+    ranks_start(run, come_behind_a_crowd);
+    check_result(run, 0, FSDPC_OK, "");
+    check_result(run, 1, FSDPC_OK, "");
+    ranks_free(run);
+}
+
 /* Late enough for the others to have come. */
 static int
 die_soon(void)
@@ -795,6 +840,7 @@ main(void)
     wrong_company_is_refused_by_all();
     a_taken_name_is_said();
     a_stranger_is_sent_away();
+    silent_connections_keep_nobody_out();
     death_in_the_meeting_ends_it();
     run_all_kernels(death_is_named_by_the_survivors);
     departure_is_not_death(false);

@@ -502,6 +502,43 @@ count_mappings(void)
     return count;
 }
 
+/* --- memory for gradients that come later ---------------------------------------------------- */
+
+/* A failure leaves the unit as it was; gradients and what waits move along. */
+static int
+thaw_and_free(void *argument)
+{
+    const uint8_t segments[] = {0, 1, 0};
+    const float values[] = {1.5f, -2.0f, 3.0f};
+    fsdpc_comm *comm = argument;
+    fsdpc_unit *unit;
+    fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1};
+    FSDPC_TRY(fsdpc_unit_new(&options, engine_specs[1], 4, &unit));
+    int status = fsdpc_unit_take_grad(unit, 3, values, FSDPC_F32);
+    if (status == FSDPC_OK) {
+        status = fsdpc_unit_thaw(unit, segments);
+        int64_t length;
+        const float *now = fsdpc_unit_grad_part(unit, 3, &length);
+        CHECK(length == 3 && memcmp(now, values, sizeof values) == 0);
+        CHECK_INT(unit->layout->params[1].trainable_index, status == FSDPC_OK ? 1 : -1);
+        CHECK_INT(unit->layout->params[3].trainable_index, status == FSDPC_OK ? 2 : 1);
+    }
+    fsdpc_unit_free(unit);
+    return status;
+}
+
+static void
+frozen_parameters_get_gradients_later(void)
+{
+    const uint8_t bytes[] = {0, 0, 1};
+    fsdpc_comm *comm = alone();
+    test_alloc_sweep(thaw_and_free, comm);
+    fsdpc_unit *unit = engine_unit(comm, 1, "u", true);
+    CHECK_ERROR(fsdpc_unit_thaw(unit, bytes), FSDPC_E_INVAL, "bytes");
+    fsdpc_unit_free(unit);
+    fsdpc_comm_free(comm);
+}
+
 static void
 nothing_is_left_behind(void)
 {
@@ -533,6 +570,7 @@ main(void)
     direct_gradients_replace_and_add();
     norms_and_scaling();
     narrow_gradients_follow_the_sums();
+    frozen_parameters_get_gradients_later();
     nothing_is_left_behind();
     return test_result();
 }

@@ -18,7 +18,13 @@ def torchrun(name: str, *arguments: str) -> str:
     root = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [*command, str(EXAMPLES / name), *arguments],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "FSDPC_TIMEOUT": "60"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            "FSDPC_TIMEOUT": "60",
+            "FSDPC_POISON": "1",
+        },
         capture_output=True,
         text=True,
         timeout=240,

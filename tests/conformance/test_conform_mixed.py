@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 
 import torch
-from outcome import raises, wrong
+from outcome import wrong
 from suite import Cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -232,20 +231,22 @@ def accumulating_in_bf16(lib):
     return lib.gradients(model)
 
 
-class EvaluationPrecisionWarned(UserWarning):
-    """Not used by the libraries: lets a refusal by warning be stated as one."""
-
-
-@case(fsdpc=raises(EvaluationPrecisionWarned, "no effect"))
-def evaluation_in_full_precision(lib):
+@case(env={"FSDP_USE_FULL_PREC_IN_EVAL": "1"}, over={"use_orig_params": [True, False]})
+def evaluation_in_full_precision(lib, use_orig_params):
     """FSDP_USE_FULL_PREC_IN_EVAL=1"""
-    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
-    model = lib.wrap(Spy(), mixed_precision=COMBINATIONS["all"])
-    model(torch.ones(1, 2))
-    if lib.warned("FSDP_USE_FULL_PREC_IN_EVAL"):
-        raise EvaluationPrecisionWarned("a warning says that it has no effect")
-    model.eval()
-    assert model(torch.ones(1, 2)).dtype == F32
+    model = lib.wrap_blocks(
+        toy(), mixed_precision=COMBINATIONS["all"], use_orig_params=use_orig_params
+    )
+    outputs = []
+    for step in range(2):
+        loss_of(model, lib.batch(step)).backward()
+        model.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(lib.batch(step)))
+        model.train()
+    assert outputs[0].dtype == F32
+    return outputs
 
 
 @case()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from outcome import wrong
+from outcome import raises, wrong
 from suite import Cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -262,7 +262,7 @@ def saving_and_loading_the_local_form(lib):
     return lib.full(second)
 
 
-@case(raises=RuntimeError)
+@case(torch=raises(RuntimeError), fsdpc_does="loads what it saved")
 def the_local_form_of_original_parameters(lib):
     """torch saves it, and cannot load what it saved."""
     first, second = (lib.wrap(toy(seed=s), use_orig_params=True) for s in (1, 2))

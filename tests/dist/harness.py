@@ -3,7 +3,7 @@
 One template process per pytest run has torch and fsdpc imported and forks the ranks of every test
 (a few milliseconds each), so that nothing a test does survives in the next one and no thread of
 pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over a
-file store, a short FSDPC_TIMEOUT and its own log. The template watches the ranks: it collects
+file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks: it collects
 their results, delivers the signals that tests ask for, prints every Python stack when the deadline
 passes, and leaves no process behind, even if pytest is killed.
 
@@ -139,6 +139,7 @@ def run_ranks(
         "timeout": timeout,
         "env": {
             "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
+            "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
             **(gpu_environment(function.__module__) if on_device else {}),
             **(env or {}),
         },
@@ -300,7 +301,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     function = getattr(function, "rank_function", function)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    with device_watch(request["faults"]):
+    import jitter
+
+    with device_watch(request["faults"]), jitter.delays_of(rank):
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
 
 

@@ -128,7 +128,10 @@ def test_gradients_kept_in_low_precision(rank, world, engine, use_orig_params):
             loss_of(model, tokens(rank, step)).backward()
         for a, b in zip(low.parameters(), full.parameters(), strict=True):
             assert a.grad is None or a.grad.dtype == torch.bfloat16
-            if step == 0:
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is None:
+                assert a.numel() == 0
+            elif step == 0:
                 check_equal({"grad": a.grad}, {"grad": b.grad.to(torch.bfloat16)}, "backward")
             else:
                 torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.02, atol=1e-4)

@@ -84,3 +84,38 @@ def test_training_after_raising_is_training_in_fp32(rank, world, use_orig_params
             optimizer.step()
             optimizer.zero_grad()
     check_equal(full_parameters(raised), full_parameters(plain), "trained")
+
+
+@ranks(1, 2, 3)
+@both_ways
+def test_the_flat_parameter_tells_where_its_parameters_lie(rank, world, use_orig_params):
+    """``_shard_param_infos`` and its kin, checked by cutting the values out by hand."""
+    model = wrap_blocks("fsdpc", frozen_toy(), use_orig_params=use_orig_params)
+    whole = full_parameters(model)
+    for unit, prefix in zip(units(model), ("", "blocks.0.", "blocks.1."), strict=True):
+        flats = [unit._flat_param] if use_orig_params else unit.params
+        for flat in flats:
+            assert isinstance(flat, FlatParameter) and flat._num_params == len(flat._fqns) > 0
+            assert flat._local_shard.data_ptr() == flat.data_ptr()
+            assert flat._sharded_size == flat.size()
+            assert sum(flat._numels_with_padding) == flat._unpadded_unsharded_size.numel()
+            assert flat._padded_unsharded_size.numel() == world * flat.numel()
+            assert flat._is_padding_mask.count(False) == flat._num_params
+            rows = zip(
+                flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
+            )
+            held = 0
+            for name, shape, numel, info in rows:
+                full = whole[prefix + name]
+                assert (full.shape, full.numel()) == (shape, numel)
+                if info.in_shard:
+                    mine = flat.detach()[info.offset_in_shard :][: info.numel_in_shard]
+                    begin, end = info.intra_param_start_idx, info.intra_param_end_idx
+                    assert torch.equal(mine, full.flatten()[begin : end + 1])
+                    held = max(held, info.offset_in_shard + info.numel_in_shard)
+            assert flat._shard_numel_padded == flat.numel() - held
+        if use_orig_params:
+            own = dict(unit.module.named_parameters())
+            for name, p in zip(flats[0]._fqns, flats[0]._params, strict=True):
+                if prefix:
+                    assert p is own[name]

@@ -9,7 +9,17 @@ import torch
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from toys import check_equal, clean, loss_of, summon, tokens, toy, wrap, wrap_blocks
+from toys import (
+    check_equal,
+    clean,
+    full_gradients,
+    loss_of,
+    summon,
+    tokens,
+    toy,
+    wrap,
+    wrap_blocks,
+)
 
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 
@@ -245,3 +255,63 @@ def test_no_shard_shows_and_keeps_full_parameters(rank, world):
     with summon(model, writeback=False, offload_to_cpu=True, rank0_only=True):
         if rank == 0:
             assert model.head.weight.shape == (13, 6)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("writeback", [True, False])
+def test_the_users_own_objects_show_full_values(rank, world, writeback):
+    """Marks and flags set inside stay, and an optimizer's state belongs to them."""
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, tokens(rank, 0)).backward()
+    optimizer.step()
+    before = {clean(name): p for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in before.items()}
+    with summon(model, writeback=writeback):
+        for name, p in model.named_parameters():
+            assert p is before[name] and p.shape == toy().get_parameter(name).shape
+            assert p.grad is None
+            p.mark = name
+            assert "exp_avg" in optimizer.state[p] or not before[name].numel() or world > 1
+        model.blocks[0].up.weight.requires_grad_(False)
+    assert all(p.mark == name and p.grad is grads[name] for name, p in before.items())
+    optimizer.zero_grad()
+    loss_of(model, tokens(rank, 1)).backward()
+    assert before["blocks.0.up.weight"].grad is None
+    optimizer.step()
+
+
+@ranks(2)
+def test_a_flag_of_a_parameter_put_there_anew(rank, world):
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    with summon(model):
+        model.head.bias = nn.Parameter(torch.full((13,), 2.5), requires_grad=False)
+    assert not model.module.head.bias.requires_grad
+    loss_of(model, tokens(rank, 0)).backward()
+    with summon(model):
+        assert bool((model.head.bias == 2.5).all())
+
+
+@ranks(2)
+def test_gradients_of_before_survive_a_backward_inside(rank, world):
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    loss_of(model, tokens(rank, 0)).backward()
+    before = full_gradients(model)
+    with summon(model):
+        loss_of(model, tokens(rank, 1)).backward()
+        assert model.head.weight.grad.shape == (13, 6)
+    check_equal(full_gradients(model), before, "after a backward inside summon")
+
+
+@ranks(2)
+def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
+    """A forward inside, its backward outside: refused, not cut."""
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    with summon(model):
+        loss = loss_of(model, tokens(rank, 0))
+    try:
+        loss.backward()
+    except RuntimeError:
+        return
+    with pytest.raises(ValueError, match="does not fit its shard"):
+        model.clip_grad_norm_(1.0)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 from torch.distributed.fsdp.wrap import wrap as manual_wrap
-from toys import Block, clean, toy, wrap
+from toys import Block, clean, compare_training, toy, wrap
 
 
 class Attention(nn.Module):
@@ -175,3 +175,49 @@ def test_enable_wrap(rank, world, engine):
     assert isinstance(model, cls) and isinstance(model[0], cls)
     assert model[0].forward_prefetch and not model.forward_prefetch
     assert model._use_orig_params
+
+
+class Shared(nn.Module):
+    """A layer registered at three places, and one more module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Sequential(nn.Linear(4, 4), self.first)
+        self.again = self.first
+
+    def forward(self, x):
+        return self.again(self.middle(torch.tanh(self.first(x))))
+
+
+BY_LINEAR = {
+    "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: type(m) is nn.Linear),
+    "transformer": functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}
+    ),
+    "size": functools.partial(size_based_auto_wrap_policy, min_num_params=10),
+    "classes": ModuleWrapPolicy({nn.Linear}),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("policy", list(BY_LINEAR))
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_module_at_several_places_is_one_unit(rank, world, policy, use_orig_params):
+    """Below one parent or two, under a policy object or a callable."""
+    torch.manual_seed(0)
+    plain = Shared()
+
+    def sharded(module):
+        options = {"auto_wrap_policy": BY_LINEAR[policy], "use_orig_params": use_orig_params}
+        return wrap("fsdpc", module, **options)
+
+    def batch(step):
+        return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+    model = compare_training(
+        "fsdpc", plain, sharded, batch, loss_of=lambda m, x: m(x).square().mean()
+    )
+    inner = model.module
+    assert inner.first is inner.again is inner.middle[1] and type(inner.first) is type(model)
+    assert len(type(model).fsdp_modules(model)) == 3

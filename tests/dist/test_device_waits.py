@@ -16,7 +16,7 @@ from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import MixedPrecision
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
-ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "1"}
+ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "1", "FSDPC_POISON": "0"}  # poison waits, too
 POLICIES = ["lazy", "eager", "random:1", "random:2", "order:1,host,0", "order:host,1,0"]
 
 

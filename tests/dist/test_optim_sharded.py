@@ -103,6 +103,21 @@ def test_dtensors_with_a_mesh(rank, world, use_orig_params):
 
 
 @ranks(2)
+def test_a_mesh_is_noted_in_the_configurations(rank, world):
+    """As torch's class does: readers of the settings see which form comes."""
+    run = start(rank, toy(), device_mesh=init_device_mesh("cpu", (2,)))
+    config = ShardedOptimStateDictConfig()
+    with type(run.model).state_dict_type(run.model, SHARDED, None, config):
+        settings = type(run.model).get_state_dict_type(run.model)
+        assert settings.optim_state_dict_config is config and config._use_dtensor
+        check_form(save(run), DTensor)
+    plain = start(rank, toy())
+    with type(plain.model).state_dict_type(plain.model, SHARDED):
+        settings = type(plain.model).get_state_dict_type(plain.model)
+        assert not settings.optim_state_dict_config._use_dtensor
+
+
+@ranks(2)
 def test_dtensors_that_lie_in_another_way_are_gathered(rank, world):
     run = start(rank, toy())
     saved = save(run)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
 WIRES = [None, "c10d"]
@@ -120,6 +120,51 @@ def test_hybrid(rank, world, mesh):
         model.load_state_dict(state)
     if mesh:
         same(state, expected)
+    same(model.state_dict(), expected)
+
+
+@ranks(4)
+@pytest.mark.parametrize("names", [None, ("data", "model")])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_mesh_with_a_dimension_that_nothing_is_sharded_over(rank, world, names, strategy):
+    """Sharded over dimension 0: rows of a 1-D mesh. Values on the other dimension may differ."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    column = mesh.get_local_rank(1)
+    model = wrap_blocks("fsdpc", toy(), **options)
+    other = wrap_blocks("fsdpc", toy(seed=2 + column), **options)
+    optimizer = torch.optim.Adam(other.parameters())
+    loss_of(other, tokens(rank, 0)).backward()
+    optimizer.step()
+    expected = other.state_dict()
+    with typed(model), typed(other):
+        state = other.state_dict()
+        value = state["embed.weight"]
+        assert type(value) is DTensor and value.placements == (Shard(0),)
+        assert value.to_local().shape[0] in (6, 7)
+        same(state, expected)
+        model.load_state_dict(state)
+        moments = type(other).optim_state_dict(other, optimizer)
+        assert type(moments["state"]["embed.weight"]["exp_avg"]) is DTensor
+        fresh = torch.optim.Adam(model.parameters())
+        fresh.load_state_dict(type(model).optim_state_dict_to_load(model, fresh, moments))
+    same(model.state_dict(), expected)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(fresh.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
+
+
+@ranks(4)
+def test_rows_over_another_dimension_of_the_mesh_are_gathered(rank, world):
+    """As torch's class cuts them on such a mesh: every rank must take part, or none."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = wrap_blocks("fsdpc", toy(), device_mesh=mesh)
+    expected = toy(seed=1).state_dict()
+    state = {
+        key: distribute_tensor(value, mesh, [Replicate(), Shard(0)])
+        for key, value in expected.items()
+    }
+    with typed(model):
+        model.load_state_dict(state)
     same(model.state_dict(), expected)
 
 

@@ -181,3 +181,17 @@ class UncompiledBranches(nn.Module):
         self.embed, self.block, self.head = model.embed, model.block._orig_mod, model.head
 
     forward = Branches.forward
+
+
+@ranks(1, **patient)
+def test_the_wrappers_frame_is_not_traced(rank, world):
+    """Where the whole model is compiled, each unit's forward runs as it is."""
+    from torch._dynamo.convert_frame import input_codes
+
+    from fsdpc import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3))))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.rand(2, 3)).sum().backward()
+    assert len(input_codes.seen) > 0
+    assert FullyShardedDataParallel.forward.__code__ not in input_codes

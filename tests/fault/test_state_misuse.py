@@ -5,11 +5,12 @@ what, never a hang.
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoints import FULL, LOCAL, SHARDED, build, same, typed
 from harness import run_ranks
 from torch.distributed.fsdp import FullStateDictConfig
-from toys import toy, wrap_blocks
+from toys import toy, wrap, wrap_blocks
 
 import fsdpc
 
@@ -116,3 +117,19 @@ def late_again(rank, world):
 
 def test_after_a_rank_gave_up_over_a_wire():
     run_ranks(late_again, 2, env={**SHORT, "FSDPC_COLLECTIVES": "c10d"})
+
+
+def named_differently(rank, world, kind):
+    """Units wrapped one by one, of equal shapes, under other names on rank 1."""
+    model = torch.nn.ModuleDict()
+    for name in ("left", "right")[:: -1 if rank else 1]:
+        model[name] = wrap("fsdpc", torch.nn.Linear(4, 4))
+    with type(model["left"]).state_dict_type(model, kind):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_units_at_different_places(kind):
+    for outcome in run_ranks(named_differently, 2, faults=True, kind=kind):
+        assert outcome.error and "MismatchError" in outcome.error_types, outcome
+        assert "module at left" in outcome.error and "module at right" in outcome.error

@@ -272,7 +272,7 @@ def test_tensors_are_taken_as_they_are() -> None:
         (lambda x: _C.kernel_cast(x, "float32", x, "float32", 1.0, "sse"), ValueError, "avx2"),
         (lambda x: _C.kernel_accumulate(x, "float16", x, "float16"), ValueError, "float16"),
         (lambda x: _C.kernel_reduce(x, "float32", [x, x[:1]], "float32"), ValueError, "1 and 4"),
-        (lambda x: _C.kernel_reduce(x, "float32", 3, "float32"), TypeError, "sequence"),
+        (lambda x: _C.kernel_reduce(x, "float32", 3, "float32"), TypeError, "iterable"),
         (lambda x: _C.kernel_norm2(x, "uint8"), ValueError, "uint8"),
         (lambda x: _C.set_num_threads(0), ValueError, "1 to 256"),
         (lambda x: _C.set_num_threads(1 << 40), ValueError, "1 to 256"),

@@ -84,6 +84,7 @@ def test_fsdp1s_public_names_are_all_here():
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
         "FSDPModule",
+        "GradientReductionHandle",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "UnshardHandle",

@@ -153,3 +153,12 @@ def test_only_the_package_imports_torch() -> None:
     """The C layer reaches torch's tensors through DLPack and attributes, it imports nothing."""
     for file, text in SOURCES.items():
         assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
+
+
+def test_no_two_modules_of_tests_and_benchmarks_have_one_name():
+    """Their folders are on one path while tests run: the first of a name hides the other."""
+    names: dict[str, Path] = {}
+    for folder in ("tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name not in ("conftest.py", "__init__.py"):
+                assert names.setdefault(path.name, path) == path

@@ -33,11 +33,10 @@ class Segment:
 
 
 def model_segment(key: tuple, members: list[int], specs: list[Spec], world: int, align: int):
-    storage, compute, reduce, trainable = key
+    storage = key[0]
     segment = Segment(key, members, 0, np.zeros(0), 0, 0)
-    involved = [storage, compute] + ([reduce, segment.accumulate] if trainable else [])
-    items = np.array([ITEM[name] for name in involved])
-    segment.step = int(np.lcm.reduce(align // np.gcd(align, items)))
+    # The same for all dtypes of computing and reducing, so for the narrowest one.
+    segment.step = align if storage == "uint8" else align // 2
     sizes = np.array([specs[i][1] for i in members])
     room = -(-sizes // segment.step) * segment.step
     segment.offsets = np.concatenate([[0], np.cumsum(room)[:-1]]).astype(int)
@@ -186,5 +185,5 @@ def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
     """A GPT-2 layer has 7 M elements. Up to 64 ranks the limit holds; beyond, the 16 bytes that a
     piece is rounded to cost more than that, but never more than they are."""
     share = padding_share(GPT_2, kinds, world)
-    rounding = world * 16 / (sum(GPT_2) * ITEM[kinds[1]])
+    rounding = world * 8 / sum(GPT_2)  # 16 bytes of the narrowest dtype
     assert share < 1e-4 or (world > 64 and share < rounding)

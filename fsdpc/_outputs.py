@@ -1,0 +1,61 @@
+"""Outputs of a forward that are the unit's own memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+def copy_outputs(output: Any, begin: int, end: int) -> Any:
+    """``output`` with a copy, which autograd knows, in place of each tensor whose memory lies in
+    the addresses ``[begin, end)``.
+
+    Lists, dicts and dataclasses keep their identity and get new items; tuples and sets are made
+    anew. Each container is visited once.
+    """
+    return _Copies(begin, end).of(output)
+
+
+class _Copies:
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.done: dict[int, Any] = {}
+        self.kept: list[Any] = []  # ids stay unique while what they stand for lives
+
+    def of(self, value: Any) -> Any:
+        if id(value) not in self.done:
+            self.kept.append(value)
+            self.done[id(value)] = value  # a container that holds itself
+            self.done[id(value)] = self._copy(value)
+        return self.done[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.clone() if self._is_own(value) else value
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, set | frozenset):
+            return type(value)([self.of(item) for item in value])
+        if isinstance(value, list):
+            value[:] = [self.of(item) for item in value]
+        elif isinstance(value, dict):
+            for key, item in list(value.items()):
+                new = self.of(item)
+                if new is not item:
+                    value[key] = new
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                item = getattr(value, field.name, None)
+                new = self.of(item)
+                if new is not item:
+                    object.__setattr__(value, field.name, new)
+        return value
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        try:
+            return self.begin <= tensor.data_ptr() < self.end
+        except RuntimeError:  # no memory: a meta tensor, say
+            return False

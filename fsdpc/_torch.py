@@ -1,0 +1,175 @@
+"""torch's private names that fsdpc uses. No other file of the package uses one.
+
+A release of torch may rename what begins with an underscore. All such names are looked up when this
+file is imported, which costs microseconds beside torch's own import and prints nothing; one that is
+missing is an ``ImportError`` that names it, before any model is touched. Where torch has a name in
+some supported versions only, its alias here is ``None`` in the others.
+
+Attributes that fsdpc reads from torch's objects cannot be imported. ``ATTRIBUTES`` lists them by
+the class that has them, those that the C extension reads among them, and they are looked up too.
+``MARKS`` lists attributes that torch or the user adds to single objects: no class has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+OLDEST, NEWEST = "2.11", "2.15"  # the versions of torch on which the tests have run
+
+
+def _missing(name: str) -> ImportError:
+    return ImportError(
+        f"fsdpc uses {name}, which torch {torch.__version__} does not have. This fsdpc works with "
+        f"torch {OLDEST} and newer, as far as tested (up to {NEWEST}): install one of these "
+        "versions of torch, or an fsdpc that knows this one",
+        name=name,
+    )
+
+
+def _find(place: str, name: str) -> Any:
+    """``name`` (with dots: an attribute of an attribute) in the module ``place``."""
+    try:
+        found = importlib.import_module(place)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise _missing(f"{place}.{name}") from error
+    return found
+
+
+def _maybe(place: str, name: str) -> Any:
+    """The same, ``None`` where this version of torch has no such name."""
+    try:
+        return _find(place, name)
+    except ImportError:
+        return None
+
+
+# --- classes -------------------------------------------------------------------------------------
+
+# What torch's FSDP shares with its own front ends.
+FSDPState = _find("torch.distributed.fsdp._common_utils", "_FSDPState")
+TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
+FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
+# How torch describes a parameter's part of a flat parameter's shard.
+ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
+# Wrap policies: the base class of the policy objects, and the disjunction of two policies.
+_Policy = _find("torch.distributed.fsdp.wrap", "_Policy")
+_or_policy = _find("torch.distributed.fsdp.wrap", "_or_policy")
+# The form of a sharded value in torch's state dicts.
+Shard = _find("torch.distributed._shard.sharded_tensor", "Shard")
+ShardedTensor = _find("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+ShardedTensorMetadata = _find("torch.distributed._shard.sharded_tensor", "ShardedTensorMetadata")
+TensorProperties = _find("torch.distributed._shard.sharded_tensor", "TensorProperties")
+ShardMetadata = _find("torch.distributed._shard.sharding_spec", "ShardMetadata")
+
+# --- functions -----------------------------------------------------------------------------------
+
+# The communication hooks that torch ships.
+default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
+# Nested containers; a public module for them is not in all supported versions.
+tree_flatten = _find("torch.utils._pytree", "tree_flatten")
+tree_map = _find("torch.utils._pytree", "tree_map")
+tree_map_only = _find("torch.utils._pytree", "tree_map_only")
+# The group that init_process_group made, and the store that torch keeps for a group.
+default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
+process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")
+# Whether autocast is on for any kind of device; the cheapest way to ask.
+is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
+# The backward that runs on this thread (-1: none), and what to call at its end.
+current_graph_task_id = _find("torch._C", "_current_graph_task_id")
+queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
+# What autograd compares saved tensors by.
+set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
+# The stream that torch's kernels go to; only builds with CUDA have one.
+current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
+if torch.backends.cuda.is_built() and current_raw_stream is None:
+    raise _missing("torch._C._cuda_getCurrentRawStream")
+# How the compiler treats the frames of a code object, and the treatment that leaves the frame alone
+# but not what it calls.
+set_code_exec_strategy = _find("torch._C", "_dynamo.eval_frame.set_code_exec_strategy")
+_Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
+_Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
+SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
+
+# --- where fsdpc puts functions of its own -------------------------------------------------------
+
+# The one function below clip_grad_norm_ and get_total_norm.
+TOTAL_NORM = "_get_total_norm"
+total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
+# Names of a parameter, in torch.distributed.checkpoint.state_dict (loaded when it is needed).
+GET_FQNS = "_get_fqns"
+
+# --- the compiler, which this package never loads ------------------------------------------------
+
+COMPILER = "torch._dynamo"
+
+
+def compiled_class() -> type[nn.Module] | None:
+    """The class of what ``torch.compile`` returns for a module, once the compiler is loaded."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return None if frames is None else frames.OptimizedModule
+
+
+def compiled_from(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given for such a module."""
+    original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return original
+
+
+# --- attributes ----------------------------------------------------------------------------------
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "torch.Tensor": (
+        "_backward_hooks",
+        "_base",
+        "_is_view",
+        "_make_subclass",
+        "_make_wrapper_subclass",
+        "_post_accumulate_grad_hooks",
+        "_version",
+    ),
+    "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
+    "torch.nn.Module": ("_apply", "_buffers", "_modules", "_parameters"),
+    "torch.amp.GradScaler": ("_unscale_grads_",),
+    "torch.distributed.fsdp.ShardingStrategy": ("_HYBRID_SHARD_ZERO2",),
+    "torch.distributed.fsdp.MixedPrecision": ("_module_classes_to_ignore",),
+    "torch.distributed.fsdp.ShardedStateDictConfig": ("_use_dtensor",),
+    "torch.distributed.fsdp.ShardedOptimStateDictConfig": ("_use_dtensor",),
+    "torch.distributed.fsdp.wrap._Policy": ("_run_policy",),
+    "torch.distributed._shard.sharded_tensor.ShardedTensor": (
+        "_init_from_local_shards_and_global_metadata",
+    ),
+}
+
+MARKS = frozenset(
+    {
+        "_flat_param",  # FSDP's name of a flat parameter in its module
+        "_fqns",  # on a flat parameter: the names of the original ones
+        "_fsdp_flattened",  # on a parameter that FSDP manages
+        "_fsdp_wrapped_module",  # FSDP's name of the module inside
+        "_checkpoint_wrapped_module",  # the same of activation checkpointing
+        "_in_backward_optimizers",  # on a parameter: optimizers that step in backward
+        "_is_flat_param",  # what makes isinstance(p, FlatParameter) true
+        "_metadata",  # on a state dict: versions of its modules
+        "_wrap_overrides",  # on a module: what its own unit gets instead of the common arguments
+    }
+)
+
+
+def _check_attributes() -> None:
+    for place, names in ATTRIBUTES.items():
+        home, _, name = place.rpartition(".")
+        owner = _find(home, name)
+        for attribute in names:
+            # A module has its tables from its constructor on.
+            if not hasattr(nn.Module() if owner is nn.Module else owner, attribute):
+                raise _missing(f"{place}.{attribute}")
+
+
+_check_attributes()

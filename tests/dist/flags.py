@@ -1,0 +1,122 @@
+"""A sharded model and its unsharded reference whose parameters are frozen and unfrozen together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from toys import (
+    PRECISIONS,
+    Precision,
+    Reference,
+    Toy,
+    check_gradients,
+    check_parameters,
+    clean,
+    loss_of,
+    none_gradients,
+    tokens,
+    toy,
+    wrap_blocks,
+)
+
+
+def params_of(model: nn.Module, path: str) -> list[nn.Parameter]:
+    """The parameters below (or at) a path of the unwrapped model; "" for all."""
+    found = [p for name, p in model.named_parameters() if under(clean(name), path)]
+    assert found, f"no parameter at {path}"
+    return found
+
+
+def under(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(path + ".")
+
+
+class Pair:
+    """`sharded` and `reference`, each with an AdamW optimizer over all its parameters."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        plain: nn.Module | None = None,
+        frozen: tuple[str, ...] = (),
+        precision: Precision = PRECISIONS[0],
+        groups: list[list[int]] | None = None,
+        wrapped: Callable[..., nn.Module] = wrap_blocks,
+        optimizer_of: Callable[[list[nn.Parameter]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        plain = plain or toy()
+        self.rank = rank
+        for path in frozen:
+            for p in params_of(plain, path):
+                p.requires_grad_(False)
+        self.reference = Reference(plain, precision, groups=groups)
+        self.model = wrapped("fsdpc", plain, **options, **precision.options())
+        self.optimizers = [
+            (optimizer_of or adam)(list(m.parameters()))
+            for m in (self.model, self.reference.master)
+        ]
+        self.step_number = 0
+
+    def set(self, path: str, flag: bool) -> None:
+        for model in (self.model, self.reference.master, self.reference.compute):
+            for p in params_of(model, path):
+                p.requires_grad_(flag)
+
+    def batch(self, micro: int = 0) -> torch.Tensor:
+        return tokens(self.rank, self.step_number, micro)
+
+    def accumulate(self, micro: int = 0) -> None:
+        """One backward without communication."""
+        with self.model.no_sync():
+            loss_of(self.model, self.batch(micro)).backward()
+        self.reference.backward(self.batch(micro), sync=False)
+
+    def backward(self, between: Callable[[], None] = lambda: None) -> None:
+        """`between` is called between forward and backward."""
+        loss = loss_of(self.model, self.batch())
+        if between:
+            expected = self.reference.forward(self.batch())
+            between()
+            self.reference.compute.zero_grad(set_to_none=True)
+            expected.backward()
+            self.reference.take_gradients()
+            self.reference.reduce()
+        loss.backward()
+
+    def step(self, between: Callable[[], None] = lambda: None, *, zero: bool = True) -> None:
+        """Backward, comparison, optimizer step, comparison."""
+        self.backward(between)
+        self.compare_gradients()
+        self.apply(zero=zero)
+
+    def compare_gradients(self) -> None:
+        what = f"in step {self.step_number}"
+        check_gradients("fsdpc", self.model, self.reference, what)
+        got, expected = none_gradients(self.model), self.reference.none_gradients()
+        assert got <= expected and self.flat_aware(expected - got), (
+            f"without gradient {what}: {got} != {expected}"
+        )
+
+    def flat_aware(self, missing: set[str]) -> bool:
+        """Members of a flat parameter have zeros where an unsharded one has None."""
+        return not missing or not self.model._use_orig_params
+
+    def apply(self, *, zero: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            if zero:
+                optimizer.zero_grad()
+        check_parameters("fsdpc", self.model, self.reference, f"after step {self.step_number}")
+        self.step_number += 1
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
+
+
+__all__ = ["Pair", "Toy", "adam", "params_of"]

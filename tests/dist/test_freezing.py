@@ -1,0 +1,242 @@
+"""Parameters that are frozen after they were wrapped, in the ways in which programs do it, against
+the unsharded model over several optimizer steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flags import Pair, params_of
+from harness import ranks
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from toys import PRECISIONS, Toy, loss_of, tokens, toy, wrap_blocks
+
+BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
+UNITS = ["blocks.0", "blocks.1"]
+
+
+# --- whole units: either value of use_orig_params ------------------------------------------------
+
+
+@ranks(1, 2, 3)
+@BOTH
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+def test_units_are_frozen_after_wrapping(rank, world, use_orig_params, strategy):
+    groups = [[r] for r in range(world)] if strategy.name == "NO_SHARD" else None
+    pair = Pair(rank, use_orig_params=use_orig_params, sharding_strategy=strategy, groups=groups)
+    pair.set("blocks.0", False)
+    for _ in range(3):
+        pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_a_unit_is_frozen_after_the_first_step_and_unfrozen_later(rank, world, use_orig_params):
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    for flag in (True, False, False, True, True):
+        pair.set("blocks.1", flag)
+        pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_everything_is_frozen_for_one_pass(rank, world, use_orig_params):
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    pair.step()
+    pair.set("", False)
+    assert not loss_of(pair.model, pair.batch()).requires_grad
+    pair.set("", True)
+    pair.step()
+
+
+@ranks(2, 3)
+@BOTH
+def test_parts_take_turns(rank, world, use_orig_params):
+    """As a generator and its discriminator, each frozen while the other is trained."""
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    for step in range(4):
+        pair.set(UNITS[step % 2], True)
+        pair.set(UNITS[1 - step % 2], False)
+        pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_a_unit_is_frozen_between_forward_and_backward(rank, world, use_orig_params):
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    pair.step()
+    pair.step(lambda: pair.set("blocks.0", False))
+    pair.step()
+    pair.set("blocks.0", True)
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_a_unit_is_frozen_while_gradients_accumulate(rank, world, use_orig_params):
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    for _ in range(2):
+        pair.accumulate(1)
+        pair.set("blocks.0", False)
+        pair.accumulate(2)
+        pair.step()
+        pair.set("blocks.0", True)
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_a_gradient_of_before_stays_while_its_unit_is_frozen(rank, world, use_orig_params):
+    pair = Pair(rank, use_orig_params=use_orig_params)
+    pair.step(zero=False)
+    pair.set("blocks.0", False)
+    pair.step(zero=False)
+    pair.set("blocks.0", True)
+    pair.step()
+
+
+# --- single parameters: use_orig_params=True -----------------------------------------------------
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("wrapped", ["units", "one unit"])
+def test_all_but_the_head_is_frozen(rank, world, wrapped):
+    from toys import wrap
+
+    pair = Pair(rank, use_orig_params=True, wrapped=wrap_blocks if wrapped == "units" else wrap)
+    pair.set("", False)
+    pair.set("head", True)
+    for _ in range(3):
+        pair.step()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("step", [0, 1])
+def test_norms_are_frozen(rank, world, step):
+    pair = Pair(rank, use_orig_params=True)
+    for number in range(4):
+        if number == step:
+            for path in ("blocks.0.norm", "blocks.1.norm", "norm"):
+                pair.set(path, False)
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "path",
+    ["embed", "blocks.0.norm", "blocks.0.norm.weight", "blocks.0.up.bias", "head.bias"],
+)
+@pytest.mark.parametrize("step", [0, 1])
+def test_one_parameter_is_frozen_and_unfrozen(rank, world, path, step):
+    pair = Pair(rank, use_orig_params=True)
+    for number in range(5):
+        if number == step:
+            pair.set(path, False)
+        if number == step + 2:
+            pair.set(path, True)
+        pair.step()
+
+
+@ranks(2)
+def test_another_parameter_every_step(rank, world):
+    pair = Pair(rank, use_orig_params=True)
+    names = [name for name, _ in toy().named_parameters() if name != "head.weight"]
+    for number in range(2 * len(names)):
+        pair.set(names[number % len(names)], number >= len(names))
+        pair.step(zero=number % 3 != 0)
+
+
+class Branches(nn.Module):
+    """Which branch runs is chosen from outside; the others' parameters go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.chosen = 0
+
+    def forward(self, x):
+        return x + (self.first, self.second)[self.chosen](x)
+
+
+def branching() -> Toy:
+    model = toy()
+    torch.manual_seed(5)
+    model.blocks = nn.ModuleList(Branches() for _ in range(2))
+    return model
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", ["first", "second", "first.weight", "second.bias"])
+def test_some_are_frozen_and_others_unused(rank, world, frozen):
+    def wrapped(engine, module, **options):
+        return wrap_blocks(engine, module, Branches, **options)
+
+    pair = Pair(rank, plain=branching(), use_orig_params=True, wrapped=wrapped)
+    pair.step()
+    pair.set(f"blocks.0.{frozen}", False)
+    for number in range(4):
+        for model in (pair.model, pair.reference.master, pair.reference.compute):
+            for module in model.modules():
+                if isinstance(module, Branches):
+                    module.chosen = number % 2
+        pair.step()
+
+
+@ranks(2)
+def test_a_tied_weight_is_frozen(rank, world):
+    plain = toy()
+    plain.head.weight = plain.embed.weight
+    pair = Pair(rank, plain=plain, use_orig_params=True)
+    for flag in (True, False, True):
+        pair.set("embed.weight", flag)
+        pair.step()
+
+
+@ranks(2)
+def test_single_parameters_are_frozen_between_forward_and_backward(rank, world):
+    pair = Pair(rank, use_orig_params=True)
+    for path in ("blocks.0.norm.weight", "blocks.1.down.weight", "head.bias"):
+        pair.step(lambda path=path: pair.set(path, False))
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", [PRECISIONS[1], PRECISIONS[2]], ids=lambda p: p.name)
+def test_freezing_under_mixed_precision(rank, world, precision):
+    pair = Pair(rank, use_orig_params=True, precision=precision)
+    for flag in (True, False, True):
+        pair.set("blocks.0", flag)
+        pair.set("norm", flag)
+        pair.step()
+
+
+@ranks(4)
+def test_freezing_over_replicas(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    pair = Pair(
+        rank,
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2)),
+        groups=[[0, 1], [2, 3]],
+    )
+    for flag in (True, False, True):
+        pair.set("blocks.0", flag)
+        pair.set("head", flag)
+        pair.step()
+
+
+@ranks(2)
+def test_flags_are_seen_at_the_gathered_tensors(rank, world):
+    """What forward reads as requires_grad is what was set."""
+    pair = Pair(rank, use_orig_params=True)
+    seen = []
+    block = pair.model.module.blocks[0].module
+    block.up.register_forward_pre_hook(lambda m, a: seen.append(m.weight.requires_grad))
+    for flag in (True, False, True):
+        for p in params_of(pair.model, "blocks.0.up.weight"):
+            p.requires_grad_(flag)
+        loss_of(pair.model, tokens(rank, 0)).backward()
+    assert seen == [True, False, True]

@@ -1,0 +1,369 @@
+"""Parameters that were frozen when they were wrapped and are trained later (gradual unfreezing),
+against the unsharded model over several optimizer steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flags import Pair, adam, params_of
+from harness import ranks
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
+from toys import PRECISIONS, Precision, check_equal, loss_of, tokens, toy, wrap, wrap_blocks
+
+BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
+BODY = ("embed", "blocks", "norm")
+
+
+def gradual(pair, *, whole: bool = True) -> None:
+    """The head first, then one part more every other step, from the top."""
+    pair.step()
+    for path in ("blocks.1", "blocks.0", "norm", "embed"):
+        pair.set(path, True)
+        pair.step()
+        pair.step()
+
+
+@ranks(1, 2, 3)
+@BOTH
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+def test_gradual_unfreezing(rank, world, use_orig_params, strategy):
+    groups = [[r] for r in range(world)] if strategy.name == "NO_SHARD" else None
+    pair = Pair(
+        rank,
+        frozen=("blocks",),
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
+        groups=groups,
+    )
+    pair.step()
+    for path in ("blocks.1", "blocks.0"):
+        pair.set(path, True)
+        pair.step()
+        pair.step()
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("wrapped", [wrap_blocks, wrap], ids=lambda w: w.__name__)
+def test_gradual_unfreezing_of_single_parameters(rank, world, wrapped):
+    pair = Pair(rank, frozen=BODY, use_orig_params=True, wrapped=wrapped)
+    gradual(pair)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "precision",
+    [*PRECISIONS[1:], Precision("bf16 model", model=torch.bfloat16)],
+    ids=lambda p: p.name,
+)
+def test_unfreezing_under_mixed_precision(rank, world, precision):
+    plain = toy(dtype=precision.model)
+    pair = Pair(rank, plain=plain, frozen=BODY, use_orig_params=True, precision=precision)
+    gradual(pair)
+
+
+@ranks(4)
+@BOTH
+def test_unfreezing_over_replicas(rank, world, use_orig_params):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    pair = Pair(
+        rank,
+        frozen=("blocks",),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2)),
+        groups=[[0, 1], [2, 3]],
+    )
+    pair.step()
+    pair.set("blocks.0", True)
+    pair.step()
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_unfreezing_with_offloaded_parameters(rank, world, use_orig_params):
+    pair = Pair(
+        rank,
+        frozen=("blocks",),
+        use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    pair.step()
+    pair.set("blocks.0", True)
+    pair.step()
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@BOTH
+def test_unfreezing_over_torchs_collectives(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.step()
+    pair.set("blocks.0", True)
+    pair.step()
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_a_model_that_is_frozen_as_a_whole(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("",), use_orig_params=use_orig_params)
+    assert not loss_of(pair.model, tokens(rank, 0)).requires_grad
+    pair.set("blocks.1", True)
+    pair.step()
+    pair.set("", True)
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_unfrozen_before_the_first_forward(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.set("blocks", True)
+    pair.step()
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_unfrozen_frozen_and_unfrozen(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    for flag in (True, False, True, False, False, True):
+        pair.set("blocks.0", flag)
+        pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_unfrozen_between_forward_and_backward(rank, world, use_orig_params):
+    """It takes effect with the next forward, as without sharding."""
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.step()
+    pair.step(lambda: pair.set("blocks.1", True))
+    pair.step()
+
+
+@ranks(1, 2, 3)
+@BOTH
+def test_unfrozen_while_gradients_accumulate(rank, world, use_orig_params):
+    """What waits for other parameters of the unit is kept."""
+    pair = Pair(rank, frozen=("blocks.0",), use_orig_params=use_orig_params)
+    pair.accumulate(1)
+    pair.set("blocks.0", True)
+    pair.accumulate(2)
+    pair.step()
+    pair.step()
+
+
+@ranks(2, 3)
+def test_unfrozen_beside_gradients_that_wait(rank, world):
+    pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
+    pair.step(zero=False)
+    pair.accumulate(1)
+    pair.set("blocks.0.up.weight", True)
+    pair.accumulate(2)
+    pair.step(zero=False)
+    pair.set("blocks.0.up.bias", True)
+    pair.step()
+
+
+@ranks(2)
+def test_gradients_that_wait_are_still_zeroed(rank, world):
+    """zero_grad(set_to_none=False) before the forward that makes memory."""
+    pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
+    pair.step()
+    pair.accumulate(1)
+    for model in (pair.model, pair.reference.master):
+        model.zero_grad(set_to_none=False)
+    pair.reference.pending = [None] * len(pair.reference.pending)
+    for p in pair.reference.master.parameters():
+        p.grad = None
+    pair.set("blocks.0.up.weight", True)
+    loss_of(pair.model, pair.batch()).backward()
+    pair.reference.backward(pair.batch())
+    from toys import check_gradients
+
+    check_gradients("fsdpc", pair.model, pair.reference, "after zeroing")
+
+
+@ranks(2)
+@BOTH
+def test_the_optimizer_gets_groups_later(rank, world, use_orig_params):
+    def trained_only(params):
+        return adam([p for p in params if p.requires_grad])
+
+    pair = Pair(
+        rank,
+        frozen=("blocks",),
+        use_orig_params=use_orig_params,
+        optimizer_of=trained_only,
+    )
+    pair.step()
+    for path in ("blocks.1", "blocks.0"):
+        pair.set(path, True)
+        for model, optimizer in zip(
+            (pair.model, pair.reference.master), pair.optimizers, strict=True
+        ):
+            optimizer.add_param_group({"params": params_of(model, path), "lr": 3e-3})
+        pair.step()
+        pair.step()
+
+
+@ranks(2, 3)
+def test_objects_memory_and_gradients_stay(rank, world):
+    pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
+    pair.step(zero=False)
+    before = {n: (id(p), p.data_ptr(), p.shape) for n, p in pair.model.named_parameters()}
+    grads = {n: p.grad.clone() for n, p in pair.model.named_parameters() if p.grad is not None}
+    kept = [p.grad for p in pair.model.parameters() if p.grad is not None]
+    values = [g.clone() for g in kept]
+    pair.set("blocks.0.up", True)
+    with torch.no_grad():
+        pair.model(pair.batch())
+    after = {n: (id(p), p.data_ptr(), p.shape) for n, p in pair.model.named_parameters()}
+    assert before == after
+    for name, p in pair.model.named_parameters():
+        if name in grads:
+            check_equal({name: p.grad}, {name: grads[name]}, "gradients after unfreezing")
+        else:
+            assert p.grad is None
+    for old, value in zip(kept, values, strict=True):
+        assert torch.equal(old, value)
+
+
+@ranks(2)
+@BOTH
+def test_clipping_after_unfreezing(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.step()
+    pair.set("blocks.0", True)
+    for clip in ("model", "utils"):
+        pair.backward()
+        expected = torch.nn.utils.clip_grad_norm_(pair.reference.master.parameters(), 0.01)
+        if clip == "model":
+            got = pair.model.clip_grad_norm_(0.01)
+        else:
+            got = torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 0.01)
+        check_equal({"norm": got}, {"norm": expected}, clip, rtol=1e-6)
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad()
+        pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_state_dicts_after_unfreezing(rank, world, use_orig_params):
+    """A run that is loaded into a model wrapped with everything trainable goes on alike."""
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.step()
+    pair.set("blocks", True)
+    pair.step()
+    kind = type(pair.model)
+    state = pair.model.state_dict()
+    optim = kind.full_optim_state_dict(pair.model, pair.optimizers[0], rank0_only=False)
+    other = wrap_blocks("fsdpc", toy(3), use_orig_params=use_orig_params)
+    other.load_state_dict(state)
+    optimizer = adam(list(other.parameters()))
+    shard = kind.shard_full_optim_state_dict(optim, other, optim=optimizer)
+    optimizer.load_state_dict(shard)
+    pair.model, pair.optimizers[0] = other, optimizer
+    pair.step()
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_sharded_state_dicts_after_unfreezing(rank, world, use_orig_params):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    kind = type(pair.model)
+    pair.step()
+    pair.set("blocks", True)
+    pair.step()
+    with kind.state_dict_type(pair.model, StateDictType.SHARDED_STATE_DICT):
+        state = pair.model.state_dict()
+        optim = kind.optim_state_dict(pair.model, pair.optimizers[0])
+        pair.model.load_state_dict(state)
+        loaded = kind.optim_state_dict_to_load(pair.model, pair.optimizers[0], optim)
+    pair.optimizers[0].load_state_dict(loaded)
+    pair.step()
+
+
+@ranks(2)
+def test_unfreezing_inside_summon(rank, world):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair.step()
+    with type(pair.model).summon_full_params(pair.model):
+        pair.set("blocks.0", True)
+    pair.step()
+
+
+@ranks(2)
+def test_an_evaluation_first(rank, world):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair.step()
+    pair.set("blocks.0", True)
+    with torch.no_grad():
+        pair.model(pair.batch())
+    pair.step()
+
+
+@ranks(2)
+def test_other_units_hooks_stay(rank, world):
+    """A communication hook sums the gradients of the unfrozen unit, too."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    state = default_hooks.DefaultState(process_group=torch.distributed.group.WORLD)
+    pair.model.register_comm_hook(state, default_hooks.reduce_scatter_hook)
+    pair.reference.world = world
+    pair.step()
+    pair.set("blocks.0", True)
+    pair.step()
+    pair.step()
+
+
+@ranks(2, 3)
+def test_unfreezing_other_parameters_on_a_rank(rank, world):
+    """All ranks raise, and the parameter is named."""
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair.step()
+    for path in ("blocks.0.up",) if rank == 0 else ("blocks.0.up", "blocks.1.down"):
+        for p in params_of(pair.model, path):
+            p.requires_grad_(True)
+    with pytest.raises(Exception, match="down.weight of unit blocks.1") as raised:
+        pair.model(pair.batch())
+    assert type(raised.value).__name__ == "MismatchError", raised.value
+
+
+def one_sided(rank, world, use_orig_params, unfreezes):
+    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair.step()
+    if rank == unfreezes:
+        for p in params_of(pair.model, "blocks.1"):
+            p.requires_grad_(True)
+    with pytest.raises(Exception, match="unit blocks.1") as raised:
+        loss_of(pair.model, pair.batch()).backward()
+    kind, text = type(raised.value).__name__, str(raised.value)
+    kinds = [None] * world
+    torch.distributed.all_gather_object(kinds, kind)  # PeerError: quotes the first to notice
+    assert "MismatchError" in kinds
+    assert "which was frozen before" in text and "norm.weight" in text, text
+    assert kind in ("MismatchError", "PeerError"), kind
+
+
+@ranks(2, 3)
+@BOTH
+@pytest.mark.parametrize("unfreezes", [0, 1])
+def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
+    """No wait until the deadline: the ranks that go on notice the one that waits for them."""
+    one_sided(rank, world, use_orig_params, unfreezes)
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@BOTH
+@pytest.mark.parametrize("unfreezes", [0, 1])
+def test_unfreezing_on_one_rank_only_over_torchs_collectives(
+    rank, world, use_orig_params, unfreezes
+):
+    one_sided(rank, world, use_orig_params, unfreezes)

@@ -1,0 +1,208 @@
+"""What a case is, drawn from its seed: a configuration, a model, operations.
+
+`without` switches features off and `Cut` leaves pieces out; all other draws stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trees import Builder, Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a case is sharded."""
+
+    world: int
+    collectives: str
+    strategy: str
+    use_orig: bool
+    by_policy: bool
+    backward_prefetch: str
+    forward_prefetch: bool
+    limit: bool
+    gather_slots: int  # 0 for the default
+    reduce_slots: int
+    param: str  # "" or the compute type
+    reduce: str
+    grads_by: str  # how gradients are read: "swap" or "summon"
+    jitter: bool  # ranks are late at random places
+    mix: bool  # units differ in their strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Case:
+    seed: str
+    config: Config
+    width: int
+    rows: int
+    model: nn.Module
+    ops: list[Op]
+    optimizer: str
+    features: set[str]
+    nodes: int
+
+
+STYLES = {  # how a micro-batch's loss comes to its backward, and how often
+    "plain": 6,
+    "two_losses": 1.5,
+    "retain_twice": 1.2,
+    "two_forwards": 1.5,
+    "two_forwards_sum": 1.2,
+    "reversed": 0.8,
+    "penalty": 1,
+    "penalty_each": 0.6,
+    "grad_input": 0.8,
+    "discarded": 0.8,
+    "no_grad_first": 0.8,
+    "part_of_output": 0.7,
+    "inputs_only": 0.5,
+}
+OPS = {
+    "train": 10, "eval": 1.5, "inference": 0.7, "fail": 0.8, "freeze": 0.8, "summon_read": 0.8,
+    "summon_write": 0.8, "save_load": 0.8, "save_sharded": 0.6, "user_set": 0.9,
+    "swap_optimizer": 0.6, "ema": 0.3, "rebuild_graph_late": 0.5, "optim_state": 0.4,
+}  # fmt: skip
+
+SWITCHES = (  # besides kinds, operations and styles
+    "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
+)  # fmt: skip
+
+
+def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
+    rng = random.Random(seed + ":config")
+    later = random.Random(seed + ":config2")  # what came later leaves older seeds as they are
+    drawn = rng.choices([1, 2, 3, 4], [1, 6, 3, 2])[0]
+    world = world or drawn
+    collectives = rng.choices(["shm", "c10d"], [4, 1])[0]
+    strategy = rng.choices(
+        ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+        [8, 3, 1, 1, 1],
+    )[0]
+    if "HYBRID" in strategy and (world != 4 or "hybrid" in without):
+        strategy = "FULL_SHARD"
+    if strategy == "NO_SHARD" and "no_shard" in without:
+        strategy = "FULL_SHARD"
+    mixed = rng.random() < 0.15 and "mixed" not in without
+    kept = Config(
+        world=world,
+        collectives="shm" if "c10d" in without else collectives,
+        strategy=strategy,
+        use_orig=rng.random() < 0.5,
+        by_policy=rng.random() < 0.5,
+        backward_prefetch=rng.choices(["BACKWARD_PRE", "BACKWARD_POST", ""], [3, 1, 1])[0],
+        forward_prefetch=rng.random() < 0.3,
+        limit=rng.random() < 0.8,
+        gather_slots=rng.choice([0, 0, 1, 2, 3]),
+        reduce_slots=rng.choice([0, 0, 1, 2]),
+        param=rng.choice(["bfloat16", "bfloat16", "float16"]) if mixed else "",
+        reduce=rng.choice(["", "float32", "float32"]) if mixed else "",
+        grads_by=rng.choice(["swap", "summon"]),
+        jitter=later.random() < 0.12 and "jitter" not in without,
+        mix=later.random() < 0.15 and "mix" not in without,
+    )
+    return kept
+
+
+NOT_IN_MIXED = frozenset({"batchnorm", "float64", "integer", "buffers", "teacher", "rnn", "norm"})
+
+
+def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
+    """The same case on every rank; `seed` is "seed:number"."""
+    config = config_of(seed, cut.without, world)
+    rng = random.Random(seed + ":case")
+    torch.manual_seed(rng.randrange(1 << 30))
+    width, rows = rng.choice([1, 3, 4, 5, 7]), rng.choice([2, 3, 4])
+    if config.param:
+        cut = cut.also(without=NOT_IN_MIXED)
+    builder = Builder(seed + ":tree", width, cut)
+    body = builder.build(rng.choice([1, 2, 3, 4]), rng.choice([2, 5, 9, 16]))
+    model = Root(width, body)
+    if on_some_ranks(model, "Teacher"):  # the first forward of a root is every rank's
+        return draw_case(seed, cut.also(without=frozenset({"teacher"})), world)
+    ops = [
+        op
+        for i, op in enumerate(draw_ops(random.Random(seed + ":ops"), cut.without, config))
+        if i not in cut.ops
+    ]
+    if on_some_ranks(model, "Fuse"):  # ranks that raise leave the others to their backward
+        ops = [op for op in ops if op.name != "fail"]
+    later = random.Random(seed + ":later")
+    if later.random() < 0.1 and "unfreeze" not in cut.without:
+        ops.insert(
+            later.randrange(len(ops)), Op("unfreeze", {"choice": later.random(), "again": 0})
+        )
+    optimizer = rng.choice(["sgd", "momentum", "adamw", "adagrad"])
+    if not config.use_orig:
+        optimizer = "sgd"  # zeros stand for the gradients of unused parts of a flat parameter
+    features = (
+        builder.used
+        | {op.name for op in ops}
+        | {op.arguments["style"] for op in ops if op.name == "train"}
+    )
+    return Case(seed, config, width, rows, model, ops, optimizer, features, builder.count)
+
+
+def on_some_ranks(model: nn.Module, kind: str) -> bool:
+    """Whether a node of this kind runs on some ranks only."""
+    return any(
+        type(inner).__name__ == kind
+        for outer in model.modules()
+        if getattr(outer, "by_data", False)
+        for inner in outer.modules()
+    )
+
+
+def draw_ops(rng: random.Random, without: frozenset[str], config: Config) -> list[Op]:
+    ops = []
+    for _ in range(rng.choice([2, 3, 3, 4, 6])):
+        name = rng.choices(list(OPS), list(OPS.values()))[0]
+        own = random.Random(rng.random())
+        if name in without:
+            name = "train"
+        ops.append(
+            Op(
+                name,
+                draw_train(own, without)
+                if name == "train"
+                else {"choice": own.random(), "again": own.random()},
+            )
+        )
+    return [*ops, Op("train", draw_train(random.Random(rng.random()), without))]
+
+
+def draw_train(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
+    style = rng.choices(list(STYLES), list(STYLES.values()))[0]
+    arguments = {
+        "style": "plain" if style in without else style,
+        "micros": rng.choice([1, 1, 1, 2, 3]),
+        "no_sync": rng.random() < 0.4 and "no_sync" not in without,
+        "input_grad": rng.random() < 0.4,
+        "clip": rng.choice([None, None, None, 0.1, 1e-3]) if "clip" not in without else None,
+        "norm": rng.choice([2.0, 2.0, float("inf"), 1.0]),
+        "zero": rng.choices(["none", "zeros", "before"], [3, 1, 1])[0],
+        "grads": rng.random() < 0.7,
+        "step": rng.random() < 0.9,
+    }
+    return arguments
+
+
+class Root(nn.Module):
+    def __init__(self, width: int, body: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(width, width), body
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(torch.tanh(self.stem(x)))))

@@ -1,0 +1,116 @@
+"""Faults for the fuzzer to find; each is put into a rank before its first case."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import sides
+import torch
+
+
+def replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(sides.Sharded, name, make(getattr(sides.Sharded, name)))
+
+
+def gradient_of_one_rank_is_off(rank: int) -> None:
+    def make(average: Any) -> Any:
+        def scaled(side: Any) -> None:
+            average(side)
+            for p in side.model.parameters():
+                if p.grad is not None and rank == 0:
+                    p.grad.mul_(1.02)
+
+        return scaled
+
+    replace("average", make)
+
+
+def one_nan(rank: int) -> None:
+    def make(average: Any) -> Any:
+        def spoilt(side: Any) -> None:
+            average(side)
+            for p in side.model.parameters():
+                if p.grad is not None and p.grad.numel() and rank == 0:
+                    p.grad.view(-1)[0] = float("nan")
+
+        return spoilt
+
+    replace("average", make)
+
+
+def stale_weights(rank: int) -> None:
+    """The root computes with the values of its first forward, as if later gathers were dropped."""
+
+    def make(forward: Any) -> Any:
+        def stale(side: Any, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(side, "old"):
+                side.old = None
+                flat = side.model._unit.flat
+
+                def before(module: Any, args: Any) -> None:
+                    if rank == 0 and torch.is_grad_enabled():
+                        if side.old is None:
+                            side.old = flat.full.copy()
+                        flat.full[:] = side.old
+
+                side.model.module.stem.register_forward_pre_hook(before)
+            return forward(side, x)
+
+        return stale
+
+    replace("forward", make)
+
+
+def released_early(rank: int) -> None:
+    """The root's slot is let go, and poisoned, while its backward runs."""
+
+    def make(forward: Any) -> Any:
+        def early(side: Any, x: torch.Tensor) -> torch.Tensor:
+            out = forward(side, x)
+            if out.requires_grad:
+                flat = side.model._unit.flat
+                inner = [
+                    m
+                    for m in side.model.modules()
+                    if m is not side.model and getattr(m, "_unit", None) is not None
+                ]
+                out = out + 0.0
+
+                def drop(grad: torch.Tensor) -> None:
+                    if inner:
+                        flat.full[:] = float("nan")
+
+                out.register_hook(drop)
+            return out
+
+        return early
+
+    replace("forward", make)
+
+
+def dies(rank: int) -> None:
+    def make(forward: Any) -> Any:
+        def dead(side: Any, x: torch.Tensor) -> torch.Tensor:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return forward(side, x)
+
+        return dead
+
+    replace("forward", make)
+
+
+def sleeps(rank: int) -> None:
+    def make(forward: Any) -> Any:
+        def asleep(side: Any, x: torch.Tensor) -> torch.Tensor:
+            if rank == 1:
+                time.sleep(8)
+            return forward(side, x)
+
+        return asleep
+
+    replace("forward", make)

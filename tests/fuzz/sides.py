@@ -1,0 +1,313 @@
+"""The two models that a program runs on: the sharded one, and its unsharded copy.
+
+`Side` is what a program sees of either. The unsharded side averages gradients over ranks where the
+sharded one must have reduced them: before a record of gradients, before clipping, before the
+optimizer's step.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import kinds
+import torch
+import torch.distributed as dist
+import toys
+from cases import Case, Config
+from torch import Tensor, nn
+
+Records = list[tuple[str, dict[str, Tensor]]]
+
+
+class Side:
+    """What a program does with a model, whatever it is."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        self.case, self.model = case, model
+        self.records: Records = []
+        self.late: Tensor | None = None
+
+    def record(self, label: str, values: dict[str, Tensor]) -> None:
+        self.records.append((label, {k: v.detach().clone() for k, v in values.items()}))
+
+    def make_optimizer(self, kind: str) -> None:
+        params = list(self.trained().parameters())
+        self.optimizer: torch.optim.Optimizer = {
+            "sgd": lambda: torch.optim.SGD(params, lr=0.05),
+            "momentum": lambda: torch.optim.SGD(params, lr=0.05, momentum=0.5, weight_decay=0.1),
+            "adamw": lambda: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.1),
+            "adagrad": lambda: torch.optim.Adagrad(params, lr=0.02, eps=1e-2),
+        }[kind]()
+
+    def trained(self) -> nn.Module:
+        """What has the parameters that the optimizer steps."""
+        return self.model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).float()
+
+    def refresh(self) -> None: ...
+
+    def backward(self, loss: Tensor, sync: bool = True, **options: Any) -> None:
+        loss.backward(**options)
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def average(self) -> None: ...
+
+
+class Abandoned(Exception):
+    """The program raised on another rank."""
+
+
+def agree(going_on: bool) -> bool:
+    """Whether all ranks' unsharded programs go on; a rank whose program raised asks this once."""
+    stopped = torch.tensor(float(not going_on))
+    dist.all_reduce(stopped)
+    return not stopped
+
+
+class Plain(Side):
+    """The unsharded copy. With mixed precision a copy in the low type computes."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        super().__init__(case, model)
+        self.master = model
+        self.param = getattr(torch, case.config.param) if case.config.param else None
+        if self.param is not None:
+            self.model = copy.deepcopy(model).to(self.param)
+        self.world = dist.get_world_size()
+        self.make_optimizer(case.optimizer)
+
+    def trained(self) -> nn.Module:
+        return self.master
+
+    def refresh(self) -> None:
+        if self.param is not None:
+            with torch.no_grad():
+                for low, high in zip(
+                    self.model.parameters(), self.master.parameters(), strict=True
+                ):
+                    low.copy_(high)
+                    low.requires_grad_(high.requires_grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.param is None else x.to(self.param))
+
+    def backward(self, loss: Tensor, sync: bool = True, **options: Any) -> None:
+        try:
+            loss.backward(**options)
+        finally:
+            self.take()
+
+    def take(self) -> None:
+        if self.param is None:
+            return
+        for low, high in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            if low.grad is not None:
+                grad = low.grad.to(high.dtype)
+                high.grad = grad if high.grad is None else high.grad + grad
+                low.grad = None
+
+    def average(self) -> None:
+        if not agree(True):
+            raise Abandoned
+        params = [p for p in self.master.parameters() if p.is_floating_point()]
+        used = torch.tensor([float(p.grad is not None) for p in params])
+        dist.all_reduce(used)
+        for i, p in enumerate(params):
+            if used[i] == 0:
+                continue
+            total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            dist.all_reduce(total)
+            p.grad = total / self.world
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            n: torch.zeros_like(p) if p.grad is None else p.grad
+            for n, p in self.master.named_parameters()
+        }
+
+    def clip(self, limit: float, norm: float) -> Tensor:
+        grads = [p for p in self.master.parameters() if p.grad is not None]
+        return nn.utils.clip_grad_norm_(grads, limit, norm)
+
+    def values(self) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in self.master.named_parameters()}
+
+    def write(self, factor: float) -> None:
+        with torch.no_grad():
+            for p in self.master.parameters():
+                if p.is_floating_point():
+                    p.mul_(factor)
+
+    set_by_user = write
+
+    def save(self, sharded: bool) -> dict[str, Tensor]:
+        return {k: v.detach().clone() for k, v in self.master.state_dict().items()}
+
+    def load(self, state: dict[str, Any], sharded: bool) -> None:
+        self.master.load_state_dict(state)
+
+    def freeze(self, choice: float, frozen: bool) -> None:
+        for p in chosen(dict(self.master.named_parameters()), choice):
+            p.requires_grad_(not frozen)
+
+    def unfreeze(self, choice: float) -> None:
+        for _, p in sorted(self.master.named_parameters()):
+            if hasattr(p, "was_frozen") and p.is_floating_point():
+                p.requires_grad_(True)
+
+    def copy_average(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def reload_optimizer(self, kind: str) -> None:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.make_optimizer(kind)
+        self.optimizer.load_state_dict(state)
+
+
+class Sharded(Side):
+    def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
+        self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+        super().__init__(case, shard(model, case.config, groups))
+        self.make_optimizer(case.optimizer)
+
+    def no_sync(self) -> Any:
+        return self.model.no_sync()
+
+    def gradients(self) -> dict[str, Tensor]:
+        config = self.case.config
+        if config.grads_by == "swap" or config.strategy == "NO_SHARD" or not config.use_orig:
+            return toys.full_gradients(self.model)
+        with toys.summon(self.model, with_grads=True, writeback=False):
+            return {
+                toys.clean(n): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for n, p in self.model.named_parameters()
+            }
+
+    def clip(self, limit: float, norm: float) -> Tensor:
+        return self.model.clip_grad_norm_(limit, norm)
+
+    def values(self) -> dict[str, Tensor]:
+        return toys.full_parameters(self.model)
+
+    def write(self, factor: float) -> None:
+        with toys.summon(self.model), torch.no_grad():
+            for p in self.model.parameters():
+                if p.is_floating_point():
+                    p.mul_(factor)
+
+    def set_by_user(self, factor: float) -> None:
+        with torch.no_grad():
+            for i, p in enumerate(self.model.parameters()):
+                if p.is_floating_point():
+                    if i % 2:
+                        p.data = p.data * factor
+                    else:
+                        p.mul_(factor)
+
+    def state_type(self, sharded: bool) -> Any:
+        from torch.distributed.fsdp import StateDictType
+
+        kind = StateDictType.SHARDED_STATE_DICT if sharded else StateDictType.FULL_STATE_DICT
+        return type(self.model).state_dict_type(self.model, kind)
+
+    def save(self, sharded: bool) -> dict[str, Tensor]:
+        with self.state_type(sharded):
+            state = self.model.state_dict()
+        return copy.deepcopy(state) if sharded else {k: v.clone() for k, v in state.items()}
+
+    def load(self, state: dict[str, Any], sharded: bool) -> None:
+        with self.state_type(sharded):
+            self.model.load_state_dict(state)
+
+    def freeze(self, choice: float, frozen: bool) -> None:
+        named = {toys.clean(n): p for n, p in self.model.named_parameters()}
+        for p in chosen(named, choice):
+            p.requires_grad_(not frozen)
+
+    def unfreeze(self, choice: float) -> None:
+        for name, p in self.model.named_parameters():
+            if toys.clean(name) in self.frozen and p.is_floating_point():
+                p.requires_grad_(True)
+
+    def copy_average(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def reload_optimizer(self, kind: str) -> None:
+        cls = type(self.model)
+        state = cls.optim_state_dict(self.model, self.optimizer)
+        self.make_optimizer(kind)
+        self.optimizer.load_state_dict(
+            cls.optim_state_dict_to_load(self.model, self.optimizer, state)
+        )
+
+
+def chosen(named: dict[str, nn.Parameter], choice: float) -> list[nn.Parameter]:
+    """Parameters that were trained at the start: a part, or those of one module."""
+    names = [n for n, p in named.items() if p.is_floating_point() and not hasattr(p, "was_frozen")]
+    rng = random.Random(choice)
+    if rng.random() < 0.5:
+        return [named[n] for n in names if random.Random(f"{choice}{n}").random() < 0.3]
+    prefix = rng.choice(sorted(names)).rpartition(".")[0]
+    return [named[n] for n in names if n.startswith(prefix)]
+
+
+MIXED = ("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
+    """The model wrapped as the configuration says, by hand from the inside or by a policy."""
+    from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    import fsdpc
+    from fsdpc import FullyShardedDataParallel
+
+    prefetch = config.backward_prefetch
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[config.strategy],
+        "use_orig_params": config.use_orig,
+        "backward_prefetch": BackwardPrefetch[prefetch] if prefetch else None,
+        "forward_prefetch": config.forward_prefetch,
+        "limit_all_gathers": config.limit,
+        "device_id": torch.device("cpu"),
+    }
+    if "HYBRID" in config.strategy:
+        options["process_group"] = groups
+    if config.param:
+        options["mixed_precision"] = MixedPrecision(
+            param_dtype=getattr(torch, config.param),
+            reduce_dtype=getattr(torch, config.reduce) if config.reduce else None,
+        )
+    for module in list(model.modules()):
+        if config.collectives == "c10d" and getattr(module, "by_data", False):
+            fsdpc.mark_data_dependent(module)
+        if isinstance(module, kinds.Teacher):
+            module.box[0] = shard(module.box[0], config, groups)
+    if config.by_policy:
+        policy = CustomPolicy(lambda m: getattr(m, "wrapped", False))
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    made: dict[int, nn.Module] = {}
+
+    def wrap(module: nn.Module) -> nn.Module:
+        if id(module) not in made:
+            for name, child in list(module._modules.items()):
+                if child is not None:
+                    module._modules[name] = wrap(child)
+            own = options
+            if config.mix and config.strategy in MIXED:
+                own = {**options, "sharding_strategy": ShardingStrategy[MIXED[len(made) % 2]]}
+            made[id(module)] = (
+                FullyShardedDataParallel(module, **own)
+                if getattr(module, "wrapped", False)
+                else module
+            )
+        return made[id(module)]
+
+    return FullyShardedDataParallel(wrap(model), **options)

@@ -1,0 +1,100 @@
+"""A bounded part of the fuzzer of models, and that it finds what is planted.
+
+`python tests/fuzz/fuzz_models.py --cases 10000` is the long form.
+"""
+
+from __future__ import annotations
+
+import cases
+import fuzz_runs as runs
+import pytest
+from trees import KINDS, Builder, Cut, describe
+
+SEED = 1
+SECONDS = 35.0
+EVERYTHING = Cut()
+REFUSED = 0.05  # share of the cases that may end in an error of fsdpc's
+NO_COMMUNICATION = ("c10d", "hybrid")
+
+
+def test_a_case_is_its_seed():
+    assert len({k.name for k in KINDS}) == len(KINDS)
+    for number in range(40):
+        a, b = (cases.draw_case(f"5:{number}", Cut()) for _ in range(2))
+        assert (describe(a.model), a.ops, a.config) == (describe(b.model), b.ops, b.config)
+        pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+        assert all(x.equal(y) for x, y in pairs)
+
+
+def test_what_is_left_out_leaves_the_rest():
+    whole = cases.draw_case("5:3", Cut())
+    part = cases.draw_case("5:3", Cut(nodes=frozenset({1})))
+    assert whole.nodes == part.nodes and whole.ops == part.ops
+    lines = zip(describe(whole.model).splitlines(), describe(part.model).splitlines(), strict=False)
+    assert next(a == b for a, b in lines)
+    assert Builder("s", 3, Cut(without=frozenset(k.name for k in KINDS))).build(3, 9) is not None
+
+
+@pytest.mark.parametrize(
+    "fault, outcome",
+    [
+        ("gradient_of_one_rank_is_off", "WRONG"),
+        ("one_nan", "WRONG"),
+        ("stale_weights", "WRONG"),
+        ("released_early", "WRONG"),
+        ("dies", "CRASHED"),
+        ("sleeps", "HUNG"),
+    ],
+)
+def test_planted_faults_are_found(fault, outcome):
+    """Within a few cases that are right without the fault."""
+    plain = frozenset(
+        {k.name for k in KINDS}
+        | set(cases.OPS)
+        | {*NO_COMMUNICATION, "mixed", "no_shard", *cases.STYLES}
+    )
+    cut = Cut(without=plain - {"residual", "sequence", "parallel", "mlp", "shared"})
+    found = [
+        r.outcome
+        for r in results_of(
+            list(range(8)), cut, patch=fault, timeout=3.0 if fault == "sleeps" else None
+        )
+    ]
+    assert outcome in found, f"{fault}: {found}"
+    assert set(outcomes_of(range(8), cut)) == {"ok"}
+
+
+def results_of(numbers, cut, **options):
+    """Results up to the first that is bad, each of 2 ranks."""
+    config = cases.config_of(f"{SEED}:0", cut.without, 2)
+    results = []
+    for result in runs.run_numbers(SEED, numbers, cut, config, **options):
+        results.append(result)
+        if result.outcome in runs.BAD:
+            break
+    return results
+
+
+def outcomes_of(numbers, cut):
+    return runs.fuzz(SEED, list(numbers), cut, 2).outcomes
+
+
+def test_random_models_and_steps():
+    """As many cases as go into a fixed time, in the order of a fixed seed."""
+    bad = []
+
+    def each(result, summary):
+        if result.outcome in runs.BAD:
+            again = runs.outcome_of(SEED, result.number, EVERYTHING)
+            bad.append(
+                f"{result.outcome} --seed {SEED} --only {result.number}: {result.text} "
+                f"(again: {again.outcome})\n{result.story}"
+            )
+
+    summary = runs.fuzz(
+        SEED, list(range(2000)), EVERYTHING, minutes=SECONDS / 60, each=each, batch=12
+    )
+    assert not bad, "\n\n".join(bad) + summary.table()
+    total = sum(summary.outcomes.values())
+    assert total and summary.outcomes["ok"] > 0.7 * total, summary.table()
+    assert summary.outcomes["refused"] <= REFUSED * total, summary.table()

@@ -1,0 +1,200 @@
+"""The rules by which a rank finds that nobody else can end its wait ([Note: turns] in
+csrc/shm_turn.c), run through all orders of the ranks' steps in a small model.
+
+Each rank waits for the flag of one other rank, then sets its own and ends; a rank that is stuck
+takes its way out, which here sets its flag, too. Each read and each write of a shared word is one
+step, and a sleep may also end for no reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, replace
+
+import pytest
+
+NONE, LEAVE, OLDER, PRIVATE = range(4)
+LOOK, TURN, EXAMINE, CHECK, PUBLISH, CHECK_AGAIN, SLEEP = range(7)
+CHANGE, MOVE_TURN, RING, WITHDRAW, DEPART, END = range(10, 16)
+
+
+@dataclass(frozen=True)
+class Rank:
+    at: int = LOOK
+    bell: int = 0
+    turn: int = 0
+    read: int = 0  # words of others read so far in a check
+    better: bool = False  # one of them had a better way out
+    rung: int = -1
+    concluded: int = -1  # the turn at which it found itself stuck
+
+
+@dataclass(frozen=True)
+class State:
+    ranks: tuple[Rank, ...]
+    words: tuple[tuple[int, int] | None, ...]  # (turn, way) of who waits
+    flags: tuple[bool, ...]
+    turn: int = 0
+    bell: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    needs: tuple[int, ...]
+    ways: tuple[int, ...]
+    fault: str = ""  # a rule that is left out
+
+    def start(self) -> State:
+        n = len(self.needs)
+        return State((Rank(),) * n, (None,) * n, (False,) * n)
+
+    def ready(self, state: State, i: int) -> bool:
+        return self.needs[i] == i or state.flags[self.needs[i]]
+
+    def step(self, state: State, i: int) -> State | None:
+        me = state.ranks[i]
+        if me.at == LOOK:
+            return self.put(state, i, at=TURN, bell=state.bell)
+        if me.at == TURN:
+            return self.put(state, i, at=EXAMINE, turn=state.turn)
+        if me.at == EXAMINE:
+            found = self.ready(state, i)
+            return self.put(state, i, at=CHANGE if found else CHECK, read=0, better=False)
+        if me.at in (CHECK, CHECK_AGAIN):
+            return self.check(state, i)
+        if me.at == PUBLISH:
+            words = list(state.words)
+            words[i] = (me.turn, self.ways[i])
+            return self.put(state, i, words=words, at=CHECK_AGAIN, read=0, better=False)
+        if me.at == SLEEP:
+            return self.put(state, i, at=LOOK)
+        if me.at == CHANGE:
+            flags = list(state.flags)
+            flags[i] = True
+            return self.put(state, i, flags=flags, at=MOVE_TURN)
+        if me.at == MOVE_TURN:
+            moved = state.turn + (self.fault != "turn stays")
+            return self.put(replace(state, turn=moved), i, at=RING)
+        if me.at == RING:
+            return self.put(replace(state, bell=state.bell + 1), i, at=WITHDRAW)
+        if me.at == WITHDRAW:
+            words = list(state.words)
+            words[i] = None
+            return self.put(state, i, words=words, at=DEPART)
+        if me.at == DEPART:  # wakes all, as fsdpc_shm_leave
+            return self.put(replace(state, bell=state.bell + 1), i, at=END)
+        return None
+
+    def check(self, state: State, i: int) -> State:
+        """Reads one more word; after the last one, the turn."""
+        me = state.ranks[i]
+        others = [r for r in range(len(self.needs)) if r != i]
+        refused = PUBLISH if me.at == CHECK else SLEEP
+        if me.read < len(others):
+            other = others[me.read]
+            word = state.words[other]
+            stands = word is not None and (word[0] == me.turn or self.fault == "any turn")
+            if state.ranks[other].at >= DEPART:
+                stands, word = True, (me.turn, NONE)
+            if not stands:
+                return self.put(state, i, at=refused)
+            better = me.better or (word[1] > self.ways[i] and self.fault != "no order")
+            return self.put(state, i, read=me.read + 1, better=better)
+        acts = not me.better and self.ways[i] != NONE
+        if state.turn != me.turn and self.fault != "any turn":
+            return self.put(state, i, at=refused)
+        if me.at == CHECK:
+            if not acts:
+                return self.put(state, i, at=PUBLISH)
+            self.judge(state, i)
+            return self.put(state, i, at=CHANGE, concluded=me.turn)
+        if acts:
+            return self.put(state, i, at=LOOK)
+        if me.rung == me.turn or self.fault == "no bell":
+            return self.put(state, i, at=SLEEP)
+        return self.put(replace(state, bell=state.bell + 1), i, at=SLEEP, rung=me.turn)
+
+    def put(self, state: State, i: int, *, words=None, flags=None, **changes) -> State:
+        ranks = list(state.ranks)
+        ranks[i] = replace(ranks[i], **changes)
+        return replace(
+            state,
+            ranks=tuple(ranks),
+            words=tuple(words or state.words),
+            flags=tuple(flags or state.flags),
+        )
+
+    def judge(self, state: State, i: int) -> None:
+        """Rank i has found itself stuck: is it?"""
+        turn = state.ranks[i].turn
+        alike = [r for r, rank in enumerate(state.ranks) if r != i and rank.concluded == turn]
+        for r in alike:
+            assert self.ways[r] == self.ways[i], "two ways out at one turn"
+        for r, rank in enumerate(state.ranks):
+            if r != i and rank.at < DEPART and not alike:
+                assert rank.at < CHANGE, "another rank is changing something"
+                assert not self.ready(state, r), "another rank can go on"
+
+    def run(self) -> int:
+        """All states that can be reached; raises where one is wrong."""
+        first = self.start()
+        seen, todo = {first}, deque([first])
+        while todo:
+            state = todo.popleft()
+            self.check_sleepers(state)
+            for i in range(len(self.needs)):
+                after = self.step(state, i)
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return len(seen)
+
+    def check_sleepers(self, state: State) -> None:
+        """When all sleep, nobody can do anything."""
+        live = [i for i, rank in enumerate(state.ranks) if rank.at != END]
+        asleep = all(state.ranks[i].at == SLEEP and state.ranks[i].bell == state.bell for i in live)
+        if live and asleep:
+            assert not any(self.ready(state, i) for i in live), "a change has woken nobody"
+            assert all(self.ways[i] == NONE for i in live), "whoever has a way out sleeps"
+
+
+def every_pair():
+    for needs in itertools.product(range(2), repeat=2):
+        for ways in itertools.product(range(4), repeat=2):
+            yield Model(needs, ways)
+
+
+def test_two_ranks() -> None:
+    for model in every_pair():
+        assert model.run() > 10
+
+
+THREE = [
+    ((1, 2, 2), (LEAVE, NONE, PRIVATE)),
+    ((1, 2, 1), (OLDER, LEAVE, NONE)),
+]
+
+
+@pytest.mark.parametrize(("needs", "ways"), THREE)
+def test_three_ranks(needs: tuple[int, ...], ways: tuple[int, ...]) -> None:
+    assert Model(needs, ways).run() > 1000
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("any turn", "another rank"),
+        ("turn stays", "another rank"),
+        ("no order", "two ways out"),
+        ("no bell", "sleeps"),
+    ],
+)
+def test_each_rule_is_needed(fault: str, message: str) -> None:
+    found = ""
+    for model in [*every_pair(), Model(*THREE[0])]:
+        try:
+            replace(model, fault=fault).run()
+        except AssertionError as error:
+            found += str(error)
+    assert message in found
