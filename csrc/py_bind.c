@@ -55,7 +55,7 @@ check_number(const fsdpc_py_flat *flat, long number)
     return 0;
 }
 
-/* (dict, key, param number, sharded object) each. */
+/* (dict, key, param number, sharded object[, stand-in or None]) each. */
 static int
 bind_sites(fsdpc_py_flat *flat, PyObject *sites)
 {
@@ -66,18 +66,19 @@ bind_sites(fsdpc_py_flat *flat, PyObject *sites)
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *dict, *key, *sharded;
+        PyObject *dict, *key, *sharded, *stand_in = Py_None;
         int param;
         if (check_row(PyTuple_GET_ITEM(sites, i), "sites") < 0 ||
-            !PyArg_ParseTuple(PyTuple_GET_ITEM(sites, i), "O!OiO", &PyDict_Type, &dict, &key,
-                              &param, &sharded)) {
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(sites, i), "O!OiO|O", &PyDict_Type, &dict, &key,
+                              &param, &sharded, &stand_in)) {
             return -1;
         }
         if (check_number(flat, param) < 0) {
             return -1;
         }
-        flat->sites[i] = (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key),
-                                         Py_NewRef(flat->full[param]), Py_NewRef(sharded)};
+        flat->sites[i] =
+            (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key), Py_NewRef(flat->full[param]),
+                            Py_NewRef(sharded), stand_in == Py_None ? NULL : Py_NewRef(stand_in)};
         flat->site_count++;
     }
     return 0;
@@ -247,7 +248,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     flat->sites = NULL;
     flat->seen = NULL;
     flat->site_count = flat->seen_count = flat->expected = 0;
-    flat->unbinds = false;
+    flat->unbinds = flat->in_pass = false;
     Py_CLEAR(flat->versions);
     fsdpc_mem_free(flat->watched);
     flat->watched = NULL;
@@ -260,6 +261,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
         Py_CLEAR(sites[i].key);
         Py_CLEAR(sites[i].full);
         Py_CLEAR(sites[i].sharded);
+        Py_CLEAR(sites[i].stand_in);
     }
     for (int i = 0; i < seen_count; i++) {
         Py_CLEAR(seen[i].param);
@@ -291,11 +293,23 @@ static int
 put_back(fsdpc_py_flat *flat)
 {
     for (int i = 0; i < flat->site_count && !flat->shown && !flat->by_gather; i++) {
-        if (PyDict_SetItem(flat->sites[i].dict, flat->sites[i].key, flat->sites[i].sharded) < 0) {
+        const fsdpc_py_site *site = &flat->sites[i];
+        PyObject *shown = flat->in_pass && site->stand_in ? site->stand_in : site->sharded;
+        if (PyDict_SetItem(site->dict, site->key, shown) < 0) {
             return -1;
         }
     }
     return 0;
+}
+
+int
+fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass)
+{
+    if (flat->in_pass == in_pass || flat->site_count == 0 || !flat->sites[0].stand_in) {
+        return 0;
+    }
+    flat->in_pass = in_pass;
+    return flat->installed > 0 ? 0 : put_back(flat);
 }
 
 int

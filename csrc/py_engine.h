@@ -15,9 +15,9 @@ typedef struct fsdpc_py_gate {
 } fsdpc_py_gate;
 
 /* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
- * `sharded`. */
+ * `stand_in` (may be NULL) while a forward of the model runs, else `sharded`. */
 typedef struct fsdpc_py_site {
-    PyObject *dict, *key, *full, *sharded;
+    PyObject *dict, *key, *full, *sharded, *stand_in;
 } fsdpc_py_site;
 
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
@@ -57,6 +57,7 @@ typedef struct fsdpc_py_flat {
     fsdpc_py_view *views;
     PyObject **held;
     int installed; /* how many users want the gathered tensors in the modules */
+    bool in_pass;  /* a forward of the model runs: sites show stand-ins instead of sharded ones */
     /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
     bool by_gather;
     /* See [Note: versions] in py_versions.c. */
@@ -227,6 +228,8 @@ void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 int fsdpc_py_install(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
+int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
 /* --- py_flags.c ------------------------------------------------------------------------------ */
 

@@ -154,6 +154,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
         Py_VISIT(self->sites[i].dict);
         Py_VISIT(self->sites[i].full);
         Py_VISIT(self->sites[i].sharded);
+        Py_VISIT(self->sites[i].stand_in);
     }
     for (int i = 0; i < self->seen_count; i++) {
         Py_VISIT(self->seen[i].param);

@@ -283,6 +283,16 @@ watched_arrived(fsdpc_py_flat *flat)
     return fsdpc_py_watch_all(flat);
 }
 
+/* torch calls the hook of a parameter that was frozen since its forward, too. 1, 0, or -1. */
+static int
+still_trains(const fsdpc_py_flat *flat, int param)
+{
+    PyObject *flag = PyObject_GetAttr(flat->full[param], fsdpc_py_name.requires_grad);
+    int trains = flag ? flag == Py_True : -1;
+    Py_XDECREF(flag);
+    return trains;
+}
+
 int
 fsdpc_py_grad_arrived(fsdpc_py_hook *self)
 {
@@ -295,6 +305,10 @@ fsdpc_py_grad_arrived(fsdpc_py_hook *self)
     }
     if (fsdpc_unit_refs(flat->unit) == 0) {
         return fsdpc_py_not_gathered(flat, self->param);
+    }
+    int expects = fsdpc_py_has_frozen(flat) ? still_trains(flat, self->param) : 1;
+    if (expects <= 0) {
+        return expects;
     }
     if (!flat->watch_all) {
         return watched_arrived(flat);

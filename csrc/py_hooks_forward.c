@@ -39,12 +39,27 @@ call_on_thaw(fsdpc_py_tree *tree)
     return result < 0 ? -1 : 1;
 }
 
+/* What other units' forwards see of each unit; see fsdpc/_released.py. */
+static int
+set_in_pass(fsdpc_py_tree *tree, bool in_pass)
+{
+    for (int i = 0; i < tree->count; i++) {
+        if (fsdpc_py_set_in_pass(tree->units[i], in_pass) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* A pass that none is around: what an earlier one left is put away, and what the user did to the
  * parameters since is taken over. 1: `tree` is not the units' tree any more. */
 static int
 begin_pass(fsdpc_py_tree *tree)
 {
     int thaws = 0;
+    if (set_in_pass(tree, false) < 0) {
+        return -1;
+    }
     if (fsdpc_tree_in_backward(tree->tree) && fsdpc_py_clear_broken_backward(tree) < 0) {
         return -1;
     }
@@ -64,7 +79,10 @@ begin_pass(fsdpc_py_tree *tree)
     }
     int status;
     FSDPC_PY_CORE(status, fsdpc_tree_begin_forward(tree->tree));
-    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark_all(tree);
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
+        return -1;
+    }
+    return set_in_pass(tree, true);
 }
 
 /* A forward inside a backward recomputes (activation checkpointing), also in a thread of its own.
@@ -307,6 +325,17 @@ watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
     return hooked;
 }
 
+/* The modules show again what they showed before this forward. */
+static int
+leave_pass(fsdpc_py_flat *flat)
+{
+    int result = fsdpc_py_uninstall(flat);
+    if (--flat->tree->forward_depth == 0 && set_in_pass(flat->tree, false) < 0) {
+        return -1;
+    }
+    return result;
+}
+
 static int
 leave_forward(fsdpc_py_flat *flat, int hooked)
 {
@@ -339,8 +368,7 @@ fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t cou
         Py_DECREF(output);
         return forward_broke_off(flat);
     }
-    tree->forward_depth--;
-    int result = fsdpc_py_uninstall(flat);
+    int result = leave_pass(flat);
     int hooked =
         result < 0 ? -1 : watch_outputs(self, count > 1 ? args[count - 2] : Py_None, output);
     result = hooked < 0 ? -1 : leave_forward(flat, hooked);
@@ -361,10 +389,9 @@ fsdpc_py_forward_failed(fsdpc_py_flat *flat)
     fsdpc_py_enter_quietly(flat->unit->device);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    tree->forward_depth--;
     fsdpc_py_hook *call = pop_call(flat);
     Py_XDECREF(call);
-    int result = fsdpc_py_uninstall(flat);
+    int result = leave_pass(flat);
     int status = fsdpc_tree_forward_failed(tree->tree, flat->id);
     if (result == 0) {
         result = fsdpc_py_checked(status);

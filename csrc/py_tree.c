@@ -277,7 +277,8 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
         return NULL;
     }
     for (int i = 0; i < self->count; i++) {
-        if (fsdpc_py_uninstall_all(self->units[i]) < 0) {
+        if (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
+            fsdpc_py_uninstall_all(self->units[i]) < 0) {
             return NULL;
         }
     }
@@ -471,7 +472,8 @@ fsdpc_py_tree_close_now(fsdpc_py_tree *self)
     Py_INCREF(self);
     for (int i = 0; i < self->count; i++) {
         /* A unit may be in another tree by now. */
-        if (self->units[i]->tree == self && fsdpc_py_uninstall_all(self->units[i]) < 0) {
+        if (self->units[i]->tree == self && (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
+                                             fsdpc_py_uninstall_all(self->units[i]) < 0)) {
             PyErr_Clear();
         }
     }

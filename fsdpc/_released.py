@@ -1,5 +1,7 @@
-"""What a module shows in a parameter's place while its unit is released and there is no sharded
-parameter of the user's own to show (``use_orig_params=False``).
+"""What a module shows in a parameter's place where there are no values to read: while its unit is
+released (``use_orig_params=False``), or while other units' forwards run (``use_orig_params=True``).
+These would compute with this rank's part, or with values whose gradient is not summed over the
+ranks, and whose changes other ranks may or may not see.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdpc import _C
 
@@ -14,10 +17,12 @@ from fsdpc import _C
 class ReleasedParameter(torch.Tensor):
     """Shape, dtype, device and ``requires_grad`` of a parameter without its values.
 
-    Everything that needs the values raises ``fsdpc.StateError``.
+    Everything that needs the values raises ``fsdpc.StateError``. Flags, hooks and the gradient are
+    those of ``sharded``, the user's own parameter, where there is one.
     """
 
     _fsdpc_refusal: str
+    _fsdpc_sharded: nn.Parameter | None
 
     @staticmethod
     def __new__(
@@ -28,10 +33,13 @@ class ReleasedParameter(torch.Tensor):
         requires_grad: bool,
         name: str,
         unit: str,
+        sharded: nn.Parameter | None = None,
     ) -> ReleasedParameter:
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
+        self._fsdpc_sharded = sharded
+        self._is_param = sharded is not None  # for isinstance(..., nn.Parameter)
         self._fsdpc_refusal = (
             f"parameter {name!r} of unit {unit!r} is not gathered here: its values can be read in "
             "the forward of its own unit and inside summon_full_params. Where another module uses "
@@ -46,6 +54,7 @@ class ReleasedParameter(torch.Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise _C.StateError(self._fsdpc_refusal)
 
+    data = property(_refuse, _refuse)
     tolist = numpy = data_ptr = untyped_storage = __array__ = __dlpack__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -56,6 +65,31 @@ class ReleasedParameter(torch.Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _pass_on(name: str) -> None:
+    """An attribute or method of the user's own parameter, where there is one."""
+    plain = getattr(torch.Tensor, name)
+
+    def method(self: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+        own = self._fsdpc_sharded
+        result = plain(self if own is None else own, *args, **kwargs)
+        return self if result is own else result
+
+    def get(self: ReleasedParameter) -> Any:
+        own = self._fsdpc_sharded
+        return plain.__get__(self if own is None else own)
+
+    def put(self: ReleasedParameter, value: Any) -> None:
+        own = self._fsdpc_sharded
+        plain.__set__(self if own is None else own, value)
+
+    setattr(ReleasedParameter, name, method if callable(plain) else property(get, put))
+
+
+for _name in ("grad", "requires_grad", "requires_grad_", "register_hook"):
+    _pass_on(_name)
+_pass_on("register_post_accumulate_grad_hook")
 
 
 def _find(args: Any, kwargs: Any) -> ReleasedParameter:

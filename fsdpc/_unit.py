@@ -85,8 +85,8 @@ class Unit(HandleFace, WholeValues):
         self.scatter_full([info.param for info in infos])
         self._versions = version_counter(self.device)
         self.full = [self._make_full(i) for i in range(len(infos))]
-        # What modules show while the unit is released, in place of sharded parameters.
-        self.released = [] if use_orig_params else [self._stand_in(i) for i in range(len(infos))]
+        # What modules show while the unit is released, or while other units' forwards run.
+        self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
         self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
@@ -160,10 +160,12 @@ class Unit(HandleFace, WholeValues):
             tensor.requires_grad_(self.trainable[i])
         return tensor
 
-    def _stand_in(self, i: int) -> Tensor:
-        full = self.full[i]
-        name, trainable = self.infos[i].name, self.trainable[i]
-        return ReleasedParameter(full.shape, full.dtype, full.device, trainable, name, self.name)
+    def _stand_in(self, i: int) -> ReleasedParameter:
+        full, info = self.full[i], self.infos[i]
+        own = info.param if self.use_orig_params else None
+        return ReleasedParameter(
+            full.shape, full.dtype, full.device, self.trainable[i], info.name, self.name, own
+        )
 
     def _watched(self) -> list[int]:
         """Trainable parameters of the first registered module: the last to get gradients."""
@@ -202,13 +204,16 @@ class Unit(HandleFace, WholeValues):
             info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.own_device)
 
     def _bind(self) -> None:
-        sites = []
+        sites: list[tuple[Any, ...]] = []
+        alone = not self.is_sharded and self.groups.replicate is None
         for i, info in enumerate(self.infos):
+            released = self.released[i]
             for module, attribute in info.sites:
                 if self.use_orig_params:
-                    sites.append((module._parameters, attribute, i, info.param))
+                    stand_in = None if alone else released
+                    sites.append((module._parameters, attribute, i, info.param, stand_in))
                 else:
-                    sites.append((module.__dict__, attribute, i, self.released[i]))
+                    sites.append((module.__dict__, attribute, i, released))
         watched = self._watched()
         for i in watched:
             self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))

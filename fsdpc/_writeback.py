@@ -54,7 +54,7 @@ def take_over(unit: Any) -> None:
 
 def _take_replacement(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
-    if all(param is info.param for param in found):
+    if all(param is info.param or param is unit.released[index] for param in found):
         return
     what = f"parameter {info.name!r} of unit {unit.name!r}"
     rank = unit.groups.shard.rank
@@ -80,6 +80,7 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
     info.param.grad = new.grad = None
     new.data = unit.views[index]
     unit.flat.replace_param(index, new)
+    unit.released[index]._fsdpc_sharded = new
     unit.seen[index] = (new, grad, covers)
     info.param = new
     set_owner(new, unit)

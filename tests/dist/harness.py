@@ -173,16 +173,19 @@ def describe(outcomes: list[Outcome], headline: str) -> str:
     failed = [o for o in outcomes if not o.returned]
     failed.sort(key=lambda o: o.finished_at or float("inf"))
     lines = [f"{headline} ({len(failed)} of {len(outcomes)} ranks, first to fail first)"]
+    lines += [f"rank {outcome.rank} {fate(outcome)}" for outcome in failed]
     for outcome in failed:
-        if outcome.error is not None:
-            lines.append(f"--- rank {outcome.rank} raised {outcome.error}\n{outcome.traceback}")
-        elif outcome.expired:
-            lines.append(f"--- rank {outcome.rank} was still running")
-        else:
-            lines.append(f"--- rank {outcome.rank} died of signal {outcome.exit_signal}")
+        lines.append(f"--- rank {outcome.rank} {fate(outcome)}")
+        lines += [outcome.traceback] if outcome.error is not None else []
         if outcome.log.strip():
             lines.append(f"log of rank {outcome.rank}:\n{outcome.log.rstrip()[-6000:]}")
     return "\n".join(lines)
+
+
+def fate(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"raised {outcome.error}"
+    return "was still running" if outcome.expired else f"died of signal {outcome.exit_signal}"
 
 
 class Template:
