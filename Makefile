@@ -37,8 +37,8 @@ PY := $(if $(USABLE),$(CANDIDATE),.venv/bin/python)
 # Stamps live with what they speak of, so that removing .venv also removes its stamps.
 STAMPS := $(if $(USABLE),build/stamps/$(shell echo $(CANDIDATE) | cksum | cut -d' ' -f1),.venv/stamps)
 
-CORE := $(filter-out csrc/py_%,$(wildcard csrc/*.c)) $(wildcard kernels/*.c)
-SOURCES := $(wildcard csrc/* kernels/*)
+SOURCES := $(sort $(shell find csrc kernels -type f))
+CORE := $(filter-out csrc/py/%,$(filter %.c,$(SOURCES)))
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 say = @printf '%s\n' "fsdpc: $(1)"
@@ -155,7 +155,7 @@ $(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tes
 # The CUDA kernels for the host. A sum must not be fused with a product, bytes are seen as words, and
 # an address that is not aligned to its word ends the program, as on a GPU.
 $(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/*.cpp tests/simgpu/cuda_shim.h kernels/cuda_*) \
-    kernels/convert.h csrc/dtype.h Makefile
+    kernels/convert.h csrc/base/dtype.h Makefile
 	@mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -g -fPIC -fvisibility=hidden -ffp-contract=off \
 	  -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error \
 	  -Wall -Wextra -Wno-unknown-pragmas -Icsrc -Ikernels -Itests/simgpu \
@@ -237,7 +237,7 @@ tsan:
 	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) simgpu-run SAN=thread T="nccl comm_nccl"
 
 # --- looks ---------------------------------------------------------------------------------------
-C_FILES := $(wildcard csrc/*.[ch] kernels/*.[ch] tests/c/*.[ch] tests/simgpu/*.[ch])
+C_FILES := $(filter %.c %.h,$(SOURCES)) $(sort $(shell find tests -name '*.[ch]'))
 PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
 BIN = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/
 
@@ -260,7 +260,7 @@ PY_INCLUDE = $(shell $(PY) -c 'import numpy, sysconfig; \
 lint: $(STAMPS)/tools
 	$(call say,checking the sources)
 	@$(BIN)ruff check --quiet $(PY_PATHS)
-	@printf '%s\n' $(filter %.c,$(SOURCES)) $(wildcard tests/c/*.c tests/simgpu/*.c) | \
+	@printf '%s\n' $(filter %.c,$(C_FILES)) | \
 	  xargs -P$(JOBS) -n4 \
 	  $(CC) -std=c11 -D_GNU_SOURCE -O1 -fsyntax-only -Wall -Wextra -Wshadow -Wconversion -Werror \
 	  -Icsrc -Ikernels -Itests/c -Itests/simgpu $(PY_INCLUDE)

@@ -27,11 +27,17 @@ from setuptools.command.build_ext import build_ext
 
 os.chdir(Path(__file__).resolve().parent)
 
-SOURCES = sorted(glob("csrc/*.c") + glob("kernels/*.c"))
-HEADERS = sorted(f for d in ("csrc", "kernels") for e in ("h", "inc") for f in glob(f"{d}/*.{e}"))
-KERNELS = sorted(f for e in ("cu", "cuh") for f in glob(f"kernels/*.{e}"))
-IMAGE_SOURCES = [*KERNELS, "kernels/cuda_params.h", "kernels/convert.h", "csrc/dtype.h"]
-IMAGE_HOLDER = "csrc/cuda_image.c"
+
+def find(*endings: str) -> list[str]:
+    folders = ("csrc", "kernels")
+    return sorted(
+        f for d in folders for e in endings for f in glob(f"{d}/**/*.{e}", recursive=True)
+    )
+
+
+SOURCES, HEADERS, KERNELS = find("c"), find("h", "inc"), find("cu", "cuh")
+IMAGE_SOURCES = [*KERNELS, "kernels/cuda_params.h", "kernels/convert.h", "csrc/base/dtype.h"]
+IMAGE_HOLDER = "csrc/device/cuda_image.c"
 GPU_CODES = ("sm_80", "sm_90", "sm_100")
 NVCC_ARGS = "-std=c++17 -O3 -fmad=false -fatbin -Icsrc -Ikernels --threads 0".split()
 SANITIZERS = {"address", "undefined", "thread"}

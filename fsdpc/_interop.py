@@ -56,7 +56,7 @@ def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def torch_functions() -> tuple[Any, ...]:
     """What the engine's hooks call in torch, per step or per unit, in the order of
-    csrc/py_tree.c.
+    csrc/py/step/py_tree.c.
     """
     return (
         torch.Tensor,

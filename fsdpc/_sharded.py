@@ -2,8 +2,8 @@
 
 Block ``r`` of ``shape`` over ``world`` ranks is ``torch.chunk``'s: ``ceil(shape[0] / world)`` rows
 each, the last ones fewer or none. This is not how a unit cuts its parameters (see
-``csrc/layout.h``), but it is what torch's FSDP writes and what ``torch.distributed.checkpoint``
-reshards to another number of ranks. Values without rows (0-dim tensors) and without elements are
+``csrc/unit/layout.h``), but it is what torch's FSDP writes and what
+``torch.distributed.checkpoint`` reshards to another number of ranks. Values without rows (0-dim tensors) and without elements are
 not cut: every rank keeps them whole, as plain tensors.
 """
 

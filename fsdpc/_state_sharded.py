@@ -3,7 +3,7 @@
 
 Nothing is gathered whole. While the unit's modules write or load themselves, their parameters are
 this rank's rows, which the engine brings from and to the ranks that own them (see
-``csrc/unit_values.c``); a parameter without rows (0-dim, empty) is whole, as a plain tensor.
+``csrc/unit/unit_values.c``); a parameter without rows (0-dim, empty) is whole, as a plain tensor.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#include "dtype.h"
+#include "base/dtype.h"
 
 enum {
     FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */

@@ -18,7 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "dtype.h"
+#include "base/dtype.h"
 
 enum { FSDPC_KERNEL_MAX_DIMS = 16 };
 

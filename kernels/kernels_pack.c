@@ -8,8 +8,8 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "mem.h"
-#include "status.h"
+#include "base/mem.h"
+#include "base/status.h"
 
 enum { BLOCK_BYTES = 8192, DIRECT_ROW = 64 };
 

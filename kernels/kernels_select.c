@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "status.h"
+#include "base/status.h"
 
 struct choice {
     const char *name;

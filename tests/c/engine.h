@@ -9,8 +9,8 @@
 #define FSDPC_TEST_ENGINE_H
 
 #include "ranks.h"
-#include "tree.h"
-#include "unit_impl.h"
+#include "tree/tree.h"
+#include "unit/unit_impl.h"
 
 static fsdpc_device *engine_device;
 

@@ -18,8 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "shm.h"
-#include "shm_impl.h"
+#include "shm/shm.h"
+#include "shm/shm_impl.h"
 #include "test.h"
 
 enum { RANKS_MAX = 8, RANKS_DEADLINE_S = 40 };

@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "mem.h"
-#include "status.h"
+#include "base/mem.h"
+#include "base/status.h"
 
 enum { TEST_SKIPPED = 77 };
 

@@ -1,5 +1,5 @@
 /* The arena: fixed addresses over shared slots, spare memory and back, nothing left behind. */
-#include "arena.h"
+#include "unit/arena.h"
 
 #include "ranks.h"
 

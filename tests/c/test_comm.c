@@ -1,7 +1,7 @@
 /* The communicators: every collective against plain loops, failures, shared buffers, callbacks. */
 #include <math.h>
 
-#include "comm.h"
+#include "comm/comm.h"
 #include "ranks.h"
 
 static fsdpc_device *device;

@@ -1,7 +1,7 @@
 /* Our declarations of the CUDA driver against the toolkit's own, where it is installed. */
 #include "test.h"
 
-#include "cuda_driver.h"
+#include "device/cuda_driver.h"
 
 #if __has_include(<cuda.h>)
 #include <cuda.h>

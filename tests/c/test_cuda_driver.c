@@ -4,7 +4,7 @@
  */
 #include "test.h"
 
-#include "cuda_driver.h"
+#include "device/cuda_driver.h"
 
 static char folder[] = "/tmp/fsdpc-driver-XXXXXX";
 

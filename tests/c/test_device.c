@@ -6,8 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "device.h"
-#include "pool.h"
+#include "device/device.h"
+#include "base/pool.h"
 
 enum { N = 700001 }; /* several parts for each thread, and an odd rest */
 

@@ -1,6 +1,6 @@
 /* Memory of an allocator that was set: where blocks come from and go, what fails, who is let go. */
-#include "device.h"
-#include "mem.h"
+#include "device/device.h"
+#include "base/mem.h"
 #include "test.h"
 
 typedef struct pool {

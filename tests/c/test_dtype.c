@@ -1,5 +1,5 @@
 /* The table of element types. */
-#include "dtype.h"
+#include "base/dtype.h"
 #include "test.h"
 
 static void

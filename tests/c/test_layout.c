@@ -1,6 +1,6 @@
 /* Placement of parameters: coverage, alignment, segments, refusals, allocation failures.
  * tests/unit/test_layout_properties.py checks the same contract against a NumPy model. */
-#include "layout.h"
+#include "unit/layout.h"
 #include "test.h"
 
 #define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true}

@@ -2,7 +2,7 @@
 #include <pthread.h>
 
 #include "test.h"
-#include "trace.h"
+#include "base/trace.h"
 
 static void
 add(fsdpc_trace *trace, uint64_t number)

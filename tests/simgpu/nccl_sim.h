@@ -14,7 +14,7 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-#include "nccl_api.h"
+#include "comm/nccl_api.h"
 #include "simgpu.h"
 #include "simnccl.h"
 

@@ -1,8 +1,8 @@
 /* Another allocator's memory on the GPU: zeroed, in nobody's use when it goes back, and given to the
  * driver when slots find none.
  */
-#include "arena.h"
-#include "comm.h"
+#include "unit/arena.h"
+#include "comm/comm.h"
 #include "engine.h"
 #include "gpu.h"
 

@@ -3,7 +3,7 @@
  */
 #include "gpu.h"
 
-#include "arena.h"
+#include "unit/arena.h"
 
 static fsdpc_device *gpu;
 

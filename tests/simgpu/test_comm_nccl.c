@@ -6,9 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm_nccl.h"
+#include "comm/comm_nccl.h"
 #include "gpu.h"
-#include "nccl_api.h"
+#include "comm/nccl_api.h"
 #include "ranks.h"
 #include "simnccl.h"
 

@@ -1,9 +1,9 @@
 /* A GPU's memory by way of host memory: what travels, in which order, what fails, what is given back.
  * The host's communicator is one rank of two whose other rank is a rule: it brings 100 + its place.
  */
-#include "comm.h"
+#include "comm/comm.h"
 #include "gpu.h"
-#include "status.h"
+#include "base/status.h"
 
 enum { N = 1500 };
 

@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "device.h"
+#include "device/device.h"
 #include "kernels.h"
 
 enum { N = 20011 };

@@ -3,7 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "cuda_driver.h"
+#include "device/cuda_driver.h"
 #include "gpu.h"
 
 /* --- entry points --------------------------------------------------------------------------------- */

@@ -3,7 +3,7 @@
 
 #include "convert.h"
 #include "gpu.h"
-#include "nccl_api.h"
+#include "comm/nccl_api.h"
 #include "ranks.h"
 #include "simnccl.h"
 

@@ -4,7 +4,7 @@
  * of the first is an operator of torch, that of the second is the processor. After every step their
  * gradients, masters and gathered values are equal bit for bit. Then waits are left out.
  */
-#include "comm_nccl.h"
+#include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
 #include "simnccl.h"

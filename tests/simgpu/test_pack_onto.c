@@ -3,7 +3,7 @@
  */
 #include <stdlib.h>
 
-#include "device.h"
+#include "device/device.h"
 #include "engine.h"
 #include "gpu.h"
 

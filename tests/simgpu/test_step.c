@@ -5,7 +5,7 @@
  * left out by the driver, one after the other: either a race is reported, or nothing changed in any
  * schedule because something else orders the work.
  */
-#include "comm_nccl.h"
+#include "comm/comm_nccl.h"
 #include "gpu.h"
 #include "ranks.h"
 #include "simnccl.h"

@@ -4,7 +4,7 @@
  */
 #include <math.h>
 
-#include "comm_nccl.h"
+#include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
 #include "simnccl.h"

@@ -117,7 +117,7 @@ def test_the_source_distribution_has_every_source(tmp_path):
         packed = {name.partition("/")[2] for name in archive.getnames()}
     folders = (ROOT / "csrc", ROOT / "kernels", ROOT / "fsdpc")
     endings = (".c", ".h", ".inc", ".cu", ".cuh", ".py", ".pyi")
-    files = [path for folder in folders for path in folder.iterdir() if path.suffix in endings]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in endings]
     wanted = {str(path.relative_to(ROOT)) for path in files}
     assert len(wanted) > 100
     assert not wanted - packed

@@ -54,7 +54,7 @@ def faults(file: str, text: str) -> list[str]:
 
 def test_every_tensor_says_where_it_is():
     found = [
-        f for file in sorted(PACKAGE.glob("*.py")) for f in faults(file.name, file.read_text())
+        f for file in sorted(PACKAGE.rglob("*.py")) for f in faults(file.name, file.read_text())
     ]
     assert found == []
 
@@ -66,7 +66,7 @@ def test_what_is_allowed_is_there():
 
 def test_numpy_sees_no_unit():
     """Arrays over a unit's memory exist on the CPU only; the front end must not ask for them."""
-    for file in PACKAGE.glob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in {"shard", "full", "grad"}:
                 owner = node.value

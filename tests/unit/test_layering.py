@@ -9,40 +9,55 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-C_FILES = sorted(p for d in ("csrc", "kernels") for p in (ROOT / d).glob("*.*"))
+C_FILES = sorted(p for d in ("csrc", "kernels") for p in (ROOT / d).rglob("*.*"))
 SOURCES = {
     str(p.relative_to(ROOT)): p.read_text() for p in C_FILES if p.suffix in {".c", ".h", ".inc"}
 }
 
-# Lowest first; a file may include files of its own row and of rows above it in this table. A name
-# stands for itself and for everything that begins with it and an underscore (shm: shm_wait.c).
+# Folders, lowest first: a file includes headers of its own folder and of those above it in this list.
 LAYERS = (
-    ("status", "mem", "dtype"),
-    ("layout", "trace", "agree", "pool"),
-    ("kernels", "convert", "vector", "cuda", "nccl"),
-    ("device",),
-    ("room",),
-    ("shm",),
-    ("comm",),
-    ("arena",),
-    ("unit", "grad"),
-    ("exchange",),
-    ("tree", "graph", "sched"),
-    ("optim", "ckpt", "plan"),
-    ("py", "dlpack_abi"),
+    "csrc/base",
+    "kernels",
+    "csrc/device",
+    "csrc/shm",
+    "csrc/comm",
+    "csrc/unit",
+    "csrc/exchange",
+    "csrc/tree",
+    "csrc/py/base",
+    "csrc/py/comm",
+    "csrc/py/unit",
+    "csrc/py/step",
+    "csrc/py/probe",
+    "csrc/py",
 )
-RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+RANKS = {name: rank for rank, name in enumerate(LAYERS)}
 # Only these know CUDA or NCCL; everything else sees a device, a communicator, an arena.
-GPU_FILES = re.compile(r"csrc/((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_")
+GPU_FILES = re.compile(
+    r"csrc/([a-z]+/)+((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_"
+)
+# The folders that still reach into another one's private headers.
+NOT_YET_PRIVATE = {
+    ("csrc/exchange", "unit/unit_impl.h"),
+    ("csrc/tree", "exchange/exchange_impl.h"),
+    ("csrc/tree", "unit/unit_impl.h"),
+    ("csrc/py/unit", "unit/unit_impl.h"),
+    ("csrc/py/step", "unit/unit_impl.h"),
+    ("csrc/py/step", "tree/tree_impl.h"),
+    ("csrc/py/step", "exchange/exchange_impl.h"),
+    ("csrc/py/probe", "unit/unit_impl.h"),
+}
 
 Rule = Callable[[str, str], Iterator[str]]
 
 
 def layer(file: str) -> int | None:
-    stem = Path(file).stem
-    while stem not in RANKS and "_" in stem:
-        stem = stem.rpartition("_")[0]
-    return RANKS.get(stem)
+    return RANKS.get(str(Path(file).parent))
+
+
+def path_of(include: str) -> str:
+    """Files of csrc are included by their path in it, those of kernels by their name."""
+    return f"csrc/{include}" if "/" in include else f"kernels/{include}"
 
 
 def includes(text: str) -> list[str]:
@@ -56,7 +71,7 @@ def code(text: str) -> str:
 
 
 def is_python_layer(file: str) -> bool:
-    return Path(file).name.startswith("py") and layer(file) == RANKS["py"]
+    return file.startswith("csrc/py/")
 
 
 def calls(text: str, names: str) -> list[str]:
@@ -66,12 +81,19 @@ def calls(text: str, names: str) -> list[str]:
 def includes_point_downwards(file: str, text: str) -> Iterator[str]:
     own = layer(file)
     if own is None:
-        yield "is in no layer: add it to LAYERS in this test"
+        yield "is in no layer: add its folder to LAYERS in this test"
         return
     for name in includes(text):
-        below = layer(name) if f"csrc/{name}" in SOURCES or f"kernels/{name}" in SOURCES else None
+        below = layer(path_of(name)) if path_of(name) in SOURCES else None
         if below is not None and below > own:
             yield f"includes {name}, which is of a higher layer"
+
+
+def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
+    for name in includes(text):
+        private = name.endswith("_impl.h") and layer(path_of(name)) != layer(file)
+        if private and (str(Path(file).parent), name) not in NOT_YET_PRIVATE:
+            yield f"includes {name}, which is private to its folder"
 
 
 def only_py_files_know_python(file: str, text: str) -> Iterator[str]:
@@ -90,14 +112,14 @@ def only_gpu_files_know_cuda_and_nccl(file: str, text: str) -> Iterator[str]:
     if GPU_FILES.match(file):
         return
     for name in includes(text):
-        if name.startswith(("cuda", "nccl")):
+        if Path(name).name.startswith(("cuda", "nccl")):
             yield f"includes {name}"
     yield from sorted(set(re.findall(r"\b(?:cu|cuda|nccl)[A-Z]\w*", code(text))))
     yield from sorted(set(re.findall(r"lib(?:cuda|nccl)\w*\.so", text)))
 
 
 def heap_memory_is_counted(file: str, text: str) -> Iterator[str]:
-    if file != "csrc/mem.c":
+    if file != "csrc/base/mem.c":
         yield from calls(text, "malloc|calloc|realloc|free|strdup|strndup|asprintf|getline")
 
 
@@ -112,19 +134,20 @@ def nothing_is_left_to_do(file: str, text: str) -> Iterator[str]:
 
 
 PLANTED: list[tuple[Rule, str, str]] = [
-    (includes_point_downwards, "csrc/shm_wait.c", '#include "comm.h"'),
-    (includes_point_downwards, "csrc/layout.c", '#include "kernels.h"'),
+    (includes_point_downwards, "csrc/shm/shm_wait.c", '#include "comm/comm.h"'),
+    (includes_point_downwards, "csrc/base/pool.c", '#include "kernels.h"'),
     (includes_point_downwards, "csrc/novelty.c", ""),
-    (only_py_files_know_python, "csrc/unit.c", "#include <Python.h>"),
-    (only_py_files_know_python, "csrc/pool.c", "# include <numpy/arrayobject.h>"),
-    (c_knows_no_torch, "csrc/py_tensor.c", "#include <ATen/ATen.h>"),
-    (only_gpu_files_know_cuda_and_nccl, "csrc/device.c", "x = cuMemAlloc(1);"),
-    (only_gpu_files_know_cuda_and_nccl, "csrc/comm.c", "ncclComm_t c;"),
-    (only_gpu_files_know_cuda_and_nccl, "csrc/comm.c", 'dlopen("libnccl.so.2", 0);'),
-    (heap_memory_is_counted, "csrc/unit.c", "a = malloc (4);"),
-    (the_core_neither_prints_nor_exits, "csrc/unit.c", "fprintf(stderr, text);"),
-    (nothing_is_left_to_do, "csrc/py_unit.c", "/* TODO: the rest */"),
-    (nothing_is_left_to_do, "csrc/unit.c", 'assert(0 && "later");'),
+    (private_headers_stay_in_their_folder, "csrc/comm/comm.c", '#include "shm/shm_impl.h"'),
+    (only_py_files_know_python, "csrc/unit/unit.c", "#include <Python.h>"),
+    (only_py_files_know_python, "csrc/base/pool.c", "# include <numpy/arrayobject.h>"),
+    (c_knows_no_torch, "csrc/py/base/py_tensor.c", "#include <ATen/ATen.h>"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/device/device.c", "x = cuMemAlloc(1);"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/comm/comm.c", "ncclComm_t c;"),
+    (only_gpu_files_know_cuda_and_nccl, "csrc/comm/comm.c", 'dlopen("libnccl.so.2", 0);'),
+    (heap_memory_is_counted, "csrc/unit/unit.c", "a = malloc (4);"),
+    (the_core_neither_prints_nor_exits, "csrc/unit/unit.c", "fprintf(stderr, text);"),
+    (nothing_is_left_to_do, "csrc/py/unit/py_flat.c", "/* TODO: the rest */"),
+    (nothing_is_left_to_do, "csrc/unit/unit.c", 'assert(0 && "later");'),
 ]
 INNOCENT = (
     '/* free(x), cuInit() */ s = "exit(1)"; fsdpc_mem_free(x); d->free(x); snprintf(s, n, "");'
@@ -134,7 +157,7 @@ RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_sources_obey(rule: Rule) -> None:
-    assert "csrc/status.c" in SOURCES and "kernels/kernels.h" in SOURCES
+    assert "csrc/base/status.c" in SOURCES and "kernels/kernels.h" in SOURCES
     broken = [f"{file}: {what}" for file, text in SOURCES.items() for what in rule(file, text)]
     assert not broken, "\n".join(broken)
 
@@ -146,7 +169,12 @@ def test_rules_find_what_is_planted(rule: Rule, file: str, text: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rules_leave_the_innocent_alone(rule: Rule) -> None:
-    assert not list(rule("csrc/unit.c", INNOCENT))
+    assert not list(rule("csrc/unit/unit.c", INNOCENT))
+
+
+def test_what_is_not_yet_private_is_included() -> None:
+    used = {(str(Path(f).parent), name) for f, text in SOURCES.items() for name in includes(text)}
+    assert used >= NOT_YET_PRIVATE
 
 
 def test_only_the_package_imports_torch() -> None:

@@ -1,4 +1,4 @@
-"""The layout against a NumPy model that was written from the contract in csrc/layout.h."""
+"""The layout against a NumPy model that was written from the contract in csrc/unit/layout.h."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def broken_links(text: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("folder", MAPPED)
 def test_every_file_has_a_row(folder: str):
     text = (ROOT / folder / "README.md").read_text()
-    files = [p.name for p in (ROOT / folder).iterdir() if p.suffix in CODE_SUFFIXES]
+    files = [p.name for p in (ROOT / folder).rglob("*") if p.suffix in CODE_SUFFIXES]
     assert files
     assert without_row(text, files) == []
     assert rows_without_file(text, files) == []

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc import _names, _torch
 
 ROOT = Path(__file__).parents[2]
-FILES = {path.name: path.read_text() for path in sorted((ROOT / "fsdpc").glob("*.py"))}
+FILES = {path.name: path.read_text() for path in sorted((ROOT / "fsdpc").rglob("*.py"))}
 HOME = "_torch.py"
 
 
@@ -121,7 +121,7 @@ def test_the_rule_leaves_fsdpcs_own_names_alone() -> None:
 
 def test_the_extension_reads_listed_attributes_only() -> None:
     found = set()
-    for path in (ROOT / "csrc").glob("py_*.c"):
+    for path in (ROOT / "csrc").rglob("py_*.c"):
         found |= set(re.findall(r'"(_[a-z]\w*)"', path.read_text()))
     assert "_sequence_nr" in found
     assert found <= ALLOWED

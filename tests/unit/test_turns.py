@@ -1,5 +1,5 @@
 """The rules by which a rank finds that nobody else can end its wait ([Note: turns] in
-csrc/shm_turn.c), run through all orders of the ranks' steps in a small model.
+csrc/shm/shm_turn.c), run through all orders of the ranks' steps in a small model.
 
 Each rank waits for the flag of one other rank, then sets its own and ends; a rank that is stuck
 takes its way out, which here sets its flag, too. Each read and each write of a shared word is one

@@ -1,0 +1,199 @@
+/* The ring of trace entries. See trace.h.
+ *
+ * A writer claims the next number, then the place that belongs to it. A place holds the number of
+ * its entry plus one in `turn`, or BUSY while it is written, so a reader can tell a finished entry
+ * from one that changed under its hands. A writer that was overtaken by a whole round of the ring
+ * drops its entry instead of spoiling a newer one. Fields are stored with release and loaded with
+ * acquire order: whoever sees a field of a newer entry also sees that `turn` has moved on.
+ */
+#include "base/trace.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <time.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+
+#define BUSY UINT64_MAX
+
+static const size_t MAX_CAPACITY = (size_t)1 << 32;
+
+struct place {
+    _Atomic uint64_t turn, time, bytes, step_unit, op_phase;
+};
+
+struct fsdpc_trace {
+    _Atomic uint64_t next;  /* number of the next entry */
+    _Atomic uint64_t first; /* entries below were cleared */
+    uint64_t capacity;      /* a power of two */
+    struct place *places;
+};
+
+static const char *const op_names[] = {
+#define OP_NAME(name, text) [FSDPC_TRACE_##name] = text,
+    FSDPC_TRACE_TABLE(OP_NAME)
+#undef OP_NAME
+};
+
+static const char *const phase_names[] = {
+#define PHASE_NAME(name, text) [FSDPC_PHASE_##name] = text,
+    FSDPC_PHASE_TABLE(PHASE_NAME)
+#undef PHASE_NAME
+};
+
+static uint64_t
+now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static struct place *
+place_of(const fsdpc_trace *trace, uint64_t number)
+{
+    return &trace->places[number & (trace->capacity - 1)];
+}
+
+int
+fsdpc_trace_new(size_t capacity, fsdpc_trace **out)
+{
+    *out = NULL;
+    if (capacity > MAX_CAPACITY) {
+        return fsdpc_error(FSDPC_E_INVAL, "a trace of %zu entries is too long", capacity);
+    }
+    size_t rounded = 1;
+    while (rounded < capacity) {
+        rounded *= 2;
+    }
+    fsdpc_trace *trace = fsdpc_mem_calloc(1, sizeof *trace);
+    struct place *places = fsdpc_mem_calloc(rounded, sizeof *places);
+    if (!trace || !places) {
+        fsdpc_mem_free(trace);
+        fsdpc_mem_free(places);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a trace of %zu entries", rounded);
+    }
+    trace->capacity = rounded;
+    trace->places = places;
+    *out = trace;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_trace_free(fsdpc_trace *trace)
+{
+    if (trace) {
+        fsdpc_mem_free(trace->places);
+        fsdpc_mem_free(trace);
+    }
+}
+
+static bool
+claim(struct place *place, uint64_t number)
+{
+    uint64_t held = atomic_load_explicit(&place->turn, memory_order_relaxed);
+    if (held == BUSY || held > number) {
+        return false;
+    }
+    return atomic_compare_exchange_strong(&place->turn, &held, BUSY);
+}
+
+void
+fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase, uint32_t step,
+                int32_t unit, uint64_t bytes)
+{
+    if (!trace) {
+        return;
+    }
+    uint64_t number = atomic_fetch_add_explicit(&trace->next, 1, memory_order_relaxed);
+    struct place *place = place_of(trace, number);
+    if (!claim(place, number)) {
+        return;
+    }
+    uint64_t step_unit = (uint64_t)step << 32 | (uint32_t)unit;
+    uint64_t op_phase = (uint64_t)op << 8 | (uint64_t)phase;
+    atomic_store_explicit(&place->time, now_ns(), memory_order_release);
+    atomic_store_explicit(&place->bytes, bytes, memory_order_release);
+    atomic_store_explicit(&place->step_unit, step_unit, memory_order_release);
+    atomic_store_explicit(&place->op_phase, op_phase, memory_order_release);
+    atomic_store_explicit(&place->turn, number + 1, memory_order_release);
+}
+
+static uint64_t
+load(const _Atomic uint64_t *field)
+{
+    return atomic_load_explicit(field, memory_order_acquire);
+}
+
+/* False if entry `number` is not finished, or was replaced while it was read. */
+static bool
+read_place(const struct place *place, uint64_t number, fsdpc_trace_entry *out)
+{
+    if (load(&place->turn) != number + 1) {
+        return false;
+    }
+    uint64_t time = load(&place->time), bytes = load(&place->bytes);
+    uint64_t step_unit = load(&place->step_unit), op_phase = load(&place->op_phase);
+    if (load(&place->turn) != number + 1) {
+        return false;
+    }
+    *out = (fsdpc_trace_entry){
+        .time_ns = (int64_t)time,
+        .bytes = bytes,
+        .step = (uint32_t)(step_unit >> 32),
+        .unit = (int32_t)(uint32_t)step_unit,
+        .op = (uint8_t)(op_phase >> 8),
+        .phase = (uint8_t)op_phase,
+    };
+    return true;
+}
+
+size_t
+fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room)
+{
+    if (!trace) {
+        return 0;
+    }
+    uint64_t begin = load(&trace->first), end = load(&trace->next);
+    if (end - begin > trace->capacity) {
+        begin = end - trace->capacity;
+    }
+    size_t copied = 0;
+    for (uint64_t number = begin; number < end && copied < room; number++) {
+        if (read_place(place_of(trace, number), number, &out[copied])) {
+            copied++;
+        }
+    }
+    return copied;
+}
+
+uint64_t
+fsdpc_trace_total(const fsdpc_trace *trace)
+{
+    if (!trace) {
+        return 0;
+    }
+    uint64_t first = load(&trace->first);
+    return load(&trace->next) - first;
+}
+
+void
+fsdpc_trace_clear(fsdpc_trace *trace)
+{
+    if (trace) {
+        atomic_store(&trace->first, atomic_load(&trace->next));
+    }
+}
+
+const char *
+fsdpc_trace_op_name(unsigned op)
+{
+    return op < FSDPC_TRACE_OP_COUNT ? op_names[op] : "?";
+}
+
+const char *
+fsdpc_phase_name(unsigned phase)
+{
+    return phase < FSDPC_PHASE_COUNT ? phase_names[phase] : "?";
+}

@@ -1,0 +1,441 @@
+/* The communicator's wrappers: arguments, the sticky failure, and the optional entries. */
+#include "comm/comm.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "comm/comm_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+/* --- the sticky failure --------------------------------------------------------------------- */
+
+void
+fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
+{
+    int sound = FSDPC_COMM_SOUND;
+    if (!atomic_compare_exchange_strong(&comm->state, &sound, FSDPC_COMM_BREAKING)) {
+        return;
+    }
+    comm->failed_status = status;
+    snprintf(comm->failed_text, sizeof comm->failed_text, "%s", text);
+    atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
+}
+
+/* Another thread that is writing down why is done in a moment, unless the processor is not its own. A
+ * forked child has no such thread: it does not wait for ever. */
+static int
+state_of(const fsdpc_comm *comm)
+{
+    const struct timespec moment = {.tv_nsec = 50000};
+    int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    for (int i = 0; state == FSDPC_COMM_BREAKING && i < 20000; i++) {
+        (void)nanosleep(&moment, NULL);
+        state = atomic_load_explicit(&comm->state, memory_order_acquire);
+    }
+    return state;
+}
+
+int
+fsdpc_comm_check(const fsdpc_comm *comm)
+{
+    const int state = state_of(comm);
+    if (state == FSDPC_COMM_SOUND) {
+        return FSDPC_OK;
+    }
+    if (state == FSDPC_COMM_BREAKING) {
+        return fsdpc_error(FSDPC_E_COMM, "the communicator is being aborted");
+    }
+    return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
+}
+
+int
+fsdpc_comm_look(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+{
+    int status = fsdpc_device_finish(comm->device, reached, 1.0, what);
+    if (status == FSDPC_E_TIMEOUT && fsdpc_shm_interrupt_check && fsdpc_shm_interrupt_check()) {
+        fsdpc_comm_abort(comm, "interrupted");
+        return fsdpc_error(FSDPC_E_INTERRUPT, "%s: interrupted", what);
+    }
+    return status;
+}
+
+static int
+await(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+{
+    int status = FSDPC_E_TIMEOUT;
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
+        status = fsdpc_comm_look(comm, reached, what);
+        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_comm_check(comm));
+    }
+    return status;
+}
+
+int
+fsdpc_comm_settle(fsdpc_comm *comm, const char *what)
+{
+    int status = FSDPC_OK;
+    fsdpc_event *reached;
+    FSDPC_TRY(fsdpc_device_event_new(comm->device, &reached));
+    FSDPC_GOTO(fsdpc_device_record(comm->device, reached), done);
+    FSDPC_GOTO(await(comm, reached, what), done);
+done:
+    fsdpc_device_event_free(comm->device, reached);
+    return status;
+}
+
+/* A communicator carries one collective at a time: two threads, or a callback that calls another
+ * one, would mix their bytes. finish() is to follow. */
+static int
+start(fsdpc_comm *comm, const char *what)
+{
+    if (atomic_exchange_explicit(&comm->busy, true, memory_order_acquire)) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "%s: another collective of this communicator is in progress, in another "
+                           "thread or around this call; make one after the other",
+                           what);
+    }
+    return FSDPC_OK;
+}
+
+static int
+finish(fsdpc_comm *comm, int status)
+{
+    atomic_store_explicit(&comm->busy, false, memory_order_release);
+    if (status != FSDPC_OK) {
+        fsdpc_comm_break(comm, status, fsdpc_error_text());
+    }
+    return status;
+}
+
+void
+fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
+{
+    char said[FSDPC_COMM_TEXT_BYTES];
+    const char *reason = text && text[0] ? text : "(no reason given)";
+    if (comm->twin) {
+        fsdpc_comm_abort(comm->twin, text);
+    }
+    if (comm->ops->abort) {
+        comm->ops->abort(comm, reason);
+    }
+    snprintf(said, sizeof said, "rank %d gave up: %s", comm->rank, reason);
+    fsdpc_comm_break(comm, FSDPC_E_COMM, said);
+}
+
+void
+fsdpc_comm_fail(fsdpc_comm *comm, int status, const char *text)
+{
+    if (comm->twin) {
+        fsdpc_comm_fail(comm->twin, status, text);
+    }
+    if (comm->ops->fail) {
+        comm->ops->fail(comm, status, text);
+    }
+    fsdpc_comm_break(comm, status, text);
+}
+
+void
+fsdpc_comm_close(fsdpc_comm *comm)
+{
+    if (comm->twin) {
+        fsdpc_comm_close(comm->twin);
+    }
+    if (comm->ops->close) {
+        comm->ops->close(comm);
+    }
+}
+
+void
+fsdpc_comm_free(fsdpc_comm *comm)
+{
+    if (comm) {
+        fsdpc_comm_free(comm->twin);
+        comm->ops->free(comm);
+    }
+}
+
+void
+fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin)
+{
+    fsdpc_comm_free(comm->twin);
+    comm->twin = twin;
+}
+
+fsdpc_comm *
+fsdpc_comm_for_reductions(fsdpc_comm *comm)
+{
+    return comm->twin ? comm->twin : comm;
+}
+
+/* --- what it is ----------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_rank(const fsdpc_comm *comm)
+{
+    return comm->rank;
+}
+
+int
+fsdpc_comm_world(const fsdpc_comm *comm)
+{
+    return comm->world;
+}
+
+const char *
+fsdpc_comm_kind(const fsdpc_comm *comm)
+{
+    return comm->ops->kind;
+}
+
+fsdpc_device *
+fsdpc_comm_device(const fsdpc_comm *comm)
+{
+    return comm->device;
+}
+
+fsdpc_shm *
+fsdpc_comm_segment(const fsdpc_comm *comm)
+{
+    return comm->ops->segment ? comm->ops->segment(comm) : NULL;
+}
+
+/* --- collectives ---------------------------------------------------------------------------- */
+
+static const char *
+name_of(const char *what, const char *op)
+{
+    return what && what[0] ? what : op;
+}
+
+static int
+check_buffer(const void *buffer, size_t bytes, const char *what)
+{
+    if (!buffer && bytes > 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the buffer is NULL", what);
+    }
+    return FSDPC_OK;
+}
+
+/* A size that does not fit is a caller's mistake; what fits here fits in memory nowhere. */
+static int
+check_elements(const fsdpc_comm *comm, const void *buffer, int64_t numel, int64_t copies,
+               fsdpc_dtype dtype, const char *what)
+{
+    size_t bytes;
+    if (!fsdpc_dtype_is_float(dtype)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: elements of type %s cannot be reduced", what,
+                           fsdpc_dtype_bytes(dtype) ? fsdpc_dtype_name(dtype) : "(unknown)");
+    }
+    if (numel < 0 || !fsdpc_size_mul((size_t)numel, fsdpc_dtype_bytes(dtype), &bytes) ||
+        !fsdpc_size_mul(bytes, (size_t)copies, &bytes)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements on each of %d ranks is no size", what,
+                           (long long)numel, comm->world);
+    }
+    return check_buffer(buffer, bytes, what);
+}
+
+int
+fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    size_t bytes;
+    what = name_of(what, "all_gather");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (!fsdpc_size_mul(piece_bytes, (size_t)comm->world, &bytes)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes from each of %d ranks is no size", what,
+                           piece_bytes, comm->world);
+    }
+    FSDPC_TRY(check_buffer(buffer, bytes, what));
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
+}
+
+int
+fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+                          const char *what)
+{
+    what = name_of(what, "reduce_scatter");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    FSDPC_TRY(check_elements(comm, buffer, piece_numel, comm->world, dtype, what));
+    if (piece_numel == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
+}
+
+/* The sizes of all are checked before any is sent. */
+static int
+check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    for (int i = 0; i < count; i++) {
+        size_t bytes;
+        if (parts[i].piece_numel < 0 ||
+            !fsdpc_size_mul((size_t)parts[i].piece_numel, fsdpc_dtype_bytes(parts[i].dtype),
+                            &bytes) ||
+            !fsdpc_size_mul(bytes, (size_t)comm->world, &bytes)) {
+            return fsdpc_error(FSDPC_E_INVAL, "%s: part %d of %lld elements is no size", what, i,
+                               (long long)parts[i].piece_numel);
+        }
+        FSDPC_TRY(check_buffer(parts[i].buffer, bytes, what));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what)
+{
+    what = name_of(what, "all_gather");
+    FSDPC_TRY(check_parts(comm, parts, count, what));
+    if (comm->ops->all_gather_parts && count > 0) {
+        FSDPC_TRY(start(comm, what));
+        return finish(comm, comm->ops->all_gather_parts(comm, parts, count, what));
+    }
+    for (int i = 0; i < count; i++) {
+        size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
+        FSDPC_TRY(fsdpc_comm_all_gather(comm, parts[i].buffer, bytes, what));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what)
+{
+    what = name_of(what, "reduce_scatter");
+    FSDPC_TRY(check_parts(comm, parts, count, what));
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(check_elements(comm, parts[i].buffer, parts[i].piece_numel, comm->world,
+                                 parts[i].dtype, what));
+    }
+    if (comm->ops->reduce_scatter_parts && count > 0) {
+        FSDPC_TRY(start(comm, what));
+        return finish(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what));
+    }
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(fsdpc_comm_reduce_scatter(comm, parts[i].buffer, parts[i].piece_numel,
+                                            parts[i].dtype, what));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                      enum fsdpc_op op, const char *what)
+{
+    what = name_of(what, "all_reduce");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (op != FSDPC_SUM && op != FSDPC_MAX && op != FSDPC_MIN) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %d is not a reduction", what, (int)op);
+    }
+    FSDPC_TRY(check_elements(comm, buffer, numel, 1, dtype, what));
+    if (numel == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
+}
+
+int
+fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
+{
+    what = name_of(what, "broadcast");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (root < 0 || root >= comm->world) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: root %d is not a rank of a group of %d", what, root,
+                           comm->world);
+    }
+    FSDPC_TRY(check_buffer(buffer, bytes, what));
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
+}
+
+int
+fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
+{
+    what = name_of(what, "barrier");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    FSDPC_TRY(start(comm, what));
+    return finish(comm, comm->ops->barrier(comm, what));
+}
+
+int
+fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
+{
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (!text) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
+    }
+    FSDPC_TRY(start(comm, name_of(what, "agree")));
+    int status = comm->ops->agree(comm, text, name_of(what, "agree"));
+    /* To disagree is a result that all ranks have: the group is as sound as before. */
+    (void)finish(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
+    return status;
+}
+
+/* --- registered memory ---------------------------------------------------------------------- */
+
+int
+fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes)
+{
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    return comm->ops->register_memory && buffer ? comm->ops->register_memory(comm, buffer, bytes)
+                                                : FSDPC_OK;
+}
+
+void
+fsdpc_comm_forget(fsdpc_comm *comm, void *buffer)
+{
+    if (comm->ops->forget_memory && buffer) {
+        comm->ops->forget_memory(comm, buffer);
+    }
+}
+
+bool
+fsdpc_comm_registers(const fsdpc_comm *comm)
+{
+    return comm->ops->registers && comm->ops->registers(comm);
+}
+
+bool
+fsdpc_comm_is_symmetric(const fsdpc_comm *comm)
+{
+    return comm->ops->is_symmetric && comm->ops->is_symmetric(comm);
+}
+
+/* --- buffers -------------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_buffer_new(fsdpc_comm *comm, size_t bytes, bool common, fsdpc_comm_buffer **out)
+{
+    *out = NULL;
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (!comm->ops->buffer_new) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "a communicator of kind \"%s\" has no shared memory", comm->ops->kind);
+    }
+    return comm->ops->buffer_new(comm, bytes, common, out);
+}
+
+void
+fsdpc_comm_buffer_free(fsdpc_comm_buffer *buffer)
+{
+    if (buffer) {
+        fsdpc_comm_shm_buffer_free(buffer);
+    }
+}
+
+void *
+fsdpc_comm_buffer_view(const fsdpc_comm_buffer *buffer, int rank)
+{
+    return buffer->base + (buffer->common ? 0 : (size_t)rank * buffer->bytes);
+}

@@ -1,0 +1,81 @@
+/* What an implementer of a communicator fills in. Callers include comm.h.
+ *
+ * The wrappers in comm.c check arguments, refuse a broken communicator and make the first failure
+ * sticky; an implementer only moves bytes. Each kind's struct begins with an fsdpc_comm.
+ */
+#ifndef FSDPC_COMM_IMPL_H
+#define FSDPC_COMM_IMPL_H
+
+#include <stdatomic.h>
+
+#include "comm/comm.h"
+
+enum { FSDPC_COMM_TEXT_BYTES = 1024 };
+
+/* Arguments are valid and counts are above 0 when these are called; shapes as in comm.h. */
+typedef struct fsdpc_comm_ops {
+    const char *kind;
+    int (*all_gather)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
+    int (*reduce_scatter)(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+                          const char *what);
+    int (*all_reduce)(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                      enum fsdpc_op op, const char *what);
+    int (*broadcast)(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);
+    int (*barrier)(fsdpc_comm *comm, const char *what);
+    int (*agree)(fsdpc_comm *comm, const char *text, const char *what);
+    /* (optional) one by one */
+    int (*all_gather_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what);
+    int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what);
+    void (*abort)(fsdpc_comm *comm, const char *text); /* (optional): nothing to tell others */
+    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): nothing to end */
+    void (*close)(fsdpc_comm *comm);                              /* (optional): nothing to end */
+    fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* (optional): NULL */
+    int (*buffer_new)(fsdpc_comm *comm, size_t bytes, bool common,
+                      fsdpc_comm_buffer **out); /* (optional): FSDPC_E_UNAVAILABLE */
+    /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that
+     * the host does not see; without it those take host memory. */
+    int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
+    int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
+    void (*forget_memory)(fsdpc_comm *comm, void *buffer);                /* with the former */
+    bool (*registers)(const fsdpc_comm *comm);                            /* (optional): false */
+    bool (*is_symmetric)(const fsdpc_comm *comm);                         /* (optional): false */
+    void (*free)(fsdpc_comm *comm); /* frees the struct itself, too */
+} fsdpc_comm_ops;
+
+enum { FSDPC_COMM_SOUND, FSDPC_COMM_BREAKING, FSDPC_COMM_BROKEN };
+
+struct fsdpc_comm {
+    const fsdpc_comm_ops *ops;
+    fsdpc_device *device; /* borrowed: devices live as long as the process */
+    fsdpc_comm *twin;     /* owned, or NULL */
+    int rank, world;
+    _Atomic bool busy; /* a collective is in progress */
+    _Atomic int state; /* the texts below are readable when it is BROKEN */
+    int failed_status;
+    char failed_text[FSDPC_COMM_TEXT_BYTES];
+};
+
+/* Only the "shm" kind makes buffers. */
+struct fsdpc_comm_buffer {
+    fsdpc_comm *comm;
+    fsdpc_comm_buffer *next;
+    bool common;
+    uint64_t id;      /* the same on all ranks */
+    uint64_t offset;  /* in the segment */
+    size_t bytes;     /* of one part, whole pages */
+    size_t all_bytes; /* of the mapping */
+    char *base;
+};
+/* Takes the buffer out of its communicator's list and frees it. */
+void fsdpc_comm_shm_buffer_free(fsdpc_comm_buffer *buffer);
+
+/* The first failure stays: later ones do not replace it. */
+void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
+
+/* dst[i] = max or min over the sources; NaN wins, as it would in a sum. dst may be a source. */
+void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,
+                        bool largest);
+
+#endif

@@ -1,0 +1,315 @@
+/* The communicator over NCCL: starting it, its table, its end. See comm_nccl.h.
+ */
+#include "comm/comm_nccl.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "comm/comm_nccl_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+#define LOOK_S 0.1 /* between looks for Ctrl-C */
+
+static nccl_comm *
+of(fsdpc_comm *comm)
+{
+    return (nccl_comm *)comm;
+}
+
+/* --- the table ---------------------------------------------------------------------------------------- */
+
+static int
+all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return fsdpc_nccl_run_parts(of(comm), FSDPC_NCCL_GATHER, parts, count, what);
+}
+
+static int
+reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return fsdpc_nccl_run_parts(of(comm), FSDPC_NCCL_SCATTER, parts, count, what);
+}
+
+static int
+all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    fsdpc_nccl_order o = {
+        .kind = FSDPC_NCCL_GATHER, .buffer = buffer, .count = piece_bytes, .dtype = FSDPC_BYTES};
+    return fsdpc_nccl_run(of(comm), &o, what);
+}
+
+static int
+reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+               const char *what)
+{
+    fsdpc_nccl_order o = {.kind = FSDPC_NCCL_SCATTER,
+                          .buffer = buffer,
+                          .count = (size_t)piece_numel,
+                          .dtype = dtype,
+                          .op = FSDPC_NCCL_SUM};
+    return fsdpc_nccl_run(of(comm), &o, what);
+}
+
+static int
+all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+           const char *what)
+{
+    fsdpc_nccl_order o = {.kind = FSDPC_NCCL_REDUCE,
+                          .buffer = buffer,
+                          .count = (size_t)numel,
+                          .dtype = dtype,
+                          .op = op == FSDPC_SUM   ? FSDPC_NCCL_SUM
+                                : op == FSDPC_MAX ? FSDPC_NCCL_MAX
+                                                  : FSDPC_NCCL_MIN};
+    return fsdpc_nccl_run(of(comm), &o, what);
+}
+
+static int
+broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
+{
+    fsdpc_nccl_order o = {.kind = FSDPC_NCCL_BROADCAST,
+                          .buffer = buffer,
+                          .count = bytes,
+                          .dtype = FSDPC_BYTES,
+                          .root = root};
+    return fsdpc_nccl_run(of(comm), &o, what);
+}
+
+/* Only tells the thread: an abort of NCCL may take long. */
+static void
+abort_comm(fsdpc_comm *comm, const char *text)
+{
+    fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
+}
+
+/* --- the end -------------------------------------------------------------------------------------------- */
+
+static bool
+registers(const fsdpc_comm *comm)
+{
+    return ((const nccl_comm *)comm)->way != FSDPC_NCCL_NEITHER;
+}
+
+static bool
+is_symmetric(const fsdpc_comm *comm)
+{
+    return ((const nccl_comm *)comm)->shares;
+}
+
+static void
+fail(fsdpc_comm *comm, int status, const char *text)
+{
+    char oldest[FSDPC_NCCL_OLDEST_BYTES];
+    fsdpc_nccl_oldest(of(comm), oldest);
+    fsdpc_nccl_fail(of(comm), status, "%s; rank %d is at %s", text, comm->rank, oldest);
+}
+
+static void
+close_comm(fsdpc_comm *comm)
+{
+    fsdpc_nccl_part(of(comm));
+}
+
+/* NCCL still knows its name. Kept where it can be found. */
+static void
+leave_behind(nccl_comm *comm)
+{
+    static _Atomic(nccl_comm *) left;
+    comm->next_left = atomic_exchange(&left, comm);
+}
+
+void
+fsdpc_nccl_dispose(nccl_comm *comm)
+{
+    (void)fsdpc_nccl_use_context(comm);
+    fsdpc_nccl_delist_all(comm);
+    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
+        if (comm->ring[i].event) {
+            (void)comm->driver->event_destroy(comm->ring[i].event);
+        }
+    }
+    if (comm->staging) {
+        (void)comm->driver->stream_destroy(comm->staging);
+    }
+    if (comm->scratch) {
+        (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
+        (void)comm->driver->host_free(comm->pinned);
+    }
+    pthread_cond_destroy(&comm->told);
+    pthread_mutex_destroy(&comm->lock);
+    pthread_mutex_destroy(&comm->calls);
+    if (comm->left_behind) {
+        leave_behind(comm);
+    } else {
+        fsdpc_mem_free(comm);
+    }
+}
+
+static void
+release(fsdpc_comm *base)
+{
+    nccl_comm *comm = of(base);
+    void (*release_context)(void *) = comm->options.release;
+    void *context = comm->options.context;
+    if (fsdpc_nccl_watch_end(comm)) {
+        fsdpc_nccl_dispose(comm);
+    }
+    if (release_context) {
+        release_context(context);
+    }
+}
+
+static const fsdpc_comm_ops nccl_ops = {
+    .kind = "nccl",
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+    .broadcast = broadcast,
+    .barrier = fsdpc_nccl_barrier,
+    .agree = fsdpc_nccl_agree,
+    .all_gather_parts = all_gather_parts,
+    .reduce_scatter_parts = reduce_scatter_parts,
+    .abort = abort_comm,
+    .fail = fail,
+    .close = close_comm,
+    .exchange = fsdpc_nccl_exchange,
+    .register_memory = fsdpc_nccl_register,
+    .forget_memory = fsdpc_nccl_forget,
+    .registers = registers,
+    .is_symmetric = is_symmetric,
+    .free = release,
+};
+
+/* --- the start ------------------------------------------------------------------------------------------- */
+
+int
+fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES])
+{
+    const fsdpc_nccl *nccl;
+    fsdpc_nccl_id made;
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    fsdpc_nccl_result result = nccl->get_unique_id(&made);
+    if (result != FSDPC_NCCL_SUCCESS) {
+        return fsdpc_error(FSDPC_E_COMM, "NCCL gives no unique id: %s", nccl->error_string(result));
+    }
+    memcpy(id, made.bytes, FSDPC_COMM_NCCL_ID_BYTES);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_nccl_describe(char *text, size_t bytes)
+{
+    const fsdpc_nccl *nccl;
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    snprintf(text, bytes, "NCCL %d.%d.%d (%s)", nccl->version / 10000, nccl->version / 100 % 100,
+             nccl->version % 100, nccl->path);
+    return FSDPC_OK;
+}
+
+/* Its context becomes this thread's: each of its calls sees to that. */
+static int
+enter(fsdpc_device *device)
+{
+    fsdpc_event *event = NULL;
+    FSDPC_TRY(fsdpc_device_event_new(device, &event));
+    int status = fsdpc_device_record(device, event);
+    fsdpc_device_event_free(device, event);
+    return status;
+}
+
+static int
+make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *options,
+     nccl_comm **out)
+{
+    const fsdpc_nccl *nccl;
+    const fsdpc_cuda_driver *driver;
+    fsdpc_cu_context context = NULL;
+    if (world < 1 || rank < 0 || rank >= world) {
+        return fsdpc_error(FSDPC_E_INVAL, "rank %d is not one of a group of %d", rank, world);
+    }
+    if (!(options->timeout_s > 0)) {
+        return fsdpc_error(FSDPC_E_INVAL, "timeout_s is %g: a deadline above 0 is needed",
+                           options->timeout_s);
+    }
+    FSDPC_TRY(fsdpc_cuda_driver_get(&driver));
+    FSDPC_TRY(fsdpc_nccl_get(&nccl));
+    FSDPC_TRY(enter(device));
+    FSDPC_TRY(fsdpc_cuda_check(driver, driver->ctx_get_current(&context), "the CUDA context"));
+    if (!context) {
+        return fsdpc_error(FSDPC_E_STATE, "no CUDA context is current on this thread");
+    }
+    nccl_comm *comm = fsdpc_mem_calloc(1, sizeof *comm);
+    if (!comm) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
+    }
+    comm->base.ops = &nccl_ops;
+    comm->base.device = device;
+    comm->base.rank = rank;
+    comm->base.world = world;
+    comm->nccl = nccl;
+    comm->driver = driver;
+    comm->context = context;
+    comm->owner = getpid();
+    comm->options = *options;
+    comm->options.poll_ms = options->poll_ms > 0 ? options->poll_ms : 50;
+    snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "nccl");
+    fsdpc_comm_nccl_set_stream(&comm->base, options->stream);
+    pthread_mutex_init(&comm->calls, NULL);
+    pthread_mutex_init(&comm->lock, NULL);
+    pthread_cond_init(&comm->told, NULL);
+    *out = comm;
+    return FSDPC_OK;
+}
+
+/* With `calls` held, though nobody else knows of the communicator but its thread. */
+static int
+meet(nccl_comm *comm, const char *id)
+{
+    char what[FSDPC_NCCL_NAME_BYTES + 32];
+    fsdpc_nccl_id unique;
+    fsdpc_nccl_config config = fsdpc_nccl_config_new();
+    memcpy(unique.bytes, id, sizeof unique.bytes);
+    config.comm_name = comm->name;
+    snprintf(what, sizeof what, "starting communicator %s", comm->name);
+    const fsdpc_nccl_result result =
+        comm->nccl->init_rank(&comm->made, comm->base.world, unique, comm->base.rank, &config);
+    comm->handle = comm->made;
+    return fsdpc_nccl_settle(comm, result, what);
+}
+
+int
+fsdpc_comm_nccl(fsdpc_device *device, int rank, int world, const char id[FSDPC_COMM_NCCL_ID_BYTES],
+                const fsdpc_comm_nccl_options *options, fsdpc_comm **out)
+{
+    nccl_comm *comm = NULL;
+    *out = NULL;
+    int status = make(device, rank, world, options, &comm);
+    if (status != FSDPC_OK) {
+        if (options->release) {
+            options->release(options->context);
+        }
+        return status;
+    }
+    FSDPC_GOTO(fsdpc_nccl_watch_start(comm), fail);
+    pthread_mutex_lock(&comm->calls);
+    status = meet(comm, id);
+    pthread_mutex_unlock(&comm->calls);
+    if (status != FSDPC_OK) {
+        goto fail;
+    }
+    FSDPC_GOTO(fsdpc_nccl_try_registration(comm), fail);
+    *out = &comm->base;
+    return FSDPC_OK;
+fail:
+    fsdpc_comm_break(&comm->base, status, fsdpc_error_text());
+    release(&comm->base);
+    return status;
+}
+
+void
+fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream)
+{
+    memcpy(&of(comm)->stream, &stream, sizeof stream);
+}

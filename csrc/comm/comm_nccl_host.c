@@ -1,0 +1,233 @@
+/* What the hosts of an NCCL communicator's ranks tell each other, and the one wait of the host.
+ *
+ * Words go over the host's own channel; what is large, or all where there is no channel, goes through
+ * the GPU, in windows.
+ */
+#include <string.h>
+
+#include "base/agree.h"
+#include "comm/comm_nccl_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+/* What is on its way stays there: the group is given up. */
+static int
+interrupt_wait(fsdpc_comm *base)
+{
+    if (!fsdpc_shm_interrupt_check || !fsdpc_shm_interrupt_check()) {
+        return FSDPC_OK;
+    }
+    fsdpc_nccl_fail((nccl_comm *)base, FSDPC_E_COMM, "rank %d gave up: interrupted", base->rank);
+    return fsdpc_error(FSDPC_E_INTERRUPT, "rank %d: interrupted while waiting for NCCL",
+                       base->rank);
+}
+
+static fsdpc_cu_result
+query(nccl_comm *comm, uint64_t sequence)
+{
+    pthread_mutex_lock(&comm->lock);
+    fsdpc_cu_result result =
+        comm->driver->event_query(comm->ring[sequence % FSDPC_NCCL_RING].event);
+    pthread_mutex_unlock(&comm->lock);
+    return result;
+}
+
+int
+fsdpc_comm_nccl_wait(fsdpc_comm *base)
+{
+    nccl_comm *comm = (nccl_comm *)base;
+    double look = fsdpc_nccl_now_s() + FSDPC_NCCL_LOOK_S;
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    pthread_mutex_lock(&comm->lock);
+    uint64_t end = comm->next;
+    pthread_mutex_unlock(&comm->lock);
+    /* The watching thread sets the deadline. */
+    for (;;) {
+        FSDPC_TRY(fsdpc_comm_check(base));
+        fsdpc_cu_result result = query(comm, end - 1);
+        if (result != FSDPC_CU_NOT_READY) {
+            FSDPC_TRY(
+                fsdpc_cuda_check(comm->driver, result, "rank %d: waiting for NCCL", base->rank));
+            return fsdpc_comm_check(base);
+        }
+        if (fsdpc_nccl_now_s() > look) {
+            look = fsdpc_nccl_now_s() + FSDPC_NCCL_LOOK_S;
+            FSDPC_TRY(interrupt_wait(base));
+        }
+        fsdpc_nccl_nap(50);
+    }
+}
+
+static size_t
+staged_bytes(const nccl_comm *comm)
+{
+    return (size_t)comm->base.world * FSDPC_NCCL_STAGE_BYTES;
+}
+
+/* Made once, on the first use. */
+static int
+need_scratch(nccl_comm *comm, const char *what)
+{
+    fsdpc_cu_ptr block = 0;
+    void *pinned = NULL;
+    size_t bytes = staged_bytes(comm);
+    if (comm->scratch) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_cuda_check(comm->driver, comm->driver->mem_alloc(&block, bytes),
+                               "%s: %zu bytes of device memory", what, bytes));
+    fsdpc_cu_result result = comm->driver->host_alloc(&pinned, bytes, 0);
+    if (result != FSDPC_CU_SUCCESS) {
+        (void)comm->driver->mem_free(block);
+        return fsdpc_cuda_check(comm->driver, result, "%s: %zu bytes of pinned memory", what,
+                                bytes);
+    }
+    comm->scratch = (char *)(uintptr_t)block;
+    comm->pinned = pinned;
+    return fsdpc_cuda_check(
+        comm->driver, comm->driver->stream_create(&comm->staging, FSDPC_CU_STREAM_NON_BLOCKING, 0),
+        "%s: a stream", what);
+}
+
+/* Own bytes at their place in comm->pinned; after, all ranks'. */
+static int
+exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
+{
+    const fsdpc_cuda_driver *driver = comm->driver;
+    size_t all = piece_bytes * (size_t)comm->base.world;
+    size_t own = piece_bytes * (size_t)comm->base.rank;
+    fsdpc_cu_stream stream = comm->staging;
+    fsdpc_nccl_order o = {.kind = FSDPC_NCCL_GATHER,
+                          .buffer = comm->scratch,
+                          .count = piece_bytes,
+                          .dtype = FSDPC_BYTES,
+                          .stream = stream};
+    FSDPC_TRY(
+        fsdpc_cuda_check(driver,
+                         driver->copy_to_device((fsdpc_cu_ptr)(uintptr_t)(comm->scratch + own),
+                                                comm->pinned + own, piece_bytes, stream),
+                         "%s: copying to the device", what));
+    FSDPC_TRY(fsdpc_nccl_run(comm, &o, what));
+    FSDPC_TRY(fsdpc_cuda_check(
+        driver,
+        driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch, all, stream),
+        "%s: copying to the host", what));
+    FSDPC_TRY(fsdpc_nccl_watch_add(comm, stream, what, all));
+    return fsdpc_comm_nccl_wait(&comm->base);
+}
+
+/* An all-gather of host memory by way of the GPU, in windows. */
+static int
+exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char *what)
+{
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    FSDPC_TRY(need_scratch(comm, what));
+    for (size_t at = 0; at < piece_bytes; at += FSDPC_NCCL_STAGE_BYTES) {
+        size_t left = piece_bytes - at;
+        size_t part = left < FSDPC_NCCL_STAGE_BYTES ? left : FSDPC_NCCL_STAGE_BYTES;
+        memcpy(comm->pinned + (size_t)comm->base.rank * part,
+               buffer + (size_t)comm->base.rank * piece_bytes + at, part);
+        FSDPC_TRY(exchange_staged(comm, part, what));
+        for (int rank = 0; rank < comm->base.world; rank++) {
+            memcpy(buffer + (size_t)rank * piece_bytes + at, comm->pinned + (size_t)rank * part,
+                   part);
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Who cannot talk to the others on the host will not meet them on the GPU either. */
+static int
+exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (!comm->options.exchange) {
+        return exchange_over_gpu(comm, buffer, piece_bytes, what);
+    }
+    int status = comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
+    if (status != FSDPC_OK) {
+        fsdpc_nccl_break_by(comm, status);
+    }
+    return status;
+}
+
+/* The host's channel is for words; what is large goes over the GPU, which is much faster. */
+int
+fsdpc_nccl_exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (piece_bytes * (size_t)comm->world > FSDPC_NCCL_WORDS_BYTES) {
+        return exchange_over_gpu((nccl_comm *)comm, buffer, piece_bytes, what);
+    }
+    return exchange_on_host((nccl_comm *)comm, buffer, piece_bytes, what);
+}
+
+static const fsdpc_agree_record *
+record_of(const void *context, int rank)
+{
+    return (const fsdpc_agree_record *)context + rank;
+}
+
+/* Digests only: on many ranks the texts of all are megabytes for each. */
+static int
+compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, const char *what)
+{
+    const int world = comm->base.world;
+    struct {
+        uint64_t digest, bytes;
+    } *said = fsdpc_mem_calloc((size_t)world, sizeof *said);
+    if (!said) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the digests of %d ranks", what, world);
+    }
+    said[comm->base.rank].digest = mine->digest;
+    said[comm->base.rank].bytes = mine->bytes;
+    const int status = exchange_on_host(comm, said, sizeof *said, what);
+    *alike = true;
+    for (int rank = 0; rank < world; rank++) {
+        *alike = *alike && said[rank].digest == mine->digest && said[rank].bytes == mine->bytes;
+    }
+    fsdpc_mem_free(said);
+    return status;
+}
+
+/* Every rank sees the same digests, so all tell their texts or none does. */
+int
+fsdpc_nccl_agree(fsdpc_comm *base, const char *text, const char *what)
+{
+    int status = FSDPC_OK;
+    bool alike = false;
+    nccl_comm *comm = (nccl_comm *)base;
+    fsdpc_agree_record *records = NULL, *mine = fsdpc_mem_calloc(1, sizeof *mine);
+    if (!mine) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a text", what);
+    }
+    fsdpc_agree_fill(mine, text);
+    FSDPC_GOTO(compare_digests(comm, mine, &alike, what), end);
+    if (alike) {
+        goto end;
+    }
+    records = fsdpc_mem_calloc((size_t)base->world, sizeof *records);
+    if (!records) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the texts of %d ranks", what,
+                               base->world),
+                   end);
+    }
+    records[base->rank] = *mine;
+    FSDPC_GOTO(exchange_on_host(comm, records, sizeof *records, what), end);
+    FSDPC_GOTO(fsdpc_agree_compare(record_of, records, base->world, what), end);
+end:
+    fsdpc_mem_free(mine);
+    fsdpc_mem_free(records);
+    return status;
+}
+
+/* Of the hosts: what is on streams may still be on its way. */
+int
+fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what)
+{
+    char *bytes = fsdpc_mem_calloc((size_t)comm->world, 1);
+    if (!bytes) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d bytes", what, comm->world);
+    }
+    int status = exchange_on_host((nccl_comm *)comm, bytes, 1, what);
+    fsdpc_mem_free(bytes);
+    return status;
+}

@@ -1,0 +1,203 @@
+/* One call of NCCL, and the collectives made of it.
+ *
+ * NCCL is told not to block, so each of its calls may answer "in progress"; nothing may follow on
+ * the communicator or on its stream until it is done, which fsdpc_nccl_settle() awaits with the deadline.
+ */
+#include <sched.h>
+#include <string.h>
+
+#include "comm/comm_nccl_impl.h"
+#include "base/status.h"
+
+#define SPIN_S 300e-6
+
+static int
+refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+{
+    return fsdpc_error(FSDPC_E_COMM, "rank %d: %s: NCCL answers \"%s\" (%d): %s", comm->base.rank,
+                       what, comm->nccl->error_string(result), result,
+                       comm->nccl->last_error(comm->handle));
+}
+
+/* `calls` is held. Nothing may be asked of NCCL once this is not FSDPC_OK. */
+static int
+still_there(const nccl_comm *comm, const char *what)
+{
+    if (comm->handle) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_comm_check(&comm->base));
+    return fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what);
+}
+
+/* Without `calls`: the interpreter may run a handler of the user's, which may come back here. */
+static int
+look_for_signals(nccl_comm *comm, const char *what)
+{
+    if (!fsdpc_shm_interrupt_check) {
+        return FSDPC_OK;
+    }
+    pthread_mutex_unlock(&comm->calls);
+    const int interrupted = fsdpc_shm_interrupt_check();
+    pthread_mutex_lock(&comm->calls);
+    return interrupted
+               ? fsdpc_error(FSDPC_E_INTERRUPT, "rank %d: %s: interrupted", comm->base.rank, what)
+               : still_there(comm, what);
+}
+
+/* NCCL puts a collective on its stream within some 50 us, from a thread of its own: a sleep would be
+ * longer, and a step has many. What takes longer than that waits for other ranks. */
+static void
+await_progress(double waited_s)
+{
+    if (waited_s < SPIN_S) {
+        (void)sched_yield();
+    } else {
+        fsdpc_nccl_nap(100);
+    }
+}
+
+/* `result` of the call just made; `calls` is held. */
+int
+fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+{
+    const double begin = result == FSDPC_NCCL_IN_PROGRESS ? fsdpc_nccl_now_s() : 0;
+    double look = begin + FSDPC_NCCL_LOOK_S;
+    while (result == FSDPC_NCCL_IN_PROGRESS) {
+        const double now = fsdpc_nccl_now_s();
+        if (atomic_load(&comm->abort_wanted)) {
+            return fsdpc_comm_check(&comm->base);
+        }
+        if (now - begin > comm->options.timeout_s) {
+            return fsdpc_error(FSDPC_E_TIMEOUT,
+                               "rank %d: %s: NCCL has been busy for %g s (communicator %s): not "
+                               "all ranks have come",
+                               comm->base.rank, what, comm->options.timeout_s, comm->name);
+        }
+        if (now > look) {
+            look = now + FSDPC_NCCL_LOOK_S;
+            FSDPC_TRY(look_for_signals(comm, what));
+        }
+        await_progress(now - begin);
+        fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
+        result = comm->nccl->async_error(comm->handle, &state);
+        result = result == FSDPC_NCCL_SUCCESS ? state : result;
+    }
+    return result == FSDPC_NCCL_SUCCESS ? FSDPC_OK : refused(comm, result, what);
+}
+
+static fsdpc_cu_stream
+stream_of(const nccl_comm *comm)
+{
+    fsdpc_cu_stream stream = comm->stream;
+    if (!stream && fsdpc_device_get_caps(comm->base.device)->asynchronous) {
+        fsdpc_stream *current = fsdpc_device_current(comm->base.device);
+        memcpy(&stream, &current, sizeof stream);
+    }
+    return stream;
+}
+static fsdpc_nccl_result
+issue(const nccl_comm *comm, const fsdpc_nccl_order *o)
+{
+    const fsdpc_nccl *nccl = comm->nccl;
+    fsdpc_nccl_type type = fsdpc_nccl_type_of(o->dtype);
+    char *own = o->buffer + (size_t)comm->base.rank * o->count * fsdpc_dtype_bytes(o->dtype);
+    switch (o->kind) {
+    case FSDPC_NCCL_GATHER:
+        return nccl->all_gather(own, o->buffer, o->count, type, comm->handle, o->stream);
+    case FSDPC_NCCL_SCATTER:
+        return nccl->reduce_scatter(o->buffer, own, o->count, type, o->op, comm->handle, o->stream);
+    case FSDPC_NCCL_REDUCE:
+        return nccl->all_reduce(o->buffer, o->buffer, o->count, type, o->op, comm->handle,
+                                o->stream);
+    default:
+        return nccl->broadcast(o->buffer, o->buffer, o->count, type, o->root, comm->handle,
+                               o->stream);
+    }
+}
+
+static size_t
+bytes_of(const nccl_comm *comm, const fsdpc_nccl_order *o)
+{
+    size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
+    return o->kind == FSDPC_NCCL_GATHER || o->kind == FSDPC_NCCL_SCATTER
+               ? bytes * (size_t)comm->base.world
+               : bytes;
+}
+
+/* A part of several, as an order. */
+static fsdpc_nccl_order
+order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream stream)
+{
+    fsdpc_nccl_order o = {.kind = kind,
+                          .buffer = part->buffer,
+                          .count = (size_t)part->piece_numel,
+                          .dtype = part->dtype,
+                          .op = FSDPC_NCCL_SUM,
+                          .stream = stream};
+    return o;
+}
+
+/* NCCL makes one kernel of a group. What fails inside it is told when the group is closed: it must be. */
+static fsdpc_nccl_result
+issue_parts(const nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
+            int count, fsdpc_cu_stream stream, size_t *bytes)
+{
+    fsdpc_nccl_result result = comm->nccl->group_start();
+    for (int i = 0; i < count && result == FSDPC_NCCL_SUCCESS; i++) {
+        fsdpc_nccl_order o = order_of(kind, &parts[i], stream);
+        *bytes += bytes_of(comm, &o);
+        result = o.count ? issue(comm, &o) : FSDPC_NCCL_SUCCESS;
+        result = result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_NCCL_SUCCESS : result;
+    }
+    const fsdpc_nccl_result end = comm->nccl->group_end();
+    return result == FSDPC_NCCL_SUCCESS ? end : result;
+}
+
+void
+fsdpc_nccl_break_by(nccl_comm *comm, int status)
+{
+    fsdpc_nccl_fail(comm, status == FSDPC_E_INTERRUPT ? FSDPC_E_COMM : status, "%s",
+                    fsdpc_error_text());
+}
+
+/* One order, or (o NULL) several parts of one kind. */
+static int
+put(nccl_comm *comm, fsdpc_nccl_order *o, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
+    int count, const char *what)
+{
+    int status = FSDPC_OK;
+    size_t bytes = o ? bytes_of(comm, o) : 0;
+    const fsdpc_cu_stream stream = o && o->stream ? o->stream : stream_of(comm);
+    FSDPC_TRY(fsdpc_nccl_use_context(comm));
+    pthread_mutex_lock(&comm->calls);
+    FSDPC_GOTO(still_there(comm, what), end);
+    if (o) {
+        o->stream = stream;
+        FSDPC_GOTO(fsdpc_nccl_settle(comm, issue(comm, o), what), end);
+    } else {
+        FSDPC_GOTO(
+            fsdpc_nccl_settle(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what),
+            end);
+    }
+    FSDPC_GOTO(fsdpc_nccl_watch_add(comm, stream, what, bytes), end);
+end:
+    pthread_mutex_unlock(&comm->calls);
+    if (status != FSDPC_OK) {
+        fsdpc_nccl_break_by(comm, status);
+    }
+    return status;
+}
+
+int
+fsdpc_nccl_run(nccl_comm *comm, fsdpc_nccl_order *o, const char *what)
+{
+    return put(comm, o, FSDPC_NCCL_GATHER, NULL, 0, what);
+}
+
+int
+fsdpc_nccl_run_parts(nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
+                     int count, const char *what)
+{
+    return put(comm, NULL, kind, parts, count, what);
+}

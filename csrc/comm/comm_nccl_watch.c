@@ -1,0 +1,322 @@
+/* The thread that looks after an NCCL communicator.
+ *
+ * Every poll_ms it asks the oldest collective's event and NCCL's own error. It is also the only
+ * one that aborts or destroys NCCL's side, because either may take long: nobody waits for it
+ * longer than END_MS, or PEACE_MS where nothing has failed. It takes `calls` before it enters
+ * NCCL; whoever holds that leaves soon, because NCCL was told not to block and loops look at
+ * abort_wanted.
+ */
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "comm/comm_nccl_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+#define GRAPHS_S 0.3
+
+enum {
+    STACK_BYTES = 4 * 1024 * 1024, /* NCCL ends on it, and the driver gives memory back */
+    END_MS = 1000,
+    PEACE_MS = 10000,
+    QUIET_S = 2,
+    PARTING_S = 5,
+};
+
+bool
+fsdpc_nccl_is_forked(const nccl_comm *comm)
+{
+    return comm->owner != getpid();
+}
+
+double
+fsdpc_nccl_now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+void
+fsdpc_nccl_nap(int us)
+{
+    struct timespec time = {.tv_nsec = (long)us * 1000};
+    nanosleep(&time, NULL);
+}
+
+int
+fsdpc_nccl_use_context(const nccl_comm *comm)
+{
+    fsdpc_cu_context current = NULL;
+    FSDPC_TRY(fsdpc_cuda_check(comm->driver, comm->driver->ctx_get_current(&current),
+                               "the thread's CUDA context"));
+    if (current == comm->context) {
+        return FSDPC_OK;
+    }
+    return fsdpc_cuda_check(comm->driver, comm->driver->ctx_set_current(comm->context),
+                            "setting the thread's CUDA context");
+}
+
+/* --- failing ------------------------------------------------------------------------------------ */
+
+void
+fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
+{
+    char text[FSDPC_COMM_TEXT_BYTES];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fsdpc_comm_break(&comm->base, status, text);
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
+    atomic_store(&comm->abort_wanted, true);
+    pthread_mutex_lock(&comm->lock);
+    pthread_cond_broadcast(&comm->told);
+    pthread_mutex_unlock(&comm->lock);
+}
+
+static void
+look_at_time(nccl_comm *comm)
+{
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES];
+    double waited;
+    const fsdpc_cu_result result = fsdpc_nccl_sweep(comm, &waited);
+    const bool failed = result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY;
+    if (!failed && waited <= comm->options.timeout_s) {
+        return;
+    }
+    pthread_mutex_lock(&comm->lock);
+    memcpy(others, comm->others, sizeof others);
+    pthread_mutex_unlock(&comm->lock);
+    fsdpc_nccl_oldest(comm, oldest);
+    if (failed) {
+        (void)fsdpc_cuda_check(comm->driver, result, "rank %d: %s", comm->base.rank, oldest);
+        fsdpc_nccl_fail(comm, FSDPC_E_COMM, "%s", fsdpc_error_text());
+    } else {
+        fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT,
+                        "rank %d: %s has not ended after %g s: another rank has not come to it, "
+                        "or has died%s%s",
+                        comm->base.rank, oldest, comm->options.timeout_s, others[0] ? ". " : "",
+                        others);
+    }
+}
+
+static void
+look_at_nccl(nccl_comm *comm)
+{
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], said[256] = "";
+    fsdpc_nccl_result error = FSDPC_NCCL_SUCCESS;
+    if (atomic_load(&comm->trying) || pthread_mutex_trylock(&comm->calls) != 0) {
+        return; /* somebody is inside and sees the error itself */
+    }
+    if (comm->handle && comm->nccl->async_error(comm->handle, &error) == FSDPC_NCCL_SUCCESS &&
+        error != FSDPC_NCCL_SUCCESS && error != FSDPC_NCCL_IN_PROGRESS) {
+        snprintf(said, sizeof said, "%s; %s", comm->nccl->error_string(error),
+                 comm->nccl->last_error(comm->handle));
+    }
+    pthread_mutex_unlock(&comm->calls);
+    if (said[0]) {
+        fsdpc_nccl_oldest(comm, oldest);
+        fsdpc_nccl_fail(comm, FSDPC_E_COMM, "rank %d: NCCL failed in %s: %s", comm->base.rank,
+                        oldest, said);
+    }
+}
+
+/* --- ending NCCL's side --------------------------------------------------------------------------- */
+
+/* A sound communicator is taken down in peace: peers may still be in its last collective. While a graph with
+ * its collectives lives, NCCL goes on waiting. */
+static bool
+ended_in_peace(nccl_comm *comm)
+{
+    fsdpc_nccl_result state = comm->nccl->finalize(comm->handle);
+    double end = fsdpc_nccl_now_s() + (comm->captured ? GRAPHS_S : QUIET_S);
+    while (state == FSDPC_NCCL_IN_PROGRESS && fsdpc_nccl_now_s() < end) {
+        fsdpc_nccl_nap(500);
+        if (comm->nccl->async_error(comm->handle, &state) != FSDPC_NCCL_SUCCESS) {
+            break;
+        }
+    }
+    return state == FSDPC_NCCL_SUCCESS && comm->nccl->destroy(comm->handle) == FSDPC_NCCL_SUCCESS;
+}
+
+static bool
+is_idle(nccl_comm *comm)
+{
+    return fsdpc_nccl_sweep(comm, NULL) == FSDPC_CU_SUCCESS;
+}
+
+static void
+end_nccl(nccl_comm *comm)
+{
+    bool idle = is_idle(comm);
+    pthread_mutex_lock(&comm->calls);
+    fsdpc_nccl_comm handle = comm->handle;
+    bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
+    if (handle && sound && idle) {
+        if (!comm->captured) {
+            fsdpc_nccl_delist_all(comm); /* a graph would still use what was registered */
+        }
+        const bool ended = ended_in_peace(comm);
+        comm->left_behind = !ended && comm->captured; /* an abort, too, would wait for the graphs */
+        handle = ended || comm->left_behind ? NULL : handle;
+    }
+    /* Gone before it is aborted: whoever comes now finds nothing. An abort may take long. */
+    comm->handle = NULL;
+    pthread_mutex_unlock(&comm->calls);
+    if (handle) {
+        (void)comm->nccl->abort(handle);
+    }
+}
+
+/* --- the thread ------------------------------------------------------------------------------------ */
+
+/* True: time to end. */
+static bool
+rest(nccl_comm *comm, bool aborted)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += (long)comm->options.poll_ms * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&comm->lock);
+    if (!comm->stop && (aborted || !atomic_load(&comm->abort_wanted))) {
+        pthread_cond_timedwait(&comm->told, &comm->lock, &until);
+    }
+    bool stop = comm->stop;
+    pthread_mutex_unlock(&comm->lock);
+    return stop;
+}
+
+static void *
+watch(void *argument)
+{
+    nccl_comm *comm = argument;
+    bool aborted = false;
+    unsigned mode =
+        FSDPC_CU_CAPTURE_RELAXED; /* its queries must not end a capture of the program */
+    (void)fsdpc_nccl_use_context(comm);
+    if (comm->driver->capture_mode) {
+        (void)comm->driver->capture_mode(&mode);
+    }
+    while (!rest(comm, aborted)) {
+        if (!aborted && !atomic_load(&comm->abort_wanted)) {
+            look_at_nccl(comm);
+            look_at_time(comm);
+        }
+        if (!aborted && atomic_load(&comm->abort_wanted)) {
+            end_nccl(comm);
+            aborted = true;
+        }
+    }
+    end_nccl(comm);
+    pthread_mutex_lock(&comm->lock);
+    comm->ended = true;
+    bool orphan = comm->orphan;
+    pthread_cond_broadcast(&comm->told);
+    pthread_mutex_unlock(&comm->lock);
+    if (orphan) {
+        fsdpc_nccl_dispose(comm);
+    }
+    return NULL;
+}
+
+/* All at once: none is made in a step. */
+static int
+make_events(nccl_comm *comm)
+{
+    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
+        FSDPC_TRY(fsdpc_cuda_check(
+            comm->driver,
+            comm->driver->event_create(&comm->ring[i].event, FSDPC_CU_EVENT_DISABLE_TIMING),
+            "an event of communicator %s", comm->name));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_nccl_watch_start(nccl_comm *comm)
+{
+    pthread_attr_t attr;
+    sigset_t all, before;
+    FSDPC_TRY(make_events(comm));
+    int rc = pthread_attr_init(&attr);
+    if (rc == 0) {
+        pthread_attr_setstacksize(&attr, STACK_BYTES);
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        rc = pthread_create(&comm->thread, &attr, watch, comm);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        pthread_attr_destroy(&attr);
+    }
+    comm->threaded = rc == 0;
+    return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
+}
+
+/* False: NCCL does not let go. A thread that is still inside when the process ends may take it down, so
+ * an end in peace, which takes NCCL a while, gets its time. */
+static bool
+stop_thread(nccl_comm *comm)
+{
+    const int wait_ms = fsdpc_comm_check(&comm->base) == FSDPC_OK ? PEACE_MS : END_MS;
+    struct timespec until;
+    if (!comm->threaded) {
+        end_nccl(comm);
+        return true;
+    }
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += wait_ms / 1000;
+    pthread_mutex_lock(&comm->lock);
+    comm->stop = true;
+    pthread_cond_broadcast(&comm->told);
+    while (!comm->ended && pthread_cond_timedwait(&comm->told, &comm->lock, &until) == 0) {}
+    bool ended = comm->ended;
+    pthread_mutex_unlock(&comm->lock);
+    return ended;
+}
+
+void
+fsdpc_nccl_part(nccl_comm *comm)
+{
+    double end = fsdpc_nccl_now_s() + PARTING_S;
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
+    (void)fsdpc_nccl_use_context(comm);
+    while (!is_idle(comm) && fsdpc_comm_check(&comm->base) == FSDPC_OK &&
+           fsdpc_nccl_now_s() < end) {
+        fsdpc_nccl_nap(1000);
+    }
+    (void)stop_thread(comm);
+}
+
+/* What the thread does when it ends late is decided under the lock: somebody frees. */
+bool
+fsdpc_nccl_watch_end(nccl_comm *comm)
+{
+    if (fsdpc_nccl_is_forked(comm)) {
+        return false;
+    }
+    (void)stop_thread(comm);
+    if (!comm->threaded) {
+        return true;
+    }
+    pthread_mutex_lock(&comm->lock);
+    bool ended = comm->ended;
+    comm->orphan = !ended;
+    if (!ended) {
+        pthread_detach(comm->thread);
+    }
+    pthread_mutex_unlock(&comm->lock);
+    if (ended) {
+        pthread_join(comm->thread, NULL);
+    }
+    return ended;
+}

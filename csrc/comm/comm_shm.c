@@ -1,0 +1,406 @@
+/* The communicator of the ranks of one host: rounds over staging memory in the shared segment.
+ *
+ * Private buffers are copied through the stage chunk by chunk; memory made by
+ * fsdpc_comm_buffer_new is used where it lies (comm_shm_direct.c). All sums run over the ranks in
+ * order, whatever the path, so results do not depend on it.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "comm/comm_shm_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+/* From here on an all_reduce among more than two ranks splits the work instead of repeating it. */
+enum { SPLIT_BYTES = 64 * 1024 };
+
+/* --- rounds --------------------------------------------------------------------------------- */
+
+static char *
+stage_of(const fsdpc_comm_shm_group *self, int rank)
+{
+    size_t half = (size_t)rank * 2 + (self->round & 1);
+    return self->stage + half * FSDPC_STAGE_BYTES;
+}
+
+static bool
+same_call(const fsdpc_call *a, const fsdpc_call *b)
+{
+    return a->op == b->op && a->dtype == b->dtype && a->detail == b->detail &&
+           a->count == b->count && a->place == b->place;
+}
+
+static void
+describe_call(const fsdpc_call *call, char *text, size_t bytes)
+{
+    static const char *const names[] = {"nothing",   "all_gather", "reduce_scatter", "all_reduce",
+                                        "broadcast", "barrier",    "new buffer"};
+    static const char *const details[] = {"", "", "", ", reduction ", ", root ", "", ", common "};
+    size_t op = call->op <= FSDPC_CALL_BUFFER ? call->op : 0;
+    bool reduces = op == FSDPC_CALL_REDUCE_SCATTER || op == FSDPC_CALL_ALL_REDUCE;
+    char detail[16] = "";
+    if (details[op][0]) {
+        snprintf(detail, sizeof detail, "%u", call->detail);
+    }
+    snprintf(text, bytes, "%s(%llu %s%s%s%s)", names[op], (unsigned long long)call->count,
+             reduces ? fsdpc_dtype_name((fsdpc_dtype)call->dtype) : "bytes", details[op], detail,
+             call->place ? ", in shared memory" : "");
+}
+
+static int
+check_calls(const fsdpc_comm_shm_group *self, int half, const char *what)
+{
+    const fsdpc_call *first = &self->calls[0].halves[half];
+    for (int rank = 1; rank < self->base.world; rank++) {
+        const fsdpc_call *other = &self->calls[rank].halves[half];
+        if (!same_call(first, other)) {
+            char here[128], there[128];
+            describe_call(first, here, sizeof here);
+            describe_call(other, there, sizeof there);
+            return fsdpc_error(FSDPC_E_MISMATCH,
+                               "%s: the ranks call different collectives: rank 0 %s, rank %d %s",
+                               what, here, rank, there);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+first_refusal(const fsdpc_comm_shm_group *self, int half)
+{
+    for (int rank = 0; rank < self->base.world; rank++) {
+        if (self->calls[rank].halves[half].verdict != FSDPC_OK) {
+            return rank;
+        }
+    }
+    return -1;
+}
+
+int
+fsdpc_comm_shm_meet(fsdpc_comm_shm_group *self, const fsdpc_call *call, const char *what,
+                    int *verdicts)
+{
+    int half = (int)(self->round & 1);
+    fsdpc_wait wait = {.op = what, .unit = ""};
+    self->calls[self->base.rank].halves[half] = *call;
+    FSDPC_TRY(fsdpc_shm_barrier(self->shm, &wait));
+    FSDPC_TRY(check_calls(self, half, what));
+    if (verdicts) {
+        *verdicts = first_refusal(self, half);
+    }
+    self->round++;
+    return FSDPC_OK;
+}
+
+/* --- arithmetic ----------------------------------------------------------------------------- */
+
+/* Through F32 in tiles: the sum is rounded once, at the end. */
+static int
+sum_narrow(fsdpc_comm_shm_group *self, char *dst, const void *const *src, fsdpc_dtype dtype,
+           int64_t n)
+{
+    int world = self->base.world;
+    fsdpc_device *device = self->base.device;
+    const void *from[FSDPC_SHM_MAX_RANKS];
+    int64_t item = (int64_t)fsdpc_dtype_bytes(dtype);
+    for (int64_t at = 0; at < n; at += FSDPC_TILE_NUMEL) {
+        int64_t part = n - at < FSDPC_TILE_NUMEL ? n - at : FSDPC_TILE_NUMEL;
+        for (int rank = 0; rank < world; rank++) {
+            from[rank] = (const char *)src[rank] + at * item;
+        }
+        FSDPC_TRY(fsdpc_device_reduce(device, self->tile, FSDPC_F32, from, world, dtype, part, 1.0,
+                                      false));
+        FSDPC_TRY(
+            fsdpc_device_cast(device, dst + at * item, dtype, self->tile, FSDPC_F32, part, 1.0));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_shm_combine(fsdpc_comm_shm_group *self, void *dst, const void *const *src,
+                       fsdpc_dtype dtype, enum fsdpc_op op, int64_t n)
+{
+    if (op != FSDPC_SUM) {
+        fsdpc_comm_extreme(dst, src, self->base.world, dtype, n, op == FSDPC_MAX);
+        return FSDPC_OK;
+    }
+    if (fsdpc_dtype_accumulate(dtype) != dtype) {
+        return sum_narrow(self, dst, src, dtype, n);
+    }
+    return fsdpc_device_reduce(self->base.device, dst, dtype, src, self->base.world, dtype, n, 1.0,
+                               false);
+}
+
+/* --- collectives on private memory ---------------------------------------------------------- */
+
+static int
+all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    size_t world = (size_t)comm->world;
+    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, piece_bytes * world);
+    if (shared) {
+        return fsdpc_comm_shm_direct_gather(self, shared, buffer, piece_bytes, what);
+    }
+    fsdpc_call call = {.op = FSDPC_CALL_ALL_GATHER, .count = piece_bytes};
+    char *all = buffer;
+    for (size_t at = 0; at < piece_bytes; at += FSDPC_STAGE_BYTES) {
+        size_t n = piece_bytes - at < FSDPC_STAGE_BYTES ? piece_bytes - at : FSDPC_STAGE_BYTES;
+        uint32_t round = self->round;
+        memcpy(stage_of(self, comm->rank), all + (size_t)comm->rank * piece_bytes + at, n);
+        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
+        for (size_t i = 1; i < world; i++) {
+            size_t peer = ((size_t)comm->rank + i) % world;
+            const char *half = self->stage + (peer * 2 + (round & 1)) * FSDPC_STAGE_BYTES;
+            memcpy(all + peer * piece_bytes + at, half, n);
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Copies part [at, at + n) of all pieces but this rank's into the stage, a slot for each. */
+static void
+stage_pieces(fsdpc_comm_shm_group *self, const char *all, size_t piece_bytes, size_t at, size_t n,
+             size_t slot_bytes)
+{
+    char *stage = stage_of(self, self->base.rank);
+    for (int i = 0; i < self->base.world; i++) {
+        if (i != self->base.rank) {
+            memcpy(stage + (size_t)i * slot_bytes, all + (size_t)i * piece_bytes + at, n);
+        }
+    }
+}
+
+static int
+reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+               const char *what)
+{
+    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    size_t item = fsdpc_dtype_bytes(dtype);
+    size_t world = (size_t)comm->world;
+    size_t rank = (size_t)comm->rank;
+    size_t piece = (size_t)piece_numel * item;
+    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, piece * world);
+    if (shared) {
+        return fsdpc_comm_shm_direct_scatter(self, shared, buffer, piece_numel, dtype, what);
+    }
+    fsdpc_call call = {
+        .op = FSDPC_CALL_REDUCE_SCATTER, .dtype = (uint16_t)dtype, .count = (uint64_t)piece_numel};
+    size_t slot = FSDPC_STAGE_BYTES / world / 64 * 64;
+    for (size_t at = 0; at < piece; at += slot) {
+        const void *src[FSDPC_SHM_MAX_RANKS];
+        size_t n = piece - at < slot ? piece - at : slot;
+        char *own = (char *)buffer + rank * piece + at;
+        stage_pieces(self, buffer, piece, at, n, slot);
+        for (size_t i = 0; i < world; i++) {
+            src[i] = i == rank ? own : stage_of(self, (int)i) + rank * slot;
+        }
+        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
+        FSDPC_TRY(fsdpc_comm_shm_combine(self, own, src, dtype, FSDPC_SUM, (int64_t)(n / item)));
+    }
+    return FSDPC_OK;
+}
+
+/* One chunk; every rank computes all of it. */
+static int
+reduce_whole(fsdpc_comm_shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype,
+             enum fsdpc_op op, const fsdpc_call *call, const char *what)
+{
+    const void *src[FSDPC_SHM_MAX_RANKS];
+    memcpy(stage_of(self, self->base.rank), chunk, (size_t)n * fsdpc_dtype_bytes(dtype));
+    for (int i = 0; i < self->base.world; i++) {
+        src[i] = i == self->base.rank ? chunk : stage_of(self, i);
+    }
+    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
+    return fsdpc_comm_shm_combine(self, chunk, src, dtype, op, n);
+}
+
+/* One chunk; each rank computes its slice, a second round spreads the results. */
+static int
+reduce_split(fsdpc_comm_shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype,
+             enum fsdpc_op op, const fsdpc_call *call, const char *what)
+{
+    const void *src[FSDPC_SHM_MAX_RANKS];
+    const char *results[FSDPC_SHM_MAX_RANKS];
+    int64_t world = self->base.world;
+    int64_t rank = self->base.rank;
+    int64_t item = (int64_t)fsdpc_dtype_bytes(dtype);
+    int64_t begin = n * rank / world * item;
+    int64_t end = n * (rank + 1) / world * item;
+    memcpy(stage_of(self, (int)rank), chunk, (size_t)(n * item));
+    for (int i = 0; i < world; i++) {
+        src[i] = (i == rank ? chunk : stage_of(self, i)) + begin;
+    }
+    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
+    FSDPC_TRY(fsdpc_comm_shm_combine(self, chunk + begin, src, dtype, op, (end - begin) / item));
+    memcpy(stage_of(self, (int)rank) + begin, chunk + begin, (size_t)(end - begin));
+    for (int i = 0; i < world; i++) {
+        results[i] = stage_of(self, i);
+    }
+    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
+    for (int64_t i = 0; i < world; i++) {
+        int64_t from = n * i / world * item;
+        int64_t to = n * (i + 1) / world * item;
+        if (i != rank) {
+            memcpy(chunk + from, results[i] + from, (size_t)(to - from));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+           const char *what)
+{
+    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    int64_t item = (int64_t)fsdpc_dtype_bytes(dtype);
+    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, (size_t)(numel * item));
+    if (shared) {
+        return fsdpc_comm_shm_direct_reduce(self, shared, buffer, numel, dtype, op, what);
+    }
+    fsdpc_call call = {.op = FSDPC_CALL_ALL_REDUCE,
+                       .dtype = (uint16_t)dtype,
+                       .detail = (uint32_t)op,
+                       .count = (uint64_t)numel};
+    bool split = comm->world > 2 && numel * item > SPLIT_BYTES;
+    int64_t chunk = FSDPC_STAGE_BYTES / item;
+    for (int64_t at = 0; at < numel; at += chunk) {
+        int64_t n = numel - at < chunk ? numel - at : chunk;
+        char *part = (char *)buffer + at * item;
+        FSDPC_TRY(split ? reduce_split(self, part, n, dtype, op, &call, what)
+                        : reduce_whole(self, part, n, dtype, op, &call, what));
+    }
+    return FSDPC_OK;
+}
+
+static int
+broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
+{
+    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, bytes);
+    if (shared) {
+        return fsdpc_comm_shm_direct_broadcast(self, shared, buffer, bytes, root, what);
+    }
+    fsdpc_call call = {.op = FSDPC_CALL_BROADCAST, .detail = (uint32_t)root, .count = bytes};
+    for (size_t at = 0; at < bytes; at += FSDPC_STAGE_BYTES) {
+        size_t n = bytes - at < FSDPC_STAGE_BYTES ? bytes - at : FSDPC_STAGE_BYTES;
+        char *stage = stage_of(self, root);
+        if (comm->rank == root) {
+            memcpy(stage, (char *)buffer + at, n);
+        }
+        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
+        if (comm->rank != root) {
+            memcpy((char *)buffer + at, stage, n);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+barrier(fsdpc_comm *comm, const char *what)
+{
+    fsdpc_call call = {.op = FSDPC_CALL_BARRIER};
+    return fsdpc_comm_shm_meet(fsdpc_comm_shm_of(comm), &call, what, NULL);
+}
+
+static int
+agree(fsdpc_comm *comm, const char *text, const char *what)
+{
+    fsdpc_wait wait = {.op = what, .unit = ""};
+    return fsdpc_shm_agree(fsdpc_comm_shm_of(comm)->shm, text, &wait);
+}
+
+/* --- life ----------------------------------------------------------------------------------- */
+
+static void
+abort_group(fsdpc_comm *comm, const char *text)
+{
+    fsdpc_shm_abort(fsdpc_comm_shm_of(comm)->shm, text);
+}
+
+static void
+close_group(fsdpc_comm *comm)
+{
+    fsdpc_shm_leave(fsdpc_comm_shm_of(comm)->shm);
+}
+
+static fsdpc_shm *
+segment(const fsdpc_comm *comm)
+{
+    return ((const fsdpc_comm_shm_group *)comm)->shm;
+}
+
+static void
+release(fsdpc_comm *comm)
+{
+    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    for (fsdpc_comm_buffer *buffer = self->buffers; buffer; buffer = buffer->next) {
+        buffer->comm = NULL; /* outlives the group: its memory stays mapped */
+    }
+    fsdpc_shm_unmap(self->map, self->map_bytes);
+    fsdpc_shm_free(self->shm);
+    fsdpc_mem_free(self->tile);
+    fsdpc_mem_free(self);
+}
+
+static const fsdpc_comm_ops shm_ops = {
+    .kind = "shm",
+    .all_gather = all_gather,
+    .reduce_scatter = reduce_scatter,
+    .all_reduce = all_reduce,
+    .broadcast = broadcast,
+    .barrier = barrier,
+    .agree = agree,
+    .abort = abort_group,
+    .close = close_group,
+    .segment = segment,
+    .buffer_new = fsdpc_comm_shm_buffer_new,
+    .free = release,
+};
+
+static int
+map_stage(fsdpc_comm_shm_group *self, int world)
+{
+    uint64_t offset;
+    void *map;
+    size_t calls = fsdpc_round_up((size_t)world * sizeof *self->calls, fsdpc_shm_page_bytes());
+    size_t stage = (size_t)world * 2 * FSDPC_STAGE_BYTES;
+    FSDPC_TRY(fsdpc_shm_alloc(self->shm, calls + stage, false, &offset));
+    FSDPC_TRY(fsdpc_shm_map(self->shm, offset, calls + stage, NULL, &map));
+    self->map = map;
+    self->map_bytes = calls + stage;
+    self->calls = map;
+    self->stage = (char *)map + calls;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, double timeout_s,
+               fsdpc_comm **out)
+{
+    *out = NULL;
+    int status = FSDPC_OK;
+    if (!fsdpc_device_get_caps(device)->host_memory) {
+        return fsdpc_error(FSDPC_E_INVAL, "device %s has no memory that ranks of a host can share",
+                           fsdpc_device_name(device));
+    }
+    fsdpc_comm_shm_group *self = fsdpc_mem_calloc(1, sizeof *self);
+    float *tile = fsdpc_mem_calloc(FSDPC_TILE_NUMEL, sizeof *tile);
+    if (!self || !tile) {
+        fsdpc_mem_free(tile);
+        fsdpc_mem_free(self);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
+    }
+    self->tile = tile;
+    self->base = (fsdpc_comm){.ops = &shm_ops, .device = device, .rank = rank, .world = world};
+    FSDPC_GOTO(fsdpc_shm_create(rank, world, name, timeout_s, &self->shm), fail);
+    FSDPC_GOTO(map_stage(self, world), fail);
+    *out = &self->base;
+    return FSDPC_OK;
+fail:
+    if (self->shm) {
+        fsdpc_shm_abort(self->shm, fsdpc_error_text());
+    }
+    release(&self->base);
+    return status;
+}

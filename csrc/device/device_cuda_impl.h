@@ -1,0 +1,162 @@
+/* What the files of the CUDA device share. */
+#ifndef FSDPC_DEVICE_CUDA_IMPL_H
+#define FSDPC_DEVICE_CUDA_IMPL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "device/cuda_driver.h"
+#include "cuda_params.h"
+#include "device/device_impl.h"
+#include "base/status.h"
+
+#define FSDPC_CUDA_KERNEL_ID(kernel, params) FSDPC_K_##kernel,
+enum fsdpc_cuda_kernel { FSDPC_CUDA_KERNELS(FSDPC_CUDA_KERNEL_ID) FSDPC_CUDA_KERNEL_COUNT };
+#undef FSDPC_CUDA_KERNEL_ID
+
+struct fsdpc_event {
+    fsdpc_cu_event handle;
+    bool recorded;
+    fsdpc_event *next; /* in the pool */
+};
+
+struct fsdpc_cuda_stream; /* an own stream */
+struct
+    fsdpc_cuda_stage; /* pinned memory and its twin on the device, for lists that do not fit a launch */
+
+struct fsdpc_cuda {
+    const fsdpc_cuda_driver *driver;
+    fsdpc_cu_device device;
+    fsdpc_cu_context context; /* the primary one, retained */
+    int multiprocessors;
+    int urgent; /* highest priority of a stream */
+    char title[96], note[160];
+
+    fsdpc_cu_library library;
+    fsdpc_cu_function functions[FSDPC_CUDA_KERNEL_COUNT];
+
+    bool virtual_memory;
+    size_t granule;
+    fsdpc_cu_memory memory; /* how physical memory is asked for */
+
+    pthread_mutex_t lock; /* of the lists */
+    fsdpc_event *events;  /* not in use */
+    struct fsdpc_cuda_stream *streams;
+    struct fsdpc_cuda_stage *stages;
+
+    _Atomic int64_t waits; /* of the host, so far */
+
+    pthread_mutex_t norm_lock; /* of what follows: one norm for the host at a time */
+    void *norm_parts;          /* on the device; the total behind them */
+    void *norm_host;           /* pinned */
+};
+
+/* FSDPC_TRY for a call of the driver; the words say what it was for. */
+#define FSDPC_CU(cuda, call, ...) \
+    FSDPC_TRY(fsdpc_cuda_check((cuda)->driver, (cuda)->driver->call, __VA_ARGS__))
+
+static inline fsdpc_cu_ptr
+fsdpc_cuda_address(const void *pointer)
+{
+    return (fsdpc_cu_ptr)(uintptr_t)pointer;
+}
+
+/* device_cuda.c */
+
+/* Makes the device's context this thread's: threads of autograd may have none. */
+int fsdpc_cuda_enter(const struct fsdpc_cuda *cuda);
+
+/* device_cuda_stream.c */
+
+fsdpc_cu_stream fsdpc_cuda_current(const struct fsdpc_cuda *cuda);
+int fsdpc_cuda_stream_new(void *context, bool urgent, fsdpc_stream **out);
+void fsdpc_cuda_stream_free(void *context, fsdpc_stream *stream);
+fsdpc_stream *fsdpc_cuda_use(void *context, fsdpc_stream *stream);
+fsdpc_stream *fsdpc_cuda_current_stream(void *context);
+int fsdpc_cuda_capture(void *context, uint64_t *id);
+/* What this thread may call while anything is captured anywhere; returns what it was. */
+unsigned fsdpc_cuda_exchange_mode(const struct fsdpc_cuda *cuda, unsigned mode);
+int fsdpc_cuda_event_new(void *context, fsdpc_event **out);
+void fsdpc_cuda_event_free(void *context, fsdpc_event *event);
+int fsdpc_cuda_record(void *context, fsdpc_event *event);
+int fsdpc_cuda_wait(void *context, fsdpc_event *event);
+int fsdpc_cuda_poll(void *context, fsdpc_event *event, bool *done);
+int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what);
+int64_t fsdpc_cuda_waits(void *context);
+/* The host waits for what has been queued on the current stream; for set-up and for results. */
+int fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what);
+/* The same for all own streams, the current and the default one: before memory is taken away. */
+int fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what);
+void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
+
+/* device_cuda_memory.c */
+
+/* Finds out how memory can be had. */
+int fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda);
+int fsdpc_cuda_alloc(void *context, size_t bytes, void **out);
+void fsdpc_cuda_free(void *context, void *block, size_t bytes);
+int fsdpc_cuda_host_alloc(void *context, size_t bytes, void **out);
+void fsdpc_cuda_host_free(void *context, void *block);
+int fsdpc_cuda_host_register(void *context, void *block, size_t bytes);
+void fsdpc_cuda_host_unregister(void *context, void *block);
+int fsdpc_cuda_copy_in(void *context, void *dst, const void *host, size_t bytes);
+int fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes);
+int fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes);
+int fsdpc_cuda_zero(void *context, void *dst, size_t bytes);
+int fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n);
+
+/* Physical memory behind addresses; the mapping alone keeps it after mem_release. */
+int fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes,
+                   fsdpc_cu_handle physical);
+
+/* device_cuda_slots.c */
+
+size_t fsdpc_cuda_grain(void *context);
+int fsdpc_cuda_reserve(void *context, size_t bytes, void **out);
+void fsdpc_cuda_unreserve(void *context, void *address, size_t bytes);
+int fsdpc_cuda_piece_new(void *context, size_t bytes, fsdpc_piece **out);
+void fsdpc_cuda_piece_free(void *context, fsdpc_piece *piece);
+int fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece);
+int fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece);
+
+/* device_cuda_kernels.c */
+
+/* Loads the image and every function of it, so that no launch has to. */
+int fsdpc_cuda_kernels_init(struct fsdpc_cuda *cuda);
+void fsdpc_cuda_kernels_fini(struct fsdpc_cuda *cuda);
+int fsdpc_cuda_launch(const struct fsdpc_cuda *cuda, enum fsdpc_cuda_kernel kernel, int64_t blocks,
+                      const void *params);
+/* FSDPC_E_INVAL when a float would lie across its own boundary, where a GPU cannot read it. */
+int fsdpc_cuda_check_aligned(const char *what, const void *pointer, fsdpc_dtype type);
+int fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
+                        fsdpc_dtype src_type, int64_t n, double scale);
+int fsdpc_cuda_accumulate_any(void *context, void *acc, fsdpc_dtype acc_type, const void *src,
+                              fsdpc_dtype src_type, int64_t n, double scale);
+int fsdpc_cuda_reduce_any(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                          int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add);
+int fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
+                           fsdpc_dtype seen_type, int64_t n);
+int fsdpc_cuda_norm2(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
+int fsdpc_cuda_norm_p(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                      double *out);
+int fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                           int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
+                           void *parts);
+int fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                         void *parts);
+int fsdpc_cuda_norm_total(void *context, const void *parts, int64_t count, bool add, void *total);
+int fsdpc_cuda_clip_factor(void *context, const void *total, double p, double max_norm,
+                           double *out);
+int fsdpc_cuda_scale_by(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);
+
+/* device_cuda_pack.c */
+
+int fsdpc_cuda_pack_tensor(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
+                           fsdpc_dtype src_type, int ndim, const int64_t *shape,
+                           const int64_t *strides, double scale);
+int fsdpc_cuda_plan_new(void *context, fsdpc_pack_plan *plan);
+void fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan);
+int fsdpc_cuda_pack_onto(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
+                         const fsdpc_pack_source *sources, double scale);
+
+#endif

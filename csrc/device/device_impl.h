@@ -1,0 +1,118 @@
+/* A device as its implementer sees it. Callers use device.h.
+ *
+ * device.c checks every argument before it calls an entry: dtypes are known and fit the entry,
+ * n > 0, pointers are not NULL (but sources of reduce may be). So entries need not check again.
+ * All entries are required unless marked (optional). An asynchronous device queues the work in
+ * call order.
+ */
+#ifndef FSDPC_DEVICE_IMPL_H
+#define FSDPC_DEVICE_IMPL_H
+
+#include "device/device.h"
+
+enum { FSDPC_DEVICE_API_VERSION = 2 };
+
+typedef struct fsdpc_device_i {
+    int api_version; /* FSDPC_DEVICE_API_VERSION of the implementer */
+    const char *name;
+
+    /* (optional) NULL: the device has no helper threads, 1 is the only value accepted. */
+    int (*set_threads)(void *context, int threads);
+    int (*threads)(void *context);
+    const char *(*kernels_name)(void *context);
+
+    /* bytes > 0. Zeroed. */
+    int (*alloc)(void *context, size_t bytes, void **out);
+    void (*free)(void *context, void *block, size_t bytes);
+
+    int (*cast)(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
+                fsdpc_dtype src_type, int64_t n, double scale);
+    int (*accumulate)(void *context, void *acc, fsdpc_dtype acc_type, const void *src,
+                      fsdpc_dtype src_type, int64_t n, double scale);
+    int (*reduce)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                  int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add);
+    int (*refresh)(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
+                   fsdpc_dtype seen_type, int64_t n);
+    int (*norm2)(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
+    int (*norm_p)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                  double *out);
+    /* (optional) NULL: cast in place. */
+    int (*scale)(void *context, void *x, fsdpc_dtype type, int64_t n, double factor);
+    int (*pack)(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
+                fsdpc_dtype src_type, int ndim, const int64_t *shape, const int64_t *strides,
+                double scale);
+    int (*poison)(void *context, void *dst, fsdpc_dtype type, int64_t n);
+    int (*zero)(void *context, void *dst, size_t bytes);
+
+    /* All from here on (optional): a device with caps.asynchronous has them all, others none. */
+    int (*stream_new)(void *context, bool urgent, fsdpc_stream **out);
+    void (*stream_free)(void *context, fsdpc_stream *stream);
+    fsdpc_stream *(*use)(void *context, fsdpc_stream *stream);
+    fsdpc_stream *(*current)(void *context);
+    int (*capture)(void *context, uint64_t *id);
+    int (*event_new)(void *context, fsdpc_event **out);
+    void (*event_free)(void *context, fsdpc_event *event);
+    int (*record)(void *context, fsdpc_event *event);
+    int (*wait)(void *context, fsdpc_event *event);
+    int (*poll)(void *context, fsdpc_event *event, bool *done);
+    int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
+    int64_t (*waits)(void *context); /* NULL: the host never waits */
+    /* The host waits for all streams that free names. */
+    int (*drain)(void *context, const char *what);
+    int (*host_alloc)(void *context, size_t bytes, void **out);
+    void (*host_free)(void *context, void *block);
+    int (*host_register)(void *context, void *block, size_t bytes);
+    void (*host_unregister)(void *context, void *block);
+    int (*copy_in)(void *context, void *dst, const void *host, size_t bytes);
+    int (*copy_out)(void *context, void *host, const void *src, size_t bytes);
+    int (*copy)(void *context, void *dst, const void *src, size_t bytes);
+    size_t (*grain)(void *context);
+    int (*reserve)(void *context, size_t bytes, void **out);
+    void (*unreserve)(void *context, void *address, size_t bytes);
+    int (*piece_new)(void *context, size_t bytes, fsdpc_piece **out);
+    void (*piece_free)(void *context, fsdpc_piece *piece);
+    int (*show)(void *context, void **address, size_t bytes, fsdpc_piece *piece);
+    int (*hide)(void *context, void *address, size_t bytes, fsdpc_piece *piece);
+    int (*plan_new)(void *context, fsdpc_pack_plan *plan);
+    void (*plan_free)(void *context, fsdpc_pack_plan *plan);
+    int (*pack_onto)(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
+                     const fsdpc_pack_source *sources, double scale);
+    int64_t (*norm_parts)(int64_t n);
+    int (*norm_into)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+                     void *parts);
+    int (*reduce_norm)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
+                       int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
+                       void *parts);
+    int (*norm_total)(void *context, const void *parts, int64_t count, bool add, void *total);
+    int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
+    int (*scale_by)(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);
+} fsdpc_device_i;
+
+struct fsdpc_pack_plan {
+    int count;
+    fsdpc_pack_target *targets;
+    fsdpc_pack_base *bases; /* or NULL */
+    size_t bytes;
+    bool keep_gaps;
+    void *own; /* the implementer's */
+};
+
+struct fsdpc_device {
+    const fsdpc_device_i *i;
+    void *context; /* owned by the implementer */
+    fsdpc_device_caps caps;
+    /* Of device_alloc.c, whose lock holds for them. */
+    struct fsdpc_source *source; /* NULL: the device itself */
+    struct fsdpc_block *blocks;
+    size_t foreign_bytes;
+};
+
+/* After an allocation failed: true if some memory may have gone back to the driver. */
+bool fsdpc_device_trim(fsdpc_device *device);
+
+/* The checks of device.c that device_stream.c and device_pack.c need, too. */
+int fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src,
+                              int src_count, fsdpc_dtype src_type, int64_t n);
+int fsdpc_device_check_scale(const void *x, fsdpc_dtype type, int64_t n);
+
+#endif

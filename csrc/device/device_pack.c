@@ -1,0 +1,217 @@
+/* Many tensors into one flat buffer: the plan, its checks, and the loop for devices without queues. */
+#include "device/device_impl.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+
+static int
+check_target(const fsdpc_pack_target *target, int index, size_t begin, size_t bytes, size_t *end)
+{
+    const size_t item = fsdpc_dtype_bytes(target->dtype);
+    size_t length;
+    if (item == 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "pack: target %d has the unknown dtype %d", index,
+                           (int)target->dtype);
+    }
+    if (target->n < 0 || !fsdpc_size_mul((size_t)target->n, item, &length) ||
+        !fsdpc_size_add(target->offset, length, end) || *end > bytes || target->offset < begin ||
+        target->offset % item) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "pack: target %d, %lld elements from byte %zu, does not fit behind byte "
+                           "%zu of %zu",
+                           index, (long long)target->n, target->offset, begin, bytes);
+    }
+    return FSDPC_OK;
+}
+
+static int
+copy_lists(fsdpc_pack_plan *plan, const fsdpc_pack_target *targets, const fsdpc_pack_base *bases)
+{
+    size_t count = (size_t)plan->count;
+    plan->targets = fsdpc_mem_calloc(count + 1, sizeof *targets);
+    plan->bases = bases ? fsdpc_mem_calloc(count + 1, sizeof *bases) : NULL;
+    if (!plan->targets || (bases && !plan->bases)) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a plan of %d tensors", plan->count);
+    }
+    memcpy(plan->targets, targets, count * sizeof *targets);
+    if (bases) {
+        memcpy(plan->bases, bases, count * sizeof *bases);
+    }
+    return FSDPC_OK;
+}
+
+static int
+check_base(const fsdpc_pack_base *base, int index)
+{
+    const bool wide = base->dtype == FSDPC_F32 || base->dtype == FSDPC_F64;
+    return wide && base->offset % fsdpc_dtype_bytes(base->dtype) == 0
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "pack: base %d is dtype %d at byte %zu", index,
+                             (int)base->dtype, base->offset);
+}
+
+static int
+make_plan(fsdpc_device *device, const fsdpc_pack_target *targets, const fsdpc_pack_base *bases,
+          int count, size_t bytes, bool keep_gaps, fsdpc_pack_plan **out)
+{
+    int status = FSDPC_OK;
+    size_t end = 0;
+    *out = NULL;
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(check_target(&targets[i], i, end, bytes, &end));
+        FSDPC_TRY(bases ? check_base(&bases[i], i) : FSDPC_OK);
+    }
+    fsdpc_pack_plan *plan = fsdpc_mem_calloc(1, sizeof *plan);
+    if (!plan) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a plan of %d tensors", count);
+    }
+    plan->count = count;
+    plan->bytes = bytes;
+    plan->keep_gaps = keep_gaps;
+    FSDPC_GOTO(copy_lists(plan, targets, bases), fail);
+    if (device->i->plan_new) {
+        FSDPC_GOTO(device->i->plan_new(device->context, plan), fail);
+    }
+    *out = plan;
+    return FSDPC_OK;
+fail:
+    fsdpc_mem_free(plan->targets);
+    fsdpc_mem_free(plan->bases);
+    fsdpc_mem_free(plan);
+    return status;
+}
+
+int
+fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets, int count,
+                       size_t bytes, fsdpc_pack_plan **out)
+{
+    return make_plan(device, targets, NULL, count, bytes, false, out);
+}
+
+int
+fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
+                            const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
+                            fsdpc_pack_plan **out)
+{
+    return make_plan(device, targets, bases, count, bytes, keep_gaps, out);
+}
+
+void
+fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan)
+{
+    if (!plan) {
+        return;
+    }
+    if (device->i->plan_free) {
+        device->i->plan_free(device->context, plan);
+    }
+    fsdpc_mem_free(plan->targets);
+    fsdpc_mem_free(plan->bases);
+    fsdpc_mem_free(plan);
+}
+
+/* Everything that a device may rely on. */
+static int
+check_source(const fsdpc_pack_target *target, const fsdpc_pack_source *source, int index,
+             double scale)
+{
+    const bool floats = fsdpc_dtype_is_float(target->dtype) && fsdpc_dtype_is_float(source->dtype);
+    int64_t numel = 1;
+    if (!source->data) {
+        return FSDPC_OK;
+    }
+    if (!floats && (target->dtype != FSDPC_BYTES || source->dtype != FSDPC_BYTES || scale != 1.0)) {
+        return fsdpc_error(FSDPC_E_INVAL, "pack: source %d is %s, its target %s, the scale %g",
+                           index, fsdpc_dtype_name(source->dtype), fsdpc_dtype_name(target->dtype),
+                           scale);
+    }
+    if (!source->strides) {
+        return FSDPC_OK;
+    }
+    if (source->ndim < 0 || source->ndim > FSDPC_KERNEL_MAX_DIMS) {
+        return fsdpc_error(FSDPC_E_INVAL, "pack: source %d has %d dimensions, at most %d are known",
+                           index, source->ndim, FSDPC_KERNEL_MAX_DIMS);
+    }
+    for (int d = 0; d < source->ndim; d++) {
+        numel *= source->shape[d];
+    }
+    return numel == target->n
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "pack: source %d has %lld elements, its target %lld",
+                             index, (long long)numel, (long long)target->n);
+}
+
+static int
+pack_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target,
+         const fsdpc_pack_source *source, double scale)
+{
+    if (!source->data) {
+        return fsdpc_device_zero(device, dst, (size_t)target->n * fsdpc_dtype_bytes(target->dtype));
+    }
+    if (!source->strides) {
+        return fsdpc_device_cast(device, dst, target->dtype, source->data, source->dtype, target->n,
+                                 scale);
+    }
+    return fsdpc_device_pack(device, dst, target->dtype, source->data, source->dtype, source->ndim,
+                             source->shape, source->strides, scale);
+}
+
+static int
+zero_gap(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer, size_t begin, size_t end)
+{
+    return plan->keep_gaps ? FSDPC_OK : fsdpc_device_zero(device, buffer + begin, end - begin);
+}
+
+static int
+pack_each(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer,
+          const fsdpc_pack_source *sources, double scale)
+{
+    size_t end = 0;
+    for (int i = 0; i < plan->count; i++) {
+        const fsdpc_pack_target *target = &plan->targets[i];
+        FSDPC_TRY(zero_gap(device, plan, buffer, end, target->offset));
+        FSDPC_TRY(pack_one(device, buffer + target->offset, target, &sources[i], scale));
+        end = target->offset + (size_t)target->n * fsdpc_dtype_bytes(target->dtype);
+    }
+    return zero_gap(device, plan, buffer, end, plan->bytes);
+}
+
+static int
+check_adding(const fsdpc_device *device, const fsdpc_pack_plan *plan, const void *base, int index)
+{
+    if (!device->i->pack_onto) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "pack: device %s adds tensor by tensor",
+                           device->i->name);
+    }
+    return base && plan->bases
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "pack: source %d has no base to be added to", index);
+}
+
+int
+fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
+                       const void *base, const fsdpc_pack_source *sources, double scale)
+{
+    if (plan->bytes == 0) {
+        return FSDPC_OK;
+    }
+    if (!buffer || (plan->count && !sources)) {
+        return fsdpc_error(FSDPC_E_INVAL, "pack: the buffer or the list of sources is NULL");
+    }
+    for (int i = 0; i < plan->count; i++) {
+        FSDPC_TRY(check_source(&plan->targets[i], &sources[i], i, scale));
+        FSDPC_TRY(sources[i].add ? check_adding(device, plan, base, i) : FSDPC_OK);
+    }
+    return device->i->pack_onto
+               ? device->i->pack_onto(device->context, plan, buffer, base, sources, scale)
+               : pack_each(device, plan, buffer, sources, scale);
+}
+
+int
+fsdpc_device_pack_all(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
+                      const fsdpc_pack_source *sources, double scale)
+{
+    return fsdpc_device_pack_onto(device, plan, buffer, NULL, sources, scale);
+}

@@ -1,0 +1,397 @@
+/* What both kinds of exchange have in common: references, slots, trace. See exchange.h. */
+#include "exchange/exchange.h"
+
+#include <string.h>
+
+#include "exchange/exchange_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+static int
+copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    size_t count = (size_t)plan->unit_count;
+    x->units = fsdpc_mem_calloc(count, sizeof *x->units);
+    x->trace_ids = fsdpc_mem_calloc(count, sizeof *x->trace_ids);
+    x->slot_unit = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_unit);
+    x->slot_tag = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_tag);
+    if (!x->units || !x->trace_ids || !x->slot_unit || !x->slot_tag) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange of %d units",
+                           plan->unit_count);
+    }
+    x->unit_count = plan->unit_count;
+    for (int s = 0; s < plan->slot_count; s++) {
+        x->slot_unit[s] = -1;
+    }
+    for (int i = 0; i < plan->unit_count; i++) {
+        fsdpc_unit *unit = plan->units[i];
+        unit->id = i;
+        /* An exchange before this one may have ended in the middle of a pass. */
+        unit->refs = unit->floor = 0;
+        unit->begun = unit->ready = false;
+        unit->posted = unit->consumed = 0;
+        x->units[i] = unit;
+        x->trace_ids[i] = plan->unit_ids[i];
+        /* One rank rounds nothing to the type in which gradients would travel. */
+        size_t bytes = x->world > 1 ? unit->layout->reduce_bytes : unit->layout->grad_bytes;
+        bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
+        x->sum_reduce_bytes += bytes;
+        x->max_reduce_bytes = bytes > x->max_reduce_bytes ? bytes : x->max_reduce_bytes;
+    }
+    return FSDPC_OK;
+}
+
+static int
+make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    FSDPC_TRY(x->shm ? fsdpc_arena_new(x->shm, &x->arena)
+                     : fsdpc_arena_new_on(fsdpc_comm_device(x->comm), &x->arena));
+    for (int s = 0; s < plan->slot_count; s++) {
+        int slot;
+        FSDPC_TRY(fsdpc_arena_add_slot(x->arena, plan->slot_bytes[s], &slot));
+    }
+    for (int i = 0; i < x->unit_count; i++) {
+        fsdpc_unit *unit = x->units[i];
+        unit->slot = unit->direct ? -1 : plan->slot_of[i];
+        if (!unit->direct) {
+            FSDPC_TRY(fsdpc_arena_bind(x->arena, &unit->range, unit->slot));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* What is made now needs the host; a capture would break inside the driver. */
+static int
+check_capture(const fsdpc_exchange_plan *plan)
+{
+    uint64_t capture;
+    FSDPC_TRY(fsdpc_device_capture(fsdpc_comm_device(plan->comm), &capture));
+    return capture == 0 ? FSDPC_OK
+                        : fsdpc_error(FSDPC_E_STATE,
+                                      "the first forward sets the model up and cannot be captured "
+                                      "into a CUDA graph: run a few ordinary steps before");
+}
+
+int
+fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    FSDPC_TRY(check_capture(plan));
+    fsdpc_exchange *x = fsdpc_mem_calloc(1, sizeof *x);
+    if (!x) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    x->comm = plan->comm;
+    x->rank = fsdpc_comm_rank(plan->comm);
+    x->world = fsdpc_comm_world(plan->comm);
+    x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
+    x->poison = plan->poison;
+    x->trust_order = plan->trust_order;
+    x->trace = plan->trace;
+    x->reduce_slots = plan->reduce_slots;
+    FSDPC_GOTO(copy_units(x, plan), fail);
+    FSDPC_GOTO(make_slots(x, plan), fail);
+    if (fsdpc_device_get_caps(fsdpc_comm_device(x->comm))->asynchronous) {
+        x->ops = &fsdpc_exchange_stream;
+    } else {
+        x->ops = x->shm ? &fsdpc_exchange_shared : &fsdpc_exchange_wire;
+    }
+    FSDPC_GOTO(x->ops->open(x, plan), fail);
+    *out = x;
+    return FSDPC_OK;
+fail:
+    fsdpc_exchange_free(x);
+    return status;
+}
+
+void
+fsdpc_exchange_free(fsdpc_exchange *x)
+{
+    if (!x) {
+        return;
+    }
+    if (x->ops) {
+        x->ops->close(x);
+    }
+    fsdpc_arena_free(x->arena);
+    fsdpc_mem_free(x->units);
+    fsdpc_mem_free(x->trace_ids);
+    fsdpc_mem_free(x->slot_unit);
+    fsdpc_mem_free(x->slot_tag);
+    fsdpc_mem_free(x);
+}
+
+void
+fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t step)
+{
+    x->phase = phase;
+    x->step = step;
+}
+
+void
+fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
+                    uint64_t bytes)
+{
+    if (unit && unit->layout->param_count == 0) {
+        return; /* it only marks a pass */
+    }
+    fsdpc_trace_add(x->trace, op, x->phase, x->step, unit ? x->trace_ids[unit->id] : -1, bytes);
+}
+
+/* Peers may still read the slot, so the pattern goes into private memory behind this rank's range:
+ * what this rank reads too late is found whatever the peers do. */
+int
+fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_arena_veil(&unit->range));
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        FSDPC_TRY(fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
+                                      seg->compute, seg->piece_numel * x->world));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
+                    int64_t n)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    size_t storage = fsdpc_dtype_bytes(seg->storage), compute = fsdpc_dtype_bytes(seg->compute);
+    const char *src = (char *)unit->peers[r] + seg->shard_offset + (size_t)begin * storage;
+    char *dst = (char *)unit->range.address + seg->full_offset +
+                (size_t)((int64_t)r * seg->piece_numel + begin) * compute;
+    x->copied_bytes += (uint64_t)n * compute;
+    if (unit->offload && seg->compute == seg->storage) {
+        return fsdpc_device_copy_in(unit->device, dst, src, (size_t)n * compute);
+    }
+    return fsdpc_device_cast(unit->device, dst, seg->compute, src, seg->storage, n, 1.0);
+}
+
+int
+fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
+{
+    x->tag = tag;
+    return x->ops->begin(x, tag);
+}
+
+int
+fsdpc_exchange_leave(fsdpc_exchange *x)
+{
+    if (!x->ops->leave) {
+        return FSDPC_OK;
+    }
+    return x->ops->leave(x);
+}
+
+/* Says what and where, unless the text does so already. */
+static int
+explain(int status, const char *op, const fsdpc_unit *unit)
+{
+    if (status == FSDPC_OK || strstr(fsdpc_error_text(), unit->name)) {
+        return status;
+    }
+    return fsdpc_error_prepend(status, "%s of unit %s", op, unit->name);
+}
+
+int
+fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs > 0) {
+        unit->refs++;
+        fsdpc_exchange_note(x, FSDPC_TRACE_JOIN, unit, 0);
+        return FSDPC_OK;
+    }
+    x->copied_bytes = 0;
+    if (!unit->direct) {
+        int status = x->ops->gather(x, unit, true);
+        if (status != FSDPC_OK) {
+            return explain(status, "gather", unit);
+        }
+    }
+    unit->refs = 1;
+    fsdpc_exchange_note(x, FSDPC_TRACE_GATHER, unit, x->copied_bytes);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs > 0 || unit->begun || unit->direct) {
+        return FSDPC_OK;
+    }
+    x->copied_bytes = 0;
+    int status = x->ops->gather(x, unit, false);
+    if (status != FSDPC_OK) {
+        return explain(status, "prefetch", unit);
+    }
+    if (unit->begun) {
+        fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
+    }
+    return FSDPC_OK;
+}
+
+static int
+let_go(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    unit->refs = 0;
+    fsdpc_exchange_note(x, FSDPC_TRACE_RELEASE, unit, 0);
+    return unit->direct ? FSDPC_OK : x->ops->release(x, unit);
+}
+
+int
+fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->refs <= 0) {
+        return fsdpc_error(FSDPC_E_STATE, "unit %s is released but was not gathered", unit->name);
+    }
+    if (--unit->refs > 0) {
+        return FSDPC_OK;
+    }
+    return let_go(x, unit);
+}
+
+int
+fsdpc_unit_refs(const fsdpc_unit *unit)
+{
+    return unit->refs;
+}
+
+int
+fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (unit->layout->trainable_count == 0) {
+        return FSDPC_OK;
+    }
+    return explain(x->ops->reduce(x, unit, grads), "reduce", unit);
+}
+
+bool
+fsdpc_exchange_any_order(const fsdpc_exchange *x)
+{
+    return x->ops->any_order || (x->world == 1 && !x->in_turn);
+}
+
+int
+fsdpc_exchange_end(fsdpc_exchange *x)
+{
+    FSDPC_TRY(x->ops->end(x));
+    fsdpc_exchange_note(x, FSDPC_TRACE_BACKWARD_END, NULL, 0);
+    x->backwards++;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_drop(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < x->unit_count; i++) {
+        fsdpc_unit *unit = x->units[i];
+        if (unit->floor > 0 && unit->refs >= unit->floor) {
+            unit->refs = unit->floor;
+        } else if (unit->refs > 0 || unit->begun) {
+            FSDPC_KEEP(let_go(x, unit));
+        }
+    }
+    return status;
+}
+
+int
+fsdpc_exchange_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
+{
+    if (!x->ops->share) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "%s: exchange %s works in host memory", what,
+                           x->ops->kind);
+    }
+    return x->world > 1 ? x->ops->share(x, buffer, piece_bytes, what) : FSDPC_OK;
+}
+
+int
+fsdpc_exchange_slot_count(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_slot_count(x->arena);
+}
+
+size_t
+fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
+{
+    size_t largest = 0;
+    for (int i = 0; i < x->unit_count; i++) {
+        size_t bytes = x->units[i]->direct ? 0 : x->units[i]->range.bytes;
+        largest = bytes > largest ? bytes : largest;
+    }
+    return largest;
+}
+
+bool
+fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    bool any = x->world > 1 || (unit && unit->offload);
+    for (int i = 0; !unit && i < x->unit_count; i++) {
+        any = any || x->units[i]->offload;
+    }
+    return any;
+}
+
+int
+fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
+{
+    if (x->max_reduce_bytes == 0 || !fsdpc_exchange_packs(x, NULL)) {
+        return 0;
+    }
+    return x->shared || x->streams ? x->reduce_slots : 1;
+}
+
+size_t
+fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_bytes(x->arena);
+}
+
+size_t
+fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
+{
+    if (fsdpc_exchange_packs(x, NULL) && (x->shared || x->streams)) {
+        return (size_t)x->reduce_slots * x->max_reduce_bytes;
+    }
+    return x->reduce_buffer ? x->max_reduce_bytes : 0;
+}
+
+size_t
+fsdpc_exchange_spare_bytes(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_spare_bytes(x->arena);
+}
+
+uint64_t
+fsdpc_exchange_spare_count(const fsdpc_exchange *x)
+{
+    return fsdpc_arena_spare_count(x->arena);
+}
+
+const char *
+fsdpc_exchange_kind(const fsdpc_exchange *x)
+{
+    return x->ops->kind;
+}
+
+int
+fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
+{
+    return x->ops->announce && x->world > 1 ? x->ops->announce(x, unit ? unit->id : -1, param)
+                                            : FSDPC_OK;
+}
+
+int
+fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other)
+{
+    const bool known = unit >= 0 && unit < x->unit_count && param >= 0 &&
+                       param < x->units[unit]->layout->param_count;
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "rank %d trains parameter %s of unit %s from now on, which was frozen before, "
+        "and rank %d does not: set requires_grad alike on every rank",
+        who, known ? x->units[unit]->layout->params[param].name : "(unknown)",
+        known ? x->units[unit]->name : "(unknown)", other);
+}

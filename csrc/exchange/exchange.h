@@ -1,0 +1,98 @@
+/* Who brings which bytes where: gathering units' values and reducing their gradients.
+ *
+ * An exchange serves the units of one tree that share one communicator. Three kinds:
+ *
+ * shared  The ranks of a host see one set of slots (exchange_shared*.c, exchange_reduce.c). A gather
+ *         is "every rank casts its piece into the slot"; a rank that is early also casts the pieces
+ *         of late ones, straight out of their master shards, so nobody waits for a rank that does
+ *         not come: ranks may ask for different units in different order. Gradients are packed
+ *         into this rank's reduce slot, and every rank sums its own slice of all of them.
+ * wire    Each rank has its own slots and the communicator's collectives carry the values
+ *         (exchange_wire.c). Units must be asked for in the same order on all ranks.
+ * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
+ *         queued, and the caller's stream waits for what it needs.
+ *
+ * Time is told by tags: (number of finished synchronised backwards) << FSDPC_TAG_BITS | (root
+ * forwards since). A rank's master shard does not change while its tag stands.
+ */
+#ifndef FSDPC_EXCHANGE_H
+#define FSDPC_EXCHANGE_H
+
+#include "unit/arena.h"
+#include "base/trace.h"
+#include "unit/unit.h"
+
+typedef struct fsdpc_exchange fsdpc_exchange;
+
+enum { FSDPC_TAG_BITS = 32 };
+
+typedef struct fsdpc_exchange_plan {
+    fsdpc_comm *comm;    /* borrowed */
+    fsdpc_unit **units;  /* borrowed, copied array; ids are positions in it */
+    const int *unit_ids; /* numbers for the trace */
+    int unit_count;
+    const int *slot_of;       /* gather slot of each unit, -1 for direct ones */
+    const size_t *slot_bytes; /* per slot */
+    int slot_count;
+    int reduce_slots; /* packed gradients in flight per rank before waiting, >= 1 */
+    bool poison;      /* reading the values of a released unit gives NaN */
+    bool trust_order; /* on a wire: do not compare which unit each rank means */
+    fsdpc_trace *trace;
+} fsdpc_exchange_plan;
+
+/* Collective. */
+int fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out);
+/* Local. NULL is allowed. */
+void fsdpc_exchange_free(fsdpc_exchange *exchange);
+
+/* For the trace. */
+void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
+/* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
+int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
+/* A forward that no backward follows has ended on this rank. Returns when the other ranks have
+ * ended theirs (or wait for this rank elsewhere): from then on this rank may change its masters. */
+int fsdpc_exchange_leave(fsdpc_exchange *exchange);
+
+/* One more reference to the unit's values; returns when they are readable. */
+int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
+/* Starts a gather if that needs no waiting; no reference is taken. */
+int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
+/* One reference less; at zero the slot may be refilled. */
+int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
+int fsdpc_unit_refs(const fsdpc_unit *unit);
+
+/* This rank's gradients of a unit are complete for now: packs and sends them; what follows a first
+ * time in the same backward is added up here and sent by fsdpc_exchange_end. The sum
+ * arrives in the shard gradient at the latest in fsdpc_exchange_end. grads[i] per parameter, NULL:
+ * only what waits from no_sync. Sources may be freed on return. */
+int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdpc_tensor *grads);
+/* True if units may be reduced in any order; false if all ranks must call reduce for every
+ * trainable unit, first calls in one order. */
+bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
+/* End of a synchronised backward: all sums are in the shard gradients afterwards, unit's `used`
+ * bytes tell which parameters got a gradient on some rank. Every rank calls it. */
+int fsdpc_exchange_end(fsdpc_exchange *exchange);
+/* Drops prefetches and references, but for unit->floor of each unit's (see tree_impl.h). Local. */
+int fsdpc_exchange_drop(fsdpc_exchange *exchange);
+
+/* Kind "stream": puts the ranks' `piece_bytes` of device memory side by side (rank r's is at r *
+ * piece_bytes, this rank's own is there already), behind what the caller's stream holds and before
+ * what it gets; the host does not wait. Collective. */
+int fsdpc_exchange_share(fsdpc_exchange *exchange, void *buffer, size_t piece_bytes,
+                         const char *what);
+
+int fsdpc_exchange_slot_count(const fsdpc_exchange *exchange);
+size_t fsdpc_exchange_largest_slot(const fsdpc_exchange *exchange);
+int fsdpc_exchange_reduce_slots(const fsdpc_exchange *exchange);
+size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
+size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
+size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
+uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
+const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
+
+/* Between passes: this rank is about to give a parameter that was frozen so far memory for a gradient,
+ * for which all ranks must meet (unit NULL: one of another exchange). A rank that goes on instead ends
+ * with FSDPC_E_MISMATCH, and so does this one. Nothing is announced where ranks cannot tell. */
+int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
+
+#endif

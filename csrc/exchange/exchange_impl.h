@@ -1,0 +1,71 @@
+/* The exchange's insides: common part and the table that each kind fills. */
+#ifndef FSDPC_EXCHANGE_IMPL_H
+#define FSDPC_EXCHANGE_IMPL_H
+
+#include "exchange/exchange.h"
+#include "unit/unit_impl.h"
+
+struct fsdpc_exchange_i {
+    const char *kind;
+    bool any_order;
+    int (*open)(fsdpc_exchange *x, const fsdpc_exchange_plan *plan);
+    void (*close)(fsdpc_exchange *x);
+    int (*begin)(fsdpc_exchange *x, uint64_t tag);
+    int (*leave)(fsdpc_exchange *x); /* (optional) nothing to wait for */
+    /* Makes the unit readable, or with wait false starts it if possible (unit->begun). */
+    int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
+    int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
+    int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
+    int (*end)(fsdpc_exchange *x);
+    int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
+    int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
+                 const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
+};
+
+struct fsdpc_exchange {
+    const struct fsdpc_exchange_i *ops;
+    fsdpc_comm *comm;
+    fsdpc_shm *shm; /* NULL for "wire" */
+    int rank, world;
+    fsdpc_unit **units;
+    int *trace_ids;
+    int unit_count;
+    fsdpc_arena *arena;
+    int *slot_unit; /* "wire", "stream": which unit's values a slot holds, -1 */
+    uint64_t *slot_tag;
+    uint64_t tag;
+    uint64_t backwards; /* synchronised backwards finished */
+    bool poison, trust_order;
+    bool in_turn; /* "stream": one rank keeps the order, too, for its sums over replicas */
+    int reduce_slots;
+    size_t max_reduce_bytes, sum_reduce_bytes;
+    fsdpc_trace *trace;
+    enum fsdpc_phase phase;
+    uint32_t step;
+    uint64_t copied_bytes; /* by the gather in progress, for the trace */
+
+    struct fsdpc_shared *shared;   /* "shared" kind's own state */
+    struct fsdpc_streams *streams; /* "stream" kind's own state */
+    void *reduce_buffer;           /* "wire": one packed unit */
+};
+
+extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
+extern const struct fsdpc_exchange_i fsdpc_exchange_wire;
+extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
+
+/* Whether gradients (of this unit, NULL: of any) go through a reduce slot: one rank's do not, but to host
+ * memory, so that the caller's stream does not wait for the bus. */
+bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* FSDPC_E_MISMATCH: rank `who` trains a parameter from now on (unit -1: of another exchange) and rank
+ * `other` does not. */
+int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
+void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
+                         uint64_t bytes);
+/* Under poison, in host memory: this rank reads NaN through the unit's range until the range is
+ * unveiled (arena.h). */
+int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
+/* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */
+int fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
+                        int64_t n);
+
+#endif

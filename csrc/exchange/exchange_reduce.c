@@ -1,0 +1,399 @@
+/* Reducing through memory that all ranks of a host share.
+ *
+ * Each rank packs a unit's gradients into one of its own reduce slots and posts it. When all ranks
+ * have posted a unit, every rank sums its own slice of all posts, in rank order and in the
+ * accumulate dtype, so that two runs agree to the bit, and acknowledges; a slot whose post has been
+ * acknowledged by all is free again. Nobody waits in the middle of a backward unless all its slots
+ * are in flight. At the end of backward each rank says so ("ended"): what it has not posted by
+ * then it did not run, and counts as absent.
+ *
+ *   rank 0  pack A | pack B        | pack C | ended
+ *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
+ *
+ * A unit whose gradients become complete several times in one backward is posted twice at most:
+ * what follows the first time is added up on this rank and posted at the end, once every rank has
+ * said ("first") which units it has posted. So a rank never waits in the middle of a backward for
+ * others to pass the same unit, which they may do later, or never.
+ *
+ * If all others wait too while a slot is needed (ranks run units in different order), the unit's
+ * own overflow slot is used: sparse memory that is given back afterwards.
+ */
+#include <string.h>
+
+#include "exchange/exchange_shared_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+struct fsdpc_post_ctl *
+fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank)
+{
+    struct fsdpc_shared *s = x->shared;
+    return (struct fsdpc_post_ctl *)(s->posts + s->post_offset[unit] +
+                                     s->post_stride[unit] * (size_t)rank);
+}
+
+static uint8_t *
+post_used(struct fsdpc_post_ctl *post)
+{
+    return (uint8_t *)(post + 1);
+}
+
+static _Atomic uint32_t *
+ack(fsdpc_exchange *x, int rank, int slot)
+{
+    return &x->shared->acks[rank * x->shared->reduce_total + slot];
+}
+
+static char *
+slot_memory(fsdpc_exchange *x, int rank, int slot)
+{
+    struct fsdpc_shared *s = x->shared;
+    if (slot < x->reduce_slots) {
+        return s->base_map + s->base_stride * (size_t)rank + x->max_reduce_bytes * (size_t)slot;
+    }
+    return s->over_map + s->over_stride * (size_t)rank + s->over_at[slot - x->reduce_slots];
+}
+
+static uint64_t
+round_tag(const fsdpc_exchange *x, uint64_t n)
+{
+    return (x->backwards + 1) << 8 | n;
+}
+
+/* --- summing --------------------------------------------------------------------------------- */
+
+static bool
+round_is_complete(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    for (int r = 0; r < x->world; r++) {
+        const struct fsdpc_rank_ctl *ctl = &x->shared->ranks[r];
+        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) < round &&
+            atomic_load(round == round_tag(x, 1) ? &ctl->first : &ctl->ended) <= x->backwards) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+acknowledge(fsdpc_exchange *x, int rank, int slot)
+{
+    if (atomic_fetch_add(ack(x, rank, slot), 1) + 1 == (uint32_t)x->world) {
+        fsdpc_shared_notify(x);
+    }
+}
+
+/* Sums one complete round of a unit. */
+static int
+consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
+{
+    const void *sources[FSDPC_SHM_MAX_RANKS];
+    bool own = false;
+    for (int r = 0; r < x->world; r++) {
+        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, r);
+        bool present = atomic_load(&post->round) == round;
+        sources[r] = present ? slot_memory(x, r, (int)post->slot) : NULL;
+        own = own || (present && r == x->rank);
+        for (int i = 0; present && i < unit->layout->param_count; i++) {
+            unit->used[i] |= post_used(post)[i];
+        }
+    }
+    FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
+    for (int r = 0; r < x->world; r++) {
+        if (sources[r]) {
+            acknowledge(x, r, (int)fsdpc_shared_post(x, unit->id, r)->slot);
+        }
+    }
+    unit->consumed++;
+    fsdpc_exchange_note(x, own ? FSDPC_TRACE_REDUCE : FSDPC_TRACE_ABSENT, unit,
+                        unit->layout->reduce_bytes);
+    return FSDPC_OK;
+}
+
+static bool
+anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) == round) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Sums what nobody will add to any more. Units that this rank did not run are looked at only once
+ * it has said so: before, their rounds are not complete. */
+static int
+progress(fsdpc_exchange *x)
+{
+    bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        while (unit->consumed < unit->posted || absent_too) {
+            uint64_t round = round_tag(x, unit->consumed + 1);
+            if (!anyone_posted(x, unit, round) || !round_is_complete(x, unit, round)) {
+                break;
+            }
+            FSDPC_TRY(consume(x, unit, round));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* --- posting --------------------------------------------------------------------------------- */
+
+static bool
+slot_is_free(fsdpc_exchange *x, int slot)
+{
+    return x->shared->slot_user[slot] < 0 ||
+           atomic_load(ack(x, x->rank, slot)) == (uint32_t)x->world;
+}
+
+static bool
+previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
+    return atomic_load(&post->round) == 0 || x->shared->slot_user[post->slot] != unit->id ||
+           slot_is_free(x, (int)post->slot);
+}
+
+/* A free base slot, or -1. */
+static int
+free_base_slot(fsdpc_exchange *x)
+{
+    for (int k = 0; k < x->reduce_slots; k++) {
+        int slot = (x->shared->next_base + k) % x->reduce_slots;
+        if (slot_is_free(x, slot)) {
+            x->shared->next_base = (slot + 1) % x->reduce_slots;
+            return slot;
+        }
+    }
+    return -1;
+}
+
+static int
+acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    fsdpc_shared_wait_begin(x, &wait, "reduce", unit);
+    for (;;) {
+        enum fsdpc_shm_way way = FSDPC_WAY_NONE;
+        fsdpc_shared_look(x, &wait);
+        FSDPC_GOTO(progress(x), done);
+        if (previous_post_is_done(x, unit)) {
+            way = FSDPC_WAY_PRIVATE;
+            *slot = free_base_slot(x);
+            if (*slot >= 0) {
+                fsdpc_shared_wait_was_worth(x, &wait);
+                goto done;
+            }
+            if (fsdpc_shared_must_act(x, &wait, way)) {
+                *slot = x->reduce_slots + unit->id;
+                x->shared->over_used[unit->id] = true;
+                goto done;
+            }
+        }
+        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, way), done);
+    }
+done:
+    fsdpc_shared_wait_end(x, &wait, unit);
+    return status;
+}
+
+static int
+post(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    int slot;
+    FSDPC_TRY(acquire_slot(x, unit, &slot));
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
+    FSDPC_TRY(fsdpc_grad_pack(unit, grads, slot_memory(x, x->rank, slot), post_used(post)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    x->shared->slot_user[slot] = unit->id;
+    atomic_store(ack(x, x->rank, slot), 0);
+    post->slot = (uint32_t)slot;
+    unit->posted++;
+    atomic_store(&post->round, round_tag(x, unit->posted));
+    fsdpc_shared_notify(x);
+    return progress(x);
+}
+
+int
+fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    return unit->posted == 0 ? post(x, unit, grads) : fsdpc_grad_keep_local(unit, grads);
+}
+
+/* --- the end of a backward ------------------------------------------------------------------- */
+
+static bool
+all_ended(fsdpc_exchange *x)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+forget_rounds(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        x->units[u]->posted = x->units[u]->consumed = 0;
+    }
+}
+
+/* Overflow memory whose posts were all acknowledged goes back to the kernel. */
+static int
+discard_overflow(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    for (int u = 0; u < x->unit_count; u++) {
+        int slot = x->reduce_slots + u;
+        if (!s->over_used[u] || !slot_is_free(x, slot)) {
+            continue;
+        }
+        s->over_used[u] = false;
+        uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
+        size_t bytes = fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        if (bytes > 0) { /* a unit whose parameters have no elements */
+            FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Units with local gradients that were posted `times` times so far. */
+static int
+post_what_waits(fsdpc_exchange *x, uint64_t times)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        if (unit->local_any && unit->posted == times && !unit->hooked) {
+            FSDPC_TRY(post(x, unit, NULL));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Names who has not come when the deadline passes. */
+static int
+name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
+{
+    int missing[FSDPC_SHM_MAX_RANKS], count = 0;
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            missing[count++] = r;
+        }
+    }
+    return status == FSDPC_E_TIMEOUT ? fsdpc_shm_timeout_error(x->shm, what, missing, count)
+                                     : status;
+}
+
+/* Who has left in good order does not come any more. */
+static int
+check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (fsdpc_shm_left(x->shm, r) && atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return fsdpc_shm_left_error(x->shm, r, what);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shared_end(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    FSDPC_TRY(post_what_waits(x, 0));
+    atomic_store(&x->shared->ranks[x->rank].first, x->backwards + 1);
+    fsdpc_shared_notify(x);
+    FSDPC_TRY(post_what_waits(x, 1));
+    atomic_store(&x->shared->ranks[x->rank].ended, x->backwards + 1);
+    fsdpc_shared_notify(x);
+    fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
+    for (;;) {
+        fsdpc_shared_look(x, &wait);
+        bool last_look = all_ended(x);
+        FSDPC_GOTO(progress(x), done);
+        if (last_look) {
+            break;
+        }
+        FSDPC_GOTO(check_missing_left(x, &wait.what), done);
+        FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, FSDPC_WAY_NONE), done);
+    }
+    forget_rounds(x);
+    FSDPC_GOTO(discard_overflow(x), done);
+done:
+    fsdpc_shared_wait_end(x, &wait, NULL);
+    return name_missing(x, &wait.what, status);
+}
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+map_reduce_memory(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    void *map;
+    s->base_stride = x->max_reduce_bytes * (size_t)x->reduce_slots;
+    s->base_bytes = s->base_stride * (size_t)x->world;
+    s->over_stride = x->sum_reduce_bytes;
+    s->over_bytes = s->over_stride * (size_t)x->world;
+    if (s->base_bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->base_bytes, true, &s->base_offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, s->base_offset, s->base_bytes, NULL, &map));
+    s->base_map = map;
+    FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->over_bytes, false, &s->over_offset));
+    FSDPC_TRY(fsdpc_shm_map(x->shm, s->over_offset, s->over_bytes, NULL, &map));
+    s->over_map = map;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shared_reduce_open(fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    size_t units = (size_t)x->unit_count;
+    s->over_at = fsdpc_mem_calloc(units, sizeof *s->over_at);
+    s->over_used = fsdpc_mem_calloc(units, sizeof *s->over_used);
+    s->slot_user = fsdpc_mem_calloc((size_t)s->reduce_total, sizeof *s->slot_user);
+    if (!s->over_at || !s->over_used || !s->slot_user) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int i = 0; i < s->reduce_total; i++) {
+        s->slot_user[i] = -1;
+    }
+    size_t at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        s->over_at[u] = at;
+        at += fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+    }
+    return map_reduce_memory(x);
+}
+
+void
+fsdpc_shared_reduce_close(fsdpc_exchange *x, bool last)
+{
+    struct fsdpc_shared *s = x->shared;
+    if (last && s->over_map) {
+        (void)fsdpc_shm_discard(x->shm, s->base_offset, s->base_bytes);
+        (void)fsdpc_shm_discard(x->shm, s->over_offset, s->over_bytes);
+    }
+    if (s->base_map) {
+        fsdpc_shm_unmap(s->base_map, s->base_bytes);
+    }
+    if (s->over_map) {
+        fsdpc_shm_unmap(s->over_map, s->over_bytes);
+    }
+    fsdpc_mem_free(s->over_at);
+    fsdpc_mem_free(s->over_used);
+    fsdpc_mem_free(s->slot_user);
+}

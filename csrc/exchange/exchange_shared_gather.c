@@ -1,0 +1,390 @@
+/* Gathering through slots that all ranks of a host share.
+ *
+ * Each slot has a small record in the segment: which unit it holds, for which tag, who holds it,
+ * and how many chunks of each piece have been claimed and finished. A gather
+ *   1. takes hold of the slot: joins if it shows this unit at this tag, claims it if nobody holds
+ *      it, else waits (or, if everybody it waits for is itself waiting, uses private memory),
+ *   2. casts its own piece chunk by chunk, then the chunks of other pieces that nobody has claimed
+ *      and whose owner's masters are final for this tag,
+ *   3. waits for chunks that others are casting.
+ * So a rank depends on another one only for work in progress and for the owner having begun the
+ * same pass; the order in which ranks ask for units does not matter. A release drops the hold; the
+ * values stay and can be joined until someone needs the slot.
+ *
+ * [Note: tags] A rank publishes its tag when it begins a root forward: its optimizer is done then.
+ * If the owner of a piece is itself stuck waiting (ranks run different numbers of forwards), its
+ * masters cannot change before this rank has come along, so an older tag of the same count of
+ * backwards is as good. That is so only if nobody can go on with private memory: the owner may be
+ * behind, and wait for a slot ([Note: turns] in shm_turn.c).
+ */
+#include <sched.h>
+
+#include "exchange/exchange_shared_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+enum { CHUNK_BYTES = 1 << 20, LOCK_SPINS = 200 };
+
+static void
+relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* --- the slot's record ----------------------------------------------------------------------- */
+
+static struct fsdpc_slot_ctl *
+slot_ctl(const fsdpc_exchange *x, int slot)
+{
+    return (struct fsdpc_slot_ctl *)(x->shared->slots + x->shared->slot_stride * (size_t)slot);
+}
+
+static _Atomic uint32_t *
+slot_next(struct fsdpc_slot_ctl *slot)
+{
+    return (_Atomic uint32_t *)(slot + 1);
+}
+
+static uint8_t *
+slot_held(const fsdpc_exchange *x, struct fsdpc_slot_ctl *slot)
+{
+    return (uint8_t *)(slot_next(slot) + x->world);
+}
+
+size_t
+fsdpc_shared_slot_stride(int world)
+{
+    return fsdpc_round_up(sizeof(struct fsdpc_slot_ctl) + (size_t)world * 5, 64);
+}
+
+void
+fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot)
+{
+    slot_ctl(x, slot)->unit = -1;
+}
+
+/* Critical sections are a few stores long; a rank that dies or stops inside one is found by the
+ * checks here. */
+static int
+lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what)
+{
+    int64_t deadline = 0;
+    for (uint32_t tries = 1;; tries++) {
+        uint32_t free_value = 0;
+        if (atomic_compare_exchange_weak(&slot->lock, &free_value, 1)) {
+            return FSDPC_OK;
+        }
+        if (tries % LOCK_SPINS != 0) {
+            relax();
+            continue;
+        }
+        sched_yield();
+        FSDPC_TRY(fsdpc_shm_check(x->shm, what));
+        deadline = deadline ? deadline : fsdpc_shm_deadline(x->shm);
+        if (fsdpc_shm_now_ns() > deadline) {
+            return fsdpc_shared_name_late(x, what);
+        }
+    }
+}
+
+static void
+unlock_slot(struct fsdpc_slot_ctl *slot)
+{
+    atomic_store(&slot->lock, 0);
+}
+
+/* --- chunks ---------------------------------------------------------------------------------- */
+
+static int64_t
+chunk_numel(const fsdpc_segment *seg)
+{
+    return CHUNK_BYTES / (int64_t)fsdpc_dtype_bytes(seg->compute);
+}
+
+static uint32_t
+chunks_of_segment(const fsdpc_segment *seg)
+{
+    int64_t each = chunk_numel(seg);
+    return (uint32_t)((seg->piece_numel + each - 1) / each);
+}
+
+/* Per piece. */
+static uint32_t
+chunks_of_unit(const fsdpc_unit *unit)
+{
+    uint32_t total = 0;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        total += chunks_of_segment(&unit->layout->segments[s]);
+    }
+    return total;
+}
+
+static int
+fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
+{
+    int s = 0;
+    while (chunk >= chunks_of_segment(&unit->layout->segments[s])) {
+        chunk -= chunks_of_segment(&unit->layout->segments[s++]);
+    }
+    const fsdpc_segment *seg = &unit->layout->segments[s];
+    int64_t begin = (int64_t)chunk * chunk_numel(seg);
+    int64_t left = seg->piece_numel - begin;
+    return fsdpc_exchange_fill(x, unit, s, r, begin,
+                               left < chunk_numel(seg) ? left : chunk_numel(seg));
+}
+
+/* Casts what nobody has claimed of rank r's piece. */
+static int
+fill_piece(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, int r, uint32_t chunks)
+{
+    _Atomic uint32_t *next = &slot_next(slot)[r];
+    while (atomic_load(next) < chunks) {
+        uint32_t chunk = atomic_fetch_add(next, 1);
+        if (chunk >= chunks) {
+            break;
+        }
+        FSDPC_TRY(fill_chunk(x, unit, r, chunk));
+        if (atomic_fetch_add(&slot->done, 1) + 1 == slot->total) {
+            fsdpc_shared_notify(x);
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* See [Note: tags]. */
+static bool
+masters_final(fsdpc_exchange *x, int r, bool older)
+{
+    uint64_t ready = atomic_load(&x->shared->ranks[r].ready);
+    return ready >= x->tag || (older && ready >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS);
+}
+
+static bool
+all_final(fsdpc_exchange *x, bool older)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (r != x->rank && !masters_final(x, r, older)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Waits; but not for the masters of a rank that has left in good order. */
+static int
+wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
+{
+    for (int r = 0; way == FSDPC_WAY_NONE && r < x->world; r++) {
+        if (!masters_final(x, r, true) && fsdpc_shm_left(x->shm, r)) {
+            return fsdpc_shm_left_error(x->shm, r, &wait->what);
+        }
+    }
+    return fsdpc_shared_wait_step(x, wait, way);
+}
+
+/* --- taking hold ----------------------------------------------------------------------------- */
+
+enum hold { JOINED, CLAIMED, BUSY };
+
+static enum hold
+hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, uint32_t chunks,
+            bool may_claim)
+{
+    bool same = slot->unit == unit->id && slot->tag == x->tag;
+    if (!same && (slot->holders > 0 || !may_claim)) {
+        return BUSY;
+    }
+    if (!same) {
+        slot->unit = unit->id;
+        slot->tag = x->tag;
+        slot->total = chunks * (uint32_t)x->world;
+        atomic_store(&slot->done, 0);
+        for (int r = 0; r < x->world; r++) {
+            atomic_store(&slot_next(slot)[r], 0);
+        }
+    }
+    slot->holders++;
+    slot_held(x, slot)[x->rank] = 1;
+    return same ? JOINED : CLAIMED;
+}
+
+int
+fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->units[u]->begun && x->units[u]->refs == 0) {
+            FSDPC_TRY(fsdpc_shared_release(x, x->units[u]));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* *busy: the slot was not to be had (wait false), or only by private memory (wait true): waiting for
+ * it cannot end by itself, as this rank holds it for another unit, or all others wait too.
+ *
+ * A slot is not claimed before every rank has begun this pass, unless all wait: a rank that is ahead
+ * (nothing holds the ranks together inside no_sync) would hold it without being able to fill it,
+ * while those behind need it for the pass before. */
+static int
+take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool may_wait,
+          bool *busy)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    fsdpc_shared_wait_begin(x, &wait, "gather", unit);
+    uint32_t chunks = chunks_of_unit(unit);
+    *busy = false;
+    if (may_wait && slot_held(x, slot)[x->rank]) {
+        /* Perhaps only for a unit that was expected to come next. */
+        FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
+    }
+    for (;;) {
+        fsdpc_shared_look(x, &wait);
+        bool final = all_final(x, false);
+        enum fsdpc_shm_way way = final                ? FSDPC_WAY_PRIVATE
+                                 : all_final(x, true) ? FSDPC_WAY_OLDER
+                                                      : FSDPC_WAY_NONE;
+        bool act = may_wait && fsdpc_shared_must_act(x, &wait, way);
+        FSDPC_GOTO(lock_slot(x, slot, &wait.what), done);
+        enum hold hold = hold_locked(x, unit, slot, chunks, final || act);
+        unlock_slot(slot);
+        if (hold == CLAIMED && !final) {
+            fsdpc_shared_notify(x); /* Others may join now that may not claim. */
+        }
+        if (hold != BUSY) {
+            fsdpc_shared_wait_was_worth(x, &wait);
+            goto done;
+        }
+        if (!may_wait || slot_held(x, slot)[x->rank] || act) {
+            *busy = true;
+            goto done;
+        }
+        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
+        FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
+    }
+done:
+    fsdpc_shared_wait_end(x, &wait, unit);
+    return status;
+}
+
+/* --- gather ---------------------------------------------------------------------------------- */
+
+/* Whether an older tag would let this rank fill what nobody has claimed. */
+static bool
+older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&slot_next(slot)[r]) < chunks && !masters_final(x, r, false) &&
+            masters_final(x, r, true)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Fills what can be filled; with `all` other ranks' pieces too, until everything is in place. */
+static int
+complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool all)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    uint32_t chunks = chunks_of_unit(unit);
+    fsdpc_shared_wait_begin(x, &wait, "gather", unit);
+    FSDPC_GOTO(fill_piece(x, unit, slot, x->rank, chunks), done);
+    while (all && atomic_load(&slot->done) < slot->total) {
+        fsdpc_shared_look(x, &wait);
+        enum fsdpc_shm_way way = older_helps(x, slot, chunks) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
+        bool act = fsdpc_shared_must_act(x, &wait, way);
+        for (int k = 1; k < x->world; k++) {
+            int r = (x->rank + k) % x->world;
+            if (masters_final(x, r, act)) {
+                FSDPC_GOTO(fill_piece(x, unit, slot, r, chunks), done);
+            }
+        }
+        if (!act && atomic_load(&slot->done) < slot->total) {
+            FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
+        }
+    }
+done:
+    fsdpc_shared_wait_end(x, &wait, unit);
+    return status;
+}
+
+/* Private memory behind the range, filled by this rank alone. */
+static int
+gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_shared_wait wait;
+    FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
+    fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+    fsdpc_shared_wait_begin(x, &wait, "gather", unit);
+    uint32_t chunks = chunks_of_unit(unit);
+    for (int k = 0; k < x->world; k++) {
+        int r = (x->rank + k) % x->world;
+        while (r != x->rank) {
+            fsdpc_shared_look(x, &wait);
+            enum fsdpc_shm_way way = masters_final(x, r, true) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
+            if (masters_final(x, r, false) || fsdpc_shared_must_act(x, &wait, way)) {
+                break;
+            }
+            FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
+        }
+        for (uint32_t chunk = 0; chunk < chunks; chunk++) {
+            FSDPC_GOTO(fill_chunk(x, unit, r, chunk), done);
+        }
+    }
+    unit->begun = unit->ready = true;
+done:
+    fsdpc_shared_wait_end(x, &wait, unit);
+    return status;
+}
+
+int
+fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
+{
+    struct fsdpc_slot_ctl *slot = slot_ctl(x, unit->slot);
+    fsdpc_wait what = {.op = "gather", .unit = unit->name};
+    FSDPC_TRY(fsdpc_shm_check(x->shm, &what));
+    if (!unit->begun) {
+        bool busy;
+        FSDPC_TRY(take_hold(x, unit, slot, may_wait, &busy));
+        if (busy) {
+            return may_wait ? gather_spare(x, unit) : FSDPC_OK;
+        }
+        unit->begun = true;
+        FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
+    }
+    if (!unit->ready && !unit->range.spare) {
+        FSDPC_TRY(complete(x, unit, slot, may_wait));
+        unit->ready = may_wait;
+    }
+    return FSDPC_OK;
+}
+
+/* --- release --------------------------------------------------------------------------------- */
+
+int
+fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    unit->begun = unit->ready = false;
+    if (unit->range.spare) {
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
+        return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
+    }
+    if (x->poison) {
+        FSDPC_TRY(fsdpc_exchange_veil(x, unit));
+    }
+    struct fsdpc_slot_ctl *slot = slot_ctl(x, unit->slot);
+    fsdpc_wait what = {.op = "release", .unit = unit->name};
+    FSDPC_TRY(lock_slot(x, slot, &what));
+    slot_held(x, slot)[x->rank] = 0;
+    bool last = --slot->holders == 0;
+    unlock_slot(slot);
+    if (last) {
+        fsdpc_shared_notify(x);
+    }
+    return FSDPC_OK;
+}

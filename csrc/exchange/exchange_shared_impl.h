@@ -1,0 +1,113 @@
+/* The shared kind: its state in the segment, and what its files share. */
+#ifndef FSDPC_EXCHANGE_SHARED_IMPL_H
+#define FSDPC_EXCHANGE_SHARED_IMPL_H
+
+#include <stdatomic.h>
+
+#include "exchange/exchange_impl.h"
+
+struct fsdpc_rank_ctl {
+    _Atomic uint64_t ready; /* tag for which this rank's masters are final */
+    _Atomic uint64_t first; /* synchronised backwards of which no unit's first post is to come */
+    _Atomic uint64_t ended; /* synchronised backwards whose gradients are all posted */
+    _Atomic uint64_t left;  /* tag of its last forward that no backward follows */
+    /* 1 + tag of the last pass before this rank gives parameters gradients, or 0; and one of these:
+     * unit << 32 | parameter, UINT64_MAX if unknown. */
+    _Atomic uint64_t thaws, thawed;
+    char pad[64 - 48];
+};
+
+struct fsdpc_slot_ctl {
+    _Atomic uint32_t lock;
+    _Atomic uint32_t done; /* chunks in place */
+    uint32_t total;
+    uint32_t holders;
+    int32_t unit;
+    uint64_t tag;
+    char pad[64 - 32];
+    /* followed by: _Atomic uint32_t next[world] (chunks claimed of each piece), uint8_t held[world] */
+};
+
+struct fsdpc_post_ctl {
+    _Atomic uint64_t round; /* backward << 8 | n-th post of this unit in it, 1 or 2 */
+    uint32_t slot;          /* which of the rank's reduce slots */
+    char pad[64 - 12];
+    /* followed by: uint8_t used[param_count] */
+};
+
+struct fsdpc_shared {
+    char *ctl; /* the mapped control area */
+    size_t ctl_bytes;
+    _Atomic uint32_t *closed; /* ranks that have closed the exchange */
+    struct fsdpc_rank_ctl *ranks;
+    char *slots;
+    size_t slot_stride;
+    char *posts; /* [unit][rank] */
+    size_t *post_offset, *post_stride;
+    _Atomic uint32_t *acks; /* [rank][reduce slot] */
+    int reduce_total;       /* base slots, then one overflow slot per unit */
+    char *base_map, *over_map;
+    uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
+    size_t base_bytes, over_bytes, base_stride, over_stride;
+    size_t *over_at; /* per unit */
+    int next_base;
+    int *slot_user; /* unit in each of this rank's reduce slots, -1 */
+    bool *over_used;
+    int64_t patience_ns; /* of a wait for memory */
+};
+
+/* --- exchange_shared_wait.c ------------------------------------------------------------------ */
+
+/* Wakes whoever waits for a change. */
+void fsdpc_shared_notify(fsdpc_exchange *x);
+/* A wait: begin once; look, examine, and step if nothing could be done, again and again; end. */
+struct fsdpc_shared_wait {
+    fsdpc_wait what;
+    fsdpc_shm_view view;
+    int64_t start_ns, deadline_ns;
+    int64_t quiet_ns,
+        used_ns; /* since when others may have done nothing; what they had used then */
+    bool waiting;
+};
+void fsdpc_shared_wait_open(fsdpc_exchange *x);
+void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
+                             const fsdpc_unit *unit);
+void fsdpc_shared_look(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
+/* True when this rank is to take its way out: nobody else can end this wait, or (WAY_PRIVATE) it has
+ * lasted too long for that to be likely. */
+bool fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                           enum fsdpc_shm_way way);
+/* Sleeps until something has changed since the look, at most a few ms; `way`: what this rank does
+ * when it must act. Errors as fsdpc_shm_wait_word. */
+int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                           enum fsdpc_shm_way way);
+void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                           const fsdpc_unit *unit);
+/* A wait for memory, not yet ended, has got what it was for. */
+void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
+/* The deadline has passed: the ranks that are not waiting themselves are the late ones. */
+int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
+int fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param);
+
+/* --- exchange_shared_gather.c ---------------------------------------------------------------- */
+
+int fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait);
+int fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit);
+/* Bytes from one slot's record to the next. */
+size_t fsdpc_shared_slot_stride(int world);
+/* Its record says that it holds no unit. */
+void fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot);
+/* A rank that is ahead must not wait for one behind it while it holds, ahead of need, the very slot
+ * that the other one wants: prefetched units are let go before any wait. */
+int fsdpc_shared_drop_prefetched(fsdpc_exchange *x);
+
+/* --- exchange_reduce.c ----------------------------------------------------------------------- */
+
+int fsdpc_shared_reduce_open(fsdpc_exchange *x);
+/* `last`: no rank uses the memory any more. */
+void fsdpc_shared_reduce_close(fsdpc_exchange *x, bool last);
+int fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
+int fsdpc_shared_end(fsdpc_exchange *x);
+struct fsdpc_post_ctl *fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank);
+
+#endif

@@ -1,0 +1,431 @@
+/* Gathering and reducing on a device with streams (a GPU): the host only says what waits for what.
+ *
+ *   gather stream   waits for the slot's last reader and for the optimizer, casts this rank's
+ *                   pieces into their place in the slot, all-gathers in place       -> filled
+ *   caller's stream waits for `filled`, computes                                    -> free
+ *                   waits for the reduce slot, packs all gradients in one launch    -> packed
+ *   reduce stream   waits for `packed`, reduce-scatters in place, adds this rank's
+ *                   piece to the shard gradient                                     -> summed
+ *   caller's stream waits for `summed` at the end of backward; then the optimizer may read
+ *
+ * Gathers and reductions have communicators of their own, so that a gather never queues behind a
+ * reduction. All ranks must ask in one order, as on a wire. Nothing is allocated and the host waits
+ * for nothing in a step, with two exceptions that are counted: a spare mapping (two live units of
+ * one slot), and a rank with parameters that it did not use, which must know whether others did.
+ */
+#include <string.h>
+
+#include "exchange/exchange_stream_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    int most = 0;
+    s->fillings = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->fillings);
+    if (!s->fillings) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_layout *layout = x->units[u]->layout;
+        most = layout->param_count > most ? layout->param_count : most;
+        s->bit_count += layout->param_count;
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->fillings[u].done));
+        FSDPC_TRY(fsdpc_grad_queue_open(x->units[u]));
+    }
+    s->mask = fsdpc_mem_calloc((size_t)most + 1, 1);
+    return s->mask ? fsdpc_stream_gather_open(x)
+                   : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+}
+
+static int
+open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    s->slot_count = fsdpc_arena_slot_count(x->arena);
+    s->readers = fsdpc_mem_calloc((size_t)s->slot_count, sizeof *s->readers);
+    s->slots = fsdpc_mem_calloc((size_t)x->reduce_slots, sizeof *s->slots);
+    if (!s->readers || !s->slots) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int i = 0; i < s->slot_count; i++) {
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->readers[i].done));
+    }
+    for (int i = 0; i < x->reduce_slots && x->max_reduce_bytes > 0; i++) {
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].packed));
+        FSDPC_TRY(fsdpc_device_event_new(s->device, &s->slots[i].summed));
+    }
+    return fsdpc_stream_slots_open(x);
+}
+
+/* What a rank brings that used all of its parameters. */
+static int
+fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
+{
+    float *bits = s->bits;
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            *bits++ = x->units[u]->layout->params[i].trainable_index >= 0;
+        }
+    }
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, s->all, s->bits, bytes));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
+    return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+                               "the set-up of an exchange");
+}
+
+static int
+open_bits(fsdpc_exchange *x, struct fsdpc_streams *s)
+{
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    void *block;
+    if (bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_device_host_alloc(s->device, bytes, &block));
+    s->bits = block;
+    FSDPC_TRY(fsdpc_device_alloc(s->device, bytes, &block));
+    s->device_bits = block;
+    FSDPC_TRY(fsdpc_device_alloc(s->device, bytes, &block));
+    s->all = block;
+    return fill_all(x, s, bytes);
+}
+
+static int
+open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    (void)plan;
+    struct fsdpc_streams *s = x->streams = fsdpc_mem_calloc(1, sizeof *s);
+    if (!s) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    s->device = fsdpc_comm_device(x->comm);
+    s->reduce_comm = fsdpc_comm_for_reductions(x->comm);
+    s->replicas = x->in_turn = fsdpc_stream_has_replicas(x);
+    FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
+    FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->settled));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->ready));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->shared));
+    FSDPC_TRY(open_units(x, s));
+    FSDPC_TRY(open_slots(x, s));
+    FSDPC_TRY(fsdpc_stream_offload_open(x));
+    s->bit_count += FSDPC_STREAM_TURN_FLOATS;
+    FSDPC_TRY(fsdpc_stream_turns_open(x));
+    return open_bits(x, s);
+}
+
+/* The streams that slots were read on may be others than that of the thread which ends the exchange:
+ * garbage is collected by any. */
+static void
+await_readers(struct fsdpc_streams *s)
+{
+    for (int i = 0; s->readers && i < s->slot_count; i++) {
+        const struct fsdpc_reader *reader = &s->readers[i];
+        if (reader->pending && reader->capture == 0) {
+            (void)fsdpc_device_finish(s->device, reader->done, FSDPC_STREAM_PATIENCE_S,
+                                      "the end of an exchange");
+        }
+    }
+}
+
+/* Memory goes back only when no stream uses it any more; a broken communicator's streams end by its
+ * abort. */
+static void
+drain(struct fsdpc_streams *s)
+{
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    fsdpc_stream *all[] = {s->gather, s->reduce, caller};
+    await_readers(s);
+    for (int i = 0; s->settled && i < 3; i++) {
+        fsdpc_device_use(s->device, all[i]);
+        if (fsdpc_device_record(s->device, s->settled) == FSDPC_OK) {
+            (void)fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+                                      "the end of an exchange");
+        }
+    }
+    fsdpc_device_use(s->device, caller);
+}
+
+static void
+close_streams(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s) {
+        return;
+    }
+    drain(s);
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
+    }
+    fsdpc_stream_gather_close(x);
+    fsdpc_stream_turns_close(x);
+    fsdpc_stream_slots_close(x);
+    for (int i = 0; s->readers && i < s->slot_count; i++) {
+        fsdpc_device_event_free(s->device, s->readers[i].done);
+    }
+    for (int i = 0; s->slots && i < x->reduce_slots; i++) {
+        fsdpc_device_event_free(s->device, s->slots[i].packed);
+        fsdpc_device_event_free(s->device, s->slots[i].summed);
+    }
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    fsdpc_device_host_free(s->device, s->bits, bytes);
+    fsdpc_device_free(s->device, s->device_bits, bytes);
+    fsdpc_device_free(s->device, s->all, bytes);
+    fsdpc_device_event_free(s->device, s->settled);
+    fsdpc_device_event_free(s->device, s->ready);
+    fsdpc_device_event_free(s->device, s->shared);
+    fsdpc_device_event_free(s->device, s->masters);
+    fsdpc_device_event_free(s->device, s->copied);
+    fsdpc_device_stream_free(s->device, s->gather);
+    fsdpc_device_stream_free(s->device, s->reduce);
+    fsdpc_mem_free(s->fillings);
+    fsdpc_mem_free(s->mask);
+    fsdpc_mem_free(s->readers);
+    fsdpc_mem_free(s->slots);
+    fsdpc_mem_free(s);
+    x->streams = NULL;
+}
+
+int
+fsdpc_stream_check(const fsdpc_exchange *x)
+{
+    const fsdpc_comm *seen = NULL;
+    FSDPC_TRY(fsdpc_comm_check(x->comm));
+    FSDPC_TRY(fsdpc_comm_check(x->streams->reduce_comm));
+    for (int u = 0; u < x->unit_count && x->streams->replicas; u++) {
+        fsdpc_comm *replicate = x->units[u]->replicate;
+        if (replicate && replicate != seen) {
+            FSDPC_TRY(fsdpc_comm_check(fsdpc_comm_for_reductions(replicate)));
+            seen = replicate;
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
+{
+    int status = FSDPC_E_TIMEOUT;
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
+        status = fsdpc_comm_look(x->comm, event, what);
+        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_stream_check(x));
+    }
+    return status;
+}
+
+int
+fsdpc_stream_settle(fsdpc_exchange *x, const char *what)
+{
+    FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->settled));
+    return fsdpc_stream_await_host(x, x->streams->settled, what);
+}
+
+/* --- gather ---------------------------------------------------------------------------------- */
+
+static int
+begin(fsdpc_exchange *x, uint64_t tag)
+{
+    struct fsdpc_streams *s = x->streams;
+    uint64_t before = s->capture;
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    FSDPC_TRY(fsdpc_stream_check(x));
+    FSDPC_TRY(fsdpc_device_capture(s->device, &s->capture));
+    if (s->begun && s->tag == tag && s->capture == before) {
+        return FSDPC_OK; /* a backward after its forward: the masters are the same */
+    }
+    FSDPC_TRY(fsdpc_stream_turns_begin(x));
+    s->begun = true;
+    s->tag = tag;
+    for (int i = 0; i < s->slot_count; i++) {
+        s->readers[i].pending = s->readers[i].pending && s->readers[i].stream != caller;
+    }
+    s->masters_awaited = false;
+    return fsdpc_device_record(s->device, s->masters);
+}
+
+/* On the gather stream. */
+static int
+await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
+{
+    if (!s->masters_awaited) {
+        FSDPC_TRY(fsdpc_device_wait(s->device, s->masters));
+        s->masters_awaited = true;
+    }
+    struct fsdpc_reader *reader = &s->readers[unit->slot];
+    if (unit->range.spare || !reader->pending) {
+        return FSDPC_OK;
+    }
+    reader->pending = false;
+    if (reader->capture != s->capture) {
+        return FSDPC_OK;
+    }
+    return fsdpc_device_wait(s->device, reader->done);
+}
+
+static int
+fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_filling *filling = &s->fillings[unit->id];
+    FSDPC_TRY(fsdpc_stream_turn(x, unit, false));
+    FSDPC_TRY(await_slot(s, unit));
+    FSDPC_TRY(fsdpc_stream_fill(x, unit));
+    filling->awaited = false;
+    filling->capture = s->capture;
+    FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_MASTER));
+    return fsdpc_device_record(s->device, filling->done);
+}
+
+static int
+fill(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fill_on_stream(x, unit);
+    fsdpc_device_use(s->device, caller);
+    return status;
+}
+
+static bool
+slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    int other = x->slot_unit[unit->slot];
+    return other >= 0 && other != unit->id && x->units[other]->begun;
+}
+
+static bool
+slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return x->slot_unit[unit->slot] == unit->id && x->slot_tag[unit->slot] == x->tag;
+}
+
+/* Before other memory comes behind an address, whatever was queued must be done with the old. */
+static int
+settle(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return fsdpc_stream_settle(x, unit->name);
+}
+
+/* Spare memory is zeroed on the current stream: that of the gather which writes it next. */
+static int
+map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fsdpc_arena_spare(x->arena, &unit->range);
+    fsdpc_device_use(s->device, caller);
+    return status;
+}
+
+static int
+start(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (slot_is_in_use(x, unit)) {
+        FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
+        FSDPC_TRY(settle(x, unit));
+        FSDPC_TRY(map_spare(x, unit));
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        FSDPC_TRY(fill(x, unit));
+    } else if (!slot_shows(x, unit)) {
+        x->slot_unit[unit->slot] = -1;
+        FSDPC_TRY(fill(x, unit));
+        x->slot_unit[unit->slot] = unit->id;
+        x->slot_tag[unit->slot] = x->tag;
+    }
+    unit->begun = true;
+    return FSDPC_OK;
+}
+
+static int
+await_values(struct fsdpc_streams *s, struct fsdpc_filling *filling)
+{
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    if (filling->awaited && filling->awaited_on == caller) {
+        return FSDPC_OK;
+    }
+    filling->awaited = true;
+    filling->awaited_on = caller;
+    if (filling->capture != s->capture) {
+        return FSDPC_OK;
+    }
+    return fsdpc_device_wait(s->device, filling->done);
+}
+
+static int
+gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!unit->begun) {
+        if (!wait && slot_is_in_use(x, unit)) {
+            return FSDPC_OK;
+        }
+        FSDPC_TRY(start(x, unit));
+    }
+    if (wait && !unit->ready) {
+        FSDPC_TRY(await_values(s, &s->fillings[unit->id]));
+        unit->ready = true;
+    }
+    return FSDPC_OK;
+}
+
+static int
+poison(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        FSDPC_TRY(fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
+                                      seg->compute, seg->piece_numel * x->world));
+    }
+    x->slot_unit[unit->slot] = -1;
+    return FSDPC_OK;
+}
+
+static int
+release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    bool unread = unit->begun && !unit->ready;
+    unit->begun = unit->ready = false;
+    if (unit->range.spare) {
+        FSDPC_TRY(settle(x, unit));
+        return fsdpc_arena_restore(x->arena, &unit->range);
+    }
+    if (unread) {
+        /* Prefetched and not wanted after all: the gather itself is the slot's last user, and the
+         * gather stream is in order. */
+        return FSDPC_OK;
+    }
+    if (x->poison) {
+        FSDPC_TRY(poison(x, unit));
+    }
+    struct fsdpc_reader *reader = &s->readers[unit->slot];
+    reader->pending = true;
+    reader->stream = fsdpc_device_current(s->device);
+    reader->capture = s->capture;
+    return fsdpc_device_record(s->device, reader->done);
+}
+
+static int
+leave(fsdpc_exchange *x)
+{
+    FSDPC_TRY(fsdpc_stream_join_capture(x->streams));
+    return fsdpc_stream_offload_leave(x);
+}
+
+const struct fsdpc_exchange_i fsdpc_exchange_stream = {
+    .kind = "stream",
+    .any_order = false,
+    .open = open_streams,
+    .close = close_streams,
+    .begin = begin,
+    .leave = leave,
+    .gather = gather,
+    .release = release,
+    .reduce = fsdpc_stream_reduce,
+    .end = fsdpc_stream_end,
+    .share = fsdpc_stream_share,
+};

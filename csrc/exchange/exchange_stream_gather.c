@@ -1,0 +1,105 @@
+/* A unit's values on the gather stream: one launch that casts this rank's pieces into their place in
+ * the slot, whatever the number of dtypes, and one call of the communicator for all segments.
+ */
+#include <stdio.h>
+
+#include "exchange/exchange_stream_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+static int
+plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
+{
+    int status = FSDPC_OK;
+    const fsdpc_layout *layout = unit->layout;
+    fsdpc_pack_target *targets = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof *targets);
+    if (!targets) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name);
+    }
+    for (int i = 0; i < layout->segment_count; i++) {
+        const fsdpc_segment *seg = &layout->segments[i];
+        const size_t piece = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+        targets[i] = (fsdpc_pack_target){
+            .n = seg->piece_numel,
+            .offset = seg->full_offset + (size_t)x->rank * piece,
+            .dtype = seg->compute,
+        };
+    }
+    /* What lies between the pieces are the other ranks' pieces. */
+    FSDPC_GOTO(fsdpc_device_pack_plan_onto(x->streams->device, targets, NULL, layout->segment_count,
+                                           layout->full_bytes, true, out),
+               done);
+done:
+    fsdpc_mem_free(targets);
+    return status;
+}
+
+int
+fsdpc_stream_gather_open(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    size_t most = 1;
+    s->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_pack_plan *));
+    if (!s->gathers) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        const size_t count = (size_t)unit->layout->segment_count;
+        most = count > most ? count : most;
+        if (!unit->direct && count > 1) {
+            FSDPC_TRY(plan_unit(x, unit, &s->gathers[u]));
+        }
+    }
+    s->pieces = fsdpc_mem_calloc(most, sizeof *s->pieces);
+    s->parts = fsdpc_mem_calloc(most, sizeof *s->parts);
+    return s->pieces && s->parts ? FSDPC_OK
+                                 : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+}
+
+void
+fsdpc_stream_gather_close(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    for (int u = 0; s->gathers && u < x->unit_count; u++) {
+        fsdpc_device_pack_plan_free(s->device, s->gathers[u]);
+    }
+    fsdpc_mem_free(s->gathers);
+    fsdpc_mem_free(s->pieces);
+    fsdpc_mem_free(s->parts);
+}
+
+static int
+cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    const fsdpc_layout *layout = unit->layout;
+    if (!s->gathers[unit->id]) {
+        return layout->segment_count == 0
+                   ? FSDPC_OK
+                   : fsdpc_exchange_fill(x, unit, 0, x->rank, 0, layout->segments[0].piece_numel);
+    }
+    for (int i = 0; i < layout->segment_count; i++) {
+        const fsdpc_segment *seg = &layout->segments[i];
+        s->pieces[i] = (fsdpc_pack_source){.data = (char *)unit->master + seg->shard_offset,
+                                           .dtype = seg->storage};
+        x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+    }
+    return fsdpc_device_pack_onto(s->device, s->gathers[unit->id], unit->range.address, NULL,
+                                  s->pieces, 1.0);
+}
+
+int
+fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    char what[FSDPC_STREAM_WHAT_BYTES];
+    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    FSDPC_TRY(cast_pieces(x, unit));
+    char *values = fsdpc_stream_address(x, unit);
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        s->parts[i] = (fsdpc_comm_part){values + seg->full_offset, seg->piece_numel, seg->compute};
+    }
+    return fsdpc_comm_all_gather_parts(x->comm, s->parts, unit->layout->segment_count, what);
+}

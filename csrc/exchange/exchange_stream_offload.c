@@ -1,0 +1,100 @@
+/* Where the host has to wait for the streams: units whose own values lie in host memory, because the
+ * optimizer that follows runs on the processor (unit_offload.c).
+ *
+ * One wait ends a synchronised backward, for all units at once: the reduce stream is told to wait for
+ * the last read of a master, and the host waits for the reduce stream. It ends when the work is done
+ * or when a communicator is found broken, whose own deadline each collective has.
+ */
+#include "exchange/exchange_stream_impl.h"
+#include "base/status.h"
+
+int
+fsdpc_stream_offload_open(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    bool any = false;
+    s->all_offloaded = true;
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        any = any || unit->offload;
+        s->all_offloaded =
+            s->all_offloaded && (unit->offload || unit->layout->trainable_count == 0);
+    }
+    return any ? fsdpc_device_event_new(s->device, &s->copied) : FSDPC_OK;
+}
+
+static int
+in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
+{
+    int count = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        count += x->units[u]->in_flight[which];
+    }
+    return count;
+}
+
+/* Sums that are not made on the reduce stream: those of a communication hook. */
+static int
+join_hooked(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        if (unit->hooked && unit->in_flight[FSDPC_GRAD]) {
+            FSDPC_TRY(fsdpc_device_wait(x->streams->device, unit->touched[FSDPC_GRAD]));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+join(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (in_flight(x, FSDPC_MASTER)) {
+        fsdpc_device_use(s->device, s->gather);
+        FSDPC_TRY(fsdpc_device_record(s->device, s->copied));
+        fsdpc_device_use(s->device, s->reduce);
+        FSDPC_TRY(fsdpc_device_wait(s->device, s->copied));
+    }
+    fsdpc_device_use(s->device, s->reduce);
+    FSDPC_TRY(join_hooked(x));
+    return fsdpc_device_record(s->device, s->settled);
+}
+
+int
+fsdpc_stream_offload_end(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s->copied || (!in_flight(x, FSDPC_MASTER) && !in_flight(x, FSDPC_GRAD))) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a step with parameters in host memory"));
+    fsdpc_stream *caller = fsdpc_device_current(s->device);
+    int status = join(x);
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, "the sums of offloaded gradients"));
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit_settled(x->units[u]);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_offload_leave(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!s->copied || !in_flight(x, FSDPC_MASTER)) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a forward with parameters in host memory"));
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
+    int status = fsdpc_device_record(s->device, s->copied);
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->copied, "the gathers of offloaded parameters"));
+    for (int u = 0; u < x->unit_count; u++) {
+        x->units[u]->in_flight[FSDPC_MASTER] = false;
+    }
+    return FSDPC_OK;
+}

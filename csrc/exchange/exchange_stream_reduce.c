@@ -1,0 +1,268 @@
+/* The reducing half of the "stream" exchange (exchange_stream.c says what waits for what).
+ *
+ * [Note: used bits] Which parameters got a gradient on some rank is summed up on the device behind
+ * the last reduction and copied to pinned memory. A rank that used all of its parameters knows the
+ * result without looking.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange/exchange_stream_impl.h"
+#include "base/status.h"
+
+/* In place, on the reduce stream. */
+static int
+scatter(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
+{
+    int count = 0;
+    struct fsdpc_streams *s = x->streams;
+    for (int i = 0; i < unit->layout->segment_count; i++) {
+        const fsdpc_segment *seg = &unit->layout->segments[i];
+        if (seg->trainable) {
+            s->parts[count++] =
+                (fsdpc_comm_part){buffer + seg->reduce_offset, seg->piece_numel, seg->reduce};
+        }
+    }
+    return fsdpc_comm_reduce_scatter_parts(s->reduce_comm, s->parts, count, what);
+}
+
+static int
+sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
+{
+    struct fsdpc_streams *s = x->streams;
+    char what[FSDPC_STREAM_WHAT_BYTES];
+    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
+    FSDPC_TRY(fsdpc_stream_turn(x, unit, true));
+    if (x->world > 1) {
+        FSDPC_TRY(scatter(x, unit, slot->buffer, what));
+    }
+    if (fsdpc_exchange_packs(x, unit)) {
+        FSDPC_TRY(fsdpc_stream_sum(unit, slot->buffer, what));
+    } else {
+        FSDPC_TRY(fsdpc_stream_sum_partial(unit, what));
+    }
+    FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_GRAD));
+    return fsdpc_device_record(s->device, slot->summed);
+}
+
+/* Where the caller's stream packs: into the next slot, or (one rank) into `partial`, which the unit's
+ * own sum of this backward may still be reading. */
+static int
+await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
+{
+    struct fsdpc_streams *s = x->streams;
+    int last = (s->next_slot + x->reduce_slots - 1) % x->reduce_slots;
+    if (fsdpc_exchange_packs(x, unit)) {
+        return slot->busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
+    }
+    return unit->posted > 1 ? fsdpc_device_wait(s->device, s->slots[last].summed) : FSDPC_OK;
+}
+
+static int
+pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer)
+{
+    struct fsdpc_streams *s = x->streams;
+    if (!fsdpc_exchange_packs(x, unit)) {
+        return fsdpc_grad_direct(unit, grads, unit->used);
+    }
+    memset(s->mask, 0, (size_t)unit->layout->param_count);
+    FSDPC_TRY((x->world > 1 ? fsdpc_grad_queue_pack : fsdpc_grad_queue_widen)(unit, grads, buffer,
+                                                                              s->mask));
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= s->mask[i];
+    }
+    return FSDPC_OK;
+}
+
+static int
+send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_reduce_slot *slot = &s->slots[s->next_slot];
+    FSDPC_TRY(await_room(x, unit, slot));
+    s->next_slot = (s->next_slot + 1) % x->reduce_slots;
+    slot->busy = true;
+    FSDPC_TRY(pack(x, unit, grads, slot->buffer));
+    FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+    int status = sum_on_stream(x, unit, slot);
+    fsdpc_device_use(s->device, caller);
+    s->sent++;
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    return status;
+}
+
+/* Nobody to sum with, and no bus to cross: all is done by one launch on the caller's stream. */
+static bool
+stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return !unit->replicate && !fsdpc_exchange_packs(x, unit);
+}
+
+static int
+keep(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (stays_here(x, unit)) {
+        return keep(x, unit, grads);
+    }
+    return unit->posted++ > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
+}
+
+/* --- the end of backward ----------------------------------------------------------------------- */
+
+static bool
+used_all(const fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        for (int i = 0; i < unit->layout->param_count; i++) {
+            if (unit->layout->params[i].trainable_index >= 0 && !unit->used[i]) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static void
+write_bits(const fsdpc_exchange *x, float *bits)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            *bits++ = x->units[u]->used[i];
+        }
+    }
+}
+
+static void
+read_bits(fsdpc_exchange *x, const float *bits)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            x->units[u]->used[i] = *bits++ > 0;
+        }
+    }
+}
+
+static int
+join_bits(fsdpc_exchange *x)
+{
+    static const char what[] = "used bits at the end of backward";
+    if (x->world > 1) {
+        FSDPC_TRY(fsdpc_comm_all_reduce(x->streams->reduce_comm, x->streams->device_bits,
+                                        x->streams->bit_count, FSDPC_F32, FSDPC_MAX, what));
+    }
+    FSDPC_TRY(fsdpc_stream_join_replicas(x, what));
+    return fsdpc_stream_turns_take(x, x->streams->device_bits + x->streams->bit_count -
+                                          FSDPC_STREAM_TURN_FLOATS);
+}
+
+/* See [Note: used bits]. On the reduce stream. */
+static int
+share_used(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    size_t bytes = (size_t)s->bit_count * sizeof(float);
+    const int64_t tail = s->bit_count - FSDPC_STREAM_TURN_FLOATS;
+    FSDPC_TRY(fsdpc_stream_turns_end(x));
+    FSDPC_TRY(fsdpc_stream_turns_put(x, s->all + tail));
+    if (used_all(x)) {
+        FSDPC_TRY(fsdpc_device_cast(s->device, s->device_bits, FSDPC_F32, s->all, FSDPC_F32,
+                                    s->bit_count, 1.0));
+        return join_bits(x);
+    }
+    FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a backward that leaves parameters without gradient"));
+    write_bits(x, s->bits);
+    if (!s->turns.off) {
+        memcpy(s->bits + tail, s->turns.digests->own, sizeof s->turns.digests->own);
+    }
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
+    FSDPC_TRY(join_bits(x));
+    FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
+    FSDPC_TRY(fsdpc_stream_settle(x, "used bits at the end of backward"));
+    read_bits(x, s->bits);
+    return FSDPC_OK;
+}
+
+/* Later work on the caller's stream sees all sums: the reduce stream makes them in order. */
+static int
+await_sums(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    int last = (s->next_slot + x->reduce_slots - 1) % x->reduce_slots;
+    if (s->sent == 0) {
+        return FSDPC_OK;
+    }
+    for (int i = 0; i < x->reduce_slots; i++) {
+        s->slots[i].busy = false;
+    }
+    /* Where all gradients are the host's, it waits itself, and that is enough. */
+    return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
+}
+
+/* What was kept is sent where the unit was reduced more than once, with or without gradients: so ranks
+ * that ran the same modules send alike. One rank alone sends what it has. */
+static int
+send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    if (unit->hooked) {
+        return FSDPC_OK;
+    }
+    if (stays_here(x, unit)) {
+        return unit->local_any ? keep(x, unit, NULL) : FSDPC_OK;
+    }
+    return unit->posted > 1 ? send(x, unit, NULL) : FSDPC_OK;
+}
+
+int
+fsdpc_stream_end(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    int status = FSDPC_OK;
+    for (int u = 0; u < x->unit_count; u++) {
+        fsdpc_unit *unit = x->units[u];
+        FSDPC_TRY(send_kept(x, unit));
+        unit->posted = 0;
+    }
+    if ((x->world > 1 || s->replicas) && s->bit_count > 0) {
+        fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+        status = share_used(x);
+        fsdpc_device_use(s->device, caller);
+    }
+    FSDPC_KEEP(await_sums(x));
+    FSDPC_KEEP(fsdpc_stream_join_capture(s));
+    s->sent = 0;
+    FSDPC_TRY(status);
+    FSDPC_TRY(fsdpc_stream_offload_end(x));
+    return fsdpc_stream_check(x);
+}
+
+/* --- small things for all ranks ----------------------------------------------------------------- */
+
+/* On the reduce stream: its communicator then serves one stream only, in one order. */
+int
+fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
+{
+    struct fsdpc_streams *s = x->streams;
+    int status = FSDPC_OK;
+    FSDPC_TRY(fsdpc_comm_check(s->reduce_comm));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->ready));
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+    FSDPC_GOTO(fsdpc_device_wait(s->device, s->ready), done);
+    FSDPC_GOTO(fsdpc_comm_all_gather(s->reduce_comm, buffer, piece_bytes, what), done);
+    FSDPC_GOTO(fsdpc_device_record(s->device, s->shared), done);
+done:
+    fsdpc_device_use(s->device, caller);
+    FSDPC_TRY(status);
+    return fsdpc_device_wait(s->device, s->shared);
+}

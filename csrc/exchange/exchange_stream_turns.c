@@ -1,0 +1,313 @@
+/* Do all ranks mean the same unit? Collectives match by order only, so a rank in another order would get
+ * other values; and to compare each turn would make the host wait in every step.
+ *
+ * A turn that follows turns as it did before is not compared: what the ranks agreed on once is kept as a
+ * set of paths. A new turn is compared before it is sent, by a word from each rank that the host waits for:
+ * in the first step, and where the order changes. Which of several known paths was taken is found out
+ * later: a digest of it goes with the used bits, and is looked at when it has come, at the latest turns of
+ * the next pass. Gathers and reductions are two sequences, because ranks may mix them differently.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange/exchange_stream_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+enum { KNOWN = 8192, DIGEST_BITS = 24, START = 1, BEGIN = 1 << 30, END };
+enum { REDUCES = 1, SPARE = 2 };
+
+/* The digests of gathers and of reductions, each also with its sign turned: their largest and smallest. */
+_Static_assert(FSDPC_STREAM_TURN_FLOATS == 4, "as it is written and read here");
+
+static uint64_t
+mix(uint64_t path, uint64_t turn)
+{
+    uint64_t x = path * UINT64_C(0x9e3779b97f4a7c15) + turn + 1;
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return (x ^ (x >> 31)) | 1;
+}
+
+static int
+most_ranks(const fsdpc_exchange *x)
+{
+    int most = x->world;
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_unit *unit = x->units[u];
+        int replicas = unit->replicate ? fsdpc_comm_world(unit->replicate) : 1;
+        most = replicas > most ? replicas : most;
+    }
+    return most;
+}
+
+int
+fsdpc_stream_turns_open(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    void *block;
+    int most = most_ranks(x);
+    t->off = x->trust_order || most == 1;
+    if (t->off) {
+        return FSDPC_OK;
+    }
+    t->path[0] = t->path[1] = t->digest[0] = t->digest[1] = START;
+    t->words = (size_t)most;
+    t->known = fsdpc_mem_calloc(KNOWN, sizeof *t->known);
+    if (!t->known) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the order of units");
+    }
+    FSDPC_TRY(fsdpc_device_host_alloc(s->device, t->words * sizeof(uint64_t), &block));
+    t->pinned = block;
+    FSDPC_TRY(fsdpc_device_alloc(s->device, t->words * sizeof(uint64_t), &block));
+    t->device = block;
+    FSDPC_TRY(fsdpc_device_host_alloc(s->device, sizeof *t->digests, &block));
+    t->digests = block;
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &t->put));
+    return fsdpc_device_event_new(s->device, &t->told);
+}
+
+void
+fsdpc_stream_turns_close(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    fsdpc_device_host_free(s->device, t->pinned, t->words * sizeof(uint64_t));
+    fsdpc_device_free(s->device, t->device, t->words * sizeof(uint64_t));
+    fsdpc_device_host_free(s->device, t->digests, sizeof *t->digests);
+    fsdpc_device_event_free(s->device, t->put);
+    fsdpc_device_event_free(s->device, t->told);
+    fsdpc_mem_free(t->known);
+}
+
+/* --- paths ------------------------------------------------------------------------------------- */
+
+static bool
+is_known(const struct fsdpc_turns *t, uint64_t path)
+{
+    uint64_t at = path % KNOWN;
+    for (; t->known[at]; at = (at + 1) % KNOWN) {
+        if (t->known[at] == path) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* All ranks put in the same paths, so all forget at the same time. */
+static void
+learn(struct fsdpc_turns *t, uint64_t path)
+{
+    uint64_t at = path % KNOWN;
+    if (is_known(t, path)) {
+        return;
+    }
+    if (++t->known_count > KNOWN / 2) {
+        memset(t->known, 0, KNOWN * sizeof *t->known);
+        t->known_count = 1;
+    }
+    while (t->known[at]) {
+        at = (at + 1) % KNOWN;
+    }
+    t->known[at] = path;
+}
+
+/* --- comparing now ------------------------------------------------------------------------------- */
+
+static void
+name_turn(const fsdpc_exchange *x, uint32_t turn, char *text, size_t bytes)
+{
+    uint32_t id = turn / 4;
+    if (id < (uint32_t)x->unit_count) {
+        snprintf(text, bytes, "the %s of unit %s%s", turn & REDUCES ? "reduce" : "gather",
+                 x->units[id]->name, turn & SPARE ? " into spare memory" : "");
+    } else {
+        snprintf(text, bytes, "%s", turn == END ? "the end of backward" : "another pass");
+    }
+}
+
+static int
+explain(const fsdpc_exchange *x, const struct fsdpc_turns *t, int rank, int other)
+{
+    char mine[200], theirs[200];
+    name_turn(x, (uint32_t)t->pinned[rank], mine, sizeof mine);
+    name_turn(x, (uint32_t)t->pinned[other], theirs, sizeof theirs);
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "rank %d is at %s while rank %d is at %s%s: the ranks run different units. If a module "
+        "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
+        "every rank gathers all units below it",
+        rank, mine, other, theirs,
+        (uint32_t)t->pinned[rank] == (uint32_t)t->pinned[other] ? ", after other turns" : "");
+}
+
+/* On the current stream, that of the communicator. */
+static int
+compare(fsdpc_exchange *x, fsdpc_comm *comm, uint64_t word, const char *what)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    const int rank = fsdpc_comm_rank(comm), world = fsdpc_comm_world(comm);
+    t->pinned[rank] = word;
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, &t->device[rank], &t->pinned[rank], sizeof word));
+    FSDPC_TRY(fsdpc_comm_all_gather(comm, t->device, sizeof word, what));
+    FSDPC_TRY(fsdpc_device_copy_out(s->device, t->pinned, t->device, (size_t)world * sizeof word));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, what));
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    for (int r = 0; r < world; r++) {
+        if (t->pinned[r] != word) {
+            return explain(x, t, rank, r);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+compare_all(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, uint64_t word)
+{
+    char what[FSDPC_STREAM_WHAT_BYTES];
+    snprintf(what, sizeof what, "comparing the order of units before the %s of unit %s",
+             reduce ? "reduce" : "gather", unit ? unit->name : "(none: the end of backward)");
+    if (x->world > 1) {
+        FSDPC_TRY(compare(x, reduce ? x->streams->reduce_comm : x->comm, word, what));
+    }
+    return reduce && unit && unit->replicate
+               ? compare(x, fsdpc_comm_for_reductions(unit->replicate), word, what)
+               : FSDPC_OK;
+}
+
+static int
+take_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, uint32_t turn)
+{
+    struct fsdpc_turns *t = &x->streams->turns;
+    uint64_t next = mix(t->path[reduce], turn);
+    if (t->fresh[reduce] || !is_known(t, next)) {
+        FSDPC_TRY(compare_all(x, unit, reduce, (next ^ t->fresh[reduce]) << 32 | turn));
+        learn(t, next);
+        if (t->fresh[reduce]) {
+            learn(t, t->fresh[reduce]);
+        }
+        t->fresh[reduce] = 0;
+    }
+    t->path[reduce] = next;
+    t->digest[reduce] = mix(t->digest[reduce], turn);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
+{
+    const struct fsdpc_streams *s = x->streams;
+    /* What is recorded runs again in its own order. */
+    if (s->turns.off || s->capture != 0 || (x->world == 1 && !(reduce && unit->replicate))) {
+        return FSDPC_OK;
+    }
+    uint32_t turn = (uint32_t)unit->id * 4 + (reduce ? REDUCES : 0);
+    if (!reduce && unit->range.spare && fsdpc_comm_registers(x->comm)) {
+        turn |=
+            SPARE; /* it is not registered: either so on all ranks, or NCCL does different things */
+    }
+    return take_turn(x, unit, reduce, turn);
+}
+
+/* --- ends and beginnings ---------------------------------------------------------------------------- */
+
+static int
+look(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    bool done = false;
+    if (!t->awaited) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_device_poll(s->device, t->told, &done));
+    if (!done) {
+        return FSDPC_OK;
+    }
+    t->awaited = false;
+    const float *got = t->digests->got;
+    if (got[0] == -got[1] && got[2] == -got[3]) {
+        return FSDPC_OK;
+    }
+    int status = fsdpc_error(FSDPC_E_MISMATCH,
+                             "rank %d: in the last backward or the forwards before it the ranks %s "
+                             "units in different order: what came of it is wrong. If a module "
+                             "chooses by data what it runs, mark it with "
+                             "fsdpc.mark_data_dependent(module)",
+                             x->rank, got[0] == -got[1] ? "reduced" : "gathered");
+    fsdpc_comm_abort(x->comm, fsdpc_error_text());
+    return status;
+}
+
+int
+fsdpc_stream_turns_begin(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    if (t->off || s->capture != 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(look(x));
+    if (t->path[0] != START) {
+        uint64_t over = mix(t->path[0], BEGIN);
+        t->fresh[0] = is_known(t, over) ? 0 : over;
+        t->path[0] = START;
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_turns_end(fsdpc_exchange *x)
+{
+    struct fsdpc_turns *t = &x->streams->turns;
+    if (t->off || x->streams->capture != 0) {
+        return FSDPC_OK;
+    }
+    /* The gathers of this step end with it. */
+    t->path[1] = mix(t->path[1], t->path[0]);
+    if (x->world > 1) { /* replicas of one rank each compare their reductions alone */
+        FSDPC_TRY(take_turn(x, NULL, true, END));
+    }
+    t->path[0] = t->path[1] = START;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_turns_put(fsdpc_exchange *x, float *bits)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    float now[FSDPC_STREAM_TURN_FLOATS];
+    for (int i = 0; i < 2; i++) {
+        now[2 * i] = (float)(t->digest[i] >> (64 - DIGEST_BITS));
+        now[2 * i + 1] = -now[2 * i];
+        t->digest[i] = START;
+    }
+    if (t->off || s->capture != 0 || memcmp(now, t->digests->own, sizeof now) == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_stream_await_host(x, t->put, "the order of units"));
+    memcpy(t->digests->own, now, sizeof now);
+    FSDPC_TRY(fsdpc_device_copy_in(s->device, bits, t->digests->own, sizeof now));
+    return fsdpc_device_record(s->device, t->put);
+}
+
+int
+fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits)
+{
+    struct fsdpc_streams *s = x->streams;
+    struct fsdpc_turns *t = &s->turns;
+    if (t->off || s->capture != 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(look(x));
+    if (t->awaited) {
+        return FSDPC_OK; /* the host is far ahead: this one is left out, on this rank */
+    }
+    FSDPC_TRY(fsdpc_device_copy_out(s->device, t->digests->got, bits, sizeof t->digests->got));
+    t->awaited = true;
+    return fsdpc_device_record(s->device, t->told);
+}

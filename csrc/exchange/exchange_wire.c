@@ -1,0 +1,320 @@
+/* Gathering and reducing over a communicator that carries bytes: each rank has its own slots.
+ *
+ * A gather casts this rank's pieces into their place in the slot and all-gathers each segment in
+ * place; a reduce packs into one buffer and reduce-scatters it in place. Collectives match by order
+ * only, so before each of them the ranks compare the unit they mean (one small all-gather): ranks
+ * that took different turns get an error that names both units instead of wrong values. With one
+ * rank nothing is sent.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "exchange/exchange_impl.h"
+#include "base/mem.h"
+#include "base/status.h"
+
+enum { WHAT_BYTES = 256 };
+
+static int
+open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
+{
+    (void)plan;
+    if (x->world == 1 || x->max_reduce_bytes == 0) {
+        return FSDPC_OK;
+    }
+    return fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes, &x->reduce_buffer);
+}
+
+static void
+close_wire(fsdpc_exchange *x)
+{
+    fsdpc_device_free(fsdpc_comm_device(x->comm), x->reduce_buffer, x->max_reduce_bytes);
+}
+
+static int
+begin(fsdpc_exchange *x, uint64_t tag)
+{
+    (void)x;
+    (void)tag;
+    return FSDPC_OK;
+}
+
+/* A turn is 2 * unit, or one more for its reduction. Below zero: a parameter gets memory for a
+ * gradient, whose number and unit are in it. */
+enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
+
+static int32_t
+thaw_turn(int unit, int param)
+{
+    bool fits = unit >= 0 && param < THAW_PARAMS && unit < INT32_MAX / THAW_PARAMS - 1;
+    return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
+}
+
+/* Of two ranks' turns one at least is a thaw, and the other is none. */
+static int
+thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
+{
+    const int32_t which = own < 0 ? own : other;
+    const int number = THAWS - which, who = own < 0 ? x->rank : rank;
+    return fsdpc_exchange_thaw_error(x, which == THAWS_UNKNOWN ? -1 : number / THAW_PARAMS,
+                                     number % THAW_PARAMS, who, own < 0 ? rank : x->rank);
+}
+
+static int
+announce(fsdpc_exchange *x, int unit, int param)
+{
+    int status = FSDPC_OK;
+    const int32_t own = thaw_turn(unit, param);
+    if (x->trust_order) {
+        return FSDPC_OK;
+    }
+    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
+    if (!turns) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
+    }
+    turns[x->rank] = own;
+    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, "unfreezing"), done);
+    for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
+        status = turns[r] >= 0 ? thaw_mismatch(x, own, r, turns[r]) : FSDPC_OK;
+    }
+done:
+    fsdpc_mem_free(turns);
+    return status;
+}
+
+/* All ranks must be about to do the same with the same unit. */
+static int
+compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char *what)
+{
+    int status = FSDPC_OK;
+    if (x->world == 1 || x->trust_order) {
+        return FSDPC_OK;
+    }
+    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
+    if (!turns) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
+    }
+    int32_t own = unit->id * 2 + (reduce ? 1 : 0);
+    for (int r = 0; r < x->world; r++) {
+        turns[r] = own;
+    }
+    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
+    for (int r = 0; r < x->world; r++) {
+        int other = turns[r] / 2;
+        if (turns[r] < 0) {
+            status = thaw_mismatch(x, own, r, turns[r]);
+            break;
+        }
+        if (turns[r] == own || other < 0 || other >= x->unit_count) {
+            continue;
+        }
+        status = fsdpc_error(
+            FSDPC_E_MISMATCH,
+            "rank %d is at the %s of unit %s while rank %d is at the %s of unit %s: the ranks run "
+            "different units. If a module chooses by data what it runs, mark it with "
+            "fsdpc.mark_data_dependent(module), so that every rank gathers all units below it",
+            x->rank, reduce ? "reduce" : "gather", unit->name, r,
+            turns[r] % 2 ? "reduce" : "gather", x->units[other]->name);
+        break;
+    }
+done:
+    fsdpc_mem_free(turns);
+    return status;
+}
+
+static int
+gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    FSDPC_TRY(compare_turns(x, unit, false, what));
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        FSDPC_TRY(fsdpc_exchange_fill(x, unit, s, x->rank, 0, seg->piece_numel));
+        if (x->world > 1) {
+            FSDPC_TRY(fsdpc_comm_all_gather(
+                x->comm, (char *)unit->range.address + seg->full_offset,
+                (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute), what));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static bool
+slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    int other = x->slot_unit[unit->slot];
+    return other >= 0 && other != unit->id && x->units[other]->begun;
+}
+
+static int
+gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+{
+    /* Nothing would be gained: the collective blocks. */
+    if (!wait || unit->ready) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
+    if (slot_is_in_use(x, unit)) {
+        FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        FSDPC_TRY(gather_segments(x, unit));
+    } else if (x->slot_unit[unit->slot] != unit->id || x->slot_tag[unit->slot] != x->tag) {
+        x->slot_unit[unit->slot] = -1;
+        FSDPC_TRY(gather_segments(x, unit));
+        x->slot_unit[unit->slot] = unit->id;
+        x->slot_tag[unit->slot] = x->tag;
+    }
+    unit->begun = unit->ready = true;
+    return FSDPC_OK;
+}
+
+static int
+release(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    unit->begun = unit->ready = false;
+    if (unit->range.spare) {
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
+    }
+    return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
+}
+
+/* This rank's pieces of the reduced buffer are added to the shard gradient. */
+static int
+take_sums(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    const void *source = x->reduce_buffer;
+    return fsdpc_grad_sum(unit, &source, 1);
+}
+
+static int
+pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    int status = FSDPC_OK;
+    uint8_t *bits = fsdpc_mem_calloc((size_t)unit->layout->param_count, 1);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
+    }
+    FSDPC_GOTO(fsdpc_grad_pack(unit, grads, x->reduce_buffer, bits), done);
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= bits[i];
+    }
+done:
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+/* The gradients of one unit; every rank calls it at the same time. */
+static int
+send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    unit->posted++;
+    FSDPC_TRY(compare_turns(x, unit, true, what));
+    FSDPC_TRY(pack(x, unit, grads));
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            FSDPC_TRY(fsdpc_comm_reduce_scatter(x->comm,
+                                                (char *)x->reduce_buffer + seg->reduce_offset,
+                                                seg->piece_numel, seg->reduce, what));
+        }
+    }
+    FSDPC_TRY(take_sums(x, unit));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    return FSDPC_OK;
+}
+
+static int
+reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    if (x->world == 1) {
+        FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
+        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+        return FSDPC_OK;
+    }
+    if (unit->posted > 0) {
+        return fsdpc_grad_keep_local(unit, grads);
+    }
+    return send(x, unit, grads);
+}
+
+/* Which parameters got a gradient on any rank. What some rank kept back, because its unit had been
+ * sent before, is sent now (*again: so the bits must be shared once more). */
+static int
+share_used(fsdpc_exchange *x, bool *again)
+{
+    int status = FSDPC_OK;
+    size_t count = (size_t)x->unit_count, at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        count += (size_t)x->units[u]->layout->param_count;
+    }
+    float *bits = fsdpc_mem_calloc(count, sizeof *bits);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for %zu used bits", count);
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            bits[at++] = x->units[u]->used[i];
+        }
+        bits[at++] = x->units[u]->local_any && !x->units[u]->hooked;
+    }
+    FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
+                                     "used bits at the end of backward"),
+               done);
+    at = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
+            x->units[u]->used[i] = bits[at++] > 0;
+        }
+        if (bits[at++] > 0) {
+            *again = true;
+            FSDPC_GOTO(send(x, x->units[u], NULL), done);
+        }
+    }
+done:
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+static int
+end_alone(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->units[u]->local_any && !x->units[u]->hooked) {
+            FSDPC_TRY(reduce(x, x->units[u], NULL));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+end(fsdpc_exchange *x)
+{
+    if (x->world == 1) {
+        return end_alone(x);
+    }
+    for (bool again = true; again;) {
+        again = false;
+        FSDPC_TRY(share_used(x, &again));
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        x->units[u]->posted = 0;
+    }
+    return FSDPC_OK;
+}
+
+const struct fsdpc_exchange_i fsdpc_exchange_wire = {
+    .kind = "wire",
+    .any_order = false,
+    .open = open_wire,
+    .close = close_wire,
+    .begin = begin,
+    .gather = gather,
+    .release = release,
+    .reduce = reduce,
+    .end = end,
+    .announce = announce,
+};

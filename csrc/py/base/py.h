@@ -1,0 +1,183 @@
+/* What the files of the Python layer share: module state, errors, arguments, tensors.
+ *
+ * The layer turns Python objects into plain C values, lets go of the GIL, calls the core and turns
+ * its status into an exception. There is one module state in a process (sub-interpreters and a
+ * second load are refused, since devices and communicators belong to the process), so that errors
+ * can be raised where no module object is at hand: fsdpc_py_current() is that state.
+ *
+ * Functions returning PyObject * give a new reference, or NULL with an exception set; functions
+ * returning int give 0, or -1 with an exception set, unless stated otherwise. The GIL is held by
+ * callers of everything here.
+ */
+#ifndef FSDPC_PY_H
+#define FSDPC_PY_H
+
+#ifndef PY_SSIZE_T_CLEAN
+#define PY_SSIZE_T_CLEAN
+#endif
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "device/device.h"
+#include "py/base/dlpack_abi.h"
+#include "base/dtype.h"
+#include "base/status.h"
+
+/* --- module state ---------------------------------------------------------------------------- */
+
+enum { FSDPC_PY_TENSOR_TYPES = 4 };
+
+typedef struct fsdpc_py_module_state {
+    PyObject *comm_error;
+    PyObject *peer_error;
+    PyObject *comm_timeout;
+    PyObject *mismatch_error;
+    PyObject *state_error;
+    PyObject *out_of_memory_error;
+    PyTypeObject *comm_type;
+    PyTypeObject *comm_buffer_type;
+    PyTypeObject *unit_type;
+    PyTypeObject *tree_type;
+    PyTypeObject *hook_type;
+    PyObject *name_is_neg; /* interned str */
+    PyObject *name_is_conj;
+    PyObject
+        *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
+    /* Tensor types seen by fsdpc_py_torch_view with their C functions (NULL: they have none). */
+    struct {
+        PyTypeObject *type;
+        const dlpack_exchange *exchange;
+    } tensors[FSDPC_PY_TENSOR_TYPES];
+} fsdpc_py_module_state;
+
+fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
+/* The state of the one loaded module; NULL before its start and after its end. */
+fsdpc_py_module_state *fsdpc_py_current(void);
+/* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
+ * and stores a reference in *slot (a member of the module state, which owns it). */
+int fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
+/* True when the interpreter is going down and the GIL must not be asked for any more. */
+bool fsdpc_py_finalizing(void);
+
+/* --- errors (py_status.c) ---------------------------------------------------------------------*/
+
+/* Raises the exception class of `status` with this thread's error text; always returns NULL. An
+ * exception that is already set because a callback raised it becomes the cause of the new one. One
+ * that a signal handler raised (FSDPC_E_INTERRUPT), and one that is no Exception (SystemExit), is
+ * kept as it is. */
+PyObject *fsdpc_py_raise(int status);
+/* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
+ * in `buffer`. "" when none is set. */
+const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
+/* Calls a callable without arguments, which the call may take out of its place. 0 or -1. */
+int fsdpc_py_call(PyObject *callable);
+/* +1 before Python code that runs in the middle of a core call, -1 after (py_gate.c). */
+void fsdpc_py_core_calls_python(int more);
+/* For waits, without the GIL: runs Python's signal handlers (on the main thread, elsewhere it does
+ * nothing). Non-zero if one raised; that stays set and is found by fsdpc_py_raise. */
+int fsdpc_py_check_signals(void);
+
+/* --- arguments (py_args.c) ------------------------------------------------------------------- */
+
+enum fsdpc_py_kind {
+    FSDPC_PY_INT,         /* int64_t: anything with __index__ */
+    FSDPC_PY_INT32,       /* int32_t */
+    FSDPC_PY_SIZE,        /* size_t: an int that is not negative */
+    FSDPC_PY_DOUBLE,      /* double */
+    FSDPC_PY_BOOL,        /* bool: truth value */
+    FSDPC_PY_STR,         /* const char *: UTF-8 without NUL, borrowed from the argument */
+    FSDPC_PY_STR_OR_NONE, /* the same, NULL for None */
+    FSDPC_PY_OBJECT       /* PyObject *: borrowed */
+};
+
+enum fsdpc_py_need {
+    FSDPC_PY_OPTIONAL, /* *out keeps the value that it had before the call */
+    FSDPC_PY_REQUIRED,
+    FSDPC_PY_KEYWORD /* optional and by name only; such rows come last in the table */
+};
+
+typedef struct fsdpc_py_arg {
+    const char *name;
+    enum fsdpc_py_kind kind;
+    enum fsdpc_py_need need;
+    void *out; /* points to a variable of the kind's C type */
+} fsdpc_py_arg;
+
+/* Arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). `function` is the
+ * name in messages. TypeError, OverflowError, ValueError as CPython words them. */
+int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
+                  PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
+
+/* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
+
+enum { FSDPC_PY_MAX_DIMS = 16 };
+
+/* Where tensors' memory is, in DLPack's codes; host memory of any kind is {DLPACK_DEVICE_CPU, 0}. */
+typedef struct fsdpc_py_place {
+    int32_t type, id;
+} fsdpc_py_place;
+extern const fsdpc_py_place fsdpc_py_host;
+/* Of tensors in a device's memory. */
+fsdpc_py_place fsdpc_py_place_of(const fsdpc_device *device);
+
+/* Memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
+ * of one element in `itemsize`; shape and strides count elements in any case. */
+typedef struct fsdpc_py_view {
+    void *data;
+    fsdpc_dtype dtype;
+    size_t itemsize;
+    int64_t numel;
+    int ndim;
+    int64_t shape[FSDPC_PY_MAX_DIMS];
+    int64_t strides[FSDPC_PY_MAX_DIMS];
+    bool contiguous; /* row-major without gaps; true for tensors without elements */
+    bool readonly;
+    fsdpc_py_place place;
+    PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
+} fsdpc_py_view;
+
+/* Any object with __dlpack__ (host memory only) or the buffer protocol. The view holds on to the
+ * memory until fsdpc_py_view_release. TypeError, BufferError. */
+int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
+/* The same; a torch tensor may also be in a GPU's memory. */
+int fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out);
+void fsdpc_py_view_release(fsdpc_py_view *view);
+/* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,
+ * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
+ * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
+int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
+/* The same for tensors in a given place. BufferError names both. */
+int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out);
+/* The same for tensors in host memory or a GPU's. */
+int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
+/* 0 if the view is in that place, else -1 with BufferError. */
+int fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place);
+/* Only where its memory begins: the cheapest question. */
+int fsdpc_py_torch_data(PyObject *tensor, const void **out);
+/* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
+int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
+/* True if the object's type says that it is a torch tensor. */
+bool fsdpc_py_is_torch(PyObject *object);
+/* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
+ * BufferError. */
+int fsdpc_py_view_finish(fsdpc_py_view *view);
+/* Copies what a DLPack tensor in host or CUDA memory says. BufferError. */
+int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
+/* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. Whoever
+ * consumes it keeps `owner` alive; shape is copied. */
+PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
+                                 fsdpc_py_place place, PyObject *owner);
+
+/* --- streams (py_stream.c) ------------------------------------------------------------------- */
+
+/* What this thread asks of the device from now on goes on torch's current stream. Nothing to do for
+ * a device that does not queue. */
+int fsdpc_py_enter_device(fsdpc_device *device);
+/* The same where no exception may come out: a current exception stays, a failure is dropped. */
+void fsdpc_py_enter_quietly(fsdpc_device *device);
+/* set_stream_function(function) of the module. */
+PyObject *fsdpc_py_set_stream_function(PyObject *module, PyObject *function);
+
+#endif

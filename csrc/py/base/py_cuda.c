@@ -1,0 +1,97 @@
+/* The GPUs of this process as plain data. Asking starts the CUDA driver; importing does not. */
+#include "py/base/py_cuda.h"
+
+#include <limits.h>
+
+#include <stdlib.h>
+
+#include "device/cuda_driver.h"
+#include "device/cuda_image.h"
+#include "device/device.h"
+
+static PyObject *
+cuda_image_bytes(PyObject *module, PyObject *ignored)
+{
+    size_t bytes;
+    (void)module, (void)ignored;
+    (void)fsdpc_cuda_image(&bytes);
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *
+cuda_device(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    int status;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
+    return Py_BuildValue("{s:s,s:s,s:O,s:O,s:n,s:z}", "device", fsdpc_device_name(device),
+                         "kernels", fsdpc_device_kernels_name(device), "virtual_memory",
+                         caps->virtual_memory ? Py_True : Py_False, "stand_in",
+                         caps->stand_in ? Py_True : Py_False, "align_bytes",
+                         (Py_ssize_t)caps->align_bytes, "note", caps->note);
+}
+
+static PyObject *
+cuda_waits(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
+    return status == FSDPC_OK ? PyLong_FromLongLong(fsdpc_device_waits(device))
+                              : fsdpc_py_raise(status);
+}
+
+/* Without the variable nothing is loaded. */
+static PyObject *
+stand_in(PyObject *module, PyObject *ignored)
+{
+    const char *file = getenv("FSDPC_LIBCUDA");
+    const fsdpc_cuda_driver *driver;
+    (void)module, (void)ignored;
+    if (!file || !*file) {
+        Py_RETURN_FALSE;
+    }
+    int status = fsdpc_cuda_driver_get(&driver);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    return PyBool_FromLong(driver->stand_in);
+}
+
+PyMethodDef fsdpc_py_cuda_methods[] = {
+    {"set_stream_function", fsdpc_py_set_stream_function, METH_O,
+     "set_stream_function(function, /)\n--\n\n"
+     "function(ordinal) returns the driver's handle of that GPU's current stream on this thread."},
+    {"stand_in", stand_in, METH_NOARGS,
+     "stand_in()\n--\n\n"
+     "True if $FSDPC_LIBCUDA names a simulated driver, whose memory is host memory: CPU models "
+     "are\n"
+     "then sharded on its GPU. NotImplementedError: the library named there does not work."},
+    {"cuda_image_bytes", cuda_image_bytes, METH_NOARGS,
+     "cuda_image_bytes()\n--\n\n"
+     "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."},
+    {"cuda_device", cuda_device, METH_O,
+     "cuda_device(ordinal, /)\n--\n\n"
+     "Returns what is known of a GPU: device, kernels, virtual_memory, stand_in, align_bytes, "
+     "note.\n"
+     "NotImplementedError in one sentence where there is no such GPU, driver or kernel."},
+    {"cuda_waits", cuda_waits, METH_O,
+     "cuda_waits(ordinal, /)\n--\n\n"
+     "Returns how often the host has waited for that GPU in this process: torch's waits aside."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,14 @@
+/* The NumPy C API, one table for all files of the extension; py_module.c fills it. */
+#ifndef FSDPC_PY_NUMPY_H
+#define FSDPC_PY_NUMPY_H
+
+#include "py/base/py.h"
+
+#define NPY_NO_DEPRECATED_API NPY_1_20_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL fsdpc_numpy_api
+#ifndef FSDPC_PY_NUMPY_OWNER
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+
+#endif

@@ -1,0 +1,410 @@
+/* Views of torch tensors from C, without torch's headers or libraries.
+ *
+ * This runs once per gradient in a training step. Newer torch publishes C functions on the tensor
+ * type (DLPack's exchange interface): one call fills a struct. They are looked up once per type
+ * and remembered in the module state, which holds on to the type so that its address stays its
+ * own. Where they are missing, or refuse a tensor, the tensor's Python methods are asked instead,
+ * which also yields the better error text.
+ *
+ * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
+ * do not tell, so that is asked of the tensor in both ways.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "py/base/py.h"
+
+static const char exchange_name[] = "dlpack_exchange_api";
+
+int
+fsdpc_py_view_finish(fsdpc_py_view *view)
+{
+    int64_t numel = 1, bytes;
+    bool fits = true, empty = false;
+    for (int i = 0; i < view->ndim; i++) {
+        fits = fits && view->shape[i] >= 0;
+        empty = empty || view->shape[i] == 0;
+    }
+    for (int i = 0; fits && !empty && i < view->ndim; i++) {
+        fits = !__builtin_mul_overflow(numel, view->shape[i], &numel);
+    }
+    if (!fits || __builtin_mul_overflow(numel, (int64_t)view->itemsize, &bytes)) {
+        PyErr_SetString(PyExc_BufferError, "the tensor's shape is no size of a memory");
+        return -1;
+    }
+    numel = empty ? 0 : numel;
+    view->numel = numel;
+    view->contiguous = true;
+    int64_t expected = 1;
+    for (int i = view->ndim - 1; numel > 0 && i >= 0; i--) {
+        if (view->shape[i] != 1 && view->strides[i] != expected) {
+            view->contiguous = false;
+        }
+        expected *= view->shape[i];
+    }
+    if (numel > 0 && view->data == NULL) {
+        PyErr_SetString(PyExc_BufferError,
+                        "the tensor has no memory: it is fake, or its storage was freed");
+        return -1;
+    }
+    return 0;
+}
+
+static void
+set_dlpack_type(const dlpack_tensor *tensor, fsdpc_py_view *out)
+{
+    out->dtype = FSDPC_BYTES;
+    out->itemsize = ((size_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+    for (int type = 0; type < FSDPC_DTYPE_COUNT; type++) {
+        if (fsdpc_dtype_dlpack_code((fsdpc_dtype)type) == tensor->dtype.code &&
+            fsdpc_dtype_dlpack_bits((fsdpc_dtype)type) == tensor->dtype.bits &&
+            tensor->dtype.lanes == 1) {
+            out->dtype = (fsdpc_dtype)type;
+        }
+    }
+}
+
+const fsdpc_py_place fsdpc_py_host = {DLPACK_DEVICE_CPU, 0};
+
+fsdpc_py_place
+fsdpc_py_place_of(const fsdpc_device *device)
+{
+    const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
+    if (!caps->asynchronous || caps->stand_in) {
+        return fsdpc_py_host;
+    }
+    return (fsdpc_py_place){DLPACK_DEVICE_CUDA, caps->ordinal};
+}
+
+static const char *
+place_text(fsdpc_py_place place, char *text, size_t bytes)
+{
+    if (place.type == DLPACK_DEVICE_CPU) {
+        return "host memory";
+    }
+    snprintf(text, bytes, "cuda:%d", (int)place.id);
+    return text;
+}
+
+int
+fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place)
+{
+    char have[32], want[32];
+    if (view->place.type == place.type && view->place.id == place.id) {
+        return 0;
+    }
+    PyErr_Format(PyExc_BufferError, "the tensor is not in %s but in %s",
+                 place_text(place, want, sizeof want), place_text(view->place, have, sizeof have));
+    return -1;
+}
+
+static int
+read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
+{
+    switch (tensor->device.type) {
+    case DLPACK_DEVICE_CPU:
+    case DLPACK_DEVICE_CUDA_HOST:
+    case DLPACK_DEVICE_ROCM_HOST:
+        *out = fsdpc_py_host;
+        return 0;
+    case DLPACK_DEVICE_CUDA:
+        *out = (fsdpc_py_place){DLPACK_DEVICE_CUDA, tensor->device.id};
+        return 0;
+    default:
+        PyErr_Format(PyExc_BufferError,
+                     "the tensor is neither in host memory nor a GPU's (DLPack device type %d)",
+                     (int)tensor->device.type);
+        return -1;
+    }
+}
+
+int
+fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out)
+{
+    if (read_place(tensor, &out->place) < 0) {
+        return -1;
+    }
+    if (tensor->ndim < 0 || tensor->ndim > FSDPC_PY_MAX_DIMS) {
+        PyErr_Format(PyExc_BufferError, "the tensor has %d dimensions; %d are supported",
+                     (int)tensor->ndim, FSDPC_PY_MAX_DIMS);
+        return -1;
+    }
+    out->data = tensor->data == NULL ? NULL : (char *)tensor->data + tensor->byte_offset;
+    out->ndim = tensor->ndim;
+    out->readonly = false;
+    out->owner = NULL;
+    set_dlpack_type(tensor, out);
+    int64_t stride = 1;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        out->shape[i] = tensor->shape[i];
+        out->strides[i] = tensor->strides == NULL ? stride : tensor->strides[i];
+        stride *= tensor->shape[i];
+    }
+    return fsdpc_py_view_finish(out);
+}
+
+static bool
+is_torch_type(PyTypeObject *type)
+{
+    return PyObject_HasAttrString((PyObject *)type, "__torch_function__") &&
+           PyObject_HasAttrString((PyObject *)type, "data_ptr");
+}
+
+bool
+fsdpc_py_is_torch(PyObject *object)
+{
+    return is_torch_type(Py_TYPE(object));
+}
+
+/* --- by C functions -------------------------------------------------------------------------- */
+
+/* What the type publishes; NULL (without an exception) when it has nothing that fits. */
+static const dlpack_exchange *
+look_up_exchange(PyTypeObject *type)
+{
+    if (!is_torch_type(type)) {
+        return NULL;
+    }
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const dlpack_exchange *found = NULL;
+    if (capsule != NULL && PyCapsule_IsValid(capsule, exchange_name)) {
+        found = PyCapsule_GetPointer(capsule, exchange_name);
+    }
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    while (found != NULL && found->version.major > DLPACK_MAJOR) {
+        found = found->previous;
+    }
+    if (found != NULL && (found->version.major != DLPACK_MAJOR || found->borrow == NULL)) {
+        found = NULL;
+    }
+    return found;
+}
+
+static const dlpack_exchange *
+exchange_of(PyTypeObject *type)
+{
+    fsdpc_py_module_state *state = fsdpc_py_current();
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        if (state->tensors[i].type == type) {
+            return state->tensors[i].exchange;
+        }
+        if (state->tensors[i].type == NULL && is_torch_type(type)) {
+            state->tensors[i].exchange = look_up_exchange(type);
+            state->tensors[i].type = (PyTypeObject *)Py_NewRef(type);
+            return state->tensors[i].exchange;
+        }
+    }
+    return look_up_exchange(type);
+}
+
+/* 1 or 0; -1 with an exception set. `name` is a str. */
+static int
+ask(PyObject *object, PyObject *name)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(object, name);
+    if (answer == NULL || answer == Py_False) {
+        Py_XDECREF(answer);
+        return answer == NULL ? -1 : 0;
+    }
+    int truth = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
+/* Real numbers can only be negated lazily; types that are only carried may be complex. */
+static int
+check_plain(PyObject *tensor, fsdpc_dtype dtype)
+{
+    const fsdpc_py_module_state *state = fsdpc_py_current();
+    int lazy = ask(tensor, state->name_is_neg);
+    if (lazy == 0 && dtype == FSDPC_BYTES) {
+        lazy = ask(tensor, state->name_is_conj);
+    }
+    if (lazy > 0) {
+        PyErr_SetString(PyExc_BufferError, "the tensor is lazily negated or conjugated; call "
+                                           "resolve_neg() or resolve_conj() first");
+    }
+    return lazy == 0 ? 0 : -1;
+}
+
+/* --- by methods ------------------------------------------------------------------------------ */
+
+/* The text after the dot of str(tensor.dtype), or str(tensor.device.type): borrowed from *held. */
+static const char *
+attribute_text(PyObject *object, const char *name, PyObject **held)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    *held = value == NULL ? NULL : PyObject_Str(value);
+    Py_XDECREF(value);
+    return *held == NULL ? NULL : PyUnicode_AsUTF8(*held);
+}
+
+static int
+read_type(PyObject *tensor, fsdpc_py_view *out)
+{
+    PyObject *held = NULL;
+    const char *text = attribute_text(tensor, "dtype", &held);
+    if (text == NULL) {
+        Py_XDECREF(held);
+        return -1;
+    }
+    text += strncmp(text, "torch.", 6) == 0 ? 6 : 0;
+    if (fsdpc_dtype_from_name(text, &out->dtype) != FSDPC_OK) {
+        out->dtype = FSDPC_BYTES;
+    }
+    Py_DECREF(held);
+    PyObject *size = PyObject_CallMethod(tensor, "element_size", NULL);
+    out->itemsize = size == NULL ? 0 : PyLong_AsSize_t(size);
+    Py_XDECREF(size);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+/* Reads a sequence of integers; its length, or -1. */
+static int
+read_numbers(PyObject *sequence, int64_t *out)
+{
+    if (sequence == NULL) {
+        return -1;
+    }
+    PyObject *tuple = PySequence_Tuple(sequence);
+    Py_DECREF(sequence);
+    if (tuple == NULL) {
+        return -1;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(tuple);
+    if (count > FSDPC_PY_MAX_DIMS) {
+        PyErr_Format(PyExc_BufferError, "the tensor has %zd dimensions; %d are supported", count,
+                     FSDPC_PY_MAX_DIMS);
+        count = -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    }
+    Py_DECREF(tuple);
+    return PyErr_Occurred() == NULL ? (int)count : -1;
+}
+
+static int
+read_ordinal(PyObject *device, int32_t *out)
+{
+    PyObject *index = PyObject_GetAttrString(device, "index");
+    *out = index == NULL || index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    Py_XDECREF(index);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+static int
+read_device(PyObject *tensor, fsdpc_py_place *out)
+{
+    PyObject *device = PyObject_GetAttrString(tensor, "device");
+    PyObject *held = NULL;
+    const char *text = device == NULL ? NULL : attribute_text(device, "type", &held);
+    *out = fsdpc_py_host;
+    if (text != NULL && strcmp(text, "cuda") == 0) {
+        out->type = DLPACK_DEVICE_CUDA;
+        (void)read_ordinal(device, &out->id);
+    } else if (text != NULL && strcmp(text, "cpu") != 0) {
+        PyErr_Format(PyExc_BufferError,
+                     "the tensor is neither in host memory nor a GPU's (device %.50s)", text);
+    }
+    Py_XDECREF(held);
+    Py_XDECREF(device);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+/* Why a tensor without a plain memory (sparse, meta, ...) cannot be viewed. */
+static int
+no_memory(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return -1;
+    }
+    char text[256];
+    fsdpc_py_exception_text(text, sizeof text);
+    PyErr_Clear();
+    PyErr_Format(PyExc_BufferError, "the tensor is not a dense array in memory (%s)", text);
+    return -1;
+}
+
+static int
+view_by_methods(PyObject *tensor, fsdpc_py_view *out)
+{
+    if (!fsdpc_py_is_torch(tensor)) {
+        PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, not %.100s",
+                     Py_TYPE(tensor)->tp_name);
+        return -1;
+    }
+    if (read_device(tensor, &out->place) < 0 || read_type(tensor, out) < 0 ||
+        check_plain(tensor, out->dtype) < 0) {
+        return -1;
+    }
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    if (address == NULL) {
+        return no_memory();
+    }
+    out->data = PyLong_AsVoidPtr(address);
+    Py_DECREF(address);
+    out->ndim = read_numbers(PyObject_GetAttrString(tensor, "shape"), out->shape);
+    PyObject *strides = out->ndim < 0 ? NULL : PyObject_CallMethod(tensor, "stride", NULL);
+    if (read_numbers(strides, out->strides) < 0) {
+        return -1;
+    }
+    out->owner = NULL;
+    out->readonly = false;
+    return fsdpc_py_view_finish(out);
+}
+
+/* --- entry ----------------------------------------------------------------------------------- */
+
+int
+fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out)
+{
+    return fsdpc_py_torch_view_on(tensor, fsdpc_py_host, out);
+}
+
+int
+fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out)
+{
+    return view_by_methods(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, fsdpc_py_host);
+}
+
+int
+fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out)
+{
+    return fsdpc_py_torch_view_any(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, place);
+}
+
+int
+fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out)
+{
+    const dlpack_exchange *exchange = exchange_of(Py_TYPE(tensor));
+    if (exchange == NULL) {
+        return view_by_methods(tensor, out);
+    }
+    dlpack_tensor borrowed;
+    if (exchange->borrow(tensor, &borrowed) != 0) {
+        PyErr_Clear();
+        return view_by_methods(tensor, out);
+    }
+    if (fsdpc_py_view_from_dlpack(&borrowed, out) < 0) {
+        return -1;
+    }
+    return check_plain(tensor, out->dtype);
+}
+
+int
+fsdpc_py_torch_data(PyObject *tensor, const void **out)
+{
+    const dlpack_exchange *exchange = exchange_of(Py_TYPE(tensor));
+    dlpack_tensor borrowed;
+    if (exchange != NULL && exchange->borrow(tensor, &borrowed) == 0) {
+        *out = borrowed.data == NULL ? NULL : (const char *)borrowed.data + borrowed.byte_offset;
+        return 0;
+    }
+    PyErr_Clear();
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    *out = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+    Py_XDECREF(address);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}

@@ -1,0 +1,180 @@
+/* A "c10d" communicator's way back into Python: collectives as methods of a Python object.
+ *
+ * The core calls these with the GIL released or held; they take it, wrap the memory as a NumPy
+ * array of bytes that is valid for the call only, and call the method. An exception raised there
+ * stays set in this thread and ends the collective with FSDPC_E_COMM; when that status reaches
+ * Python, fsdpc_py_raise makes the exception its cause (or keeps it, for KeyboardInterrupt).
+ *
+ * Methods: all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what),
+ * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what).
+ */
+#include <string.h>
+
+#include "base/mem.h"
+#include "py/comm/py_comm.h"
+#include "py/base/py_numpy.h"
+
+static const char *const op_names[] = {"sum", "max", "min"};
+
+typedef struct target {
+    PyObject *object;
+    int world;
+} target;
+
+/* Status of a method call, whose result or exception is consumed. */
+static int
+finish(PyObject *result, const char *method, const char *what)
+{
+    if (result != NULL) {
+        Py_DECREF(result);
+        return FSDPC_OK;
+    }
+    char text[512];
+    fsdpc_py_exception_text(text, sizeof text);
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return fsdpc_error(FSDPC_E_INTERRUPT, "%s of %s: %s", method, what, text);
+    }
+    if (what[0] == '\0' || strcmp(what, method) == 0) {
+        return fsdpc_error(FSDPC_E_COMM, "%s: %s", method, text);
+    }
+    return fsdpc_error(FSDPC_E_COMM, "%s for %s: %s", method, what, text);
+}
+
+/* The memory as a NumPy array; NULL with an exception set. */
+static PyObject *
+wrap(void *buffer, size_t bytes)
+{
+    npy_intp length = (npy_intp)bytes;
+    return PyArray_SimpleNewFromData(1, &length, NPY_UINT8, buffer);
+}
+
+/* Calls object.method(array, *rest); `rest` is a new reference to a tuple, or NULL. */
+static int
+call(const target *to, const char *method, void *buffer, size_t bytes, PyObject *rest,
+     const char *what)
+{
+    PyObject *array = rest == NULL ? NULL : wrap(buffer, bytes);
+    PyObject *head = array == NULL ? NULL : PyTuple_Pack(1, array);
+    PyObject *args = head == NULL ? NULL : PySequence_Concat(head, rest);
+    PyObject *bound = args == NULL ? NULL : PyObject_GetAttrString(to->object, method);
+    PyObject *result = bound == NULL ? NULL : PyObject_CallObject(bound, args);
+    int status = finish(result, method, what);
+    Py_XDECREF(bound);
+    Py_XDECREF(args);
+    Py_XDECREF(head);
+    Py_XDECREF(array);
+    Py_XDECREF(rest);
+    return status;
+}
+
+int
+fsdpc_py_callback_enter(fsdpc_py_entered *self)
+{
+    if (fsdpc_py_finalizing()) {
+        return fsdpc_error(FSDPC_E_STATE, "the interpreter is shutting down");
+    }
+    self->gil = PyGILState_Ensure();
+    fsdpc_py_core_calls_python(1);
+    PyErr_Fetch(&self->type, &self->value, &self->trace);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_py_callback_leave(fsdpc_py_entered *self, int status)
+{
+    if (self->type != NULL) {
+        PyErr_Restore(self->type, self->value, self->trace);
+    }
+    fsdpc_py_core_calls_python(-1);
+    PyGILState_Release(self->gil);
+    return status;
+}
+
+static int
+all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
+{
+    const target *to = context;
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *rest = Py_BuildValue("(ns)", (Py_ssize_t)piece_bytes, what);
+    size_t bytes = piece_bytes * (size_t)to->world;
+    return fsdpc_py_callback_leave(&state, call(to, "all_gather", buffer, bytes, rest, what));
+}
+
+static int
+reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
+               const char *what)
+{
+    const target *to = context;
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *rest = Py_BuildValue("(Lss)", (long long)piece_numel, fsdpc_dtype_name(dtype), what);
+    size_t bytes = (size_t)piece_numel * fsdpc_dtype_bytes(dtype) * (size_t)to->world;
+    return fsdpc_py_callback_leave(&state, call(to, "reduce_scatter", buffer, bytes, rest, what));
+}
+
+static int
+all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+           const char *what)
+{
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *rest =
+        Py_BuildValue("(Lsss)", (long long)numel, fsdpc_dtype_name(dtype), op_names[op], what);
+    size_t bytes = (size_t)numel * fsdpc_dtype_bytes(dtype);
+    return fsdpc_py_callback_leave(&state, call(context, "all_reduce", buffer, bytes, rest, what));
+}
+
+static int
+broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
+{
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *rest = Py_BuildValue("(is)", root, what);
+    return fsdpc_py_callback_leave(&state, call(context, "broadcast", buffer, bytes, rest, what));
+}
+
+static int
+barrier(void *context, const char *what)
+{
+    const target *to = context;
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *result = PyObject_CallMethod(to->object, "barrier", "s", what);
+    return fsdpc_py_callback_leave(&state, finish(result, "barrier", what));
+}
+
+static void
+release(void *context)
+{
+    target *to = context;
+    if (fsdpc_py_finalizing()) {
+        return; /* leaked on purpose: nothing may be called any more */
+    }
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(to->object);
+    PyGILState_Release(gil);
+    fsdpc_mem_free(to);
+}
+
+int
+fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out)
+{
+    target *to = fsdpc_mem_calloc(1, sizeof *to);
+    if (to == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    to->object = Py_NewRef(object);
+    to->world = world;
+    *out = (fsdpc_comm_callbacks){
+        .context = to,
+        .all_gather = all_gather,
+        .reduce_scatter = reduce_scatter,
+        .all_reduce = all_reduce,
+        .broadcast = broadcast,
+        .barrier = barrier,
+        .release = release,
+    };
+    return 0;
+}

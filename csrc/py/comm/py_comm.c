@@ -1,0 +1,346 @@
+/* The Python type Comm: a communicator's methods, its attributes, its life.
+ *
+ * close() ends the use by Python and tells the peers that this rank left in good order; the
+ * communicator itself lives as long as the object, because units and buffers borrow it. How one is
+ * made is in py_comm_make.c and py_comm_nccl.c, its collectives are in py_comm_collectives.c.
+ */
+#include "py/comm/py_comm_impl.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+typedef struct comm_object {
+    PyObject_HEAD
+    fsdpc_comm *comm;
+    PyObject *callbacks; /* borrowed from the communicator, for the garbage collector */
+    PyObject *weak_references;
+    bool closed;
+} comm_object;
+
+int
+fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out)
+{
+    const fsdpc_py_module_state *state = fsdpc_py_current();
+    if (state == NULL || !Py_IS_TYPE(object, state->comm_type)) {
+        PyErr_Format(PyExc_TypeError, "expected a fsdpc._C.Comm, not %.100s",
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    comm_object *self = (comm_object *)object;
+    if (self->closed) {
+        fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "the communicator is closed"));
+        return -1;
+    }
+    *out = self->comm;
+    return 0;
+}
+
+PyObject *
+fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks)
+{
+    PyTypeObject *comm_type = (PyTypeObject *)type;
+    comm_object *self = (comm_object *)comm_type->tp_alloc(comm_type, 0);
+    if (self == NULL) {
+        fsdpc_comm_free(comm);
+        return NULL;
+    }
+    self->comm = comm;
+    self->callbacks = callbacks;
+    return (PyObject *)self;
+}
+
+/* --- methods --------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(abort_doc, "abort($self, text)\n--\n\n"
+                        "Breaks the group: waits of all ranks end with PeerError quoting `text`\n"
+                        "(kinds other than 'shm': on this rank only). Local, waits for nobody.");
+
+static PyObject *
+comm_abort(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    const char *text = NULL;
+    const fsdpc_py_arg table[] = {{"text", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &text}};
+    if (fsdpc_py_args("abort", table, 1, values, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_comm_abort(((comm_object *)self)->comm, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(fail_doc,
+             "fail($self, text)\n--\n\n"
+             "Breaks the communicator on this rank, because another rank is known to have\n"
+             "failed: waits and later collectives raise PeerError(text). Local.");
+
+static PyObject *
+comm_fail(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    const char *text = NULL;
+    const fsdpc_py_arg table[] = {{"text", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &text}};
+    if (fsdpc_py_args("fail", table, 1, values, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_comm_fail(((comm_object *)self)->comm, FSDPC_E_PEER, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_doc,
+             "close($self)\n--\n\n"
+             "Leaves the group in good order: peers that still need this rank are told\n"
+             "so. Local; gives what is on its way over NCCL a few seconds to end. Later\n"
+             "collectives raise StateError.");
+
+static PyObject *
+comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    comm_object *self = (comm_object *)object;
+    if (!self->closed) {
+        self->closed = true;
+        Py_BEGIN_ALLOW_THREADS
+        fsdpc_comm_close(self->comm);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(buffer_doc, "buffer($self, bytes, common=False)\n--\n\n"
+                         "Memory of `bytes` a rank (`common`: one part for all) that every rank\n"
+                         "sees, on which collectives copy nothing they need not. Collective;\n"
+                         "NotImplementedError unless kind is 'shm'.");
+
+static PyObject *
+comm_buffer(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    fsdpc_comm *comm = NULL;
+    size_t bytes = 0;
+    bool common = false;
+    const fsdpc_py_arg table[] = {
+        {"bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &bytes},
+        {"common", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &common},
+    };
+    if (fsdpc_py_comm_get(self, &comm) < 0 ||
+        fsdpc_py_args("buffer", table, 2, values, count, keywords) < 0) {
+        return NULL;
+    }
+    return fsdpc_py_comm_buffer_new(self, bytes, common);
+}
+
+/* Of those in other files. */
+
+PyDoc_STRVAR(self__doc,
+             "self_($type, device=None)\n--\n\n"
+             "A communicator of this rank alone; needs no peer. device: a GPU's number,\n"
+             "None for the CPU. NotImplementedError where there is no such GPU.");
+
+PyDoc_STRVAR(
+    shm_doc,
+    "shm($type, rank, world, name, timeout)\n--\n\n"
+    "A communicator of ranks of this host over shared memory. Collective: all ranks of the group\n"
+    "call it with the same name, which is unique to the group. timeout is in seconds and holds\n"
+    "for this call and for every later wait. Raises ValueError, CommTimeout, PeerError, OSError.");
+
+PyDoc_STRVAR(
+    c10d_doc,
+    "c10d($type, rank, world, callbacks)\n--\n\n"
+    "A communicator whose collectives are methods of the object `callbacks`: all_gather(array,\n"
+    "piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what), all_reduce(array, "
+    "numel,\n"
+    "dtype, op, what), broadcast(array, root, what) and barrier(what). array is a 1-D NumPy array\n"
+    "of bytes over the memory, valid for the call. What they raise becomes the cause of "
+    "CommError.");
+
+PyDoc_STRVAR(
+    nccl_doc,
+    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=600.0, exchange=None, *, "
+    "register=False)\n--\n\n"
+    "A communicator of GPUs over NCCL, and a second one for its reductions. Collective: all ranks\n"
+    "pass the same two ids of nccl_id(). device: this rank's GPU by number. timeout is in seconds\n"
+    "and holds for this call and each later collective. exchange(memory, piece_bytes, what):\n"
+    "the host's own channel, an all-gather on a 1-D array of bytes, for what ranks tell each "
+    "other\n"
+    "outside of steps; without it that goes over the GPU. register: slots are registered with "
+    "NCCL\n"
+    "where it can do that; the same on all ranks. Methods take arrays in host memory, for\n"
+    "that channel, and torch's tensors on the GPU, for NCCL on torch's current stream.\n"
+    "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
+
+PyDoc_STRVAR(all_gather_doc,
+             "all_gather($self, array, what='')\n--\n\n"
+             "In place: the array holds one piece a rank; this rank's is there before, all are\n"
+             "there after. Any dtype. Collective. `what` goes into error texts.");
+
+PyDoc_STRVAR(reduce_scatter_doc,
+             "reduce_scatter($self, array, what='')\n--\n\n"
+             "In place: the array holds one piece a rank; after, this rank's piece is the sum\n"
+             "over ranks and the others are unspecified. Floating point. Collective.");
+
+PyDoc_STRVAR(all_reduce_doc, "all_reduce($self, array, op='sum', what='')\n--\n\n"
+                             "In place: every rank gets the sum ('max', 'min') of all arrays.\n"
+                             "Floating point. Collective.");
+
+PyDoc_STRVAR(broadcast_doc,
+             "broadcast($self, array, root=0, what='')\n--\n\n"
+             "In place: every rank gets the array of `root`. Any dtype. Collective.");
+
+PyDoc_STRVAR(barrier_doc, "barrier($self, what='')\n--\n\nReturns when all ranks have called it.");
+
+PyDoc_STRVAR(agree_doc, "agree($self, text, what='')\n--\n\n"
+                        "Raises MismatchError on every rank, quoting the first differing line,\n"
+                        "unless all ranks pass the same text. Collective.");
+
+PyDoc_STRVAR(
+    staged_doc,
+    "staged($self, device, /)\n--\n\n"
+    "The same ranks' communicator for the memory of a GPU, given by its number: collectives\n"
+    "on copies in host memory, in each of which the host waits. Keeps this one, whose\n"
+    "collectives and its own are called one at a time. ValueError: this one is a GPU's.\n"
+    "NotImplementedError where there is no such GPU. Local.");
+
+#define FAST(name, function, flags)                                                           \
+    {#name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS | (flags), \
+     name##_doc}
+
+static PyMethodDef comm_methods[] = {
+    FAST(self_, fsdpc_py_comm_self_, METH_CLASS),
+    FAST(shm, fsdpc_py_comm_shm, METH_CLASS),
+    FAST(c10d, fsdpc_py_comm_c10d, METH_CLASS),
+    FAST(nccl, fsdpc_py_comm_nccl, METH_CLASS),
+    {"staged", fsdpc_py_comm_staged, METH_O, staged_doc},
+    FAST(all_gather, fsdpc_py_comm_all_gather, 0),
+    FAST(reduce_scatter, fsdpc_py_comm_reduce_scatter, 0),
+    FAST(all_reduce, fsdpc_py_comm_all_reduce, 0),
+    FAST(broadcast, fsdpc_py_comm_broadcast, 0),
+    FAST(barrier, fsdpc_py_comm_barrier, 0),
+    FAST(agree, fsdpc_py_comm_agree, 0),
+    FAST(abort, comm_abort, 0),
+    FAST(fail, comm_fail, 0),
+    FAST(buffer, comm_buffer, 0),
+    {"close", comm_close, METH_NOARGS, close_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+#undef FAST
+
+/* --- attributes ------------------------------------------------------------------------------ */
+
+static PyObject *
+comm_rank(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(fsdpc_comm_rank(((comm_object *)self)->comm));
+}
+
+static PyObject *
+comm_world(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(fsdpc_comm_world(((comm_object *)self)->comm));
+}
+
+static PyObject *
+comm_kind(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(fsdpc_comm_kind(((comm_object *)self)->comm));
+}
+
+static PyObject *
+comm_device(PyObject *self, void *Py_UNUSED(closure))
+{
+    const fsdpc_device *device = fsdpc_comm_device(((comm_object *)self)->comm);
+    int ordinal = fsdpc_device_get_caps(device)->ordinal;
+    return ordinal < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(ordinal);
+}
+
+/* Of reductions: what is asked is how they sum. */
+static PyObject *
+comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
+{
+    fsdpc_comm *comm = ((comm_object *)self)->comm;
+    return PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(comm)));
+}
+
+static PyObject *
+comm_closed(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((comm_object *)self)->closed);
+}
+
+static PyGetSetDef comm_getset[] = {
+    {"rank", comm_rank, NULL, "Rank within the group.", NULL},
+    {"world", comm_world, NULL, "Number of ranks of the group.", NULL},
+    {"kind", comm_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
+    {"device", comm_device, NULL, "Number of the GPU whose memory it carries; None: the CPU's.",
+     NULL},
+    {"symmetric", comm_symmetric, NULL,
+     "True if NCCL reduces on windows of memory that all ranks' GPUs see.", NULL},
+    {"closed", comm_closed, NULL, "True after close().", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* --- the type -------------------------------------------------------------------------------- */
+
+static PyObject *
+comm_repr(PyObject *object)
+{
+    const comm_object *self = (comm_object *)object;
+    return PyUnicode_FromFormat("<fsdpc Comm %s, rank %d of %d%s>", fsdpc_comm_kind(self->comm),
+                                fsdpc_comm_rank(self->comm), fsdpc_comm_world(self->comm),
+                                self->closed ? ", closed" : "");
+}
+
+static int
+comm_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((comm_object *)object)->callbacks);
+    return 0;
+}
+
+static void
+comm_dealloc(PyObject *object)
+{
+    comm_object *self = (comm_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    if (self->weak_references != NULL) {
+        PyObject_ClearWeakRefs(object);
+    }
+    self->callbacks = NULL;
+    fsdpc_comm_free(self->comm);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef comm_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(comm_object, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyDoc_STRVAR(comm_doc,
+             "Collectives among the ranks of a group, in place on arrays and tensors.\n\n"
+             "Made by Comm.self_(), Comm.shm(), Comm.c10d() or Comm.nccl(). All\n"
+             "collectives are called by all ranks in the same order and end within the deadline.");
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_doc, (void *)comm_doc}, {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},   {Py_tp_members, comm_members},
+    {Py_tp_repr, comm_repr},       {Py_tp_traverse, comm_traverse},
+    {Py_tp_dealloc, comm_dealloc}, {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "fsdpc._C.Comm",
+    .basicsize = sizeof(comm_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = comm_slots,
+};
+
+int
+fsdpc_py_comm_exec(PyObject *module)
+{
+    fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
+        return -1;
+    }
+    return fsdpc_py_comm_buffer_exec(module);
+}

@@ -1,0 +1,43 @@
+/* The Python types Comm and CommBuffer, as far as other C files need them. */
+#ifndef FSDPC_PY_COMM_H
+#define FSDPC_PY_COMM_H
+
+#include "comm/comm.h"
+#include "py/base/py.h"
+
+/* The communicator of a Comm object, borrowed for as long as the object lives: closing a Comm from
+ * Python only ends its use, it does not free. TypeError for other objects, StateError when closed.
+ * 0, or -1 with an exception set. */
+int fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out);
+
+/* Fills the callbacks of a "c10d" communicator of `world` ranks: they call the methods of `object`
+ * (see py_c10d.c) and own a reference to it, which fsdpc_comm_free gives back through `release`. */
+int fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out);
+
+/* Around a callback into Python from a thread with or without the GIL: an exception that was set
+ * before stays the first one. FSDPC_E_STATE while the interpreter shuts down. */
+typedef struct fsdpc_py_entered {
+    PyGILState_STATE gil;
+    PyObject *type, *value, *trace;
+} fsdpc_py_entered;
+int fsdpc_py_callback_enter(fsdpc_py_entered *self);
+/* Gives `status` back. */
+int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
+
+/* A Comm object over `comm`, which it takes over, even on failure. `callbacks` (or NULL) is what the
+ * communicator keeps, for the garbage collector. */
+PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks);
+/* Comm.nccl(), and the functions beside it (py_comm_nccl.c). */
+PyObject *fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count,
+                             PyObject *keywords);
+extern PyMethodDef fsdpc_py_nccl_methods[];
+/* Comm.staged(device). */
+PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
+
+/* Adds both types to the module and points fsdpc_shm_interrupt_check at the signal check. */
+int fsdpc_py_comm_exec(PyObject *module);
+/* Adds CommBuffer; called by the former. Makes a buffer for Comm.buffer(). */
+int fsdpc_py_comm_buffer_exec(PyObject *module);
+PyObject *fsdpc_py_comm_buffer_new(PyObject *comm, size_t bytes, bool common);
+
+#endif

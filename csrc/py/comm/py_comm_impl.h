@@ -1,0 +1,28 @@
+/* The methods of Comm that are not in py_comm.c; its documentation strings, there, say what they do. */
+#ifndef FSDPC_PY_COMM_IMPL_H
+#define FSDPC_PY_COMM_IMPL_H
+
+#include "py/comm/py_comm.h"
+
+typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                                  PyObject *keywords);
+
+/* --- py_comm_make.c -------------------------------------------------------------------------- */
+
+/* Class methods: the first argument is the type. */
+fsdpc_py_method fsdpc_py_comm_self_;
+fsdpc_py_method fsdpc_py_comm_shm;
+fsdpc_py_method fsdpc_py_comm_c10d;
+/* A GPU by its number. 0, or -1 with an exception set. */
+int fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out);
+
+/* --- py_comm_collectives.c ------------------------------------------------------------------- */
+
+fsdpc_py_method fsdpc_py_comm_all_gather;
+fsdpc_py_method fsdpc_py_comm_reduce_scatter;
+fsdpc_py_method fsdpc_py_comm_all_reduce;
+fsdpc_py_method fsdpc_py_comm_broadcast;
+fsdpc_py_method fsdpc_py_comm_barrier;
+fsdpc_py_method fsdpc_py_comm_agree;
+
+#endif

@@ -1,0 +1,118 @@
+/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks. */
+#include "py/comm/py_comm_impl.h"
+
+#include <limits.h>
+
+/* Takes over `status` of making `comm`: an object over it, or its exception. */
+static PyObject *
+made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
+{
+    return status == FSDPC_OK ? fsdpc_py_comm_wrap(type, comm, callbacks) : fsdpc_py_raise(status);
+}
+
+int
+fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out)
+{
+    int status;
+    const long ordinal = PyLong_AsLong(number);
+    if (ordinal == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+/* None is the CPU. */
+static int
+find_device(PyObject *number, fsdpc_device **out)
+{
+    if (number != Py_None) {
+        return fsdpc_py_find_gpu(number, out);
+    }
+    const int status = fsdpc_device_cpu(out);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *
+fsdpc_py_comm_self_(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *number = Py_None;
+    fsdpc_device *device = NULL;
+    fsdpc_comm *comm = NULL;
+    const fsdpc_py_arg table[] = {
+        {"device", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &number},
+    };
+    if (fsdpc_py_args("self_", table, 1, values, count, keywords) < 0 ||
+        find_device(number, &device) < 0) {
+        return NULL;
+    }
+    int status = fsdpc_comm_self(device, &comm);
+    return made(type, status, comm, NULL);
+}
+
+PyObject *
+fsdpc_py_comm_shm(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    int32_t rank = 0;
+    int32_t world = 0;
+    const char *name = NULL;
+    double timeout = 0.0;
+    const fsdpc_py_arg table[] = {
+        {"rank", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &rank},
+        {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
+        {"name", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &name},
+        {"timeout", FSDPC_PY_DOUBLE, FSDPC_PY_REQUIRED, &timeout},
+    };
+    if (fsdpc_py_args("shm", table, 4, values, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_comm *comm = NULL;
+    fsdpc_device *device = NULL;
+    int status = fsdpc_device_cpu(&device);
+    if (status == FSDPC_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_comm_shm(device, rank, world, name, timeout, &comm);
+        Py_END_ALLOW_THREADS
+    }
+    return made(type, status, comm, NULL);
+}
+
+PyObject *
+fsdpc_py_comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
+{
+    int32_t rank = 0;
+    int32_t world = 0;
+    PyObject *object = NULL;
+    const fsdpc_py_arg table[] = {
+        {"rank", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &rank},
+        {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
+        {"callbacks", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+    };
+    if (fsdpc_py_args("c10d", table, 3, values, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_comm_callbacks callbacks;
+    if (fsdpc_py_c10d_callbacks(object, world, &callbacks) < 0) {
+        return NULL;
+    }
+    fsdpc_comm *comm = NULL;
+    fsdpc_device *device = NULL;
+    int status = fsdpc_device_cpu(&device);
+    if (status == FSDPC_OK) {
+        status = fsdpc_comm_c10d(device, rank, world, &callbacks, &comm);
+    }
+    if (status != FSDPC_OK) {
+        callbacks.release(callbacks.context);
+    }
+    return made(type, status, comm, object);
+}

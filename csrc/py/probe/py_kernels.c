@@ -1,0 +1,504 @@
+/* The kernels as functions of the extension; for tests and measurements.
+ *
+ * Arrays come with the name of their dtype, as NumPy has no bfloat16: an array of uint16 stands for
+ * it. The number of elements follows from the bytes. `kernels` is a table's name, None for the CPU
+ * device with its choice of table and its threads, or "cuda:N" for torch tensors on that GPU, where
+ * the work is only queued. The GIL is released while a kernel runs.
+ */
+#include "py/probe/py_kernels.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "py/probe/py_kernels_impl.h"
+
+void
+fsdpc_py_buffer_close(fsdpc_py_buffer *buffer)
+{
+    if (buffer->view.owner != NULL) {
+        fsdpc_py_view_release(&buffer->view);
+    }
+}
+
+static int
+check_buffer(fsdpc_py_buffer *buffer, bool writable)
+{
+    const int64_t bytes = buffer->view.numel * (int64_t)buffer->view.itemsize;
+    const int64_t item = (int64_t)fsdpc_dtype_bytes(buffer->dtype);
+    if (!buffer->view.contiguous || (writable && buffer->view.readonly) || bytes % item != 0) {
+        PyErr_Format(PyExc_BufferError, "a contiguous%s array of whole %s items is needed",
+                     writable ? ", writable" : "", fsdpc_dtype_name(buffer->dtype));
+        return -1;
+    }
+    buffer->n = bytes / item;
+    return 0;
+}
+
+int
+fsdpc_py_buffer_open(PyObject *object, const char *dtype, bool writable,
+                     const fsdpc_py_kernels *kernels, fsdpc_py_buffer *out)
+{
+    int status = fsdpc_dtype_from_name(dtype, &out->dtype);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    if (fsdpc_py_tensor_view_any(object, &out->view) < 0) {
+        out->view.owner = NULL;
+        return -1;
+    }
+    const fsdpc_py_place place =
+        kernels->device == NULL ? fsdpc_py_host : fsdpc_py_place_of(kernels->device);
+    return fsdpc_py_check_place(&out->view, place) < 0 ? -1 : check_buffer(out, writable);
+}
+
+static int
+check_same_count(const fsdpc_py_buffer *a, const fsdpc_py_buffer *b)
+{
+    if (a->n != b->n) {
+        PyErr_Format(PyExc_ValueError, "%lld and %lld elements", (long long)a->n, (long long)b->n);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+find_gpu(const char *number, fsdpc_device **out)
+{
+    char *end;
+    int status;
+    const long ordinal = strtol(number, &end, 10);
+    const bool known = *number && !*end && ordinal >= 0 && ordinal <= INT_MAX;
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_device_cuda(known ? (int)ordinal : -1, out);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+int
+fsdpc_py_kernels_find(const char *name, fsdpc_py_kernels *out)
+{
+    int status;
+    *out = (fsdpc_py_kernels){NULL, NULL};
+    if (name == NULL) {
+        status = fsdpc_device_cpu(&out->device);
+    } else if (strncmp(name, "cuda:", 5) == 0) {
+        status = find_gpu(name + 5, &out->device);
+    } else {
+        status = fsdpc_kernels_by_name(name, &out->table);
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return out->device == NULL ? 0 : fsdpc_py_enter_device(out->device);
+}
+
+/* A table trusts its caller; a device checks, and its status goes through. */
+static int
+check_arithmetic(const fsdpc_py_buffer *buffer, bool accumulator)
+{
+    const fsdpc_dtype type = buffer->dtype;
+    if (type == FSDPC_BYTES || (accumulator && type != FSDPC_F32 && type != FSDPC_F64)) {
+        PyErr_Format(PyExc_ValueError, "no arithmetic with, or no sum in, %s",
+                     fsdpc_dtype_name(type));
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *
+fsdpc_py_kernels_finish(int status)
+{
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* --- cast, accumulate, scale ----------------------------------------------------------------- */
+
+struct pair {
+    fsdpc_py_buffer dst, src;
+    fsdpc_py_kernels kernels;
+    double scale;
+};
+
+/* Parses (dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None). */
+static int
+open_pair(const char *function, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+          struct pair *pair)
+{
+    PyObject *dst = NULL, *src = NULL;
+    const char *dst_dtype = NULL, *src_dtype = NULL, *kernels = NULL;
+    const fsdpc_py_arg table[] = {
+        {"dst", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &dst},
+        {"dst_dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &dst_dtype},
+        {"src", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &src},
+        {"src_dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &src_dtype},
+        {"scale", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &pair->scale},
+        {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
+    };
+    pair->scale = 1.0;
+    if (fsdpc_py_args(function, table, 6, args, count, keywords) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_kernels_find(kernels, &pair->kernels) < 0 ||
+        fsdpc_py_buffer_open(dst, dst_dtype, true, &pair->kernels, &pair->dst) < 0 ||
+        fsdpc_py_buffer_open(src, src_dtype, false, &pair->kernels, &pair->src) < 0) {
+        return -1;
+    }
+    return check_same_count(&pair->dst, &pair->src);
+}
+
+static void
+close_pair(struct pair *pair)
+{
+    fsdpc_py_buffer_close(&pair->dst);
+    fsdpc_py_buffer_close(&pair->src);
+}
+
+static int
+run_cast(const struct pair *pair)
+{
+    const fsdpc_py_buffer *dst = &pair->dst, *src = &pair->src;
+    if (pair->kernels.table == NULL) {
+        return fsdpc_device_cast(pair->kernels.device, dst->view.data, dst->dtype, src->view.data,
+                                 src->dtype, dst->n, pair->scale);
+    }
+    pair->kernels.table->cast(dst->view.data, dst->dtype, src->view.data, src->dtype, dst->n,
+                              pair->scale);
+    return FSDPC_OK;
+}
+
+static PyObject *
+kernel_cast(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    struct pair pair = {0};
+    PyObject *result = NULL;
+    (void)module;
+    if (open_pair("kernel_cast", args, count, keywords, &pair) == 0 &&
+        ((pair.dst.dtype == FSDPC_BYTES && pair.src.dtype == FSDPC_BYTES) ||
+         (check_arithmetic(&pair.dst, false) == 0 && check_arithmetic(&pair.src, false) == 0))) {
+        PyThreadState *saved = PyEval_SaveThread();
+        int status = run_cast(&pair);
+        PyEval_RestoreThread(saved);
+        result = fsdpc_py_kernels_finish(status);
+    }
+    close_pair(&pair);
+    return result;
+}
+
+static int
+run_accumulate(const struct pair *pair)
+{
+    const fsdpc_py_buffer *acc = &pair->dst, *src = &pair->src;
+    if (pair->kernels.table == NULL) {
+        return fsdpc_device_accumulate(pair->kernels.device, acc->view.data, acc->dtype,
+                                       src->view.data, src->dtype, acc->n, pair->scale);
+    }
+    pair->kernels.table->accumulate(acc->view.data, acc->dtype, src->view.data, src->dtype, acc->n,
+                                    pair->scale);
+    return FSDPC_OK;
+}
+
+static PyObject *
+kernel_accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    struct pair pair = {0};
+    PyObject *result = NULL;
+    (void)module;
+    if (open_pair("kernel_accumulate", args, count, keywords, &pair) == 0 &&
+        check_arithmetic(&pair.dst, true) == 0 && check_arithmetic(&pair.src, false) == 0) {
+        PyThreadState *saved = PyEval_SaveThread();
+        int status = run_accumulate(&pair);
+        PyEval_RestoreThread(saved);
+        result = fsdpc_py_kernels_finish(status);
+    }
+    close_pair(&pair);
+    return result;
+}
+
+/* --- reduce ---------------------------------------------------------------------------------- */
+
+struct reduction {
+    fsdpc_py_buffer acc;
+    fsdpc_py_buffer *sources; /* owned, `count` of them */
+    const void **list;        /* owned; NULL where the source is None */
+    int count;
+    fsdpc_dtype src_dtype;
+    fsdpc_py_kernels kernels;
+    fsdpc_py_buffer parts; /* no owner: not asked for */
+    double scale;
+    bool add;
+};
+
+static int
+open_sources(PyObject *sequence, const char *dtype, struct reduction *out)
+{
+    PyObject *items = PySequence_Tuple(sequence); /* opening one may change a list */
+    if (items == NULL) {
+        return -1;
+    }
+    int result = -1;
+    out->count = (int)PyTuple_GET_SIZE(items);
+    out->sources = fsdpc_mem_calloc((size_t)out->count, sizeof *out->sources);
+    out->list = fsdpc_mem_calloc((size_t)out->count, sizeof *out->list);
+    if (out->sources == NULL || out->list == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (int s = 0; s < out->count; s++) {
+        PyObject *item = PyTuple_GET_ITEM(items, s);
+        fsdpc_py_buffer *source = &out->sources[s];
+        if (item == Py_None) {
+            continue;
+        }
+        if (fsdpc_py_buffer_open(item, dtype, false, &out->kernels, source) < 0 ||
+            check_same_count(source, &out->acc) < 0 || check_arithmetic(source, false) < 0) {
+            goto done;
+        }
+        out->list[s] = source->view.data;
+    }
+    result = 0;
+done:
+    Py_DECREF(items);
+    return result;
+}
+
+static void
+close_reduction(struct reduction *reduction)
+{
+    for (int s = 0; reduction->sources != NULL && s < reduction->count; s++) {
+        fsdpc_py_buffer_close(&reduction->sources[s]);
+    }
+    fsdpc_py_buffer_close(&reduction->acc);
+    fsdpc_py_buffer_close(&reduction->parts);
+    fsdpc_mem_free(reduction->sources);
+    fsdpc_mem_free(reduction->list);
+}
+
+/* float64, three for each part. */
+static int
+open_parts(PyObject *parts, struct reduction *out)
+{
+    if (parts == Py_None) {
+        return 0;
+    }
+    if (out->kernels.device == NULL) {
+        PyErr_SetString(PyExc_ValueError, "only a GPU leaves parts of a norm");
+        return -1;
+    }
+    if (fsdpc_py_buffer_open(parts, "float64", true, &out->kernels, &out->parts) < 0) {
+        return -1;
+    }
+    const int64_t wanted = 3 * fsdpc_device_norm_parts(out->kernels.device, out->acc.n);
+    if (out->parts.n < wanted) {
+        PyErr_Format(PyExc_ValueError, "parts need %lld float64, not %lld", (long long)wanted,
+                     (long long)out->parts.n);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+open_reduction(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+               struct reduction *reduction)
+{
+    PyObject *acc = NULL, *src = NULL, *parts = Py_None;
+    const char *acc_dtype = NULL, *src_dtype = NULL, *kernels = NULL;
+    const fsdpc_py_arg table[] = {
+        {"acc", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &acc},
+        {"acc_dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &acc_dtype},
+        {"src", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &src},
+        {"src_dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &src_dtype},
+        {"scale", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &reduction->scale},
+        {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &reduction->add},
+        {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
+        {"parts", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &parts},
+    };
+    reduction->scale = 1.0;
+    if (fsdpc_py_args("kernel_reduce", table, 8, args, count, keywords) < 0 ||
+        fsdpc_py_kernels_find(kernels, &reduction->kernels) < 0 ||
+        fsdpc_py_buffer_open(acc, acc_dtype, true, &reduction->kernels, &reduction->acc) < 0 ||
+        check_arithmetic(&reduction->acc, true) < 0 || open_parts(parts, reduction) < 0) {
+        return -1;
+    }
+    int status = fsdpc_dtype_from_name(src_dtype, &reduction->src_dtype);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return open_sources(src, src_dtype, reduction);
+}
+
+static int
+run_reduction(const struct reduction *r)
+{
+    if (r->parts.view.owner != NULL) {
+        return fsdpc_device_reduce_norm(r->kernels.device, r->acc.view.data, r->acc.dtype, r->list,
+                                        r->count, r->src_dtype, r->acc.n, r->scale, r->add,
+                                        r->parts.view.data);
+    }
+    if (r->kernels.table == NULL) {
+        return fsdpc_device_reduce(r->kernels.device, r->acc.view.data, r->acc.dtype, r->list,
+                                   r->count, r->src_dtype, r->acc.n, r->scale, r->add);
+    }
+    r->kernels.table->reduce(r->acc.view.data, r->acc.dtype, r->list, r->count, r->src_dtype,
+                             r->acc.n, r->scale, r->add);
+    return FSDPC_OK;
+}
+
+static PyObject *
+kernel_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    struct reduction reduction = {0};
+    PyObject *result = NULL;
+    (void)module;
+    if (open_reduction(args, count, keywords, &reduction) == 0) {
+        PyThreadState *saved = PyEval_SaveThread();
+        int status = run_reduction(&reduction);
+        PyEval_RestoreThread(saved);
+        result = fsdpc_py_kernels_finish(status);
+    }
+    close_reduction(&reduction);
+    return result;
+}
+
+/* --- norm ------------------------------------------------------------------------------------ */
+
+static PyObject *
+norm_of(const fsdpc_py_buffer *src, const fsdpc_py_kernels *kernels)
+{
+    fsdpc_norm norm = {0};
+    int status = FSDPC_OK;
+    if (check_arithmetic(src, false) < 0) {
+        return NULL;
+    }
+    PyThreadState *saved = PyEval_SaveThread();
+    if (kernels->table != NULL) {
+        norm = kernels->table->norm2(src->view.data, src->dtype, src->n);
+    } else {
+        status = fsdpc_device_norm2(kernels->device, src->view.data, src->dtype, src->n, &norm);
+    }
+    PyEval_RestoreThread(saved);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    return Py_BuildValue("(ddN)", norm.sum, norm.max, PyBool_FromLong(norm.nonfinite));
+}
+
+static PyObject *
+kernel_norm2(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *src = NULL, *result = NULL;
+    const char *dtype = NULL, *kernels = NULL;
+    fsdpc_py_buffer buffer = {0};
+    fsdpc_py_kernels where;
+    const fsdpc_py_arg table[] = {
+        {"src", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &src},
+        {"dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &dtype},
+        {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
+    };
+    (void)module;
+    if (fsdpc_py_args("kernel_norm2", table, 3, args, count, keywords) < 0) {
+        return NULL;
+    }
+    if (fsdpc_py_kernels_find(kernels, &where) == 0 &&
+        fsdpc_py_buffer_open(src, dtype, false, &where, &buffer) == 0) {
+        result = norm_of(&buffer, &where);
+    }
+    fsdpc_py_buffer_close(&buffer);
+    return result;
+}
+
+/* --- tables and threads ---------------------------------------------------------------------- */
+
+static PyObject *
+kernel_names(PyObject *module, PyObject *ignored)
+{
+    static const char *const names[] = {"plain", "avx2", "avx512"};
+    PyObject *list = PyList_New(0);
+    (void)module;
+    (void)ignored;
+    for (int i = 0; list != NULL && i < 3; i++) {
+        const fsdpc_kernels *table;
+        if (fsdpc_kernels_by_name(names[i], &table) != FSDPC_OK) {
+            continue;
+        }
+        PyObject *name = PyUnicode_FromString(table->name);
+        if (name == NULL || PyList_Append(list, name) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(name);
+    }
+    fsdpc_error_clear();
+    return list;
+}
+
+static PyObject *
+set_num_threads(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    const long threads = PyLong_AsLong(argument);
+    (void)module;
+    if (threads == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int status = fsdpc_device_cpu(&device);
+    if (status == FSDPC_OK) {
+        status = fsdpc_device_set_threads(device, threads > 1000 ? 1000 : (int)threads);
+    }
+    return fsdpc_py_kernels_finish(status);
+}
+
+static PyObject *
+get_num_threads(PyObject *module, PyObject *ignored)
+{
+    fsdpc_device *device;
+    (void)module;
+    (void)ignored;
+    int status = fsdpc_device_cpu(&device);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    return PyLong_FromLong(fsdpc_device_threads(device));
+}
+
+PyMethodDef fsdpc_py_kernel_methods[] = {
+    {"kernel_cast", FSDPC_PY_KEYWORDS(kernel_cast),
+     "kernel_cast(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
+     "dst[i] = convert(src[i] * scale)."},
+    {"kernel_accumulate", FSDPC_PY_KEYWORDS(kernel_accumulate),
+     "kernel_accumulate(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
+     "dst[i] += src[i] * scale."},
+    {"kernel_reduce", FSDPC_PY_KEYWORDS(kernel_reduce),
+     "kernel_reduce(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None, "
+     "parts=None)\n--\n\n"
+     "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped.\n"
+     "On a GPU parts, float64 there, takes the norm of acc in parts of three: squares' sum,\n"
+     "largest magnitude, an int64 that is not 0 where something is not finite."},
+    {"kernel_norm2", FSDPC_PY_KEYWORDS(kernel_norm2),
+     "kernel_norm2(src, dtype, kernels=None)\n--\n\n"
+     "Returns (sum of squares, largest magnitude, whether any element is not finite)."},
+    {"kernel_pack_plan", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack_plan),
+     "kernel_pack_plan(targets, bytes, kernels=None)\n--\n\n"
+     "The way of tensors into a buffer of so many bytes. targets: (elements, offset in bytes,\n"
+     "dtype) each, by rising offset; what lies between them becomes zeros."},
+    {"kernel_pack", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack),
+     "kernel_pack(plan, dst, src, scale=1.0)\n--\n\n"
+     "Packs tensors of any strides, one for each of the plan's targets (None: zeros), times "
+     "scale."},
+    {"kernel_scale_by", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_scale_by),
+     "kernel_scale_by(x, dtype, factor, kernels=None)\n--\n\n"
+     "x[i] *= factor, one float64 in memory of the GPU, where the host never reads it."},
+    {"kernel_names", kernel_names, METH_NOARGS,
+     "kernel_names()\n--\n\nReturns the names of the tables that this processor runs."},
+    {"set_num_threads", set_num_threads, METH_O,
+     "set_num_threads(threads, /)\n--\n\nSets how many threads big kernels of this process use."},
+    {"get_num_threads", get_num_threads, METH_NOARGS,
+     "get_num_threads()\n--\n\nReturns how many threads big kernels of this process use."},
+    {NULL, NULL, 0, NULL},
+};

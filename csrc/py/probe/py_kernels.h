@@ -1,0 +1,9 @@
+/* The kernels of the CPU device as functions of the extension; for tests and measurements. */
+#ifndef FSDPC_PY_KERNELS_H
+#define FSDPC_PY_KERNELS_H
+
+#include "py/base/py.h"
+
+extern PyMethodDef fsdpc_py_kernel_methods[];
+
+#endif

@@ -1,0 +1,259 @@
+/* The extension module fsdpc._C: its state, exceptions, types and functions.
+ *
+ * Multi-phase initialisation with the state in the module. Sub-interpreters and a second load in
+ * the same process are refused, because devices and communicators belong to the process; hence one
+ * global pointer to the one state is sound. Importing prints nothing, starts no thread, opens no
+ * file, and looks at no processor feature: that is left to first use.
+ */
+#define FSDPC_PY_NUMPY_OWNER
+#include "py/base/py_numpy.h"
+
+#include <string.h>
+
+#include "py/comm/py_comm.h"
+#include "py/base/py_cuda.h"
+#include "py/unit/py_engine.h"
+#include "py/probe/py_inspect.h"
+#include "py/probe/py_kernels.h"
+#include "py/unit/py_layout.h"
+
+static fsdpc_py_module_state *current_state;
+
+fsdpc_py_module_state *
+fsdpc_py_state(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+fsdpc_py_module_state *
+fsdpc_py_current(void)
+{
+    return current_state;
+}
+
+bool
+fsdpc_py_finalizing(void)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return !Py_IsInitialized() || Py_IsFinalizing();
+#else
+    return !Py_IsInitialized() || _Py_IsFinalizing();
+#endif
+}
+
+int
+fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    *slot = (PyTypeObject *)type;
+    return PyModule_AddType(module, *slot);
+}
+
+/* --- exceptions ------------------------------------------------------------------------------ */
+
+/* Adds fsdpc.<name> with one or two bases; the state owns *slot. */
+static int
+add_exception(PyObject *module, const char *name, const char *doc, PyObject *base, PyObject *other,
+              PyObject **slot)
+{
+    PyObject *bases = other == NULL ? Py_NewRef(base) : PyTuple_Pack(2, base, other);
+    if (bases == NULL) {
+        return -1;
+    }
+    *slot = PyErr_NewExceptionWithDoc(name, doc, bases, NULL);
+    Py_DECREF(bases);
+    if (*slot == NULL) {
+        return -1;
+    }
+    return PyModule_AddObjectRef(module, strchr(name, '.') + 1, *slot);
+}
+
+static int
+add_exceptions(PyObject *module, fsdpc_py_module_state *state)
+{
+    if (add_exception(module, "fsdpc.CommError",
+                      "Ranks could not talk to each other; base of the communication errors.",
+                      PyExc_RuntimeError, NULL, &state->comm_error) < 0) {
+        return -1;
+    }
+    if (add_exception(module, "fsdpc.PeerError",
+                      "Another rank died, left or raised; the message says which and why.",
+                      state->comm_error, NULL, &state->peer_error) < 0) {
+        return -1;
+    }
+    if (add_exception(module, "fsdpc.CommTimeout",
+                      "A rank did not arrive in time; the message says which and what for.",
+                      state->comm_error, PyExc_TimeoutError, &state->comm_timeout) < 0) {
+        return -1;
+    }
+    if (add_exception(module, "fsdpc.MismatchError",
+                      "Ranks disagree about what they do; the message quotes the difference.",
+                      state->comm_error, PyExc_ValueError, &state->mismatch_error) < 0) {
+        return -1;
+    }
+    if (add_exception(module, "fsdpc.StateError", "A call came out of order.", PyExc_RuntimeError,
+                      NULL, &state->state_error) < 0) {
+        return -1;
+    }
+    return add_exception(module, "fsdpc.OutOfMemoryError", "Device memory is exhausted.",
+                         PyExc_MemoryError, NULL, &state->out_of_memory_error);
+}
+
+static int
+add_names(fsdpc_py_module_state *state)
+{
+    state->name_is_neg = PyUnicode_InternFromString("is_neg");
+    state->name_is_conj = PyUnicode_InternFromString("is_conj");
+    return state->name_is_neg == NULL || state->name_is_conj == NULL ? -1 : 0;
+}
+
+/* --- module ---------------------------------------------------------------------------------- */
+
+static int
+refuse_second(void)
+{
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError, "fsdpc._C does not support sub-interpreters");
+        return -1;
+    }
+    if (current_state != NULL) {
+        PyErr_SetString(PyExc_ImportError, "fsdpc._C is already loaded in this process");
+        return -1;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(
+    layout_doc,
+    "layout($module, specs, world, align_bytes, spans=False, /)\n--\n\n"
+    "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
+    "which part. specs: (name, numel, storage, compute, reduce, trainable) each, dtypes as\n"
+    "text. Offsets and sizes in bytes, counts in elements. ValueError, TypeError.");
+
+static PyMethodDef layout_methods[] = {
+    {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static int
+add_parts(PyObject *module)
+{
+    PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
+                                      fsdpc_py_kernel_methods,  fsdpc_py_cuda_methods,
+                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods};
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        if (PyModule_AddFunctions(module, functions[i]) < 0) {
+            return -1;
+        }
+    }
+    return fsdpc_py_comm_exec(module) < 0 ? -1 : fsdpc_py_engine_exec(module);
+}
+
+static int
+module_exec(PyObject *module)
+{
+    if (refuse_second() < 0) {
+        return -1;
+    }
+    if (PyArray_ImportNumPyAPI() < 0) {
+        return -1;
+    }
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    current_state = state;
+    if (add_names(state) < 0 || add_exceptions(module, state) < 0 || add_parts(module) < 0) {
+        current_state = NULL;
+        return -1;
+    }
+    return 0;
+}
+
+static int
+module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    if (state == NULL) {
+        return 0;
+    }
+    Py_VISIT(state->comm_error);
+    Py_VISIT(state->peer_error);
+    Py_VISIT(state->comm_timeout);
+    Py_VISIT(state->mismatch_error);
+    Py_VISIT(state->state_error);
+    Py_VISIT(state->out_of_memory_error);
+    Py_VISIT(state->comm_type);
+    Py_VISIT(state->comm_buffer_type);
+    Py_VISIT(state->unit_type);
+    Py_VISIT(state->tree_type);
+    Py_VISIT(state->hook_type);
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        Py_VISIT(state->tensors[i].type);
+    }
+    return 0;
+}
+
+static int
+module_clear(PyObject *module)
+{
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    if (state == NULL) {
+        return 0;
+    }
+    if (current_state == state) {
+        current_state = NULL;
+    }
+    Py_CLEAR(state->comm_error);
+    Py_CLEAR(state->peer_error);
+    Py_CLEAR(state->comm_timeout);
+    Py_CLEAR(state->mismatch_error);
+    Py_CLEAR(state->state_error);
+    Py_CLEAR(state->out_of_memory_error);
+    Py_CLEAR(state->comm_type);
+    Py_CLEAR(state->comm_buffer_type);
+    Py_CLEAR(state->unit_type);
+    Py_CLEAR(state->tree_type);
+    Py_CLEAR(state->hook_type);
+    Py_CLEAR(state->name_is_neg);
+    Py_CLEAR(state->name_is_conj);
+    Py_CLEAR(state->current_stream);
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        Py_CLEAR(state->tensors[i].type);
+    }
+    return 0;
+}
+
+static void
+module_free(void *module)
+{
+    module_clear(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "fsdpc._C",
+    .m_doc = "The core of fsdpc: communicators, layouts, units and trees. Use it through fsdpc.",
+    .m_size = sizeof(fsdpc_py_module_state),
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

@@ -1,0 +1,333 @@
+/* The torch objects that a unit stands for: gathered tensors, places in modules, the parameters and
+ * gradients that the optimizer sees. Set once by bind(); what runs in a step is dictionary stores
+ * and attribute reads over prepared arrays. The gradients are in py_grads_full.c and
+ * py_grads_seen.c.
+ */
+#include "py/unit/py_engine.h"
+
+#include "base/mem.h"
+
+/* --- bind ------------------------------------------------------------------------------------ */
+
+static int
+bind_full(fsdpc_py_flat *flat, PyObject *full)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    if (PyTuple_GET_SIZE(full) != count) {
+        PyErr_SetString(PyExc_ValueError, "bind: one full tensor per parameter, please");
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        PyObject *tensor = PyTuple_GET_ITEM(full, i);
+        if (tensor != Py_None && !fsdpc_py_is_torch(tensor)) {
+            PyErr_Format(PyExc_TypeError, "bind: full[%d] is a tensor or None, not %.100s", i,
+                         Py_TYPE(tensor)->tp_name);
+            return -1;
+        }
+        flat->full[i] = tensor == Py_None ? NULL : Py_NewRef(tensor);
+    }
+    return 0;
+}
+
+/* A row of one of bind's lists. */
+static int
+check_row(PyObject *row, const char *list)
+{
+    if (PyTuple_Check(row)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "bind: %s holds tuples, not %.100s", list, Py_TYPE(row)->tp_name);
+    return -1;
+}
+
+/* The gathered tensor of a parameter's number from Python must be there. */
+static int
+check_number(const fsdpc_py_flat *flat, long number)
+{
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (number < 0 || number >= fsdpc_unit_layout(flat->unit)->param_count || !flat->full[number]) {
+        PyErr_Format(PyExc_ValueError, "bind: no such parameter (%ld), or no full tensor of it",
+                     number);
+        return -1;
+    }
+    return 0;
+}
+
+/* (dict, key, param number, sharded object[, stand-in or None]) each. */
+static int
+bind_sites(fsdpc_py_flat *flat, PyObject *sites)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(sites);
+    flat->sites = fsdpc_mem_calloc((size_t)count, sizeof *flat->sites);
+    if (!flat->sites) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *dict, *key, *sharded, *stand_in = Py_None;
+        int param;
+        if (check_row(PyTuple_GET_ITEM(sites, i), "sites") < 0 ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(sites, i), "O!OiO|O", &PyDict_Type, &dict, &key,
+                              &param, &sharded, &stand_in)) {
+            return -1;
+        }
+        if (check_number(flat, param) < 0) {
+            return -1;
+        }
+        flat->sites[i] =
+            (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key), Py_NewRef(flat->full[param]),
+                            Py_NewRef(sharded), stand_in == Py_None ? NULL : Py_NewRef(stand_in)};
+        flat->site_count++;
+    }
+    return 0;
+}
+
+static int
+bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(indices);
+    seen->covers = fsdpc_mem_calloc((size_t)count, sizeof *seen->covers);
+    if (!seen->covers) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t c = 0; c < count; c++) {
+        long index = PyLong_AsLong(PyTuple_GET_ITEM(indices, c));
+        if (check_number(flat, index) < 0) {
+            return -1;
+        }
+        seen->covers[c] = (int)index;
+    }
+    seen->cover_count = (int)count;
+    return 0;
+}
+
+/* (param, grad tensor or None, (param numbers)) each. */
+static int
+bind_seen(fsdpc_py_flat *flat, PyObject *list)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(list);
+    flat->seen = fsdpc_mem_calloc((size_t)count, sizeof *flat->seen);
+    if (!flat->seen) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *param, *grad, *indices;
+        if (check_row(PyTuple_GET_ITEM(list, i), "seen") < 0 ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(list, i), "OOO!", &param, &grad, &PyTuple_Type,
+                              &indices)) {
+            return -1;
+        }
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (!fsdpc_py_is_torch(param) || PyTuple_GET_SIZE(indices) == 0) {
+            PyErr_SetString(PyExc_ValueError,
+                            "bind: a row of seen is a tensor, its gradient or None, and a tuple of "
+                            "the numbers of at least one parameter");
+            return -1;
+        }
+        seen->param = Py_NewRef(param);
+        flat->seen_count++;
+        if (bind_covers(flat, seen, indices) < 0 ||
+            (grad != Py_None && fsdpc_py_set_grad(flat, seen, grad) < 0)) {
+            return -1;
+        }
+        seen->requires_grad = seen->grad != NULL;
+        if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+            return -1;
+        }
+        flat->expected += seen->grad ? seen->cover_count : 0;
+    }
+    return 0;
+}
+
+/* Numbers of the parameters whose gathered tensors get a gradient hook to begin with. */
+static int
+bind_watched(fsdpc_py_flat *flat, PyObject *list)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(list);
+    flat->watched = fsdpc_mem_calloc((size_t)count, sizeof *flat->watched);
+    if (!flat->watched) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t w = 0; w < count; w++) {
+        long index = PyLong_AsLong(PyTuple_GET_ITEM(list, w));
+        if (check_number(flat, index) < 0) {
+            return -1;
+        }
+        flat->watched[w] = (int)index;
+        flat->hooked[index] = 1;
+        flat->watched_count++;
+    }
+    flat->watch_all = flat->watched_count >= fsdpc_unit_layout(flat->unit)->trainable_count;
+    return 0;
+}
+
+static int
+bind_all(fsdpc_py_flat *flat, PyObject *const rows[4])
+{
+    fsdpc_py_flat_unbind(flat);
+    if (bind_full(flat, rows[0]) == 0 && bind_sites(flat, rows[1]) == 0 &&
+        bind_seen(flat, rows[2]) == 0 && bind_watched(flat, rows[3]) == 0) {
+        return 0;
+    }
+    fsdpc_py_flat_unbind(flat);
+    return -1;
+}
+
+/* See [Note: versions] in py_versions.c. */
+static int
+bind_versions(fsdpc_py_flat *flat, PyObject *counter, bool by_gather)
+{
+    PyObject *versions = counter == Py_None ? NULL : PyTuple_Pack(1, counter);
+    if (counter != Py_None && !versions) {
+        return -1;
+    }
+    Py_XSETREF(flat->versions, versions);
+    flat->by_gather = by_gather;
+    flat->marked = false;
+    flat->gathered_version = 2;
+    flat->released_version = 1;
+    return 0;
+}
+
+PyObject *
+fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
+    PyObject *full, *sites, *seen, *watched, *versions = Py_None;
+    bool by_gather = false;
+    const fsdpc_py_arg table[] = {
+        {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
+        {"sites", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sites},
+        {"seen", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &seen},
+        {"watched", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &watched},
+        {"versions", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &versions},
+        {"by_gather", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &by_gather},
+    };
+    if (fsdpc_py_args("bind", table, 6, args, count, keywords) < 0) {
+        return NULL;
+    }
+    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen) ||
+        !PyList_Check(watched)) {
+        PyErr_SetString(PyExc_TypeError, "bind takes four lists");
+        return NULL;
+    }
+    if (fsdpc_py_flat_in_use(flat)) {
+        PyErr_Format(fsdpc_py_current()->state_error, "bind: unit %s is in use",
+                     fsdpc_unit_name(flat->unit));
+        return NULL;
+    }
+    /* Reading the lists runs Python code, which may change the lists or call bind() again. */
+    PyObject *rows[4] = {PyList_AsTuple(full), PyList_AsTuple(sites), PyList_AsTuple(seen),
+                         PyList_AsTuple(watched)};
+    bool whole = rows[0] && rows[1] && rows[2] && rows[3];
+    int result = whole ? fsdpc_py_try_flat(flat) : -1;
+    if (result == 0) {
+        result = bind_all(flat, rows);
+        result = result == 0 ? bind_versions(flat, versions, by_gather) : result;
+        fsdpc_py_leave_flat(flat);
+    }
+    for (int i = 0; i < 4; i++) {
+        Py_XDECREF(rows[i]);
+    }
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* What is released may run Python code, which must find the unit without what is on its way out. */
+void
+fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
+{
+    int params = flat->unit ? fsdpc_unit_layout(flat->unit)->param_count : 0;
+    fsdpc_py_site *sites = flat->sites;
+    fsdpc_py_seen *seen = flat->seen;
+    const int site_count = flat->site_count, seen_count = flat->seen_count;
+    flat->sites = NULL;
+    flat->seen = NULL;
+    flat->site_count = flat->seen_count = flat->expected = 0;
+    flat->unbinds = flat->in_pass = false;
+    Py_CLEAR(flat->versions);
+    fsdpc_mem_free(flat->watched);
+    flat->watched = NULL;
+    flat->watched_count = 0;
+    for (int i = 0; flat->full && i < params; i++) {
+        Py_CLEAR(flat->full[i]);
+    }
+    for (int i = 0; i < site_count; i++) {
+        Py_CLEAR(sites[i].dict);
+        Py_CLEAR(sites[i].key);
+        Py_CLEAR(sites[i].full);
+        Py_CLEAR(sites[i].sharded);
+        Py_CLEAR(sites[i].stand_in);
+    }
+    for (int i = 0; i < seen_count; i++) {
+        Py_CLEAR(seen[i].param);
+        Py_CLEAR(seen[i].grad);
+        Py_CLEAR(seen[i].alias);
+        fsdpc_mem_free(seen[i].covers);
+    }
+    fsdpc_mem_free(sites);
+    fsdpc_mem_free(seen);
+}
+
+/* --- swapping the modules' entries ----------------------------------------------------------- */
+
+int
+fsdpc_py_install(fsdpc_py_flat *flat)
+{
+    if (flat->installed++ > 0 || flat->shown || flat->by_gather) {
+        return 0;
+    }
+    for (int i = 0; i < flat->site_count; i++) {
+        if (PyDict_SetItem(flat->sites[i].dict, flat->sites[i].key, flat->sites[i].full) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+put_back(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->site_count && !flat->shown && !flat->by_gather; i++) {
+        const fsdpc_py_site *site = &flat->sites[i];
+        PyObject *shown = flat->in_pass && site->stand_in ? site->stand_in : site->sharded;
+        if (PyDict_SetItem(site->dict, site->key, shown) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass)
+{
+    if (flat->in_pass == in_pass || flat->site_count == 0 || !flat->sites[0].stand_in) {
+        return 0;
+    }
+    flat->in_pass = in_pass;
+    return flat->installed > 0 ? 0 : put_back(flat);
+}
+
+int
+fsdpc_py_uninstall(fsdpc_py_flat *flat)
+{
+    if (flat->installed == 0 || --flat->installed > 0) {
+        return 0;
+    }
+    return put_back(flat);
+}
+
+int
+fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
+{
+    flat->hold_installed = false;
+    if (flat->installed == 0) {
+        return 0;
+    }
+    flat->installed = 0;
+    return put_back(flat);
+}

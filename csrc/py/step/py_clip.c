@@ -1,0 +1,114 @@
+/* Tree.clip: the norm of all gradients, and clipping by it, as work that is queued on a GPU. */
+#include "base/mem.h"
+#include "py/unit/py_engine.h"
+#include "unit/unit_impl.h"
+
+/* A contiguous float64 tensor on the units' device. */
+static int
+doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
+{
+    const fsdpc_py_place place = fsdpc_py_place_of(self->units[0]->unit->device);
+    if (fsdpc_py_torch_view_on(tensor, place, out) < 0) {
+        return -1;
+    }
+    if (out->dtype == FSDPC_F64 && out->contiguous) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "clip: %s must be a contiguous float64 tensor", what);
+    return -1;
+}
+
+static int
+take_tensors(const fsdpc_py_tree *self, PyObject *out, PyObject *extra, fsdpc_tree_clip_plan *plan)
+{
+    fsdpc_py_view view;
+    if (doubles(self, out, "out", &view) < 0) {
+        return -1;
+    }
+    if (view.numel != 2) {
+        PyErr_SetString(PyExc_ValueError, "clip: out holds two numbers");
+        return -1;
+    }
+    plan->out = view.data;
+    if (extra == Py_None) {
+        return 0;
+    }
+    if (doubles(self, extra, "extra", &view) < 0) {
+        return -1;
+    }
+    if (view.ndim != 2 || view.shape[1] * 8 != FSDPC_NORM_PART_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "clip: extra has rows of sum, largest, 0");
+        return -1;
+    }
+    plan->extra = view.data;
+    plan->extra_count = view.shape[0];
+    return 0;
+}
+
+static int
+take_masks(const fsdpc_py_tree *self, PyObject *list, const uint8_t **masks)
+{
+    if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != self->count) {
+        PyErr_Format(PyExc_ValueError, "clip: a tuple of one mask or None per unit, please: %d",
+                     self->count);
+        return -1;
+    }
+    for (int i = 0; i < self->count; i++) {
+        PyObject *mask = PyTuple_GET_ITEM(list, i);
+        const int params = fsdpc_unit_layout(self->units[i]->unit)->param_count;
+        if (mask != Py_None && (!PyBytes_Check(mask) || PyBytes_GET_SIZE(mask) != params)) {
+            PyErr_Format(PyExc_TypeError, "clip: the mask of unit %s must be bytes, %d of them",
+                         fsdpc_unit_name(self->units[i]->unit), params);
+            return -1;
+        }
+        masks[i] = mask == Py_None ? NULL : (const uint8_t *)PyBytes_AS_STRING(mask);
+    }
+    return 0;
+}
+
+static PyObject *
+clip(fsdpc_py_tree *self, PyObject *masks, PyObject *out, PyObject *extra,
+     fsdpc_tree_clip_plan *plan)
+{
+    PyObject *result = NULL;
+    int status;
+    const uint8_t **list = fsdpc_mem_calloc((size_t)self->count, sizeof *list);
+    if (!list) {
+        return PyErr_NoMemory();
+    }
+    if (take_masks(self, masks, list) < 0 || take_tensors(self, out, extra, plan) < 0 ||
+        fsdpc_py_enter(self->units[0]) < 0) {
+        goto done;
+    }
+    plan->masks = list;
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_clip(self->tree, plan);
+    Py_END_ALLOW_THREADS
+    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+done:
+    fsdpc_mem_free(list);
+    return result;
+}
+
+PyObject *
+fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *masks, *out, *extra = Py_None;
+    fsdpc_tree_clip_plan plan = {.scale = true};
+    const fsdpc_py_arg table[] = {
+        {"masks", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &masks},
+        {"p", FSDPC_PY_DOUBLE, FSDPC_PY_REQUIRED, &plan.p},
+        {"max_norm", FSDPC_PY_DOUBLE, FSDPC_PY_REQUIRED, &plan.max_norm},
+        {"out", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &out},
+        {"extra", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &extra},
+        {"scale", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &plan.scale},
+    };
+    if (fsdpc_py_args("clip", table, 6, args, count, keywords) < 0) {
+        return NULL;
+    }
+    if (!self->tree || self->count == 0) {
+        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed, or has no units");
+        return NULL;
+    }
+    return clip(self, masks, out, extra, &plan);
+}

@@ -1,0 +1,162 @@
+/* requires_grad of the parameters that the optimizer sees, carried over to the gathered tensors, and
+ * the gradient hooks on these.
+ *
+ * Flags are read when a pass begins, and once more when a backward does: like an unsharded leaf, a
+ * parameter that was frozen in between gets no gradient. One that was frozen when its unit was made
+ * has no memory for a gradient; when it is to be trained, the tree's `on_thaw` makes some
+ * (fsdpc/_thaw.py), with all ranks together.
+ */
+#include "py/unit/py_engine.h"
+
+#include "unit/unit_impl.h"
+
+/* --- gradient hooks -------------------------------------------------------------------------- */
+
+/* torch takes no hook on a tensor that is frozen, and keeps one through later freezing. */
+static int
+watch_one(fsdpc_py_flat *flat, int i)
+{
+    if (flat->hooked[i] || !flat->full[i]) {
+        return 0;
+    }
+    PyObject *trains = PyObject_GetAttr(flat->full[i], fsdpc_py_name.requires_grad);
+    if (trains != Py_True) {
+        Py_XDECREF(trains);
+        return trains ? 0 : -1;
+    }
+    Py_DECREF(trains);
+    PyObject *hook = fsdpc_py_hook_new(FSDPC_HOOK_GRAD, (PyObject *)flat, i);
+    PyObject *handle =
+        hook ? PyObject_CallMethod(flat->full[i], "register_post_accumulate_grad_hook", "N", hook)
+             : NULL;
+    if (!handle) {
+        return -1;
+    }
+    Py_DECREF(handle);
+    flat->hooked[i] = 1;
+    return 0;
+}
+
+int
+fsdpc_py_watch_all(fsdpc_py_flat *flat)
+{
+    if (flat->watch_all) {
+        return 0;
+    }
+    flat->watch_all = true;
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        if (watch_one(flat, i) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* --- flags ----------------------------------------------------------------------------------- */
+
+static int
+carry_flag(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *flag)
+{
+    bool wanted = flag == Py_True;
+    for (int c = 0; c < seen->cover_count; c++) {
+        int i = seen->covers[c];
+        if (PyObject_SetAttr(flat->full[i], fsdpc_py_name.requires_grad, flag) < 0 ||
+            (wanted && flat->watch_all && watch_one(flat, i) < 0)) {
+            return -1;
+        }
+    }
+    flat->expected += wanted ? seen->cover_count : -seen->cover_count;
+    seen->requires_grad = wanted;
+    return 0;
+}
+
+int
+fsdpc_py_sync_flags(fsdpc_py_flat *flat)
+{
+    int result = 0;
+    for (int i = 0; result >= 0 && i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        PyObject *flag = PyObject_GetAttr(seen->param, fsdpc_py_name.requires_grad);
+        if (!flag) {
+            return -1;
+        }
+        bool wanted = flag == Py_True;
+        if (wanted && !seen->grad) {
+            result = 1;
+        } else if (wanted != seen->requires_grad && carry_flag(flat, seen, flag) < 0) {
+            result = -1;
+        }
+        Py_DECREF(flag);
+    }
+    return result;
+}
+
+int
+fsdpc_py_carry_frozen(fsdpc_py_flat *flat)
+{
+    int result = 0;
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (!seen->requires_grad) {
+            continue;
+        }
+        PyObject *flag = PyObject_GetAttr(seen->param, fsdpc_py_name.requires_grad);
+        if (!flag) {
+            return -1;
+        }
+        result = flag == Py_True ? 0 : carry_flag(flat, seen, flag);
+        Py_DECREF(flag);
+    }
+    return result;
+}
+
+/* --- unfreezing ------------------------------------------------------------------------------ */
+
+PyObject *
+fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
+{
+    const char *segments;
+    Py_ssize_t length;
+    int status;
+    if (!PyArg_ParseTuple(args, "y#:thaw", &segments, &length)) {
+        return NULL;
+    }
+    if (length != fsdpc_unit_layout(self->unit)->segment_count) {
+        PyErr_SetString(PyExc_ValueError, "thaw: one byte per segment, please");
+        return NULL;
+    }
+    if (self->tree) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "unit %s belongs to a tree: its gradients cannot be laid anew",
+                     fsdpc_unit_name(self->unit));
+        return NULL;
+    }
+    if (fsdpc_py_enter(self) < 0 || (self->unit->local_any && fsdpc_py_drop_zeroed(self) < 0)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_unit_thaw(self->unit, (const uint8_t *)segments);
+    Py_END_ALLOW_THREADS
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+PyObject *
+fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list)
+{
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != self->seen_count) {
+        PyErr_SetString(PyExc_ValueError,
+                        "renew_grads: a list of one tensor or None per parameter of bind's `seen`");
+        return NULL;
+    }
+    for (int i = 0; i < self->seen_count; i++) {
+        PyObject *grad = PyList_GET_ITEM(list, i);
+        if (grad != Py_None && fsdpc_py_set_grad(self, &self->seen[i], grad) < 0) {
+            return NULL;
+        }
+    }
+    /* Which parameters run last in backward is not known any more. */
+    if (fsdpc_py_watch_all(self) < 0 || fsdpc_py_note_waiting(self) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}

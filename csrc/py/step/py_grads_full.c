@@ -1,0 +1,126 @@
+/* Gradients that autograd made, of the gathered tensors: looked for, collected for a reduction,
+ * dropped.
+ */
+#include "py/unit/py_engine.h"
+
+static int
+check_size(const fsdpc_py_flat *flat, int i)
+{
+    const fsdpc_param_place *place = &fsdpc_unit_layout(flat->unit)->params[i];
+    if (flat->views[i].numel == place->numel && flat->views[i].dtype != FSDPC_BYTES) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "the gradient of parameter %s of unit %s has %lld elements of %s, not %lld",
+                 place->name, fsdpc_unit_name(flat->unit), (long long)flat->views[i].numel,
+                 fsdpc_dtype_name(flat->views[i].dtype), (long long)place->numel);
+    return -1;
+}
+
+/* A lazily negated gradient (complex arithmetic makes them) is written out first. */
+static int
+view_grad(fsdpc_py_flat *flat, int i)
+{
+    if (fsdpc_py_torch_view_on(flat->held[i], fsdpc_py_full_place(flat), &flat->views[i]) == 0) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_BufferError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    PyObject *plain = PyObject_CallMethod(flat->held[i], "resolve_neg", NULL);
+    if (!plain) {
+        return -1;
+    }
+    Py_SETREF(flat->held[i], plain);
+    return fsdpc_py_torch_view_on(plain, fsdpc_py_full_place(flat), &flat->views[i]);
+}
+
+int
+fsdpc_py_collect_grads(fsdpc_py_flat *flat)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    if (flat->collected) {
+        return 0;
+    }
+    flat->collected = true;
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_py_view *view = &flat->views[i];
+        flat->grads[i].data = NULL;
+        if (!flat->full[i] || layout->params[i].trainable_index < 0) {
+            continue;
+        }
+        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        if (!grad) {
+            return -1;
+        }
+        if (grad == Py_None) {
+            Py_DECREF(grad);
+            continue;
+        }
+        flat->held[i] = grad;
+        if (view_grad(flat, i) < 0 || check_size(flat, i) < 0) {
+            return -1;
+        }
+        flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,
+                                        view->shape, view->strides, view->contiguous};
+    }
+    return 0;
+}
+
+void
+fsdpc_py_drop_held(fsdpc_py_flat *flat)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    flat->collected = false;
+    for (int i = 0; i < count; i++) {
+        Py_CLEAR(flat->held[i]);
+    }
+}
+
+int
+fsdpc_py_count_held(const fsdpc_py_flat *flat)
+{
+    int held = 0;
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        held += flat->held[i] != NULL;
+    }
+    return held;
+}
+
+int
+fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    for (int k = 0; k < count; k++) {
+        int i = params ? params[k] : k;
+        if (!flat->full[i] || layout->params[i].trainable_index < 0) {
+            continue;
+        }
+        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        if (!grad) {
+            return -1;
+        }
+        bool some = grad != Py_None;
+        Py_DECREF(grad);
+        if (some != all) {
+            return some;
+        }
+    }
+    return all;
+}
+
+int
+fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    for (int i = 0; i < count; i++) {
+        bool trains =
+            flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0;
+        if (trains && (all || flat->held[i]) &&
+            PyObject_SetAttr(flat->full[i], fsdpc_py_name.grad, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,262 @@
+/* Gradients that the optimizer sees: what the user did to them since the last backward (cleared,
+ * replaced, pointed elsewhere), and what they show after this one.
+ */
+#include "py/unit/py_engine.h"
+
+#include <string.h>
+
+#include "unit/unit_impl.h"
+
+static int64_t
+numel_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    int64_t numel = 0;
+    for (int c = 0; c < seen->cover_count; c++) {
+        numel += fsdpc_unit_layout(flat->unit)->params[seen->covers[c]].numel;
+    }
+    return numel;
+}
+
+int
+fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    fsdpc_py_view view;
+    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
+        return -1;
+    }
+    PyObject *alias = PyObject_CallMethodNoArgs(grad, fsdpc_py_name.detach);
+    if (!alias) {
+        return -1;
+    }
+    Py_XSETREF(seen->grad, Py_NewRef(grad));
+    Py_XSETREF(seen->alias, alias);
+    seen->grad_data = view.data;
+    seen->holds_nothing = view.numel == 0 && numel_of(flat, seen) > 0;
+    return 0;
+}
+
+enum grad_state { GRAD_NONE, GRAD_OURS, GRAD_ERROR };
+
+static int64_t
+piece_of(const fsdpc_layout *layout, int param)
+{
+    return layout->segments[layout->params[param].segment].piece_numel;
+}
+
+/* The user put another tensor into .grad: its values become ours. */
+static int
+take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    fsdpc_py_view view;
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
+        return -1;
+    }
+    int64_t at = 0;
+    for (int c = 0; c < seen->cover_count; c++) {
+        int i = seen->covers[c];
+        int64_t length;
+        fsdpc_unit_grad_part(flat->unit, i, &length);
+        fsdpc_span span = fsdpc_layout_span(layout, i, fsdpc_unit_rank(flat->unit));
+        at = seen->cover_count > 1 ? span.piece_begin : 0;
+        if (!view.contiguous || (view.numel != length && view.numel != piece_of(layout, i))) {
+            PyErr_Format(PyExc_ValueError,
+                         "the gradient put into parameter %s of unit %s does not fit its shard: "
+                         "it must be contiguous with %lld elements",
+                         layout->params[i].name, fsdpc_unit_name(flat->unit), (long long)length);
+            return -1;
+        }
+        const char *values = (const char *)view.data + (size_t)at * view.itemsize;
+        if (length > 0 && fsdpc_unit_take_grad(flat->unit, i, values, view.dtype) != FSDPC_OK) {
+            fsdpc_py_raise(FSDPC_E_INVAL);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        int status = fsdpc_unit_reload_grad(flat->unit, seen->covers[c]);
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Our gradient tensor, but the user may have pointed it at other memory (grad.data = ...). */
+static int
+check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+{
+    fsdpc_py_view view;
+    if (fsdpc_py_torch_view_on(seen->grad, fsdpc_py_own_place(flat), &view) < 0) {
+        return -1;
+    }
+    if (view.data == seen->grad_data || view.numel == 0) {
+        return reload_seen(flat, seen);
+    }
+    if (take_foreign(flat, seen, seen->grad) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias);
+}
+
+static int
+replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+{
+    if (take_foreign(flat, seen, grad) < 0) {
+        return -1;
+    }
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+}
+
+static enum grad_state
+look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+{
+    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    if (!grad) {
+        return GRAD_ERROR;
+    }
+    enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
+    if (grad != Py_None &&
+        (grad == seen->grad ? check_ours(flat, seen) : replace_foreign(flat, seen, grad)) < 0) {
+        state = GRAD_ERROR;
+    }
+    Py_DECREF(grad);
+    return state;
+}
+
+PyObject *
+fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
+{
+    (void)unused;
+    for (int i = 0; i < flat->seen_count && !flat->shown; i++) {
+        if (flat->seen[i].grad && look_at(flat, &flat->seen[i]) == GRAD_ERROR) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* Cleared gradients start from zero, and what no_sync kept for them is cleared with them. */
+static int
+start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
+        if (zero && fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
+            fsdpc_py_raise(FSDPC_E_INTERNAL);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
+{
+    if (flat->prepared) {
+        return 0;
+    }
+    flat->prepared = true;
+    if (flat->shown) { /* .grad belongs to the whole values; this pass is not the unit's */
+        return 0;
+    }
+    if (flat->unit->local_any && fsdpc_py_drop_zeroed(flat) < 0) {
+        return -1;
+    }
+    bool any_ours = false;
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        enum grad_state state = seen->grad ? look_at(flat, seen) : GRAD_NONE;
+        if (state == GRAD_ERROR) {
+            return -1;
+        }
+        seen->cleared = seen->grad && state == GRAD_NONE;
+        any_ours = any_ours || state == GRAD_OURS;
+    }
+    for (int i = 0; i < flat->seen_count; i++) {
+        if (flat->seen[i].cleared && start_from_zero(flat, &flat->seen[i], any_ours) < 0) {
+            return -1;
+        }
+    }
+    flat->unit->add = any_ours;
+    return 0;
+}
+
+/* --- after a backward ------------------------------------------------------------------------ */
+
+static bool
+any_used(const fsdpc_py_seen *seen, const uint8_t *used)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        if (used[seen->covers[c]]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
+static int
+show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
+{
+    seen->cleared = false;
+    if (!sync && fsdpc_py_show_waiting(flat, seen) < 0) {
+        return -1;
+    }
+    /* The user may have pointed it elsewhere before clearing it. */
+    const void *data;
+    if (fsdpc_py_torch_data(seen->grad, &data) < 0 ||
+        (data != seen->grad_data &&
+         PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias) < 0)) {
+        return -1;
+    }
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+}
+
+/* A rank that holds no element of a parameter shows no gradient, as torch does, but while one waits:
+ * clearing it is then the user's way to discard that. Who listens is called on every rank, and sees
+ * an empty one (fsdpc/_listeners.py takes it away). */
+static int
+show_nothing(fsdpc_py_seen *seen)
+{
+    int listened = fsdpc_py_has_listeners(seen);
+    seen->cleared = false;
+    return listened < 0
+               ? -1
+               : PyObject_SetAttr(seen->param, fsdpc_py_name.grad, listened ? seen->grad : Py_None);
+}
+
+int
+fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
+{
+    fsdpc_unit *unit = flat->unit;
+    const uint8_t *used = sync ? unit->used : unit->local_used;
+    int result = 0;
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (!seen->grad || flat->shown || !any_used(seen, used)) {
+            continue;
+        }
+        if (sync && seen->holds_nothing) {
+            result = show_nothing(seen);
+        } else if (seen->cleared) {
+            result = show_one(flat, seen, sync);
+        }
+        if (result == 0 && sync) {
+            result = fsdpc_py_note_listeners(seen, listened);
+        }
+    }
+    if (sync) {
+        memset(unit->used, 0, (size_t)unit->layout->param_count);
+    }
+    if (result == 0 && flat->prepared && unit->local_any) {
+        result = fsdpc_py_note_waiting(flat);
+    }
+    return result;
+}

@@ -1,0 +1,272 @@
+/* What torch calls in a step: C callables for module hooks, gradient hooks and the end of backward.
+ *
+ * One heap type, Hook, with a kind; calls go through vectorcall, so no Python frame runs per unit
+ * or per parameter. The order of events:
+ *
+ *   pre_forward   first unit of a pass: the pass begins. Gather; the modules show full tensors.
+ *   post_forward  (inputs, output). The modules show sharded parameters again; release or hold; a
+ *                 pre-hook on the autograd nodes of the outputs waits for backward.
+ *   pre_backward  a gradient reaches an output: gather and hold; full tensors are shown again, for
+ *                 recomputation inside the unit (activation checkpointing).
+ *   grad          a full parameter has its gradient: after the last one the unit is done: release,
+ *                 then pack and reduce.
+ *   input_done    for units without trainable parameters: the gradient of the input exists.
+ *   end           after backward: units with partial gradients, the ranks' common end, .grad.
+ *
+ * py_hooks_forward.c, py_hooks_backward.c and py_hooks_end.c hold what each does.
+ *
+ * The GIL is let go around everything that copies, casts or waits; a release is a few stores and
+ * keeps it.
+ */
+#include "py/step/py_hooks_impl.h"
+
+#include <structmember.h>
+
+#include <stddef.h>
+
+int
+fsdpc_py_checked(int status)
+{
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+int
+fsdpc_py_call_truth(PyObject *function)
+{
+    PyObject *result = PyObject_CallNoArgs(function);
+    if (!result) {
+        return -1;
+    }
+    int truth = PyObject_IsTrue(result);
+    Py_DECREF(result);
+    return truth;
+}
+
+PyObject *
+fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind)
+{
+    if (!self->again) {
+        self->again = fsdpc_py_hook_new(kind, self->owner, -1);
+    }
+    return self->again;
+}
+
+/* --- the type -------------------------------------------------------------------------------- */
+
+static int
+enter(const fsdpc_py_hook *self)
+{
+    if (self->kind != FSDPC_HOOK_END) {
+        return fsdpc_py_enter((fsdpc_py_flat *)self->owner);
+    }
+    const fsdpc_py_tree *tree = (fsdpc_py_tree *)self->owner;
+    return tree->count > 0 ? fsdpc_py_enter(tree->units[0]) : 0;
+}
+
+/* Whether this was the pending end of its tree's backward. */
+static bool
+end_is_over(fsdpc_py_hook *self)
+{
+    fsdpc_py_tree *tree = self->kind == FSDPC_HOOK_END ? (fsdpc_py_tree *)self->owner : NULL;
+    bool pending = tree && tree->end_pending == (PyObject *)self;
+    if (pending) {
+        tree->end_pending = NULL;
+    }
+    return pending;
+}
+
+/* torch drops the end hook of a backward that raised, uncalled. */
+static void
+backward_broke(fsdpc_py_tree *tree)
+{
+    PyObject *type, *value, *traceback;
+    /* In use by another thread: what it does next clears the backward away. */
+    if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree)) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    fsdpc_py_enter_quietly(tree->units[0]->unit->device);
+    for (int i = 0; i < tree->count; i++) {
+        if (fsdpc_py_end_hold(tree->units[i]) < 0) {
+            PyErr_Clear();
+        }
+    }
+    /* A failure of the communicator is raised by the next call that needs it. */
+    (void)fsdpc_tree_backward_broke(tree->tree);
+    if (fsdpc_py_mark_all(tree) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static int
+go_in(const fsdpc_py_hook *self, fsdpc_py_use *use)
+{
+    if (!self->owner) {
+        PyErr_SetString(fsdpc_py_current()->state_error, "the hook's unit is gone");
+        return -1;
+    }
+    return self->kind == FSDPC_HOOK_END ? fsdpc_py_use_tree((fsdpc_py_tree *)self->owner, use)
+                                        : fsdpc_py_use_flat((fsdpc_py_flat *)self->owner, use);
+}
+
+static int
+check_torch(const fsdpc_py_hook *self)
+{
+    if (self->kind == FSDPC_HOOK_END) {
+        return 0;
+    }
+    const fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    if (!flat->tree || flat->tree->tensor_type) {
+        return 0;
+    }
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "unit %s: its tree was made without torch's functions; hooks need a Tree(..., "
+                 "torch=...)",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+static int
+dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject **out)
+{
+    int result = -1;
+    switch (self->kind) {
+    case FSDPC_HOOK_PRE_FORWARD:
+        result = fsdpc_py_pre_forward(self, args, count, out);
+        break;
+    case FSDPC_HOOK_POST_FORWARD:
+        result = count > 0 ? fsdpc_py_post_forward(self, args, count, out) : 0;
+        break;
+    case FSDPC_HOOK_PRE_BACKWARD:
+        result = fsdpc_py_pre_backward(self);
+        break;
+    case FSDPC_HOOK_INPUT_DONE:
+        result = fsdpc_py_input_done(self);
+        break;
+    case FSDPC_HOOK_GRAD:
+        result = fsdpc_py_grad_arrived(self);
+        break;
+    case FSDPC_HOOK_END:
+        (void)end_is_over(self);
+        result = fsdpc_py_end_backward((fsdpc_py_tree *)self->owner);
+        break;
+    }
+    return result;
+}
+
+static PyObject *
+hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
+{
+    (void)keywords;
+    fsdpc_py_hook *self = (fsdpc_py_hook *)object;
+    fsdpc_py_use use, tree_use = {NULL, NULL};
+    PyObject *out = NULL;
+    int result = go_in(self, &use);
+    if (result < 0) {
+        return NULL;
+    }
+    if (self->kind == FSDPC_HOOK_PRE_FORWARD && !use.tree) {
+        result = fsdpc_py_attach(use.flat);
+        /* Now it has a tree, to go into as well. */
+        result = result < 0 ? -1 : go_in(self, &tree_use);
+    }
+    if (result == 0 && (result = check_torch(self)) == 0 && (result = enter(self)) == 0) {
+        result = dispatch(self, args, PyVectorcall_NARGS(flags), &out);
+    }
+    if (tree_use.flat) {
+        fsdpc_py_end_use(&tree_use);
+    }
+    fsdpc_py_end_use(&use);
+    if (result < 0) {
+        Py_XDECREF(out);
+        return NULL;
+    }
+    return out ? out : Py_NewRef(Py_None);
+}
+
+PyObject *
+fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param)
+{
+    PyTypeObject *type = fsdpc_py_current()->hook_type;
+    fsdpc_py_hook *self = (fsdpc_py_hook *)type->tp_alloc(type, 0);
+    if (self) {
+        self->call = hook_call;
+        self->kind = kind;
+        self->param = param;
+        self->owner = Py_NewRef(owner);
+    }
+    return (PyObject *)self;
+}
+
+static int
+hook_traverse(fsdpc_py_hook *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->owner);
+    Py_VISIT(self->again);
+    return 0;
+}
+
+static int
+hook_clear(fsdpc_py_hook *self)
+{
+    if (end_is_over(self)) {
+        backward_broke((fsdpc_py_tree *)self->owner);
+    }
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->again);
+    return 0;
+}
+
+static void
+hook_dealloc(fsdpc_py_hook *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    hook_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+hook_repr(fsdpc_py_hook *self)
+{
+    static const char *const names[] = {"pre_forward", "post_forward", "pre_backward",
+                                        "input_done",  "grad",         "end"};
+    return PyUnicode_FromFormat("<fsdpc %s hook>", names[self->kind]);
+}
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(fsdpc_py_hook, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_repr, hook_repr},
+    {Py_tp_members, members},
+    {Py_tp_doc, "A C callable that torch calls; made by FlatParameter.hook()."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "fsdpc._C.Hook",
+    .basicsize = sizeof(fsdpc_py_hook),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = slots,
+};
+
+int
+fsdpc_py_hook_exec(PyObject *module)
+{
+    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->hook_type);
+}

@@ -1,0 +1,360 @@
+/* A backward: a unit is gathered and held when a gradient reaches its outputs, and done when nothing
+ * of its graph can run any more; then what is due is reduced.
+ *
+ * [Note: when a unit is done] Each path through a unit's graph ends at one of its own parameters, at
+ * a parameter of a unit nested in it, or at an input. A parameter's gradient arrives when all nodes
+ * that use the parameter have run; a node that makes a gradient of a trainable parameter needs no
+ * value of the unit afterwards. So a unit whose parameters are all trainable is done when they have
+ * their gradients. A frozen parameter gets no gradient: a unit with one is done when, besides, the
+ * gradients of its inputs are there, for each of its forwards that the backward has reached
+ * (`open_calls`); for that each tensor that goes in gets an autograd node of the forward's own. If
+ * units are nested in such a unit, the hold lasts until the backward has ended. What is not seen so
+ * (inputs that are no arguments, detached parameters) is refused by autograd, see py_versions.c.
+ *
+ * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
+ * for another backward, which enters the unit where there is no hook. Units that such a backward
+ * reaches stay gathered until a backward without create_graph has ended, or a new pass begins.
+ *
+ * [Note: watched parameters] A gradient hook costs half a microsecond of torch's time, so not every
+ * parameter has one. Those of the module that is registered first run first in forward as a rule,
+ * and get their gradients last: when they have arrived and every other parameter has its gradient
+ * too, the unit is done. Where that is not so (other order, parameters unused) every parameter is
+ * watched and counted from then on; what no hook has told of is found at the end of backward.
+ */
+#include "py/step/py_hooks_impl.h"
+
+#include <string.h>
+
+static int
+model_is_gone(const fsdpc_py_flat *flat)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "backward reached unit %s, whose model was deleted or initialised anew since its "
+                 "forward; keep the model until backward has run",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+bool
+fsdpc_py_in_backward(const fsdpc_py_tree *tree)
+{
+    return fsdpc_tree_in_backward(tree->tree) && tree->end_pending;
+}
+
+/* torch keeps the end hook until it has called it, or until the backward has failed. */
+static int
+queue_end(fsdpc_py_tree *tree)
+{
+    PyObject *end = fsdpc_py_hook_new(FSDPC_HOOK_END, (PyObject *)tree, -1);
+    PyObject *result = end ? PyObject_CallOneArg(tree->queue_callback, end) : NULL;
+    tree->end_pending = result ? end : NULL;
+    Py_XDECREF(result);
+    Py_XDECREF(end);
+    return result ? 0 : -1;
+}
+
+int
+fsdpc_py_begin_backward(fsdpc_py_tree *tree)
+{
+    if (fsdpc_tree_in_backward(tree->tree)) {
+        if (tree->end_pending) {
+            return 0;
+        }
+        if (fsdpc_py_clear_broken_backward(tree) < 0) {
+            return -1;
+        }
+    }
+    for (int i = 0; i < tree->count; i++) {
+        tree->units[i]->open_calls = 0;
+        tree->units[i]->unseen = false;
+        if (fsdpc_py_carry_frozen(tree->units[i]) < 0 ||
+            fsdpc_py_look_for_step(tree->units[i]) < 0) {
+            return -1;
+        }
+    }
+    tree->backward++;
+    tree->twice = false;
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_begin_backward(tree->tree));
+    return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);
+}
+
+/* See [Note: a second backward]. */
+static int
+look_for_second(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    int again = fsdpc_py_call_truth(tree->grad_enabled);
+    if (again > 0) {
+        tree->twice = true;
+        fsdpc_tree_keep_hold(tree->tree, flat->id);
+    }
+    return again < 0 ? -1 : 0;
+}
+
+static void
+open_call(fsdpc_py_flat *flat, fsdpc_py_hook *call)
+{
+    flat->unseen = flat->unseen || call->inputs == 0;
+    if (call->inputs > 0 && call->backward != flat->tree->backward) {
+        call->backward = flat->tree->backward;
+        call->inputs_left = call->inputs;
+        flat->open_calls++;
+    }
+}
+
+int
+fsdpc_py_pre_backward(fsdpc_py_hook *self)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree) {
+        return model_is_gone(flat);
+    }
+    if (fsdpc_py_begin_backward(tree) < 0) {
+        return -1;
+    }
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_backward_enter(tree->tree, flat->id));
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || look_for_second(flat) < 0) {
+        return -1;
+    }
+    open_call(flat, self);
+    flat->entered = true;
+    if (flat->hold_installed) {
+        return 0;
+    }
+    flat->hold_installed = true;
+    return fsdpc_py_install(flat);
+}
+
+int
+fsdpc_py_end_hold(fsdpc_py_flat *flat)
+{
+    if (!flat->hold_installed) {
+        return 0;
+    }
+    flat->hold_installed = false;
+    return fsdpc_py_uninstall(flat);
+}
+
+/* --- sending --------------------------------------------------------------------------------- */
+
+/* A unit with a communication hook that had its turn keeps what comes later in the same backward;
+ * the end of backward sends it. */
+static int
+send_by_hook(fsdpc_py_flat *flat)
+{
+    fsdpc_tree *tree = flat->tree->tree;
+    if (fsdpc_tree_was_reduced(tree, flat->id)) {
+        return fsdpc_py_checked(fsdpc_tree_keep_local(tree, flat->id, flat->grads)) < 0 ? -1 : 1;
+    }
+    int sent = fsdpc_py_call_comm_hook(flat);
+    if (sent > 0) {
+        fsdpc_tree_set_reduced(tree, flat->id);
+    }
+    return sent;
+}
+
+/* Packs and sends (or, with sync false, keeps) the gradients that autograd has made. */
+static int
+send_grads(fsdpc_py_flat *flat, bool sync)
+{
+    int status, result = -1;
+    fsdpc_tree *tree = flat->tree->tree;
+    if (fsdpc_py_prepare_grads(flat) < 0 || fsdpc_py_collect_grads(flat) < 0) {
+        goto done;
+    }
+    if (sync && flat->comm_hook) {
+        int sent = send_by_hook(flat);
+        result = sent > 0 ? fsdpc_py_clear_full_grads(flat, false) : sent;
+        goto done;
+    }
+    if (sync) {
+        FSDPC_PY_CORE(status, fsdpc_tree_reduce(tree, flat->id, flat->grads));
+    } else {
+        FSDPC_PY_CORE(status, fsdpc_tree_keep_local(tree, flat->id, flat->grads));
+    }
+    result = fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
+done:
+    fsdpc_py_drop_held(flat);
+    return result;
+}
+
+int
+fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
+{
+    for (;;) {
+        int due = fsdpc_tree_next_due(tree->tree, at_end);
+        if (due < 0) {
+            return 0;
+        }
+        if (send_grads(tree->units[due], true) < 0) {
+            return -1;
+        }
+    }
+}
+
+/* --- gradients that arrive ------------------------------------------------------------------- */
+
+int
+fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
+{
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "a gradient of parameter %s of unit %s was computed while the unit was not "
+                 "gathered: something that its forward computed reaches the loss without being "
+                 "returned from forward (an attribute, a global, a custom class). Return it, "
+                 "or wrap the module that uses it as well",
+                 fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+int
+fsdpc_py_finish_unit(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
+    flat->arrived_count = 0;
+    flat->complete = false;
+    if (fsdpc_py_end_hold(flat) < 0) {
+        return -1;
+    }
+    int status;
+    status = fsdpc_tree_backward_done(tree->tree, flat->id, flat->sync);
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0) {
+        return -1;
+    }
+    return flat->sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+}
+
+/* Another order than supposed: hooks put on the parameters now still see what is to come. */
+static void
+count_from_now_on(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+        flat->arrived[i] = flat->held[i] != NULL;
+        flat->arrived_count += flat->arrived[i];
+    }
+    fsdpc_py_drop_held(flat);
+}
+
+bool
+fsdpc_py_has_frozen(const fsdpc_py_flat *flat)
+{
+    return flat->expected < fsdpc_unit_layout(flat->unit)->param_count;
+}
+
+bool
+fsdpc_py_has_nested(const fsdpc_py_flat *flat)
+{
+    const fsdpc_tree *tree = flat->tree->tree;
+    return flat->id + 1 < tree->count &&
+           tree->nodes[flat->id + 1].depth > tree->nodes[flat->id].depth;
+}
+
+/* See [Note: when a unit is done]. */
+static int
+all_arrived(fsdpc_py_flat *flat)
+{
+    flat->complete =
+        flat->open_calls > 0 || (fsdpc_py_has_frozen(flat) && fsdpc_py_has_nested(flat));
+    if (!flat->complete) {
+        return fsdpc_py_finish_unit(flat);
+    }
+    fsdpc_py_drop_held(flat);
+    return 0;
+}
+
+/* See [Note: watched parameters]. */
+static int
+watched_arrived(fsdpc_py_flat *flat)
+{
+    int all = fsdpc_py_full_grads(flat, flat->watched, flat->watched_count, true);
+    if (all <= 0) {
+        return all;
+    }
+    if (fsdpc_py_collect_grads(flat) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_count_held(flat) >= flat->expected) {
+        return all_arrived(flat);
+    }
+    count_from_now_on(flat);
+    return fsdpc_py_watch_all(flat);
+}
+
+/* torch calls the hook of a parameter that was frozen since its forward, too. 1, 0, or -1. */
+static int
+still_trains(const fsdpc_py_flat *flat, int param)
+{
+    PyObject *flag = PyObject_GetAttr(flat->full[param], fsdpc_py_name.requires_grad);
+    int trains = flag ? flag == Py_True : -1;
+    Py_XDECREF(flag);
+    return trains;
+}
+
+int
+fsdpc_py_grad_arrived(fsdpc_py_hook *self)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    if (!flat->tree) {
+        return model_is_gone(flat);
+    }
+    if (fsdpc_py_begin_backward(flat->tree) < 0) {
+        return -1;
+    }
+    if (fsdpc_unit_refs(flat->unit) == 0) {
+        return fsdpc_py_not_gathered(flat, self->param);
+    }
+    int expects = fsdpc_py_has_frozen(flat) ? still_trains(flat, self->param) : 1;
+    if (expects <= 0) {
+        return expects;
+    }
+    if (!flat->watch_all) {
+        return watched_arrived(flat);
+    }
+    if (!flat->arrived[self->param]) {
+        flat->arrived[self->param] = 1;
+        flat->arrived_count++;
+    }
+    return flat->arrived_count >= flat->expected ? all_arrived(flat) : 0;
+}
+
+/* No graph of the unit's can run any more, as far as the backward has come. */
+static int
+all_closed(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    int some = flat->arrived_count > 0;
+    if (!some && !flat->watch_all) {
+        some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
+    }
+    if (some != 0) {
+        return some < 0 ? -1 : fsdpc_py_finish_unit(flat);
+    }
+    if (fsdpc_py_end_hold(flat) < 0) {
+        return -1;
+    }
+    int status;
+    status = fsdpc_tree_drop_hold(tree->tree, flat->id);
+    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark(flat);
+}
+
+int
+fsdpc_py_input_done(fsdpc_py_hook *self)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    fsdpc_py_hook *call = (fsdpc_py_hook *)self->again;
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree || !call || call->backward != tree->backward || call->inputs_left == 0 ||
+        --call->inputs_left > 0 || --flat->open_calls > 0 ||
+        !fsdpc_tree_is_held(tree->tree, flat->id)) {
+        return 0;
+    }
+    /* Otherwise another forward of the unit is to come, whose gradients belong to the same sum. */
+    bool closed = !flat->unseen && (flat->incomplete || flat->expected == 0);
+    if (flat->complete || closed) {
+        return all_closed(flat);
+    }
+    return 0;
+}

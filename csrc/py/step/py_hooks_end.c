@@ -1,0 +1,131 @@
+/* The end of a backward: units with partial gradients, the ranks' common end, what the optimizer and
+ * the user's hooks see. And of one that broke off.
+ */
+#include "py/step/py_hooks_impl.h"
+
+#include <string.h>
+
+static void
+forget_backward(fsdpc_py_flat *flat)
+{
+    memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
+    flat->arrived_count = flat->open_calls = 0;
+    flat->prepared = flat->entered = flat->complete = flat->unseen = false;
+}
+
+int
+fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_drop_held(tree->units[i]);
+        /* A forward around a broken autograd.grad goes on with what its modules show. */
+        bool runs = tree->tree->nodes[i].running > 0;
+        if ((runs ? fsdpc_py_end_hold(tree->units[i]) : fsdpc_py_uninstall_all(tree->units[i])) <
+                0 ||
+            fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
+            fsdpc_py_prepare_grads(tree->units[i]) < 0) {
+            return -1;
+        }
+    }
+    int status;
+    bool sync = tree->count == 0 || tree->units[0]->sync;
+    FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, sync));
+    for (int i = 0; i < tree->count; i++) {
+        forget_backward(tree->units[i]);
+        memset(tree->units[i]->unit->used, 0,
+               (size_t)fsdpc_unit_layout(tree->units[i]->unit)->param_count);
+    }
+    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark_all(tree);
+}
+
+/* Gradients that no hook has told of. */
+static int
+find_unwatched(fsdpc_py_flat *flat)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    int some = flat->watch_all ? 0 : fsdpc_py_full_grads(flat, NULL, count, false);
+    if (some <= 0 || flat->collected) {
+        return some < 0 ? -1 : 0;
+    }
+    if (!flat->entered) {
+        return fsdpc_py_not_gathered(flat, 0);
+    }
+    flat->arrived_count = 1;
+    return fsdpc_py_watch_all(flat);
+}
+
+/* Units that ran with some parameters unused. */
+static int
+finish_partial_units(fsdpc_py_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_flat *flat = tree->units[i];
+        if (flat->complete) {
+            flat->incomplete = false;
+            if (fsdpc_py_finish_unit(flat) < 0) {
+                return -1;
+            }
+            continue;
+        }
+        if (find_unwatched(flat) < 0) {
+            return -1;
+        }
+        flat->incomplete = flat->arrived_count > 0;
+        if ((flat->arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
+            fsdpc_py_end_hold(flat) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The optimizer's parameters show their gradients; who listens is told when all do. */
+static int
+show_all_grads(fsdpc_py_tree *tree, bool sync)
+{
+    PyObject *listened = NULL;
+    int result = 0;
+    for (int i = 0; result == 0 && i < tree->count; i++) {
+        fsdpc_py_flat *flat = tree->units[i];
+        if (fsdpc_py_show_grads(flat, sync, &listened) < 0) {
+            result = -1;
+            break;
+        }
+        forget_backward(flat);
+        result = flat->after_backward ? fsdpc_py_call(flat->after_backward) : 0;
+    }
+    if (result == 0) {
+        result = fsdpc_py_call_listeners(tree, listened);
+    }
+    Py_XDECREF(listened);
+    return result;
+}
+
+int
+fsdpc_py_end_backward(fsdpc_py_tree *tree)
+{
+    if (!tree->tree) {
+        return 0; /* closed meanwhile */
+    }
+    bool sync = tree->count == 0 || tree->units[0]->sync;
+    int status;
+    if (finish_partial_units(tree) < 0 || (sync && fsdpc_py_send_what_is_due(tree, true) < 0)) {
+        return -1;
+    }
+    for (int i = 0; sync && i < tree->count; i++) {
+        if (fsdpc_py_prepare_grads(tree->units[i]) < 0) {
+            return -1;
+        }
+    }
+    if (sync && tree->before_end && fsdpc_py_call(tree->before_end) < 0) {
+        return -1;
+    }
+    if (!tree->twice) {
+        fsdpc_tree_forget_kept(tree->tree);
+    }
+    FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, sync));
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
+        return -1;
+    }
+    return show_all_grads(tree, sync);
+}

@@ -1,0 +1,405 @@
+/* A pass: it begins with the outermost module's forward; a unit's modules show full tensors during
+ * its own.
+ */
+#include "py/step/py_hooks_impl.h"
+
+/* 1 inside a backward, 0 outside, -1 with an exception. */
+static int
+inside_backward(fsdpc_py_tree *tree)
+{
+    if (!tree->graph_task) {
+        return 0;
+    }
+    PyObject *id = PyObject_CallNoArgs(tree->graph_task);
+    if (!id) {
+        return -1;
+    }
+    long value = PyLong_AsLong(id);
+    Py_DECREF(id);
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return value >= 0;
+}
+
+/* 1: units have got memory for gradients, and another tree. */
+static int
+call_on_thaw(fsdpc_py_tree *tree)
+{
+    PyObject *call = tree->on_thaw;
+    if (!call) {
+        PyErr_SetString(fsdpc_py_current()->state_error,
+                        "a parameter that was frozen when it was wrapped requires a gradient now, "
+                        "and this tree cannot make memory for it");
+        return -1;
+    }
+    tree->thaws = true;
+    int result = fsdpc_py_call(call);
+    tree->thaws = false;
+    return result < 0 ? -1 : 1;
+}
+
+/* What other units' forwards see of each unit; see fsdpc/_released.py. */
+static int
+set_in_pass(fsdpc_py_tree *tree, bool in_pass)
+{
+    for (int i = 0; i < tree->count; i++) {
+        if (fsdpc_py_set_in_pass(tree->units[i], in_pass) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A pass that none is around: what an earlier one left is put away, and what the user did to the
+ * parameters since is taken over. 1: `tree` is not the units' tree any more. */
+static int
+begin_pass(fsdpc_py_tree *tree)
+{
+    int thaws = 0;
+    if (set_in_pass(tree, false) < 0) {
+        return -1;
+    }
+    if (fsdpc_tree_in_backward(tree->tree) && fsdpc_py_clear_broken_backward(tree) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_flat *flat = tree->units[i];
+        Py_CLEAR(flat->call);
+        int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_look_for_changes(flat) < 0
+                        ? -1
+                        : fsdpc_py_sync_flags(flat);
+        if (flags < 0 || fsdpc_py_look_for_step(flat) < 0) {
+            return -1;
+        }
+        thaws |= flags;
+    }
+    if (thaws) {
+        return call_on_thaw(tree);
+    }
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_begin_forward(tree->tree));
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
+        return -1;
+    }
+    return set_in_pass(tree, true);
+}
+
+/* A forward inside a backward recomputes (activation checkpointing), also in a thread of its own.
+ * 1: as begin_pass. */
+static int
+begin_forward(fsdpc_py_tree *tree)
+{
+    int inside = inside_backward(tree);
+    if (inside < 0) {
+        return -1;
+    }
+    int grad = fsdpc_py_call_truth(tree->grad_enabled);
+    if (grad < 0) {
+        return -1;
+    }
+    tree->recompute = inside || fsdpc_py_in_backward(tree);
+    tree->outer_grad = grad;
+    if (inside) {
+        return fsdpc_py_begin_backward(tree);
+    }
+    return tree->recompute ? 0 : begin_pass(tree);
+}
+
+static int
+begin_outermost(fsdpc_py_flat *flat)
+{
+    int begun = 1;
+    for (int i = 0; begun > 0 && i < 2; i++) {
+        PyObject *tree = Py_NewRef((PyObject *)flat->tree);
+        begun = begin_forward((fsdpc_py_tree *)tree);
+        Py_DECREF(tree);
+        if (begun > 0 && !flat->tree) {
+            break;
+        }
+    }
+    if (begun > 0) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "unit %s: requires_grad of a parameter changes while a forward begins",
+                     fsdpc_unit_name(flat->unit));
+    }
+    return begun == 0 ? 0 : -1;
+}
+
+int
+fsdpc_py_attach(fsdpc_py_flat *flat)
+{
+    if (flat->on_unattached && fsdpc_py_call(flat->on_unattached) < 0) {
+        return -1;
+    }
+    if (!flat->tree) {
+        PyErr_Format(fsdpc_py_current()->state_error, "unit %s belongs to no tree",
+                     fsdpc_unit_name(flat->unit));
+        return -1;
+    }
+    return 0;
+}
+
+/* --- the inputs ------------------------------------------------------------------------------ */
+
+/* See [Note: when a unit is done] in py_hooks_backward.c. */
+static bool
+wants_inputs(const fsdpc_py_flat *flat)
+{
+    if (flat->incomplete && fsdpc_exchange_any_order(flat->tree->tree->nodes[flat->id].exchange)) {
+        return true;
+    }
+    return fsdpc_py_has_frozen(flat) && !fsdpc_py_has_nested(flat);
+}
+
+/* The record of this forward: a pre_backward hook of its own. Borrowed. */
+static fsdpc_py_hook *
+push_call(fsdpc_py_flat *flat)
+{
+    fsdpc_py_hook *call =
+        (fsdpc_py_hook *)fsdpc_py_hook_new(FSDPC_HOOK_PRE_BACKWARD, (PyObject *)flat, -1);
+    if (call) {
+        call->again = (PyObject *)flat->call;
+        flat->call = call;
+    }
+    return call;
+}
+
+/* Owned; NULL if there is none. */
+static fsdpc_py_hook *
+pop_call(fsdpc_py_flat *flat)
+{
+    fsdpc_py_hook *call = flat->call;
+    if (call) {
+        flat->call = (fsdpc_py_hook *)call->again;
+        call->again = NULL;
+    }
+    return call;
+}
+
+struct watched {
+    PyObject *done; /* the input_done hook */
+    int count;
+};
+
+static int
+watch_one(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    struct watched *watched = argument;
+    int one = fsdpc_py_watch_node(tree, tensor, watched->done);
+    watched->count += one > 0;
+    return one;
+}
+
+/* Each tensor that is an argument gets an autograd node of this forward's own, whose gradient is there
+ * when this forward's backward has run, whatever else uses the tensor. *out: (args, kwargs) or args. */
+static int
+watch_inputs(fsdpc_py_flat *flat, PyObject *const *inputs, Py_ssize_t count, PyObject **out)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    int result = -1, grad = fsdpc_py_call_truth(tree->grad_enabled);
+    if (grad <= 0) {
+        return grad;
+    }
+    fsdpc_py_hook *call = push_call(flat);
+    struct watched watched = {.done =
+                                  fsdpc_py_hook_new(FSDPC_HOOK_INPUT_DONE, (PyObject *)flat, -1)};
+    PyObject *aliased = NULL;
+    if (!call || !watched.done) {
+        goto done;
+    }
+    ((fsdpc_py_hook *)watched.done)->again = Py_NewRef(call);
+    aliased = PyObject_CallFunctionObjArgs(tree->alias_inputs, inputs[0],
+                                           count > 1 ? inputs[1] : Py_None, NULL);
+    if (!aliased || fsdpc_py_walk(tree, aliased, watch_one, &watched) < 0) {
+        goto done;
+    }
+    call->inputs = watched.count;
+    call->input_hook = watched.done;
+    *out = Py_NewRef(count > 1 || !PyTuple_Check(aliased) ? aliased : PyTuple_GET_ITEM(aliased, 0));
+    result = 0;
+done:
+    Py_XDECREF(aliased);
+    Py_XDECREF(watched.done);
+    return result;
+}
+
+/* In a hook, with an exception: nobody else takes the forward back. */
+static int
+forward_broke_off(fsdpc_py_flat *flat)
+{
+    (void)fsdpc_py_forward_failed(flat);
+    return -1;
+}
+
+int
+fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject **out)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    fsdpc_py_tree *tree = flat->tree;
+    /* A depth left over by a forward that broke off outside of our sight. */
+    if (tree->forward_depth > 0 && flat->id == 0 && flat->installed == 0) {
+        tree->forward_depth = 0;
+    }
+    if (tree->forward_depth == 0 && begin_outermost(flat) < 0) {
+        return -1;
+    }
+    tree = flat->tree;
+    int status;
+    FSDPC_PY_CORE(status, fsdpc_tree_forward_enter(tree->tree, flat->id));
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
+        return -1;
+    }
+    tree->forward_depth++;
+    /* (module, args) or (module, args, kwargs) */
+    int result = 0;
+    if (count > 1 && wants_inputs(flat)) {
+        result = watch_inputs(flat, args + 1, count - 1, out);
+    } else if (flat->call) {
+        result = push_call(flat) ? 0 : -1;
+    }
+    return result < 0 ? forward_broke_off(flat) : 0;
+}
+
+/* --- the outputs ----------------------------------------------------------------------------- */
+
+/* A generator's body would run with whatever the released unit shows. */
+static int
+check_kind(const fsdpc_py_flat *flat, PyObject *output)
+{
+    if (!(PyGen_Check(output) || PyCoro_CheckExact(output) || PyAsyncGen_CheckExact(output)) ||
+        fsdpc_unit_layout(flat->unit)->param_count == 0) {
+        return 0;
+    }
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "forward of unit %s returned a %s, whose body would run after the unit's "
+                 "parameters are released: return the values (a list of them, say), or wrap the "
+                 "module that uses the generator instead of this one",
+                 fsdpc_unit_name(flat->unit), Py_TYPE(output)->tp_name);
+    return -1;
+}
+
+/* Outputs that are the unit's own parameters, or views of them, become copies that autograd knows: their
+ * memory shows other values as soon as the unit is released. *output may be replaced (owned). */
+static int
+copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    if (check_kind(flat, *output) < 0) {
+        return -1;
+    }
+    int found = fsdpc_py_walk(tree, *output, fsdpc_py_lies_in, flat);
+    if (found <= 0) {
+        return found;
+    }
+    char *begin = flat->unit->range.address;
+    PyObject *copied = PyObject_CallFunction(
+        tree->copy_outputs, "OKK", *output, (unsigned long long)(uintptr_t)begin,
+        (unsigned long long)(uintptr_t)(begin + fsdpc_unit_layout(flat->unit)->full_bytes));
+    if (!copied) {
+        return -1;
+    }
+    Py_SETREF(*output, copied);
+    return 1;
+}
+
+/* 1: a backward may come to the outputs, and then to this hook. */
+static int
+watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    fsdpc_py_hook *call = pop_call(flat);
+    int hooked = fsdpc_py_call_truth(flat->tree->grad_enabled);
+    if (hooked > 0) {
+        PyObject *backward = call && call->inputs > 0
+                                 ? (PyObject *)call
+                                 : fsdpc_py_companion(self, FSDPC_HOOK_PRE_BACKWARD);
+        PyObject *outer = flat->tree->inputs; /* of a pass that this walk may be within */
+        flat->tree->inputs = inputs;
+        flat->tree->input_hook = call && call->inputs > 0 ? call->input_hook : NULL;
+        hooked = backward ? fsdpc_py_walk(flat->tree, output, fsdpc_py_watch_output, backward) : -1;
+        flat->tree->inputs = outer;
+        flat->tree->input_hook = NULL;
+    }
+    Py_XDECREF(call);
+    return hooked;
+}
+
+/* The modules show again what they showed before this forward. */
+static int
+leave_pass(fsdpc_py_flat *flat)
+{
+    int result = fsdpc_py_uninstall(flat);
+    if (--flat->tree->forward_depth == 0 && set_in_pass(flat->tree, false) < 0) {
+        return -1;
+    }
+    return result;
+}
+
+static int
+leave_forward(fsdpc_py_flat *flat, int hooked)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    int status;
+    /* Reentrant checkpointing runs forwards without gradients that a backward will follow. */
+    bool backward = hooked > 0 || (tree->outer_grad && !tree->recompute);
+    status = fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
+    bool ends = status == FSDPC_OK && tree->forward_depth == 0 && !tree->recompute && hooked == 0;
+    if (ends) {
+        FSDPC_PY_CORE(status, fsdpc_tree_end_forward(tree->tree));
+    }
+    if (fsdpc_py_checked(status) < 0) {
+        return -1;
+    }
+    return ends ? fsdpc_py_mark_all(tree) : fsdpc_py_mark(flat);
+}
+
+int
+fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject **out)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree || tree->forward_depth == 0) {
+        return 0;
+    }
+    PyObject *output = Py_NewRef(args[count - 1]);
+    int copied = copy_own_memory(flat, &output);
+    if (copied < 0) {
+        Py_DECREF(output);
+        return forward_broke_off(flat);
+    }
+    int result = leave_pass(flat);
+    int hooked =
+        result < 0 ? -1 : watch_outputs(self, count > 1 ? args[count - 2] : Py_None, output);
+    result = hooked < 0 ? -1 : leave_forward(flat, hooked);
+    if (result == 0 && copied) {
+        *out = Py_NewRef(output);
+    }
+    Py_DECREF(output);
+    return result;
+}
+
+int
+fsdpc_py_forward_failed(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    if (!tree || tree->forward_depth == 0) {
+        return 0;
+    }
+    fsdpc_py_enter_quietly(flat->unit->device);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    fsdpc_py_hook *call = pop_call(flat);
+    Py_XDECREF(call);
+    int result = leave_pass(flat);
+    int status = fsdpc_tree_forward_failed(tree->tree, flat->id);
+    if (result == 0) {
+        result = fsdpc_py_checked(status);
+    }
+    result = result == 0 ? fsdpc_py_mark(flat) : result;
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    return result;
+}

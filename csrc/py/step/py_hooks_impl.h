@@ -1,0 +1,80 @@
+/* What the files of the hooks share. A function that torch calls gives 0, or -1 with an exception. */
+#ifndef FSDPC_PY_HOOKS_IMPL_H
+#define FSDPC_PY_HOOKS_IMPL_H
+
+#include "py/unit/py_engine.h"
+#include "tree/tree_impl.h"
+#include "unit/unit_impl.h"
+
+typedef struct fsdpc_py_hook {
+    PyObject_HEAD
+    vectorcallfunc call;
+    enum fsdpc_py_hook_kind kind;
+    int param;
+    PyObject *owner;
+    /* The pre_backward hook that a post_forward hook registers when inputs are not watched, made
+     * once; of an input_done hook: its forward's pre_backward hook; of a pre_backward hook in
+     * flat->call: that of the forward of the same unit around this one. */
+    PyObject *again;
+    /* A pre_backward hook that was made for one forward: how many of its inputs are watched, for how
+     * many the gradient is to come, and in which backward. */
+    int inputs, inputs_left;
+    PyObject *input_hook; /* that watches them; borrowed, to tell it from others */
+    uint64_t backward;
+} fsdpc_py_hook;
+
+/* status = expression, without the GIL. */
+#define FSDPC_PY_CORE(status, expression) \
+    do {                                  \
+        Py_BEGIN_ALLOW_THREADS(status)    \
+        = (expression);                   \
+        Py_END_ALLOW_THREADS              \
+    } while (0)
+
+/* --- py_hooks.c ------------------------------------------------------------------------------ */
+
+/* 0, or -1 with the exception of a status. */
+int fsdpc_py_checked(int status);
+/* 1, 0, or -1 with an exception. */
+int fsdpc_py_call_truth(PyObject *function);
+/* self->again, a hook of this kind. Borrowed. */
+PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
+
+/* --- py_hooks_forward.c ---------------------------------------------------------------------- */
+
+/* Has a unit without a tree get one from on_unattached. */
+int fsdpc_py_attach(fsdpc_py_flat *flat);
+/* *out: None, or what forward is to be called with, or is to return, instead. */
+int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
+                         PyObject **out);
+int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
+                          PyObject **out);
+
+/* --- py_hooks_backward.c --------------------------------------------------------------------- */
+
+/* Runs once per backward; the end callback runs when the whole graph has. */
+int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
+int fsdpc_py_pre_backward(fsdpc_py_hook *self);
+int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
+int fsdpc_py_input_done(fsdpc_py_hook *self);
+/* A backward of the tree is in progress, in whatever thread. */
+bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
+/* Whether the gradients of a unit's parameters do not tell that its values are not needed any more. */
+bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
+bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
+/* The unit has all gradients that it will get for now. */
+int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
+/* Sharded parameters are shown again, if gathered ones were for this backward. */
+int fsdpc_py_end_hold(fsdpc_py_flat *flat);
+/* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
+int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
+/* Raises: a gradient of this parameter was computed while the unit was not gathered. -1. */
+int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);
+
+/* --- py_hooks_end.c -------------------------------------------------------------------------- */
+
+int fsdpc_py_end_backward(fsdpc_py_tree *tree);
+/* A backward that raised: its half-made gradients are dropped and the peers are told. */
+int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
+
+#endif

@@ -1,0 +1,52 @@
+/* Hooks that the user put on the parameters that the optimizer sees, and optimizers that are to step
+ * in backward (torch.distributed.optim._apply_optimizer_in_backward).
+ *
+ * Such a parameter takes part in no graph, so autograd never calls what hangs on it. The end of
+ * backward collects the parameters that got a gradient and have listeners; torch's side calls them
+ * when all units are done (fsdpc/_listeners.py). Not earlier: ranks that are behind may still
+ * gather this rank's values for their backward.
+ */
+#include "py/unit/py_engine.h"
+
+/* A key of the instance's own dictionary; unlike an attribute, its absence costs no exception. */
+static int
+has_own(PyObject *object, PyObject *key)
+{
+    PyObject **dict = _PyObject_GetDictPtr(object);
+    return dict && *dict ? PyDict_Contains(*dict, key) : 0;
+}
+
+int
+fsdpc_py_has_listeners(const fsdpc_py_seen *seen)
+{
+    int own = has_own(seen->param, fsdpc_py_name.backward_optimizers);
+    if (own != 0) {
+        return own;
+    }
+    PyObject *hooks = PyObject_GetAttr(seen->param, fsdpc_py_name.accumulated);
+    int some = hooks ? PyObject_IsTrue(hooks) : -1;
+    Py_XDECREF(hooks);
+    return some;
+}
+
+int
+fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list)
+{
+    int some = fsdpc_py_has_listeners(seen);
+    if (some <= 0) {
+        return some;
+    }
+    if (!*list) {
+        *list = PyList_New(0);
+    }
+    return *list ? PyList_Append(*list, seen->param) : -1;
+}
+
+int
+fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list)
+{
+    PyObject *result =
+        list && tree->listeners ? PyObject_CallOneArg(tree->listeners, list) : Py_NewRef(Py_None);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}

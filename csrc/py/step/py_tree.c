@@ -1,0 +1,566 @@
+/* fsdpc._C.Tree: the units of one root module in the order of a training step, and what they did.
+ */
+#include "py/unit/py_engine.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "unit/unit_impl.h"
+
+/* --- life ------------------------------------------------------------------------------------ */
+
+static int
+take_units(fsdpc_py_tree *self, PyObject *units)
+{
+    self->units = fsdpc_mem_calloc((size_t)PyTuple_GET_SIZE(units), sizeof *self->units);
+    if (!self->units) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(units); i++) {
+        fsdpc_py_flat *flat;
+        if (fsdpc_py_flat_get(PyTuple_GET_ITEM(units, i), &flat) < 0) {
+            return -1;
+        }
+        for (int other = 0; other < self->count; other++) {
+            if (self->units[other] == flat) {
+                PyErr_Format(PyExc_ValueError, "Tree: unit %s is in the list twice",
+                             fsdpc_unit_name(flat->unit));
+                return -1;
+            }
+        }
+        if (flat->tree) {
+            PyErr_Format(fsdpc_py_current()->state_error, "unit %s belongs to another tree",
+                         fsdpc_unit_name(flat->unit));
+            return -1;
+        }
+        if (fsdpc_py_try_flat(flat) < 0) {
+            return -1;
+        }
+        self->units[self->count++] = (fsdpc_py_flat *)Py_NewRef(flat);
+    }
+    return 0;
+}
+
+/* The units that take_units went into. */
+static void
+leave_units(fsdpc_py_tree *self)
+{
+    for (int i = 0; i < self->count; i++) {
+        fsdpc_py_leave_flat(self->units[i]);
+    }
+}
+
+static int
+make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *options)
+{
+    int result = -1, status;
+    size_t count = (size_t)self->count;
+    fsdpc_unit **units = fsdpc_mem_calloc(count, sizeof(fsdpc_unit *));
+    int *levels = fsdpc_mem_calloc(count, sizeof *levels);
+    if (!units || !levels) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (PyTuple_GET_SIZE(depths) != self->count) {
+        PyErr_SetString(PyExc_ValueError, "Tree: one depth per unit, please");
+        goto done;
+    }
+    for (int i = 0; i < self->count; i++) {
+        long depth = PyLong_AsLong(PyTuple_GET_ITEM(depths, i));
+        if (depth < 0 || depth > 1000) {
+            if (!PyErr_Occurred()) {
+                PyErr_SetString(PyExc_ValueError, "Tree: depths are numbers from 0 to 1000");
+            }
+            goto done;
+        }
+        units[i] = self->units[i]->unit;
+        levels[i] = (int)depth;
+    }
+    if (self->count > 0 && fsdpc_py_enter(self->units[0]) < 0) {
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
+    Py_END_ALLOW_THREADS
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        goto done;
+    }
+    result = 0;
+done:
+    fsdpc_mem_free(units);
+    fsdpc_mem_free(levels);
+    return result;
+}
+
+/* torch: see fsdpc/_interop.py. */
+static int
+take_torch(fsdpc_py_tree *self, PyObject *torch)
+{
+    PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback, *listeners;
+    PyObject *set_versions, *alias_inputs, *copy_outputs;
+    if (torch == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(torch)) {
+        PyErr_Format(PyExc_TypeError, "Tree: torch is a tuple of nine or None, not %.100s",
+                     Py_TYPE(torch)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+                          &grad_enabled, &graph_task, &queue_callback, &listeners, &set_versions,
+                          &alias_inputs, &copy_outputs)) {
+        return -1;
+    }
+    self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
+    self->param_type = (PyTypeObject *)Py_NewRef(param);
+    self->grad_enabled = Py_NewRef(grad_enabled);
+    self->graph_task = Py_NewRef(graph_task);
+    self->queue_callback = Py_NewRef(queue_callback);
+    self->listeners = Py_NewRef(listeners);
+    self->set_versions = Py_NewRef(set_versions);
+    self->alias_inputs = Py_NewRef(alias_inputs);
+    self->copy_outputs = Py_NewRef(copy_outputs);
+    return 0;
+}
+
+static int
+parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {
+        "units",        "depths",       "torch",  "backward_prefetch", "forward_prefetch",
+        "gather_slots", "reduce_slots", "poison", "trust_order",       NULL};
+    PyObject *unit_list, *depth_list, *torch = Py_None;
+    int backward_prefetch = 0, forward_prefetch = 0, poison = 0, trust_order = 0;
+    fsdpc_tree_options options = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO|Oipiipp:Tree", names, &unit_list,
+                                     &depth_list, &torch, &backward_prefetch, &forward_prefetch,
+                                     &options.gather_slots, &options.reduce_slots, &poison,
+                                     &trust_order)) {
+        return -1;
+    }
+    if (backward_prefetch < FSDPC_PREFETCH_NONE || backward_prefetch > FSDPC_PREFETCH_POST) {
+        PyErr_SetString(PyExc_ValueError, "Tree: backward_prefetch is 0 (none), 1 (pre), 2 (post)");
+        return -1;
+    }
+    options.backward_prefetch = (enum fsdpc_prefetch)backward_prefetch;
+    options.forward_prefetch = forward_prefetch != 0;
+    options.poison = poison != 0;
+    options.trust_order = trust_order != 0;
+    PyObject *units = PySequence_Tuple(unit_list);
+    PyObject *depths = units ? PySequence_Tuple(depth_list) : NULL;
+    int result = -1;
+    if (depths && take_torch(self, torch) == 0) {
+        result = take_units(self, units) == 0 ? make_tree(self, depths, &options) : -1;
+        leave_units(self);
+    }
+    Py_XDECREF(units);
+    Py_XDECREF(depths);
+    return result;
+}
+
+static PyObject *
+tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    fsdpc_py_tree *self = (fsdpc_py_tree *)type->tp_alloc(type, 0);
+    if (!self) {
+        return NULL;
+    }
+    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
+    if (parse_tree(self, args, keywords) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (int i = 0; i < self->count; i++) {
+        self->units[i]->tree = (fsdpc_py_tree *)Py_NewRef(self);
+        self->units[i]->id = i;
+    }
+    PyObject_GC_Track(self);
+    return (PyObject *)self;
+}
+
+static int
+tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    for (int i = 0; i < self->count; i++) {
+        Py_VISIT((PyObject *)self->units[i]);
+    }
+    Py_VISIT((PyObject *)self->tensor_type);
+    Py_VISIT((PyObject *)self->param_type);
+    Py_VISIT(self->grad_enabled);
+    Py_VISIT(self->graph_task);
+    Py_VISIT(self->queue_callback);
+    Py_VISIT(self->listeners);
+    Py_VISIT(self->set_versions);
+    Py_VISIT(self->alias_inputs);
+    Py_VISIT(self->copy_outputs);
+    Py_VISIT(self->before_end);
+    Py_VISIT(self->on_thaw);
+    return 0;
+}
+
+/* The units forget the tree; their modules show sharded parameters. */
+static void
+let_units_go(fsdpc_py_tree *self)
+{
+    for (int i = 0; i < self->count; i++) {
+        fsdpc_py_flat *flat = self->units[i];
+        if (flat->tree == self) {
+            flat->own_tree = false;
+            flat->tree = NULL;
+            Py_DECREF(self);
+        }
+    }
+}
+
+static int
+tree_clear(fsdpc_py_tree *self)
+{
+    let_units_go(self);
+    if (self->count > 0) {
+        fsdpc_py_enter_quietly(self->units[0]->unit->device);
+    }
+    fsdpc_tree_free(self->tree);
+    self->tree = NULL;
+    int count = self->count;
+    self->count = 0; /* what the units' end calls finds a tree without units */
+    for (int i = 0; i < count; i++) {
+        Py_CLEAR(self->units[i]);
+    }
+    Py_CLEAR(self->tensor_type);
+    Py_CLEAR(self->param_type);
+    Py_CLEAR(self->grad_enabled);
+    Py_CLEAR(self->graph_task);
+    Py_CLEAR(self->queue_callback);
+    Py_CLEAR(self->listeners);
+    Py_CLEAR(self->set_versions);
+    Py_CLEAR(self->alias_inputs);
+    Py_CLEAR(self->copy_outputs);
+    Py_CLEAR(self->before_end);
+    Py_CLEAR(self->on_thaw);
+    return 0;
+}
+
+static void
+tree_dealloc(fsdpc_py_tree *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    tree_clear(self);
+    fsdpc_mem_free(self->units);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* 0, or -1 with StateError after close(). */
+static int
+check_open(const fsdpc_py_tree *self)
+{
+    if (self->tree) {
+        return 0;
+    }
+    PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed");
+    return -1;
+}
+
+/* --- reports --------------------------------------------------------------------------------- */
+
+static PyObject *
+tree_detach(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (fsdpc_py_tree_in_use(self) && !self->thaws) {
+        PyErr_SetString(fsdpc_py_current()->state_error,
+                        "the tree is in use; let its units go when the step is over");
+        return NULL;
+    }
+    for (int i = 0; i < self->count; i++) {
+        if (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
+            fsdpc_py_uninstall_all(self->units[i]) < 0) {
+            return NULL;
+        }
+    }
+    if (self->tree) {
+        if (self->count > 0) {
+            fsdpc_py_enter_quietly(self->units[0]->unit->device);
+        }
+        int status = fsdpc_tree_drop(self->tree);
+        if (status != FSDPC_OK) {
+            return fsdpc_py_raise(status);
+        }
+        if (fsdpc_py_mark_all(self) < 0) {
+            return NULL;
+        }
+    }
+    Py_INCREF(self);
+    let_units_go(self);
+    Py_DECREF(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+tree_memory(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    fsdpc_tree_memory memory;
+    fsdpc_tree_get_memory(self->tree, &memory);
+    return Py_BuildValue(
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i}", "gather_bytes",
+        (Py_ssize_t)memory.gather_bytes, "reduce_bytes", (Py_ssize_t)memory.reduce_bytes,
+        "master_bytes", (Py_ssize_t)memory.master_bytes, "grad_bytes",
+        (Py_ssize_t)memory.grad_bytes, "local_bytes", (Py_ssize_t)memory.local_bytes, "spare_bytes",
+        (Py_ssize_t)memory.spare_bytes, "spare_count", (unsigned long long)memory.spare_count,
+        "gather_slots", memory.gather_slots, "gather_slot_bytes",
+        (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots", memory.reduce_slots);
+}
+
+static PyObject *
+entry_dict(fsdpc_py_tree *self, const fsdpc_trace_entry *entry)
+{
+    PyObject *unit = entry->unit < 0
+                         ? Py_NewRef(Py_None)
+                         : PyUnicode_FromString(fsdpc_unit_name(self->units[entry->unit]->unit));
+    return Py_BuildValue("{s:s,s:s,s:I,s:N,s:K,s:L}", "op", fsdpc_trace_op_name(entry->op), "phase",
+                         fsdpc_phase_name(entry->phase), "step", entry->step, "unit", unit, "bytes",
+                         (unsigned long long)entry->bytes, "time_ns", (long long)entry->time_ns);
+}
+
+static PyObject *
+tree_trace(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    enum { ROOM = 1 << 14 };
+    fsdpc_trace_entry *entries = fsdpc_mem_calloc(ROOM, sizeof *entries);
+    if (!entries) {
+        return PyErr_NoMemory();
+    }
+    size_t count = fsdpc_trace_copy(fsdpc_tree_trace(self->tree), entries, ROOM);
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *item = entry_dict(self, &entries[i]);
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    fsdpc_mem_free(entries);
+    return list;
+}
+
+static PyObject *
+tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    fsdpc_trace_clear(fsdpc_tree_trace(self->tree));
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+tree_defer(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
+        return NULL;
+    }
+    int open = check_open(self);
+    if (open == 0) {
+        fsdpc_tree_defer_reduces(self->tree, true);
+    }
+    fsdpc_py_end_use(&use);
+    return open == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *
+get_phase(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    if (fsdpc_tree_in_backward(self->tree)) {
+        return PyUnicode_FromString("backward");
+    }
+    return PyUnicode_FromString(self->forward_depth > 0 ? "forward" : "idle");
+}
+
+static PyObject *
+get_kind(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    return PyUnicode_FromString(fsdpc_tree_kind(self->tree));
+}
+
+static PyObject *
+get_backwards(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(fsdpc_tree_backwards(self->tree));
+}
+
+static PyObject *
+get_before_end(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->before_end ? self->before_end : Py_None);
+}
+
+static int
+set_before_end(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->before_end, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
+get_on_thaw(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->on_thaw ? self->on_thaw : Py_None);
+}
+
+static int
+set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->on_thaw, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
+tree_announce(fsdpc_py_tree *self, PyObject *args)
+{
+    int unit, param, status;
+    if (check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
+        return NULL;
+    }
+    if (unit < 0 || unit >= self->count) {
+        PyErr_SetString(PyExc_IndexError, "announce: no such unit");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_announce(self->tree, unit, param);
+    Py_END_ALLOW_THREADS
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+void
+fsdpc_py_tree_close_now(fsdpc_py_tree *self)
+{
+    Py_INCREF(self);
+    for (int i = 0; i < self->count; i++) {
+        /* A unit may be in another tree by now. */
+        if (self->units[i]->tree == self && (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
+                                             fsdpc_py_uninstall_all(self->units[i]) < 0)) {
+            PyErr_Clear();
+        }
+    }
+    tree_clear(self);
+    Py_DECREF(self);
+}
+
+/* Called by the garbage collector's way, too, at any moment of a step: then it is put off. */
+static PyObject *
+tree_close(fsdpc_py_tree *self, PyObject *unused)
+{
+    (void)unused;
+    if (fsdpc_py_tree_in_use(self)) {
+        self->closes = self->late_work = true;
+    } else {
+        fsdpc_py_tree_close_now(self);
+    }
+    Py_RETURN_NONE;
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void)) function
+
+static PyMethodDef methods[] = {
+    {"memory", FAST(tree_memory), METH_NOARGS, "memory()\n--\n\nBytes by role, on this rank."},
+    {"trace", FAST(tree_trace), METH_NOARGS,
+     "trace()\n--\n\nWhat happened, oldest first: dicts with op, phase, step, unit, bytes, "
+     "time_ns."},
+    {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
+    {"defer_reduces", FAST(tree_defer), METH_NOARGS,
+     "defer_reduces()\n--\n\nReductions that match by order wait for the end of backward (units "
+     "that run by data)."},
+    {"clip", FAST(fsdpc_py_tree_clip), METH_FASTCALL | METH_KEYWORDS,
+     "clip(masks, p, max_norm, out, extra=None, scale=True)\n--\n\nOn a GPU, queued: out[0] = the "
+     "norm "
+     "of order p of all ranks' gradients, out[1] = min(1, max_norm / (norm + 1e-6)), by which they "
+     "are "
+     "multiplied. masks: per unit None or bytes, one per parameter. extra: rows of sum, largest, 0 "
+     "of "
+     "other gradients. Collective."},
+    {"announce", FAST(tree_announce), METH_VARARGS,
+     "announce(unit, param)\n--\n\nTells ranks that begin a pass instead that this parameter is to "
+     "be trained: MismatchError there, and here. Collective where ranks send."},
+    {"close", FAST(tree_close), METH_NOARGS,
+     "close()\n--\n\nLets the units go and gives the memory of slots back; if a hook is running, "
+     "when that has ended. Local."},
+    {"detach", FAST(tree_detach), METH_NOARGS,
+     "detach()\n--\n\nLets the units go; another tree may take them."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"phase", (getter)get_phase, NULL, "'idle', 'forward' or 'backward'.", NULL},
+    {"kind", (getter)get_kind, NULL, "'shared', 'wire' or 'mixed'.", NULL},
+    {"before_end", (getter)get_before_end, (setter)set_before_end,
+     "Called when a synchronised backward has sent all that it knows of.", NULL},
+    {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
+     "Called when a pass begins and a parameter that was frozen so far is to be trained: gives the "
+     "units memory for it and another tree.",
+     NULL},
+    {"backwards", (getter)get_backwards, NULL, "Synchronised backwards finished.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, tree_new},
+    {Py_tp_dealloc, tree_dealloc},
+    {Py_tp_traverse, tree_traverse},
+    {Py_tp_clear, tree_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc,
+     "Tree(units, depths, torch=None, backward_prefetch=0, forward_prefetch=False, gather_slots=0, "
+     "reduce_slots=0, poison=False, trust_order=False)\n--\n\nThe units of a root module in module "
+     "order, with their "
+     "nesting depths. Collective over all communicators involved."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "fsdpc._C.Tree",
+    .basicsize = sizeof(fsdpc_py_tree),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};
+
+int
+fsdpc_py_tree_exec(PyObject *module)
+{
+    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
+}

@@ -1,0 +1,150 @@
+/* What a unit shows while it is gathered and while it is not.
+ *
+ * [Note: versions] All gathered tensors of a unit share one version counter of torch's, and autograd
+ * refuses a saved tensor whose counter has moved. Here the counter says whose values the memory holds:
+ * an even number while the unit is gathered, a new odd one each time it is released, and the even
+ * number grows when the optimizer has changed all parameters of the unit. So a backward that comes to a
+ * saved weight while the unit is released, or after a step, ends in autograd's error ("modified by an
+ * inplace operation") and never in a wrong gradient. Values that are the shard itself stay readable.
+ *
+ * Without sharded parameters of the user's own to show (use_orig_params=False), the modules show a
+ * stand-in while the unit is released: its shape can be read, its values cannot.
+ */
+#include "py/step/py_hooks_impl.h"
+
+static int
+put_sites(const fsdpc_py_flat *flat, bool gathered)
+{
+    for (int i = 0; i < flat->site_count; i++) {
+        const fsdpc_py_site *site = &flat->sites[i];
+        if (PyDict_SetItem(site->dict, site->key, gathered ? site->full : site->sharded) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static long
+read_version(PyObject *tensor)
+{
+    PyObject *number = PyObject_GetAttr(tensor, fsdpc_py_name.version);
+    long value = number ? PyLong_AsLong(number) : -1;
+    Py_XDECREF(number);
+    return value;
+}
+
+/* Values written into the gathered parameters never reach the shards, and other ranks may see them. */
+static int
+check_unwritten(const fsdpc_py_flat *flat)
+{
+    long found = read_version(PyTuple_GET_ITEM(flat->versions, 0));
+    if (found < 0 || found == flat->gathered_version) {
+        return found < 0 ? -1 : 0;
+    }
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "parameters of unit %s were changed in place during forward or backward, where "
+                 "they are copies for reading: change them between steps, inside "
+                 "summon_full_params or through the optimizer's parameters",
+                 fsdpc_unit_name(flat->unit));
+    return -1;
+}
+
+static int
+set_version(const fsdpc_py_flat *flat, long version)
+{
+    PyObject *numbers = Py_BuildValue("(l)", version);
+    PyObject *result = numbers ? PyObject_CallFunctionObjArgs(flat->tree->set_versions,
+                                                              flat->versions, numbers, NULL)
+                               : NULL;
+    Py_XDECREF(numbers);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* Also when they were written to: what is raised then is that. */
+static int
+close_values(fsdpc_py_flat *flat)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    int written = check_unwritten(flat);
+    if (written < 0) {
+        PyErr_Fetch(&type, &value, &traceback);
+    }
+    flat->released_version += 2;
+    int result = set_version(flat, flat->released_version);
+    if (written < 0) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return written < 0 ? -1 : result;
+}
+
+int
+fsdpc_py_mark(fsdpc_py_flat *flat)
+{
+    bool gathered = fsdpc_unit_refs(flat->unit) > 0;
+    if (gathered == flat->marked || flat->unit->direct) {
+        return 0;
+    }
+    flat->marked = gathered;
+    if (flat->by_gather && !flat->shown && put_sites(flat, gathered) < 0) {
+        return -1;
+    }
+    if (!flat->versions || !flat->tree || !flat->tree->set_versions) {
+        return 0;
+    }
+    return gathered ? set_version(flat, flat->gathered_version) : close_values(flat);
+}
+
+/* All of them, whatever fails; the first failure is raised. */
+int
+fsdpc_py_mark_all(fsdpc_py_tree *tree)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    for (int i = 0; i < tree->count; i++) {
+        if (fsdpc_py_mark(tree->units[i]) == 0) {
+            continue;
+        }
+        if (type) {
+            PyErr_Clear();
+        } else {
+            PyErr_Fetch(&type, &value, &traceback);
+        }
+    }
+    if (type) {
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    return 0;
+}
+
+/* Whether every trainable parameter was written to since the last look; some alone may belong to
+ * another loss than the graphs that are alive. */
+int
+fsdpc_py_look_for_step(fsdpc_py_flat *flat)
+{
+    bool all = true;
+    int trained = 0;
+    if (!flat->versions || flat->unit->direct) {
+        return 0;
+    }
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (!seen->requires_grad || seen->holds_nothing) {
+            continue;
+        }
+        long version = read_version(seen->param);
+        if (version < 0) {
+            return -1;
+        }
+        all = all && version != seen->param_version;
+        seen->param_version = version;
+        trained++;
+    }
+    if (trained == 0 || !all) {
+        return 0;
+    }
+    flat->gathered_version += 2;
+    return flat->marked && flat->tree && flat->tree->set_versions
+               ? set_version(flat, flat->gathered_version)
+               : 0;
+}

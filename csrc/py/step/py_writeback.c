@@ -1,0 +1,247 @@
+/* What users do to the parameters and gradients that the optimizer sees, outside of a step.
+ *
+ * A parameter that points at other memory (p.data = ...), or whose place in its module something
+ * else has taken, is noticed when the next pass begins; Python then takes the values over
+ * (fsdpc/_writeback.py).
+ *
+ * [Note: negative zeros] After no_sync a gradient of zeros stands for what waits on this rank.
+ * zero_grad(set_to_none=False) on it must discard that, but leaves zeros as well. So the zeros that
+ * the engine shows are negative: scaling and clipping keep their sign, zero_() does not. A part
+ * without elements has no sign to look at and goes with the rest of its unit.
+ */
+#include "py/unit/py_engine.h"
+
+#include "base/mem.h"
+#include "unit/unit_impl.h"
+
+/* --- parameters ------------------------------------------------------------------------------ */
+
+static int
+place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
+{
+    PyObject *now = PyDict_GetItemWithError(site->dict, site->key);
+    if (!now && PyErr_Occurred()) {
+        return -1;
+    }
+    bool full = flat->by_gather && (flat->marked || flat->unit->direct);
+    return now != (full ? site->full : site->sharded);
+}
+
+static int
+memory_has_changed(const fsdpc_py_seen *seen)
+{
+    const void *data;
+    if (fsdpc_py_torch_data(seen->param, &data) < 0) {
+        return -1;
+    }
+    return data != seen->param_data;
+}
+
+int
+fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
+{
+    int changed = 0;
+    if (flat->shown) {
+        return 0;
+    }
+    for (int i = 0; changed == 0 && i < flat->site_count; i++) {
+        changed = place_has_changed(flat, &flat->sites[i]);
+    }
+    for (int i = 0; changed == 0 && i < flat->seen_count; i++) {
+        changed = memory_has_changed(&flat->seen[i]);
+    }
+    if (changed <= 0 || !flat->on_changed) {
+        return changed < 0 ? -1 : 0;
+    }
+    return fsdpc_py_call(flat->on_changed);
+}
+
+/* replace_param(number, param): another object stands for the number-th seen parameter from now on,
+ * over the same memory. */
+PyObject *
+fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
+{
+    int number;
+    PyObject *param;
+    if (!PyArg_ParseTuple(args, "iO:replace_param", &number, &param)) {
+        return NULL;
+    }
+    if (number < 0 || number >= self->seen_count) {
+        PyErr_SetString(PyExc_IndexError, "replace_param: no such parameter");
+        return NULL;
+    }
+    fsdpc_py_seen *seen = &self->seen[number];
+    if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+        return NULL;
+    }
+    for (int i = 0; i < self->site_count; i++) {
+        if (self->sites[i].sharded == seen->param) {
+            Py_SETREF(self->sites[i].sharded, Py_NewRef(param));
+        }
+    }
+    Py_SETREF(seen->param, Py_NewRef(param));
+    Py_RETURN_NONE;
+}
+
+/* --- gradients that wait --------------------------------------------------------------------- */
+
+static long
+version_of(const fsdpc_py_seen *seen)
+{
+    PyObject *version = PyObject_GetAttr(seen->grad, fsdpc_py_name.version);
+    long value = version ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    if (value < 0 && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, "a gradient has a version below 0");
+    }
+    return value;
+}
+
+static bool
+waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        if (flat->unit->local_used[seen->covers[c]]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    for (int c = 0; c < seen->cover_count; c++) {
+        int status = fsdpc_unit_zero_grad(flat->unit, seen->covers[c]);
+        if (status == FSDPC_OK) {
+            status = fsdpc_unit_scale_grad(flat->unit, seen->covers[c], -1.0);
+        }
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_note_waiting(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        seen->waits = seen->grad && waits(flat, seen);
+        if (seen->waits && (seen->version = version_of(seen)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+enum sign { NO_ELEMENTS, POSITIVE_ZEROS, OTHER, FAILED };
+
+static bool
+all_zero(const char *bytes, size_t count)
+{
+    for (size_t b = 0; b < count; b++) {
+        if (bytes[b]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* What is in a GPU's memory is read back: the host waits, but only where the user wrote into a
+ * gradient between two backwards of no_sync. */
+static enum sign
+sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
+{
+    fsdpc_device *device = flat->unit->device;
+    if (!fsdpc_device_get_caps(device)->asynchronous) {
+        return all_zero(part, bytes) ? POSITIVE_ZEROS : OTHER;
+    }
+    char *copy = fsdpc_mem_calloc(bytes, 1);
+    int status = copy ? fsdpc_device_read_back(device, copy, part, bytes, "a gradient of no_sync")
+                      : fsdpc_error(FSDPC_E_NOMEM, "no memory to look at a gradient");
+    enum sign sign = all_zero(copy ? copy : "", copy ? bytes : 0) ? POSITIVE_ZEROS : OTHER;
+    fsdpc_mem_free(copy);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return FAILED;
+    }
+    return sign;
+}
+
+static enum sign
+sign_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    enum sign sign = NO_ELEMENTS;
+    for (int c = 0; c < seen->cover_count; c++) {
+        int64_t length;
+        const char *part = fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
+        size_t bytes =
+            (size_t)length * fsdpc_dtype_bytes(fsdpc_unit_grad_dtype(flat->unit, seen->covers[c]));
+        enum sign this_one = bytes > 0 ? sign_of_part(flat, part, bytes) : sign;
+        if (this_one == OTHER || this_one == FAILED) {
+            return this_one;
+        }
+        sign = length > 0 ? POSITIVE_ZEROS : sign;
+    }
+    return sign;
+}
+
+static bool
+has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    int64_t length = 0;
+    for (int c = 0; length == 0 && c < seen->cover_count; c++) {
+        (void)fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
+    }
+    return length > 0;
+}
+
+/* Whether the user wrote zeros into the gradient since the last backward. */
+static int
+was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+{
+    long version = version_of(seen);
+    if (version < 0 || version == seen->version) {
+        return version < 0 ? -1 : 0;
+    }
+    enum sign sign = sign_of(flat, seen);
+    if (sign == FAILED) {
+        return -1;
+    }
+    return sign == POSITIVE_ZEROS || (sign == NO_ELEMENTS && empty_too);
+}
+
+static int
+drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+{
+    int zeroed = was_zeroed(flat, seen, empty_too);
+    for (int c = 0; zeroed > 0 && c < seen->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
+    }
+    return zeroed;
+}
+
+/* See [Note: negative zeros]. */
+int
+fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
+{
+    bool all = true;
+    for (int empty = 0; empty < 2; empty++) {
+        for (int i = 0; i < flat->seen_count; i++) {
+            fsdpc_py_seen *seen = &flat->seen[i];
+            bool has = seen->waits && has_elements(flat, seen);
+            if (!seen->waits || !waits(flat, seen) || has != !empty) {
+                continue;
+            }
+            int zeroed = drop_if_zeroed(flat, seen, all);
+            if (zeroed < 0) {
+                return -1;
+            }
+            all = all && zeroed;
+        }
+    }
+    return 0;
+}

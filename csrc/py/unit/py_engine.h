@@ -1,0 +1,334 @@
+/* The Python types of the engine: FlatParameter (one unit), Tree (the order of a step) and Hook (a C
+ * callable that torch calls). py_flat*.c: memory and values; py_bind.c: the modules and parameters
+ * that a unit stands for; py_hooks*.c: what happens when; py_tree.c: the tree and its reports.
+ */
+#ifndef FSDPC_PY_ENGINE_H
+#define FSDPC_PY_ENGINE_H
+
+#include "py/base/py.h"
+#include "tree/tree.h"
+
+/* Who is inside; see py_gate.c. */
+typedef struct fsdpc_py_gate {
+    unsigned long thread;
+    int depth; /* how often that thread has come in */
+} fsdpc_py_gate;
+
+/* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
+ * `stand_in` (may be NULL) while a forward of the model runs, else `sharded`. */
+typedef struct fsdpc_py_site {
+    PyObject *dict, *key, *full, *sharded, *stand_in;
+} fsdpc_py_site;
+
+/* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
+typedef struct fsdpc_py_seen {
+    PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
+    PyObject *alias;        /* a second tensor over it: the user may point `grad` elsewhere */
+    const void *grad_data, *param_data;
+    long param_version; /* of `param`, as last seen */
+    long version;       /* of `grad` when the last backward ended, if it waits */
+    bool waits;         /* `grad` stands for gradients of no_sync */
+    int *covers;
+    int cover_count;
+    bool requires_grad; /* as last seen */
+    bool holds_nothing; /* other ranks hold its elements */
+    bool cleared;       /* had no gradient when this backward came to it */
+} fsdpc_py_seen;
+
+typedef struct fsdpc_py_flat {
+    PyObject_HEAD
+    fsdpc_unit *unit;
+    PyObject *shard_comm, *replicate_comm; /* kept alive; replicate_comm may be NULL */
+    struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
+    bool own_tree;                         /* made by gather() on a unit that stands alone */
+    int id;
+    fsdpc_py_gate gate;
+    bool unbinds; /* as soon as it is not in use */
+    PyObject *on_unattached, *after_backward;
+    PyObject *on_changed; /* takes parameters over that the user changed */
+    PyObject *comm_hook;  /* sums the gradients over the ranks in the engine's place, or NULL */
+    PyObject **full;      /* per parameter: the gathered tensor, or NULL */
+    fsdpc_py_site *sites;
+    int site_count;
+    fsdpc_py_seen *seen;
+    int seen_count;
+    /* Room for the gradients of one reduction, per parameter. */
+    fsdpc_tensor *grads;
+    fsdpc_py_view *views;
+    PyObject **held;
+    int installed; /* how many users want the gathered tensors in the modules */
+    bool in_pass;  /* a forward of the model runs: sites show stand-ins instead of sharded ones */
+    /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
+    bool by_gather;
+    /* See [Note: versions] in py_versions.c. */
+    PyObject *versions; /* (a tensor that shares the gathered ones' counter,) */
+    bool marked;        /* as gathered */
+    long gathered_version, released_version;
+    bool hold_installed;
+    bool shown; /* whole values of the user's own are in the modules: they stay */
+    bool sync;  /* false inside no_sync */
+    /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
+     * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
+    int *watched;
+    int watched_count;
+    bool watch_all;
+    uint8_t *hooked;            /* per parameter: its gathered tensor has one */
+    struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
+    /* Of the backward in progress. */
+    int open_calls; /* forwards that it has reached the outputs of and not all watched inputs */
+    bool unseen;    /* or whose inputs are not watched */
+    bool complete;  /* all gradients are there, the hold goes at the end of backward */
+    bool collected; /* `grads` and `held` are filled */
+    bool entered;   /* was gathered for this backward */
+    uint8_t *arrived;
+    int arrived_count, expected;
+    bool prepared;   /* the state of the seen gradients has been looked at */
+    bool incomplete; /* the last backward left parameters without gradient */
+} fsdpc_py_flat;
+
+typedef struct fsdpc_py_tree {
+    PyObject_HEAD
+    fsdpc_tree *tree;
+    fsdpc_py_flat **units; /* strong */
+    int count;
+    fsdpc_py_gate gate;
+    bool closes;    /* as soon as it is not in use */
+    bool late_work; /* it or a unit of it waits for that */
+    bool thaws;     /* on_thaw runs, and may take the units away */
+    int forward_depth;
+    bool recompute;        /* the outermost forward in progress runs inside a backward */
+    bool twice;            /* the backward in progress makes a graph for a second one */
+    PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
+    uint64_t backward;     /* number of that backward */
+    bool outer_grad;       /* and began with gradients enabled */
+    PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
+    PyObject *listeners; /* calls the hooks of a list of parameters */
+    PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_interop.py */
+    PyTypeObject *tensor_type, *param_type;
+    PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
+    PyObject *before_end; /* called when a synchronised backward has nothing more to send */
+    /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */
+    PyObject *inputs, *input_hook;
+} fsdpc_py_tree;
+
+/* Strings made once. */
+typedef struct fsdpc_py_names {
+    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
+        *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
+        *backward_optimizers;
+} fsdpc_py_names;
+extern fsdpc_py_names fsdpc_py_name;
+
+/* --- py_gate.c ------------------------------------------------------------------------------- */
+
+/* What a thread is inside of: references to both, either may be NULL. */
+typedef struct fsdpc_py_use {
+    fsdpc_py_flat *flat;
+    fsdpc_py_tree *tree;
+} fsdpc_py_use;
+
+/* Before anything that reaches the core: waits, with a deadline, until no other thread is inside the
+ * unit (and its tree), or the tree. StateError. What was begun is to be ended. */
+int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
+int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
+/* Does what was put off while the unit or tree was in use. Keeps the exception that is set. */
+void fsdpc_py_end_use(fsdpc_py_use *use);
+/* The same for the unit alone, without waiting, and without a reference. */
+int fsdpc_py_try_flat(fsdpc_py_flat *flat);
+void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
+/* True if some thread, perhaps this one, is inside. */
+bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
+bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
+
+/* --- py_tree.c ------------------------------------------------------------------------------- */
+
+/* Lets the units go and frees what the tree has; it is not in use. */
+void fsdpc_py_tree_close_now(fsdpc_py_tree *tree);
+
+/* py_clip.c */
+PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+
+int fsdpc_py_engine_exec(PyObject *module);
+int fsdpc_py_flat_exec(PyObject *module);
+int fsdpc_py_tree_exec(PyObject *module);
+int fsdpc_py_hook_exec(PyObject *module);
+
+/* --- py_flat.c ------------------------------------------------------------------------------- */
+
+/* 0, or -1 with TypeError. Borrowed. */
+int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
+
+/* A parameter's number from Python; IndexError names the unit. */
+int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
+
+/* Where the tensors are that torch computes with (gathered values and their gradients), and those
+ * that the optimizer sees. */
+fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
+fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
+/* See fsdpc_py_enter_device. */
+int fsdpc_py_enter(const fsdpc_py_flat *flat);
+
+/* py_flat_getset.c */
+extern PyGetSetDef fsdpc_py_flat_getset[];
+
+/* --- py_flat_values.c ------------------------------------------------------------------------ */
+
+/* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_place, -1 before the
+ * first; all tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
+int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
+PyObject *fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords);
+PyObject *fsdpc_py_flat_read(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+PyObject *fsdpc_py_flat_grad_norm(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_scale_grads(fsdpc_py_flat *self, PyObject *args);
+
+/* --- py_flat_views.c ------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count);
+PyObject *fsdpc_py_flat_shard_segment(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index);
+PyObject *fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure);
+PyObject *fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure);
+PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
+
+/* --- py_flat_blocks.c ------------------------------------------------------------------------ */
+
+PyObject *fsdpc_py_flat_read_blocks(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_write_blocks(fsdpc_py_flat *self, PyObject *args);
+
+/* --- py_flat_hooked.c ------------------------------------------------------------------------ */
+
+PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
+int fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure);
+/* Calls comm_hook for the gradients collected. 1: the unit had its turn; 0: not yet; -1: exception. */
+int fsdpc_py_call_comm_hook(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer);
+PyObject *fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args);
+
+/* --- py_flat_alone.c ------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *keywords);
+PyObject *fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused);
+
+/* --- py_bind.c ------------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
+/* Swap the modules' entries; counted. */
+int fsdpc_py_install(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
+int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
+
+/* --- py_flags.c ------------------------------------------------------------------------------ */
+
+/* Puts a gradient hook on every trainable gathered tensor from now on. */
+int fsdpc_py_watch_all(fsdpc_py_flat *flat);
+/* Carries requires_grad of the seen parameters over to the gathered ones. 1: a parameter that has no
+ * memory for a gradient is to be trained, and was left as it is; 0: none; -1 with an exception. */
+int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
+/* Only of those that have been frozen since. */
+int fsdpc_py_carry_frozen(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
+
+/* --- py_versions.c --------------------------------------------------------------------------- */
+
+/* After the unit may have been gathered or released: sites and versions follow. 0, or -1 with an
+ * exception: StateError when the gathered values were written to. */
+int fsdpc_py_mark(fsdpc_py_flat *flat);
+int fsdpc_py_mark_all(fsdpc_py_tree *tree);
+/* A pass or a backward begins: what was saved before the optimizer's last step is out of date. */
+int fsdpc_py_look_for_step(fsdpc_py_flat *flat);
+
+/* --- py_grads_seen.c ------------------------------------------------------------------------- */
+
+/* `grad` is the tensor over the gradient of `seen`, whose covers are known. */
+int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad);
+/* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
+ * sets up accumulation accordingly. Once per backward. */
+int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
+/* Makes gradients that the user put in place the unit's own. */
+PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
+/* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened
+ * gets the parameters that have listeners, as by fsdpc_py_note_listeners. */
+int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened);
+
+/* --- py_grads_full.c ------------------------------------------------------------------------- */
+
+/* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
+ * reference to each gradient in flat->held. Does nothing when they are there already. */
+int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
+/* How many of the parameters that should get a gradient have been collected one. */
+int fsdpc_py_count_held(const fsdpc_py_flat *flat);
+/* Among `params` (NULL: the first `count`): with `all`, 1 if every gathered tensor has a gradient;
+ * without, 1 if any has. 0 otherwise, -1 with an exception. */
+int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all);
+/* Drops those references. */
+void fsdpc_py_drop_held(fsdpc_py_flat *flat);
+/* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
+int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
+
+/* --- py_writeback.c -------------------------------------------------------------------------- */
+
+/* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
+ * another object has taken its place in a module. */
+int fsdpc_py_look_for_changes(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
+/* `seen` shows zeros for gradients that wait. */
+int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
+/* A backward has ended: which seen gradients stand for something that waits. */
+int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
+/* Discards what waits for gradients that the user has set to zero in place since. */
+int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
+
+/* --- py_listen.c ----------------------------------------------------------------------------- */
+
+/* A parameter has got a gradient: if the user wants to hear of it, it is added to *list (NULL: made
+ * when needed; the caller's). */
+int fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list);
+/* 1, 0, or -1 with an exception. */
+int fsdpc_py_has_listeners(const fsdpc_py_seen *seen);
+/* Calls them; `list` may be NULL. */
+int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
+
+/* --- py_walk.c ------------------------------------------------------------------------------- */
+
+typedef int (*fsdpc_py_visit)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses, each container
+ * once; 1 if any call gave 1, 0 if none, -1 with an exception. */
+int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument);
+/* Visitors. Register the callable `argument` on the autograd node that made the tensor; for an
+ * output also on the node below a view (see tree->inputs). 1 if there is one. */
+int fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+int fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* `argument` is a fsdpc_py_flat: 1 if the tensor's memory is the unit's gathered range. */
+int fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+
+/* --- py_hooks.c ------------------------------------------------------------------------------ */
+
+enum fsdpc_py_hook_kind {
+    FSDPC_HOOK_PRE_FORWARD,
+    FSDPC_HOOK_POST_FORWARD,
+    FSDPC_HOOK_PRE_BACKWARD,
+    FSDPC_HOOK_INPUT_DONE,
+    FSDPC_HOOK_GRAD,
+    FSDPC_HOOK_END
+};
+/* `owner` is a flat parameter, or a tree for FSDPC_HOOK_END. */
+PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param);
+/* The forward broke off inside this unit. */
+int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
+
+#endif

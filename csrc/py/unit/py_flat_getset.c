@@ -1,0 +1,218 @@
+/* The attributes of a FlatParameter. */
+#include "py/unit/py_engine.h"
+
+#include <stddef.h>
+
+#include "unit/unit_impl.h"
+
+/* --- facts ----------------------------------------------------------------------------------- */
+
+static PyObject *
+get_name(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(fsdpc_unit_name(self->unit));
+}
+
+static int
+set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    const char *name = value ? PyUnicode_AsUTF8(value) : NULL;
+    if (!name) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "a unit's name cannot be deleted");
+        }
+        return -1;
+    }
+    fsdpc_py_use use;
+    if (fsdpc_py_use_flat(self, &use) < 0) {
+        return -1;
+    }
+    int status = fsdpc_unit_rename(self->unit, name);
+    fsdpc_py_end_use(&use);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+get_world(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(fsdpc_unit_layout(self->unit)->world);
+}
+
+static PyObject *
+get_rank(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(fsdpc_unit_rank(self->unit));
+}
+
+/* (padded number of elements of the gathered unit,) when it has one segment, else bytes. */
+static PyObject *
+get_shape(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    long long numel = layout->segment_count == 1
+                          ? (long long)layout->segments[0].piece_numel * layout->world
+                          : (long long)layout->full_bytes;
+    return Py_BuildValue("(L)", numel);
+}
+
+static PyObject *
+get_dtype(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    return PyUnicode_FromString(
+        fsdpc_dtype_name(layout->segment_count == 1 ? layout->segments[0].storage : FSDPC_BYTES));
+}
+
+static PyObject *
+get_offloaded(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit));
+}
+
+/* --- state ----------------------------------------------------------------------------------- */
+
+static PyObject *
+get_refs(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(fsdpc_unit_refs(self->unit));
+}
+
+static PyObject *
+get_readable(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->unit->direct || fsdpc_unit_refs(self->unit) > 0);
+}
+
+static PyObject *
+get_attached(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->tree != NULL && !self->own_tree);
+}
+
+static PyObject *
+get_in_use(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->installed > 0);
+}
+
+static PyObject *
+get_kept(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->unit->local_any);
+}
+
+static PyObject *
+get_sync(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->sync);
+}
+
+static int
+set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    int truth = value ? PyObject_IsTrue(value) : 1;
+    if (truth < 0) {
+        return -1;
+    }
+    self->sync = truth != 0;
+    return 0;
+}
+
+static PyObject *
+get_shown(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->shown);
+}
+
+static int
+set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    int truth = value ? PyObject_IsTrue(value) : 0;
+    self->shown = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+/* --- what Python is called for --------------------------------------------------------------- */
+
+/* The closure of such an attribute: where in the object its callable is. */
+#define CALLABLE(member) (void *)offsetof(fsdpc_py_flat, member)
+
+static PyObject **
+callable_of(fsdpc_py_flat *self, void *closure)
+{
+    return (PyObject **)((char *)self + (size_t)closure);
+}
+
+static PyObject *
+get_callable(fsdpc_py_flat *self, void *closure)
+{
+    PyObject *now = *callable_of(self, closure);
+    return Py_NewRef(now ? now : Py_None);
+}
+
+static int
+set_callable(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    Py_XSETREF(*callable_of(self, closure), value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+PyGetSetDef fsdpc_py_flat_getset[] = {
+    {"name", (getter)get_name, (setter)set_name, "Name of the unit.", NULL},
+    {"world", (getter)get_world, NULL, "Ranks that share the unit.", NULL},
+    {"rank", (getter)get_rank, NULL, "This rank among them.", NULL},
+    {"shape", (getter)get_shape, NULL, "Shape of `full`, padding included.", NULL},
+    {"dtype", (getter)get_dtype, NULL, "Storage dtype; 'uint8' when the unit has several.", NULL},
+    {"shard", (getter)fsdpc_py_flat_get_shard, NULL,
+     "This rank's values as a NumPy array, no copy.", NULL},
+    {"full", (getter)fsdpc_py_flat_get_full, NULL,
+     "The gathered values as a NumPy array, no copy; only meaningful between gather and release.",
+     NULL},
+    {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
+     "This rank's gradient as a NumPy array, no copy.", NULL},
+    {"readable", (getter)get_readable, NULL,
+     "Whether the gathered tensors show the parameters' values now.", NULL},
+    {"refs", (getter)get_refs, NULL, "How often the unit is gathered at the moment.", NULL},
+    {"offloaded", (getter)get_offloaded, NULL,
+     "Shard and gradient lie in pinned host memory of a GPU.", NULL},
+    {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
+    {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
+    {"on_unattached", (getter)get_callable, (setter)set_callable,
+     "Called by the first forward of a unit without a tree.", CALLABLE(on_unattached)},
+    {"after_backward", (getter)get_callable, (setter)set_callable,
+     "Called when a backward has ended and gradients are shown.", CALLABLE(after_backward)},
+    {"in_use", (getter)get_in_use, NULL, "A forward or backward runs on the gathered values.",
+     NULL},
+    {"shown", (getter)get_shown, (setter)set_shown,
+     "The modules show whole values of the caller's: a pass does not touch their entries.", NULL},
+    {"on_changed", (getter)get_callable, (setter)set_callable,
+     "Called before a pass when the user has changed what the optimizer's parameters point at, or "
+     "what is in their places.",
+     CALLABLE(on_changed)},
+    {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
+     "Called, in one order on all ranks, to sum the unit's gradients in the engine's place; true "
+     "when it did so, false to be called again at the end of backward.",
+     NULL},
+    {"kept", (getter)get_kept, NULL, "Gradients of this unit wait on this rank.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};

@@ -1,0 +1,224 @@
+/* A flat parameter's memory as DLPack capsules (for torch) and NumPy arrays: views, never copies.
+ * Each keeps the flat parameter alive.
+ */
+#define PY_SSIZE_T_CLEAN
+#include "py/unit/py_engine.h"
+
+#include "py/base/py_numpy.h"
+#include "unit/unit_impl.h"
+
+/* --- memory as tensors ----------------------------------------------------------------------- */
+
+static PyObject *
+capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
+{
+    return fsdpc_py_dlpack_export(data, dtype, 1, &length, fsdpc_py_own_place(self),
+                                  (PyObject *)self);
+}
+
+/* Only trainable segments have memory for gradients. */
+static int
+check_trainable(const fsdpc_py_flat *self, int segment)
+{
+    if (fsdpc_unit_layout(self->unit)->segments[segment].trainable) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "unit %s: segment %d is frozen and has no gradient",
+                 fsdpc_unit_name(self->unit), segment);
+    return -1;
+}
+
+PyObject *
+fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index)
+{
+    int i;
+    if (fsdpc_py_flat_index(self, index, &i) < 0) {
+        return NULL;
+    }
+    int64_t length;
+    void *data = fsdpc_unit_master_part(self->unit, i, &length);
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    return capsule(self, data, layout->segments[layout->params[i].segment].storage, length);
+}
+
+PyObject *
+fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index)
+{
+    int i;
+    if (fsdpc_py_flat_index(self, index, &i) < 0) {
+        return NULL;
+    }
+    int64_t length;
+    if (check_trainable(self, fsdpc_unit_layout(self->unit)->params[i].segment) < 0) {
+        return NULL;
+    }
+    void *data = fsdpc_unit_grad_part(self->unit, i, &length);
+    return capsule(self, data, fsdpc_unit_grad_dtype(self->unit, i), length);
+}
+
+/* fsdpc_py_flat_full_param(i, shape): shape in elements of the compute dtype. */
+PyObject *
+fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count)
+{
+    int i;
+    if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) > FSDPC_PY_MAX_DIMS) {
+        PyErr_SetString(PyExc_TypeError,
+                        "fsdpc_py_flat_full_param takes a number and a shape (tuple)");
+        return NULL;
+    }
+    if (fsdpc_py_flat_index(self, args[0], &i) < 0) {
+        return NULL;
+    }
+    int64_t shape[FSDPC_PY_MAX_DIMS], numel = 1;
+    int ndim = (int)PyTuple_GET_SIZE(args[1]);
+    for (int d = 0; d < ndim; d++) {
+        shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], d));
+        if (shape[d] < 0) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "parameter %s of unit %s: a dimension of %lld",
+                             fsdpc_unit_layout(self->unit)->params[i].name,
+                             fsdpc_unit_name(self->unit), (long long)shape[d]);
+            }
+            return NULL;
+        }
+        if (__builtin_mul_overflow(numel, shape[d], &numel)) {
+            numel = -1;
+            break;
+        }
+    }
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    if (numel != layout->params[i].numel) {
+        PyErr_Format(PyExc_ValueError, "parameter %s of unit %s has %lld elements, the shape %lld",
+                     layout->params[i].name, fsdpc_unit_name(self->unit),
+                     (long long)layout->params[i].numel, (long long)numel);
+        return NULL;
+    }
+    char *base = fsdpc_unit_full(self->unit);
+    return fsdpc_py_dlpack_export(base + fsdpc_layout_full_offset(layout, i),
+                                  layout->segments[layout->params[i].segment].compute, ndim, shape,
+                                  fsdpc_py_full_place(self), (PyObject *)self);
+}
+
+static int
+parse_segment(const fsdpc_py_flat *self, PyObject *object, int *out)
+{
+    long index = PyLong_AsLong(object);
+    if (index < 0 || index >= fsdpc_unit_layout(self->unit)->segment_count) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_IndexError, "unit %s has %d segments, there is no number %ld",
+                         fsdpc_unit_name(self->unit), fsdpc_unit_layout(self->unit)->segment_count,
+                         index);
+        }
+        return -1;
+    }
+    *out = (int)index;
+    return 0;
+}
+
+PyObject *
+fsdpc_py_flat_shard_segment(fsdpc_py_flat *self, PyObject *index)
+{
+    int s;
+    if (parse_segment(self, index, &s) < 0) {
+        return NULL;
+    }
+    const fsdpc_segment *seg = &fsdpc_unit_layout(self->unit)->segments[s];
+    return capsule(self, (char *)fsdpc_unit_master(self->unit) + seg->shard_offset, seg->storage,
+                   seg->piece_numel);
+}
+
+PyObject *
+fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index)
+{
+    int s;
+    if (parse_segment(self, index, &s) < 0 || check_trainable(self, s) < 0) {
+        return NULL;
+    }
+    fsdpc_dtype dtype;
+    void *data = fsdpc_unit_seen_grad(self->unit, s, &dtype);
+    return capsule(self, data, dtype, fsdpc_unit_layout(self->unit)->segments[s].piece_numel);
+}
+
+static int
+numpy_type(fsdpc_dtype dtype)
+{
+    switch (dtype) {
+    case FSDPC_F32:
+        return NPY_FLOAT32;
+    case FSDPC_F64:
+        return NPY_FLOAT64;
+    case FSDPC_F16:
+        return NPY_FLOAT16;
+    case FSDPC_BF16: /* NumPy has none: the bits */
+        return NPY_UINT16;
+    default:
+        return NPY_UINT8;
+    }
+}
+
+/* A NumPy array over memory of the unit, which it keeps alive. */
+static PyObject *
+host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
+{
+    npy_intp shape = (npy_intp)numel;
+    static char nothing[8];
+    if (fsdpc_py_own_place(self).type != DLPACK_DEVICE_CPU) {
+        PyErr_Format(
+            PyExc_BufferError,
+            "unit %s is in a GPU's memory, which NumPy does not see: shard_part, grad_part "
+            "and full_param give tensors over it",
+            fsdpc_unit_name(self->unit));
+        return NULL;
+    }
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
+    PyObject *array =
+        PyArray_SimpleNewFromData(1, &shape, numpy_type(dtype), numel ? data : nothing);
+    if (array && PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(self)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+static PyObject *
+whole_view(fsdpc_py_flat *self, bool full)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    char *base = full ? fsdpc_unit_full(self->unit) : fsdpc_unit_master(self->unit);
+    if (layout->segment_count != 1) {
+        size_t bytes = full ? layout->full_bytes : layout->shard_bytes;
+        return host_view(self, base, FSDPC_BYTES, (int64_t)bytes);
+    }
+    const fsdpc_segment *seg = &layout->segments[0];
+    return host_view(self, base, full ? seg->compute : seg->storage,
+                     full ? seg->piece_numel * layout->world : seg->piece_numel);
+}
+
+PyObject *
+fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return whole_view(self, false);
+}
+
+PyObject *
+fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return whole_view(self, true);
+}
+
+PyObject *
+fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
+    if (layout->segment_count != 1) {
+        return host_view(self, fsdpc_unit_grad(self->unit), FSDPC_BYTES,
+                         (int64_t)layout->grad_bytes);
+    }
+    const fsdpc_segment *seg = &layout->segments[0];
+    return host_view(self, fsdpc_unit_grad(self->unit), seg->accumulate,
+                     seg->trainable ? seg->piece_numel : 0);
+}

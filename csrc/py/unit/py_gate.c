@@ -1,0 +1,227 @@
+/* Who is inside a unit or a tree: one thread at a time, and nobody frees what a thread is using.
+ *
+ * The core is for one thread, and its calls let go of the GIL. So each method and hook that reaches
+ * the core goes through the gate of its unit and, where it has one, its tree. The same thread may
+ * come again (a hook calls Python, which calls a method); another one waits, with a deadline. What
+ * would free things in use is put off until the last user has left.
+ *
+ * A callback of a collective and a signal handler run in the middle of a core call: for them every
+ * gate is shut.
+ *
+ * Gates are read and written under the GIL only.
+ */
+#include <time.h>
+
+#include "py/unit/py_engine.h"
+#include "shm/shm.h"
+#include "unit/unit_impl.h"
+
+enum { NESTED_S = 5, UNKNOWN_S = 600 };
+#define LONGEST_NAP_NS 2000000
+
+static _Thread_local int inside;  /* gates that this thread has gone through and not left */
+static _Thread_local int in_core; /* Python code that runs in the middle of a core call */
+
+void
+fsdpc_py_core_calls_python(int more)
+{
+    in_core += more;
+}
+
+static bool
+is_shut(const fsdpc_py_gate *gate)
+{
+    return gate->depth > 0 && gate->thread != PyThread_get_thread_ident();
+}
+
+static void
+take(fsdpc_py_gate *gate)
+{
+    gate->thread = PyThread_get_thread_ident();
+    gate->depth++;
+}
+
+static int
+refuse(const char *name, const char *why)
+{
+    PyErr_Format(fsdpc_py_current()->state_error, "%s: %s", name, why);
+    return -1;
+}
+
+/* --- waiting --------------------------------------------------------------------------------- */
+
+static double
+now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* A thread that is inside something else may be what the other one waits for: it gives up soon. */
+static double
+patience(const fsdpc_unit *unit)
+{
+    if (inside > 0) {
+        return NESTED_S;
+    }
+    fsdpc_shm *segment = unit ? fsdpc_comm_segment(unit->shard) : NULL;
+    return segment ? fsdpc_shm_timeout(segment) : UNKNOWN_S;
+}
+
+typedef struct wait {
+    double until;
+    long nap_ns;
+} wait;
+
+static int
+wait_a_little(wait *self, const fsdpc_unit *unit, const char *name)
+{
+    if (self->nap_ns == 0) {
+        *self = (wait){now_s() + patience(unit), 20000};
+    } else if (now_s() > self->until) {
+        return refuse(name, "another thread is using this unit or its tree and has not left it "
+                            "within the deadline; only one thread at a time may use a model");
+    }
+    const struct timespec nap = {.tv_nsec = self->nap_ns};
+    Py_BEGIN_ALLOW_THREADS(void)
+    nanosleep(&nap, NULL);
+    Py_END_ALLOW_THREADS
+    self->nap_ns = self->nap_ns * 2 < LONGEST_NAP_NS ? self->nap_ns * 2 : LONGEST_NAP_NS;
+    return PyErr_CheckSignals();
+}
+
+static int
+check_outside(const char *name)
+{
+    return in_core == 0
+               ? 0
+               : refuse(name, "called from the middle of a collective of this thread (a callback "
+                              "or a signal handler); call it when the collective is over");
+}
+
+/* --- entering and leaving -------------------------------------------------------------------- */
+
+static void
+go_in(fsdpc_py_flat *flat, fsdpc_py_tree *tree, fsdpc_py_use *use)
+{
+    *use = (fsdpc_py_use){(fsdpc_py_flat *)Py_XNewRef(flat), (fsdpc_py_tree *)Py_XNewRef(tree)};
+    inside++;
+    if (flat) {
+        take(&flat->gate);
+    }
+    if (tree) {
+        take(&tree->gate);
+    }
+}
+
+int
+fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use)
+{
+    wait waiting = {0};
+    if (check_outside(fsdpc_unit_name(flat->unit)) < 0) {
+        return -1;
+    }
+    /* Both or none: a thread that waits holds no gate that another one may wait for. */
+    while (is_shut(&flat->gate) || (flat->tree && is_shut(&flat->tree->gate))) {
+        if (wait_a_little(&waiting, flat->unit, fsdpc_unit_name(flat->unit)) < 0) {
+            return -1;
+        }
+    }
+    go_in(flat, flat->tree, use);
+    return 0;
+}
+
+int
+fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use)
+{
+    wait waiting = {0};
+    if (check_outside("the tree") < 0) {
+        return -1;
+    }
+    while (is_shut(&tree->gate)) {
+        const fsdpc_unit *unit = tree->count > 0 ? tree->units[0]->unit : NULL;
+        if (wait_a_little(&waiting, unit, "the tree") < 0) {
+            return -1;
+        }
+    }
+    go_in(NULL, tree, use);
+    return 0;
+}
+
+int
+fsdpc_py_try_flat(fsdpc_py_flat *flat)
+{
+    const char *name = fsdpc_unit_name(flat->unit);
+    if (check_outside(name) < 0) {
+        return -1;
+    }
+    if (is_shut(&flat->gate)) {
+        return refuse(name, "another thread is using this unit");
+    }
+    take(&flat->gate);
+    return 0;
+}
+
+void
+fsdpc_py_leave_flat(fsdpc_py_flat *flat)
+{
+    flat->gate.depth--;
+    if (flat->unbinds && !fsdpc_py_flat_in_use(flat)) {
+        fsdpc_py_flat_unbind(flat);
+    }
+}
+
+/* What was put off. */
+static void
+finish_tree(fsdpc_py_tree *tree)
+{
+    tree->late_work = false;
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->units[i]->unbinds) {
+            fsdpc_py_flat_unbind(tree->units[i]);
+        }
+    }
+    if (tree->closes) {
+        fsdpc_py_tree_close_now(tree);
+    }
+}
+
+void
+fsdpc_py_end_use(fsdpc_py_use *use)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    inside--;
+    if (use->tree) {
+        use->tree->gate.depth--;
+    }
+    if (use->flat) {
+        fsdpc_py_leave_flat(use->flat);
+    }
+    if (use->tree && use->tree->late_work && !fsdpc_py_tree_in_use(use->tree)) {
+        finish_tree(use->tree);
+    }
+    Py_XDECREF(use->flat);
+    Py_XDECREF(use->tree);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* --- who is inside --------------------------------------------------------------------------- */
+
+bool
+fsdpc_py_flat_in_use(const fsdpc_py_flat *flat)
+{
+    return flat->gate.depth > 0 || (flat->tree && flat->tree->gate.depth > 0);
+}
+
+/* A unit's own tree may have been made while its gate was passed. */
+bool
+fsdpc_py_tree_in_use(const fsdpc_py_tree *tree)
+{
+    bool used = tree->gate.depth > 0;
+    for (int i = 0; !used && i < tree->count; i++) {
+        used = tree->units[i]->gate.depth > 0;
+    }
+    return used;
+}

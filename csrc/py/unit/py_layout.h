@@ -1,0 +1,24 @@
+/* Parameter lists from Python and layouts to Python, shared by the planner's view of a layout
+ * (py_layout.c) and the flat parameter (py_flat.c). */
+#ifndef FSDPC_PY_LAYOUT_H
+#define FSDPC_PY_LAYOUT_H
+
+#include "unit/layout.h"
+#include "py/base/py.h"
+
+typedef struct fsdpc_py_specs {
+    PyObject *items; /* owned tuple; the specs' names are borrowed from it */
+    fsdpc_param_spec *specs;
+    int count;
+} fsdpc_py_specs;
+
+/* A sequence of (name, numel, storage, compute, reduce, trainable). `out` must be zeroed; release
+ * it in any case. 0, or -1 with an exception set. */
+int fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out);
+void fsdpc_py_specs_release(fsdpc_py_specs *list);
+/* The dictionary that fsdpc._C.layout returns. */
+PyObject *fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans);
+/* layout(specs, world, align_bytes, spans=False) -> dict; METH_FASTCALL. */
+PyObject *fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+
+#endif

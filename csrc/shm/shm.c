@@ -1,0 +1,349 @@
+/* The shared segment's life: creation, the failure word, departure. See shm.h and shm_impl.h.
+ *
+ * Creation has two phases, so that all ranks succeed or all fail: they meet (everyone has the
+ * memfd and the pidfds), each sets itself up, then all confirm. Only after that may a rank wait.
+ */
+#include "shm/shm.h"
+
+#include <errno.h>
+#include <math.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "base/mem.h"
+#include "shm/shm_impl.h"
+#include "base/status.h"
+
+enum { SPINS = 2000, NAME_BYTES = 90 };
+
+/* Far more than any machine's memory: the file is sparse, its length costs nothing, and a length
+ * that never changes needs no agreement when it would grow. */
+#define FILE_BYTES ((uint64_t)1 << 44)
+/* Keeps huge pages possible: what follows the control area starts at a multiple of this. */
+#define FIRST_OFFSET ((uint64_t)1 << 21)
+
+_Static_assert(sizeof(fsdpc_shm_control) <= FIRST_OFFSET, "the control area must fit before data");
+
+int
+fsdpc_shm_rank(const fsdpc_shm *shm)
+{
+    return shm->rank;
+}
+
+int
+fsdpc_shm_world(const fsdpc_shm *shm)
+{
+    return shm->world;
+}
+
+double
+fsdpc_shm_timeout(const fsdpc_shm *shm)
+{
+    return shm->timeout_s;
+}
+
+/* --- failure -------------------------------------------------------------------------------- */
+
+static _Atomic int forks;
+static _Atomic uint64_t serials;
+static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
+
+static void
+count_fork(void)
+{
+    atomic_fetch_add(&forks, 1);
+    fsdpc_shm_turn_forked();
+}
+
+static void
+watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+/* Counting forks costs a load where getpid() would cost a system call in every barrier. */
+static bool
+is_owner(const fsdpc_shm *shm)
+{
+    return shm->forks == atomic_load_explicit(&forks, memory_order_relaxed);
+}
+
+int
+fsdpc_shm_usable(const fsdpc_shm *shm)
+{
+    if (!is_owner(shm)) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "the group of rank %d (pid %d) is used in a forked child (pid %d); "
+                           "make a group of its own there",
+                           shm->rank, (int)shm->owner, (int)getpid());
+    }
+    return FSDPC_OK;
+}
+
+static void
+wake_all(fsdpc_shm *shm)
+{
+    fsdpc_shm_control *control = shm->control;
+    atomic_fetch_add(&control->broadcast, 1);
+    fsdpc_shm_wake(&control->broadcast);
+    /* The one word that all ranks may sleep on where sleeping on two words is impossible. */
+    fsdpc_shm_wake(&control->barrier_done);
+}
+
+void
+fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank)
+{
+    uint32_t none = 0;
+    uint32_t failure = kind << 16 | (uint32_t)rank;
+    atomic_compare_exchange_strong(&shm->control->failure, &none, failure);
+    wake_all(shm);
+}
+
+int
+fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    uint32_t failure = atomic_load_explicit(&shm->control->failure, memory_order_acquire);
+    if (failure == 0) {
+        return FSDPC_OK;
+    }
+    int rank = (int)(failure & 0xffff);
+    int pid = (int)atomic_load(&shm->control->slots[rank].pid);
+    char op[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, op, sizeof op);
+    if (failure >> 16 == FSDPC_SHM_ABORTED) {
+        return fsdpc_error(FSDPC_E_PEER,
+                           "rank %d (pid %d) gave up while this rank (%d) was in %s; it said: %s",
+                           rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
+    }
+    return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
+                       rank, pid, shm->rank, op);
+}
+
+void
+fsdpc_shm_abort(fsdpc_shm *shm, const char *text)
+{
+    /* Once per rank: the text must not change after it has been published. */
+    if (!is_owner(shm) || atomic_exchange(&shm->aborting, 1)) {
+        return;
+    }
+    char *kept = shm->control->blocks[shm->rank].abort_text;
+    snprintf(kept, FSDPC_SHM_ABORT_BYTES, "%s", text && text[0] ? text : "(no reason given)");
+    fsdpc_shm_fail(shm, FSDPC_SHM_ABORTED, shm->rank);
+}
+
+bool
+fsdpc_shm_left(const fsdpc_shm *shm, int rank)
+{
+    return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
+}
+
+/* --- creation ------------------------------------------------------------------------------- */
+
+static int
+check_arguments(int rank, int world, const char *name, double timeout_s)
+{
+    if (world < 1 || world > FSDPC_SHM_MAX_RANKS) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "a shared-memory group has 1 to %d ranks on one host, not %d",
+                           FSDPC_SHM_MAX_RANKS, world);
+    }
+    if (rank < 0 || rank >= world) {
+        return fsdpc_error(FSDPC_E_INVAL, "rank %d is not one of a group of %d", rank, world);
+    }
+    if (!name || !name[0] || strlen(name) > NAME_BYTES) {
+        return fsdpc_error(FSDPC_E_INVAL, "the name of a group has 1 to %d bytes, not %zu",
+                           NAME_BYTES, name ? strlen(name) : 0);
+    }
+    if (!(timeout_s > 0) || timeout_s > 1e8) {
+        return fsdpc_error(FSDPC_E_INVAL, "timeout must be above 0 and at most 1e8 s, not %g",
+                           timeout_s);
+    }
+    return FSDPC_OK;
+}
+
+static int
+new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out)
+{
+    fsdpc_shm *shm = fsdpc_mem_calloc(1, sizeof *shm + strlen(name) + 1);
+    fsdpc_shm_peer *peers = fsdpc_mem_calloc((size_t)world, sizeof *peers);
+    if (!shm || !peers) {
+        fsdpc_mem_free(peers);
+        fsdpc_mem_free(shm);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a group of %d ranks", world);
+    }
+    for (int i = 0; i < world; i++) {
+        peers[i].pidfd = peers[i].socket = -1;
+    }
+    shm->rank = rank;
+    shm->world = world;
+    shm->timeout_s = timeout_s;
+    shm->owner = getpid();
+    pthread_once(&forks_once, watch_forks);
+    shm->forks = atomic_load(&forks);
+    shm->who = fsdpc_shm_who();
+    shm->place = -1;
+    shm->serial = atomic_fetch_add(&serials, 1);
+    shm->fd = shm->stop_fd = -1;
+    shm->peers = peers;
+    shm->next_offset = FIRST_OFFSET;
+    strcpy(shm->name, name);
+    *out = shm;
+    return FSDPC_OK;
+}
+
+/* A file longer than RLIMIT_FSIZE would end the process with SIGXFSZ. */
+static uint64_t
+file_limit(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < FILE_BYTES) {
+        return limit.rlim_cur / FIRST_OFFSET * FIRST_OFFSET;
+    }
+    return FILE_BYTES;
+}
+
+static int
+make_file(fsdpc_shm *shm)
+{
+    shm->file_bytes = file_limit();
+    if (shm->file_bytes < FIRST_OFFSET) {
+        return fsdpc_error(FSDPC_E_NOMEM,
+                           "the limit on file sizes (ulimit -f) is below the %llu bytes that a "
+                           "shared segment needs",
+                           (unsigned long long)FIRST_OFFSET);
+    }
+    shm->fd = memfd_create("fsdpc", MFD_CLOEXEC);
+    if (shm->fd < 0) {
+        return fsdpc_error_errno(errno, "memfd_create");
+    }
+    if (ftruncate(shm->fd, (off_t)shm->file_bytes) != 0) {
+        return fsdpc_error_errno(errno, "making the shared segment %llu bytes long",
+                                 (unsigned long long)shm->file_bytes);
+    }
+    return FSDPC_OK;
+}
+
+static int
+map_control(fsdpc_shm *shm)
+{
+    off_t end = lseek(shm->fd, 0, SEEK_END);
+    if (end < (off_t)FIRST_OFFSET) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "the shared segment has %lld bytes", (long long)end);
+    }
+    shm->file_bytes = (uint64_t)end;
+    void *address = NULL;
+    size_t bytes = fsdpc_round_up(sizeof(fsdpc_shm_control), fsdpc_shm_page_bytes());
+    FSDPC_TRY(fsdpc_shm_map(shm, 0, bytes, NULL, &address));
+    shm->control = address;
+    return FSDPC_OK;
+}
+
+static void
+publish_self(fsdpc_shm *shm)
+{
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    if (sched_getaffinity(0, sizeof cores, &cores) == 0) {
+        for (size_t i = 0; i < FSDPC_SHM_CORE_WORDS * 64; i++) {
+            if (CPU_ISSET(i, &cores)) {
+                atomic_fetch_or(&shm->control->cores[i / 64], (uint64_t)1 << (i % 64));
+            }
+        }
+    }
+    atomic_store(&shm->control->slots[shm->rank].pid, (int32_t)shm->owner);
+    atomic_store(&shm->control->slots[shm->rank].who, (int32_t)shm->who);
+}
+
+/* The union over ranks, because each may be pinned to a core of its own. */
+static int
+count_spins(const fsdpc_shm *shm)
+{
+    int cores = 0;
+    for (int i = 0; i < FSDPC_SHM_CORE_WORDS; i++) {
+        cores += __builtin_popcountll(atomic_load(&shm->control->cores[i]));
+    }
+    return shm->world > 1 && shm->world <= cores ? SPINS : 0;
+}
+
+static int
+set_up(fsdpc_shm *shm)
+{
+    if (!shm->control) {
+        FSDPC_TRY(map_control(shm));
+    }
+    publish_self(shm);
+    return fsdpc_shm_watch_start(shm);
+}
+
+static int
+build(fsdpc_shm *shm)
+{
+    int64_t deadline_ns = fsdpc_shm_deadline(shm);
+    if (shm->rank == 0) {
+        FSDPC_TRY(make_file(shm));
+        FSDPC_TRY(map_control(shm));
+    }
+    if (shm->world == 1) {
+        return set_up(shm);
+    }
+    FSDPC_TRY(fsdpc_shm_meet(shm, deadline_ns));
+    FSDPC_TRY(fsdpc_shm_confirm(shm, set_up(shm), deadline_ns));
+    shm->spins = count_spins(shm);
+    fsdpc_shm_turn_join(shm);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out)
+{
+    *out = NULL;
+    fsdpc_shm *shm = NULL;
+    FSDPC_TRY(check_arguments(rank, world, name, timeout_s));
+    FSDPC_TRY(new_handle(rank, world, name, timeout_s, &shm));
+    int status = build(shm);
+    if (status != FSDPC_OK) {
+        fsdpc_shm_free(shm);
+        return fsdpc_error_prepend(status, "shared-memory group of %d ranks, rank %d", world, rank);
+    }
+    *out = shm;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_shm_leave(fsdpc_shm *shm)
+{
+    /* A forked child holds copies of the descriptors and mappings, but is not the rank. */
+    if (is_owner(shm) && shm->control) {
+        atomic_store(&shm->control->slots[shm->rank].left, 1);
+        wake_all(shm);
+    }
+}
+
+void
+fsdpc_shm_free(fsdpc_shm *shm)
+{
+    if (!shm) {
+        return;
+    }
+    fsdpc_shm_leave(shm);
+    fsdpc_shm_turn_part(shm);
+    if (is_owner(shm)) {
+        fsdpc_shm_watch_stop(shm);
+    }
+    fsdpc_shm_peers_close(shm);
+    if (shm->control) {
+        fsdpc_shm_unmap(shm->control, fsdpc_round_up(sizeof *shm->control, fsdpc_shm_page_bytes()));
+    }
+    if (shm->stop_fd >= 0) {
+        close(shm->stop_fd);
+    }
+    if (shm->fd >= 0) {
+        close(shm->fd);
+    }
+    fsdpc_mem_free(shm->peers);
+    fsdpc_mem_free(shm);
+}

@@ -1,0 +1,154 @@
+/* What the files of the shared segment share: the control area and the private handle.
+ *
+ *   offset 0                     sizeof(fsdpc_shm_control)             file_bytes (sparse)
+ *   | control: failure, barrier, |  handed out by fsdpc_shm_alloc, in the same order on all ranks |
+ *   | one hot line and one text  |
+ *   | block per rank             |
+ *
+ * Every word of the control area that two ranks may touch at once is a C11 atomic. The text blocks
+ * are plain bytes, published by an atomic (the failure word, or a barrier).
+ *
+ * Files: shm.c lifecycle, failure state and mapping; shm_rendezvous.c meeting of the ranks;
+ * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree; shm_turn.c waits
+ * that a rank may end by itself.
+ */
+#ifndef FSDPC_SHM_IMPL_H
+#define FSDPC_SHM_IMPL_H
+
+#include <pthread.h>
+#include <stdalign.h>
+#include <sys/types.h>
+
+#include "base/agree.h"
+#include "shm/shm.h"
+
+enum {
+    FSDPC_SHM_VERSION = 2,
+    FSDPC_SHM_NOTE_WORDS = 16,
+    FSDPC_SHM_ABORT_BYTES = 1024,
+    FSDPC_SHM_CORE_WORDS = 16,
+    FSDPC_SHM_WAIT_TEXT = 256,
+};
+
+/* Kinds of group failure, in the upper half of the failure word; the rank is in the lower half. */
+enum { FSDPC_SHM_DEAD = 1, FSDPC_SHM_ABORTED = 2 };
+
+typedef struct fsdpc_shm_slot {
+    alignas(128) _Atomic uint32_t barrier_seq; /* barriers entered */
+    _Atomic uint32_t blocked_seq;
+    _Atomic uint32_t left;
+    _Atomic int32_t pid;
+    _Atomic int32_t who;                         /* fsdpc_shm_who() */
+    _Atomic uint64_t wait;                       /* how its process waits now: [Note: turns] */
+    _Atomic int64_t note_ns;                     /* when `note` was written */
+    _Atomic uint64_t note[FSDPC_SHM_NOTE_WORDS]; /* what the rank last waited for, as text */
+} fsdpc_shm_slot;
+
+typedef struct fsdpc_shm_block {
+    char abort_text[FSDPC_SHM_ABORT_BYTES];
+    fsdpc_agree_record agree;
+} fsdpc_shm_block;
+
+typedef struct fsdpc_shm_control {
+    /* Bumped at every failure and departure; all sleepers also wait on it. */
+    alignas(128) _Atomic uint32_t broadcast;
+    _Atomic uint32_t failure; /* 0, or kind << 16 | rank: the first one only */
+    /* Together in one line: the last rank to arrive owns it when it publishes `done`. */
+    alignas(128) _Atomic uint32_t barrier_arrived;
+    _Atomic uint32_t barrier_done;
+    alignas(128) _Atomic uint32_t barrier_sleepers;
+    alignas(128) _Atomic uint64_t turn;      /* changes by members: [Note: turns] */
+    _Atomic uint32_t bell;                   /* what waits sleep on: moves on with each turn, too */
+    _Atomic uint32_t sleepers;               /* ranks asleep on it */
+    alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
+    _Atomic uint64_t reserved_end;           /* everything asked for below has its pages */
+    alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
+    fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
+    fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];
+} fsdpc_shm_control;
+
+typedef struct fsdpc_shm_peer {
+    int pidfd;  /* -1: none */
+    int socket; /* -1: none; on rank 0 one to each peer, elsewhere only peers[0].socket */
+} fsdpc_shm_peer;
+
+struct fsdpc_shm {
+    int rank, world;
+    double timeout_s;
+    pid_t owner;
+    int forks; /* of this process when made: a forked child must not speak for its parent */
+    int fd;    /* the memfd */
+    int spins;
+    fsdpc_shm_control *control;
+    uint64_t file_bytes, next_offset;
+    fsdpc_shm_peer *peers;
+    bool watch_sockets; /* no pidfds here: a peer's death is its socket's hang-up */
+    bool watching;
+    int stop_fd; /* eventfd that ends the watcher */
+    pthread_t watcher;
+    uint32_t barrier_seq;
+    bool barrier_broken;
+    _Atomic uint32_t waiters; /* threads of this rank that wait now */
+    _Atomic uint32_t aborting;
+    /* shm_turn.c, under its lock but for `who` and `serial`. */
+    int who, place;           /* this process; where it is noted, or -1 */
+    uint64_t serial;          /* of this process's segments, never used again */
+    uint32_t kin, covered_by; /* places of all this process's segments, of those with all members */
+    int stands;               /* threads between stand_begin and stand_end */
+    uint64_t rung;            /* the turn at which this rank rang last, plus 1 */
+    char name[];
+};
+
+/* Tests set these to take the paths of older kernels. */
+extern bool fsdpc_shm_without_pidfd;
+extern bool fsdpc_shm_without_waitv;
+/* Tests replace these so that ranks which are threads of one process share their mappings: the
+ * thread sanitizer goes by addresses. */
+extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
+extern int (*fsdpc_shm_munmap)(void *, size_t);
+/* Ranks that are threads of one process are told apart by this; getpid() otherwise. */
+extern int (*fsdpc_shm_who)(void);
+
+/* shm.c */
+/* FSDPC_E_STATE in a forked child. */
+int fsdpc_shm_usable(const fsdpc_shm *shm);
+/* First failure wins; wakes everybody. */
+void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
+/* "gather of unit layers.3" into `text`. */
+void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
+
+/* shm_rendezvous.c. meet: rank 0 (which has shm->fd) collects the others and hands out the memfd
+ * and the pidfds; the others get them. confirm: all tell rank 0 how their set-up went (`status`,
+ * with this thread's error text) and succeed or fail together. */
+int fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns);
+int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
+void fsdpc_shm_peers_close(fsdpc_shm *shm);
+
+/* shm_watch.c. start: no-op for one rank. stop: joins the thread. */
+int fsdpc_shm_watch_start(fsdpc_shm *shm);
+void fsdpc_shm_watch_stop(fsdpc_shm *shm);
+
+/* shm_turn.c. join: when all members have noted who they are; part: before the control area goes.
+ * forked: in a forked child. */
+void fsdpc_shm_turn_join(fsdpc_shm *shm);
+void fsdpc_shm_turn_part(fsdpc_shm *shm);
+void fsdpc_shm_turn_forked(void);
+
+/* shm_wait.c. Writes what this rank does into its slot. */
+void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
+/* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
+int fsdpc_shm_interrupted(const fsdpc_wait *what);
+/* Names ranks in words: "rank 2", "ranks 2, 5 and 7". */
+void fsdpc_shm_name_ranks(const int *ranks, int count, char *text, size_t bytes);
+
+static inline void
+fsdpc_shm_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+#endif

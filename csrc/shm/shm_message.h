@@ -1,0 +1,78 @@
+/* What the ranks say to each other when they meet, and sending and receiving it.
+ *
+ * Private to the files named shm_*.c.
+ */
+#ifndef FSDPC_SHM_MESSAGE_H
+#define FSDPC_SHM_MESSAGE_H
+
+#include "shm/shm_impl.h"
+
+enum {
+    FSDPC_SHM_BATCH = 64, /* descriptors a message */
+    FSDPC_SHM_MESSAGE_TEXT = 1024,
+};
+
+enum fsdpc_shm_kind {
+    FSDPC_SHM_HELLO = 1,
+    FSDPC_SHM_ARRIVED,
+    FSDPC_SHM_WELCOME,
+    FSDPC_SHM_PIDFDS,
+    FSDPC_SHM_READY,
+    FSDPC_SHM_GO,
+    FSDPC_SHM_FAIL,
+};
+
+typedef struct fsdpc_shm_message {
+    uint64_t magic;
+    uint32_t version, control_bytes;
+    uint32_t kind;
+    int32_t status;                             /* FAIL */
+    int32_t rank, world;                        /* HELLO */
+    int32_t pid;                                /* HELLO */
+    uint32_t first;                             /* PIDFDS: rank of the first one */
+    uint32_t watch_sockets;                     /* WELCOME: there will be no pidfds */
+    uint64_t arrived[FSDPC_SHM_MAX_RANKS / 64]; /* ARRIVED: a bitmap */
+    char text[FSDPC_SHM_MESSAGE_TEXT];          /* FAIL */
+} fsdpc_shm_message;
+
+typedef struct fsdpc_shm_descriptors {
+    int count;
+    int fds[FSDPC_SHM_BATCH];
+} fsdpc_shm_descriptors;
+
+/* A socket of the kind that both sides use; -1 with errno. Close-on-exec, never blocking. */
+int fsdpc_shm_socket(void);
+fsdpc_shm_message fsdpc_shm_message_new(enum fsdpc_shm_kind kind);
+/* Sends text and descriptors, without waiting; 0 or an errno. */
+int fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *fds, int count);
+/* The same, waiting for room until the deadline. */
+int fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds, int count,
+                           int64_t deadline_ns);
+/* Tells a failure; a peer that cannot be told sees the connection end. */
+void fsdpc_shm_message_fail(int socket, int status, const char *text);
+/* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for what is not a message of ours. The
+ * caller closes the descriptors. */
+int fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed);
+void fsdpc_shm_descriptors_close(fsdpc_shm_descriptors *passed);
+
+/* The abstract address of a group. */
+struct sockaddr_un;
+int fsdpc_shm_address(const char *name, struct sockaddr_un *address, unsigned *bytes);
+/* True if the process at the other end runs as this process's user. */
+bool fsdpc_shm_same_user(int socket);
+/* A pidfd of this process, or -1. */
+int fsdpc_shm_own_pidfd(void);
+/* Closes and sets to -1. */
+void fsdpc_shm_close(int *fd);
+/* Milliseconds to poll for: until the deadline, at most one slice. */
+int fsdpc_shm_slice_ms(int64_t deadline_ns);
+/* FSDPC_E_TIMEOUT naming the ranks that are not in the bitmap. */
+int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
+
+/* Rank 0's side of fsdpc_shm_meet and fsdpc_shm_confirm (shm_host.c). */
+int fsdpc_shm_host_meet(fsdpc_shm *shm, int64_t deadline_ns);
+int fsdpc_shm_host_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
+
+extern const fsdpc_wait fsdpc_shm_meeting;
+
+#endif

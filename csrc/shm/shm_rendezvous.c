@@ -1,0 +1,230 @@
+/* The meeting of the ranks over an abstract UNIX socket, which leaves nothing in the file system.
+ *
+ *     rank 0                                  rank r
+ *     listen "\0fsdpc." name                  connect, again and again until the deadline
+ *                            <- hello ------- rank, world, version, own pidfd
+ *     --- arrived (bitmap) ->                 so that all can name who is missing
+ *     --- welcome (memfd) -->                 when everyone is here
+ *     --- pidfds ----------->
+ *                            <- ready ------- set up, or why not
+ *     --- go --------------->                 when everyone is ready
+ *
+ * Either side may say `fail` with a status and a text at any time; a closed connection is a death.
+ * A pidfd made by its own process and passed along cannot be of a wrong, reused pid. If one rank
+ * cannot make one, nobody uses them: the connections stay open and their end is watched for.
+ */
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "shm/shm_message.h"
+#include "base/status.h"
+
+enum { RETRY_MS = 10 };
+
+/* --- the other ranks ------------------------------------------------------------------------ */
+
+typedef struct guest {
+    fsdpc_shm *shm;
+    int64_t deadline_ns;
+    uint64_t arrived[FSDPC_SHM_MAX_RANKS / 64];
+} guest;
+
+static int
+connect_host(guest *self)
+{
+    fsdpc_shm *shm = self->shm;
+    struct sockaddr_un address;
+    unsigned bytes;
+    FSDPC_TRY(fsdpc_shm_address(shm->name, &address, &bytes));
+    int caller = fsdpc_shm_socket();
+    if (caller < 0) {
+        return fsdpc_error_errno(errno, "socket");
+    }
+    shm->peers[0].socket = caller;
+    while (connect(caller, (struct sockaddr *)&address, bytes) != 0) {
+        if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR) {
+            return fsdpc_error_errno(errno, "connecting to rank 0 as \"%s\"", shm->name);
+        }
+        if (fsdpc_shm_now_ns() >= self->deadline_ns) {
+            return fsdpc_error(FSDPC_E_TIMEOUT, "rank 0 did not arrive within %g s (group \"%s\")",
+                               shm->timeout_s, shm->name);
+        }
+        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
+        poll(NULL, 0, RETRY_MS);
+    }
+    if (!fsdpc_shm_same_user(caller)) {
+        return fsdpc_error(FSDPC_E_MISMATCH, "rank 0 of group \"%s\" belongs to another user",
+                           shm->name);
+    }
+    return FSDPC_OK;
+}
+
+static int
+say_hello(guest *self)
+{
+    fsdpc_shm *shm = self->shm;
+    fsdpc_shm_message hello = fsdpc_shm_message_new(FSDPC_SHM_HELLO);
+    hello.rank = shm->rank;
+    hello.world = shm->world;
+    hello.pid = (int32_t)getpid();
+    int pidfd = fsdpc_shm_own_pidfd();
+    int status = fsdpc_shm_message_send(shm->peers[0].socket, &hello, &pidfd, pidfd >= 0 ? 1 : 0,
+                                        self->deadline_ns);
+    fsdpc_shm_close(&pidfd);
+    return status;
+}
+
+/* The next message that is not about arrivals. */
+static int
+hear_host(guest *self, fsdpc_shm_message *said, fsdpc_shm_descriptors *passed)
+{
+    int socket = self->shm->peers[0].socket;
+    for (;;) {
+        int rc = fsdpc_shm_message_receive(socket, said, passed);
+        if (rc == 0 && said->kind == FSDPC_SHM_ARRIVED) {
+            memcpy(self->arrived, said->arrived, sizeof self->arrived);
+            fsdpc_shm_descriptors_close(passed);
+            continue;
+        }
+        if (rc == 0 && said->kind == FSDPC_SHM_FAIL) {
+            fsdpc_shm_descriptors_close(passed);
+            return fsdpc_error(said->status < 0 ? said->status : FSDPC_E_PEER, "%s", said->text);
+        }
+        if (rc != EAGAIN) {
+            return rc == 0 ? FSDPC_OK
+                           : fsdpc_error(FSDPC_E_PEER,
+                                         "rank 0 closed the connection while the group met: it "
+                                         "died, or the group was complete");
+        }
+        if (fsdpc_shm_now_ns() >= self->deadline_ns) {
+            return fsdpc_shm_missing_error(self->shm, self->arrived);
+        }
+        struct pollfd wait = {.fd = socket, .events = POLLIN};
+        poll(&wait, 1, fsdpc_shm_slice_ms(self->deadline_ns));
+        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
+    }
+}
+
+static int
+unexpected(fsdpc_shm_descriptors *passed)
+{
+    fsdpc_shm_descriptors_close(passed);
+    return fsdpc_error(FSDPC_E_INTERNAL, "rank 0 sent something else than expected");
+}
+
+static int
+take_pidfds(guest *self)
+{
+    fsdpc_shm *shm = self->shm;
+    fsdpc_shm_message said;
+    fsdpc_shm_descriptors passed;
+    for (int first = 0; first < shm->world; first += FSDPC_SHM_BATCH) {
+        FSDPC_TRY(hear_host(self, &said, &passed));
+        int expected = shm->world - first < FSDPC_SHM_BATCH ? shm->world - first : FSDPC_SHM_BATCH;
+        if (said.kind != FSDPC_SHM_PIDFDS || said.first != (uint32_t)first ||
+            passed.count != expected) {
+            return unexpected(&passed);
+        }
+        for (int i = 0; i < passed.count; i++) {
+            shm->peers[first + i].pidfd = passed.fds[i];
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+take_welcome(guest *self)
+{
+    fsdpc_shm *shm = self->shm;
+    fsdpc_shm_message said;
+    fsdpc_shm_descriptors passed;
+    FSDPC_TRY(hear_host(self, &said, &passed));
+    if (said.kind != FSDPC_SHM_WELCOME || passed.count != 1) {
+        return unexpected(&passed);
+    }
+    shm->fd = passed.fds[0];
+    shm->watch_sockets = said.watch_sockets != 0;
+    return shm->watch_sockets ? FSDPC_OK : take_pidfds(self);
+}
+
+static int
+guest_failed(const fsdpc_shm *shm, int status)
+{
+    if (shm->peers[0].socket >= 0) {
+        fsdpc_shm_message_fail(shm->peers[0].socket, status, fsdpc_error_text());
+    }
+    return status;
+}
+
+static int
+guest_meet(fsdpc_shm *shm, int64_t deadline_ns)
+{
+    guest self = {.shm = shm, .deadline_ns = deadline_ns};
+    int status = FSDPC_OK;
+    self.arrived[0] = 1;
+    self.arrived[shm->rank / 64] |= (uint64_t)1 << (shm->rank % 64);
+    FSDPC_GOTO(connect_host(&self), end);
+    FSDPC_GOTO(say_hello(&self), end);
+    FSDPC_GOTO(take_welcome(&self), end);
+end:
+    return status == FSDPC_OK ? FSDPC_OK : guest_failed(shm, status);
+}
+
+static int
+guest_confirm(fsdpc_shm *shm, int own_status, int64_t deadline_ns)
+{
+    guest self = {.shm = shm, .deadline_ns = deadline_ns};
+    fsdpc_shm_message ready = fsdpc_shm_message_new(FSDPC_SHM_READY);
+    fsdpc_shm_message said;
+    fsdpc_shm_descriptors passed;
+    memset(self.arrived, 0xff, sizeof self.arrived);
+    int status = own_status;
+    FSDPC_GOTO(own_status, end);
+    FSDPC_GOTO(fsdpc_shm_message_send(shm->peers[0].socket, &ready, NULL, 0, deadline_ns), end);
+    FSDPC_GOTO(hear_host(&self, &said, &passed), end);
+    if (said.kind != FSDPC_SHM_GO) {
+        status = unexpected(&passed);
+    }
+end:
+    return status == FSDPC_OK ? FSDPC_OK : guest_failed(shm, status);
+}
+
+/* --- both ----------------------------------------------------------------------------------- */
+
+int
+fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns)
+{
+    return shm->rank == 0 ? fsdpc_shm_host_meet(shm, deadline_ns) : guest_meet(shm, deadline_ns);
+}
+
+static void
+close_sockets(fsdpc_shm *shm)
+{
+    for (int i = 0; i < shm->world; i++) {
+        fsdpc_shm_close(&shm->peers[i].socket);
+    }
+}
+
+int
+fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns)
+{
+    status = shm->rank == 0 ? fsdpc_shm_host_confirm(shm, status, deadline_ns)
+                            : guest_confirm(shm, status, deadline_ns);
+    if (status == FSDPC_OK && !shm->watch_sockets) {
+        close_sockets(shm);
+    }
+    return status;
+}
+
+void
+fsdpc_shm_peers_close(fsdpc_shm *shm)
+{
+    close_sockets(shm);
+    for (int i = 0; i < shm->world; i++) {
+        fsdpc_shm_close(&shm->peers[i].pidfd);
+    }
+}

@@ -1,0 +1,145 @@
+/* Barrier and agreement over the control area.
+ *
+ * Barrier k: each rank notes k in its own line (so that the missing can be named), adds itself to
+ * `arrived`, and the one that makes it k * world publishes k in `done`, on which all wait. Counters
+ * wrap at 2^32 together. A barrier that failed leaves the counts uneven, so later ones are refused.
+ */
+#include <string.h>
+
+#include "shm/shm_impl.h"
+#include "base/status.h"
+
+/* True when a is before b on the circle of counts. */
+static bool
+before(uint32_t a, uint32_t b)
+{
+    return (int32_t)(a - b) < 0;
+}
+
+static int
+list_missing(const fsdpc_shm *shm, uint32_t turn, int *missing)
+{
+    int count = 0;
+    for (int i = 0; i < shm->world; i++) {
+        if (before(atomic_load(&shm->control->slots[i].barrier_seq), turn)) {
+            missing[count++] = i;
+        }
+    }
+    return count;
+}
+
+static int
+check_missing_left(const fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
+{
+    for (int i = 0; i < shm->world; i++) {
+        if (before(atomic_load(&shm->control->slots[i].barrier_seq), turn) &&
+            fsdpc_shm_left(shm, i)) {
+            return fsdpc_shm_left_error(shm, i, what);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+wait_turn(fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
+{
+    _Atomic uint32_t *done = &shm->control->barrier_done;
+    int64_t deadline_ns = fsdpc_shm_deadline(shm);
+    int status = FSDPC_OK;
+    atomic_fetch_add(&shm->control->barrier_sleepers, 1);
+    for (;;) {
+        uint32_t seen = atomic_load(done);
+        if (!before(seen, turn)) {
+            break;
+        }
+        FSDPC_GOTO(check_missing_left(shm, turn, what), end);
+        FSDPC_GOTO(fsdpc_shm_wait_word(shm, done, seen, deadline_ns, what), end);
+    }
+end:
+    atomic_fetch_sub(&shm->control->barrier_sleepers, 1);
+    if (status == FSDPC_E_TIMEOUT) {
+        int missing[FSDPC_SHM_MAX_RANKS];
+        int count = list_missing(shm, turn, missing);
+        return fsdpc_shm_timeout_error(shm, what, missing, count);
+    }
+    return status;
+}
+
+/* Waits awake for as long as is worth while; true if the turn is over. */
+static bool
+spin_turn(const fsdpc_shm *shm, uint32_t turn)
+{
+    for (int i = 0; i <= shm->spins; i++) {
+        uint32_t done = atomic_load_explicit(&shm->control->barrier_done, memory_order_acquire);
+        if (!before(done, turn)) {
+            return true;
+        }
+        fsdpc_shm_pause();
+    }
+    return false;
+}
+
+static int
+enter(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    FSDPC_TRY(fsdpc_shm_usable(shm));
+    FSDPC_TRY(fsdpc_shm_check(shm, what));
+    if (shm->barrier_broken) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "an earlier wait of rank %d for its group failed; the group cannot be "
+                           "used any more",
+                           shm->rank);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    FSDPC_TRY(enter(shm, what));
+    fsdpc_shm_control *control = shm->control;
+    uint32_t turn = ++shm->barrier_seq;
+    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, turn, memory_order_release);
+    uint32_t arrived = atomic_fetch_add(&control->barrier_arrived, 1) + 1;
+    if (arrived == turn * (uint32_t)shm->world) {
+        atomic_store(&control->barrier_done, turn);
+        if (atomic_load(&control->barrier_sleepers) > 0) {
+            fsdpc_shm_wake(&control->barrier_done);
+        }
+        return FSDPC_OK;
+    }
+    if (spin_turn(shm, turn)) {
+        return FSDPC_OK;
+    }
+    int status = wait_turn(shm, turn, what);
+    shm->barrier_broken = status != FSDPC_OK;
+    return status;
+}
+
+static const fsdpc_agree_record *
+record_of(const void *context, int rank)
+{
+    const fsdpc_shm *shm = context;
+    return &shm->control->blocks[rank].agree;
+}
+
+bool
+fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank)
+{
+    uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
+    return before(own, atomic_load(&shm->control->slots[rank].barrier_seq));
+}
+
+int
+fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what)
+{
+    char op[FSDPC_SHM_WAIT_TEXT];
+    FSDPC_TRY(enter(shm, what));
+    fsdpc_agree_fill(&shm->control->blocks[shm->rank].agree, text);
+    FSDPC_TRY(fsdpc_shm_barrier(shm, what));
+    fsdpc_shm_describe(what, op, sizeof op);
+    int status = fsdpc_agree_compare(record_of, shm, shm->world, op);
+    /* Nobody may write the next text while somebody still reads this one. */
+    FSDPC_TRY(fsdpc_shm_barrier(shm, what));
+    return status;
+}

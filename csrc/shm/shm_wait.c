@@ -1,0 +1,279 @@
+/* Sleeping in the shared segment until a word changes, and what is said when it does not.
+ *
+ * A sleeper waits on its own word and on the control area's broadcast word at once (futex_waitv),
+ * so that a death or an abort, which bump the broadcast word, end every sleep whatever it is on.
+ * Kernels without futex_waitv sleep on the word alone, in slices short enough to notice. Either
+ * way a sleep ends after one slice: callers loop, and look around (signals, departures) in between.
+ */
+#include <errno.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "shm/shm_impl.h"
+#include "base/status.h"
+
+#ifndef SYS_futex_waitv
+#define SYS_futex_waitv 449
+#endif
+
+enum { SLICE_NS = 100 * 1000 * 1000, SHORT_SLICE_NS = 10 * 1000 * 1000 };
+
+/* The kernel's struct futex_waitv, spelled out for older headers. 2: a 32-bit shared futex. */
+typedef struct waitv_entry {
+    uint64_t value;
+    uint64_t address;
+    uint32_t flags;
+    uint32_t reserved;
+} waitv_entry;
+enum { WAITV_U32 = 2 };
+
+int (*fsdpc_shm_interrupt_check)(void);
+bool fsdpc_shm_without_waitv;
+static _Atomic int waitv_missing;
+
+int64_t
+fsdpc_shm_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+int64_t
+fsdpc_shm_deadline(const fsdpc_shm *shm)
+{
+    return fsdpc_shm_now_ns() + (int64_t)(shm->timeout_s * 1e9);
+}
+
+int
+fsdpc_shm_spins(const fsdpc_shm *shm)
+{
+    return shm->spins;
+}
+
+void
+fsdpc_shm_wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+void
+fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
+{
+    const char *op = what && what->op && what->op[0] ? what->op : "a wait";
+    if (what && what->unit && what->unit[0]) {
+        snprintf(text, bytes, "%s of unit %s", op, what->unit);
+    } else {
+        snprintf(text, bytes, "%s", op);
+    }
+}
+
+void
+fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    union {
+        uint64_t words[FSDPC_SHM_NOTE_WORDS];
+        char text[FSDPC_SHM_NOTE_WORDS * 8];
+    } note;
+    fsdpc_shm_describe(what, note.text, sizeof note.text);
+    size_t words = strlen(note.text) / 8 + 1;
+    fsdpc_shm_slot *slot = &shm->control->slots[shm->rank];
+    for (size_t i = 0; i < words; i++) {
+        atomic_store_explicit(&slot->note[i], note.words[i], memory_order_relaxed);
+    }
+    atomic_store_explicit(&slot->note_ns, fsdpc_shm_now_ns(), memory_order_release);
+}
+
+/* Reads a peer's note; it may be torn when the peer writes at this moment, never unterminated. */
+static void
+read_note(const fsdpc_shm_slot *slot, char *text, size_t bytes)
+{
+    union {
+        uint64_t words[FSDPC_SHM_NOTE_WORDS];
+        char text[FSDPC_SHM_NOTE_WORDS * 8];
+    } note;
+    for (int i = 0; i < FSDPC_SHM_NOTE_WORDS; i++) {
+        note.words[i] = atomic_load_explicit(&slot->note[i], memory_order_relaxed);
+    }
+    note.text[sizeof note.text - 1] = '\0';
+    snprintf(text, bytes, "%s", note.text);
+}
+
+int
+fsdpc_shm_interrupted(const fsdpc_wait *what)
+{
+    if (!fsdpc_shm_interrupt_check || fsdpc_shm_interrupt_check() == 0) {
+        return FSDPC_OK;
+    }
+    char text[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, text, sizeof text);
+    return fsdpc_error(FSDPC_E_INTERRUPT, "interrupted while waiting in %s", text);
+}
+
+static void
+futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t until_ns)
+{
+    int64_t left_ns = until_ns - fsdpc_shm_now_ns();
+    if (left_ns > SHORT_SLICE_NS) {
+        left_ns = SHORT_SLICE_NS;
+    }
+    if (left_ns > 0) {
+        struct timespec slice = {.tv_sec = 0, .tv_nsec = (long)left_ns};
+        syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
+    }
+}
+
+/* Returns after a change, a signal, a spurious wake or at until_ns; nobody needs to know which. */
+static void
+sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, uint32_t broadcast,
+            int64_t until_ns)
+{
+    if (fsdpc_shm_without_waitv || atomic_load_explicit(&waitv_missing, memory_order_relaxed)) {
+        futex_wait(word, seen, until_ns);
+        return;
+    }
+    waitv_entry entries[2] = {
+        {.value = seen, .address = (uintptr_t)word, .flags = WAITV_U32},
+        {.value = broadcast, .address = (uintptr_t)&shm->control->broadcast, .flags = WAITV_U32},
+    };
+    struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    long rc = syscall(SYS_futex_waitv, entries, 2, 0, &until, CLOCK_MONOTONIC);
+    if (rc < 0 && errno != EAGAIN && errno != EINTR && errno != ETIMEDOUT) {
+        atomic_store_explicit(&waitv_missing, 1, memory_order_relaxed);
+    }
+}
+
+/* Two threads of one rank may wait; the pair of bumps belongs to the first in and the last out. */
+static void
+begin_blocked(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    if (atomic_fetch_add(&shm->waiters, 1) == 0) {
+        fsdpc_shm_note(shm, what);
+        atomic_fetch_add(&shm->control->slots[shm->rank].blocked_seq, 1);
+    }
+}
+
+static void
+end_blocked(fsdpc_shm *shm)
+{
+    if (atomic_fetch_sub(&shm->waiters, 1) == 1) {
+        atomic_fetch_add(&shm->control->slots[shm->rank].blocked_seq, 1);
+    }
+}
+
+static int
+sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+            const fsdpc_wait *what)
+{
+    /* Read before the check: a failure after it changes the value, and the sleep does not begin. */
+    uint32_t broadcast = atomic_load(&shm->control->broadcast);
+    FSDPC_TRY(fsdpc_shm_check(shm, what));
+    int64_t now_ns = fsdpc_shm_now_ns();
+    if (now_ns >= deadline_ns) {
+        return fsdpc_shm_timeout_error(shm, what, NULL, 0);
+    }
+    int64_t until_ns = now_ns + SLICE_NS < deadline_ns ? now_ns + SLICE_NS : deadline_ns;
+    sleep_until(shm, word, seen, broadcast, until_ns);
+    if (atomic_load_explicit(word, memory_order_acquire) != seen) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_shm_interrupted(what));
+    return fsdpc_shm_check(shm, what);
+}
+
+int
+fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+                    const fsdpc_wait *what)
+{
+    for (int i = 0; i <= shm->spins; i++) {
+        if (atomic_load_explicit(word, memory_order_acquire) != seen) {
+            return FSDPC_OK;
+        }
+        fsdpc_shm_pause();
+    }
+    FSDPC_TRY(fsdpc_shm_usable(shm));
+    begin_blocked(shm, what);
+    int status = sleep_slice(shm, word, seen, deadline_ns, what);
+    end_blocked(shm);
+    return status;
+}
+
+uint32_t
+fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank)
+{
+    return atomic_load(&shm->control->slots[rank].blocked_seq);
+}
+
+/* --- texts ---------------------------------------------------------------------------------- */
+
+void
+fsdpc_shm_name_ranks(const int *ranks, int count, char *text, size_t bytes)
+{
+    enum { SHOWN = 16 };
+    size_t used = (size_t)snprintf(text, bytes, count == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count && i < SHOWN && used < bytes; i++) {
+        const char *glue = i == 0 ? " " : i == count - 1 ? " and " : ", ";
+        used += (size_t)snprintf(text + used, bytes - used, "%s%d", glue, ranks[i]);
+    }
+    if (count > SHOWN && used < bytes) {
+        snprintf(text + used, bytes - used, " and %d more", count - SHOWN);
+    }
+}
+
+/* "; rank 2 (pid 81) waits in gather of unit 3 since 12.0 s" */
+static void
+append_state(const fsdpc_shm *shm, int rank, char *text, size_t bytes)
+{
+    size_t used = strlen(text);
+    const fsdpc_shm_slot *slot = &shm->control->slots[rank];
+    char note[FSDPC_SHM_NOTE_WORDS * 8];
+    int64_t noted_ns = atomic_load_explicit(&slot->note_ns, memory_order_acquire);
+    read_note(slot, note, sizeof note);
+    double ago_s = (double)(fsdpc_shm_now_ns() - noted_ns) * 1e-9;
+    int pid = (int)atomic_load(&slot->pid);
+    if (atomic_load(&slot->left)) {
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) has left", rank, pid);
+    } else if (noted_ns == 0) {
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) has not waited yet", rank, pid);
+    } else if (atomic_load(&slot->blocked_seq) & 1) {
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) waits in %s since %.1f s", rank,
+                 pid, note, ago_s);
+    } else {
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) was last seen in %s, %.1f s ago",
+                 rank, pid, note, ago_s);
+    }
+}
+
+int
+fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
+                        int missing_count)
+{
+    enum { STATES = 8 };
+    char op[FSDPC_SHM_WAIT_TEXT];
+    char ranks[128] = "the other ranks";
+    char states[1024] = "";
+    fsdpc_shm_describe(what, op, sizeof op);
+    if (missing && missing_count > 0) {
+        fsdpc_shm_name_ranks(missing, missing_count, ranks, sizeof ranks);
+        for (int i = 0; i < missing_count && i < STATES; i++) {
+            append_state(shm, missing[i], states, sizeof states);
+        }
+    }
+    return fsdpc_error(FSDPC_E_TIMEOUT, "rank %d waited %g s in %s for %s%s", shm->rank,
+                       shm->timeout_s, op, ranks, states);
+}
+
+int
+fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what)
+{
+    char op[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, op, sizeof op);
+    return fsdpc_error(FSDPC_E_PEER,
+                       "rank %d has left (its program ended or closed the group) while rank %d "
+                       "waits in %s",
+                       rank, shm->rank, op);
+}

@@ -1,0 +1,353 @@
+/* The order of events of a training step: set-up, clock, forward. See tree.h; backward is in
+ * tree_backward.c.
+ */
+#include "tree/tree.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "tree/tree_impl.h"
+
+enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2 };
+
+/* --- set-up ---------------------------------------------------------------------------------- */
+
+static int
+fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit **units,
+                   struct fsdpc_slot_plan *slots)
+{
+    fsdpc_exchange_plan plan = {
+        .comm = fsdpc_unit_comm(units[0]),
+        .units = units,
+        .unit_ids = members,
+        .unit_count = count,
+        .slot_of = slots->slot_of,
+        .slot_bytes = slots->slot_bytes,
+        .slot_count = slots->slot_count,
+        .reduce_slots = tree->reduce_slots,
+        .poison = tree->poison,
+        .trust_order = tree->trust_order,
+        .trace = tree->trace,
+    };
+    fsdpc_exchange *x;
+    FSDPC_TRY(fsdpc_exchange_new(&plan, &x));
+    tree->exchanges[tree->exchange_count++] = x;
+    tree->takes_turns = tree->takes_turns || !fsdpc_exchange_any_order(x);
+    for (int m = 0; m < count; m++) {
+        tree->nodes[members[m]].exchange = x;
+    }
+    return FSDPC_OK;
+}
+
+/* One exchange for all units that share the communicator of units `first`. */
+static int
+make_exchange(fsdpc_tree *tree, int first)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_slot_plan slots = {0};
+    int *members = fsdpc_mem_calloc((size_t)tree->count, sizeof *members);
+    fsdpc_unit **units = fsdpc_mem_calloc((size_t)tree->count, sizeof *units);
+    int count = 0;
+    if (!members || !units) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units"), done);
+    }
+    for (int i = first; i < tree->count; i++) {
+        if (tree->nodes[i].unit->shard == tree->nodes[first].unit->shard) {
+            units[count] = tree->nodes[i].unit;
+            members[count++] = i;
+        }
+    }
+    FSDPC_GOTO(fsdpc_tree_plan_slots(tree, members, count, &slots), done);
+    FSDPC_GOTO(fill_exchange_plan(tree, members, count, units, &slots), done);
+done:
+    fsdpc_tree_plan_free(&slots);
+    fsdpc_mem_free(members);
+    fsdpc_mem_free(units);
+    return status;
+}
+
+static int
+make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int count)
+{
+    size_t n = (size_t)count;
+    tree->nodes = fsdpc_mem_calloc(n, sizeof *tree->nodes);
+    tree->exchanges = fsdpc_mem_calloc(n, sizeof(fsdpc_exchange *));
+    tree->order = fsdpc_mem_calloc(n, sizeof *tree->order);
+    tree->last_order = fsdpc_mem_calloc(n, sizeof *tree->last_order);
+    if (!tree->nodes || !tree->exchanges || !tree->order || !tree->last_order) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of %d units", count);
+    }
+    tree->count = count;
+    for (int i = 0; i < count; i++) {
+        tree->nodes[i] = (struct fsdpc_node){.unit = units[i], .depth = depths[i], .order = -1};
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
+               const fsdpc_tree_options *options, fsdpc_tree **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    fsdpc_tree *tree = fsdpc_mem_calloc(1, sizeof *tree);
+    if (!tree) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units");
+    }
+    tree->backward_prefetch = options->backward_prefetch;
+    tree->forward_prefetch = options->forward_prefetch;
+    tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : DEFAULT_SLOTS;
+    tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : DEFAULT_SLOTS;
+    tree->poison = options->poison;
+    tree->trust_order = options->trust_order;
+    FSDPC_GOTO(fsdpc_trace_new(TRACE_ENTRIES, &tree->trace), fail);
+    FSDPC_GOTO(make_nodes(tree, units, depths, count), fail);
+    for (int i = 0; i < count; i++) {
+        if (!tree->nodes[i].exchange) {
+            FSDPC_GOTO(make_exchange(tree, i), fail);
+        }
+    }
+    *out = tree;
+    return FSDPC_OK;
+fail:
+    fsdpc_tree_free(tree);
+    return status;
+}
+
+void
+fsdpc_tree_free(fsdpc_tree *tree)
+{
+    if (!tree) {
+        return;
+    }
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_free(tree->exchanges[i]);
+    }
+    fsdpc_tree_norm_free(tree);
+    fsdpc_trace_free(tree->trace);
+    fsdpc_mem_free(tree->nodes);
+    fsdpc_mem_free(tree->exchanges);
+    fsdpc_mem_free(tree->order);
+    fsdpc_mem_free(tree->last_order);
+    fsdpc_mem_free(tree);
+}
+
+/* --- clock ----------------------------------------------------------------------------------- */
+
+void
+fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase)
+{
+    tree->phase = phase;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_set_clock(tree->exchanges[i], phase, (uint32_t)tree->backwards);
+    }
+}
+
+int
+fsdpc_tree_publish_tag(fsdpc_tree *tree)
+{
+    uint64_t tag = tree->backwards << FSDPC_TAG_BITS | tree->forwards;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], tag));
+    }
+    return FSDPC_OK;
+}
+
+/* --- forward --------------------------------------------------------------------------------- */
+
+void
+fsdpc_tree_set_floor(struct fsdpc_node *node)
+{
+    node->unit->floor = node->running + (node->kept && node->held ? 1 : 0);
+}
+
+void
+fsdpc_tree_forget_kept(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].kept = false;
+        fsdpc_tree_set_floor(&tree->nodes[i]);
+    }
+}
+
+/* Values gathered for an earlier pass may be out of date: every reference of it is dropped. */
+int
+fsdpc_tree_drop(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        node->held = node->kept = false;
+        node->running = node->unit->floor = 0;
+    }
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
+    }
+    return status;
+}
+
+int
+fsdpc_tree_begin_forward(fsdpc_tree *tree)
+{
+    FSDPC_TRY(fsdpc_tree_drop(tree));
+    tree->forwards++;
+    fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
+    fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
+                    tree->forwards);
+    return fsdpc_tree_publish_tag(tree);
+}
+
+static void
+note_order(fsdpc_tree *tree, int unit)
+{
+    if (tree->nodes[unit].order < 0) {
+        tree->nodes[unit].order = tree->order_count;
+        tree->order[tree->order_count++] = unit;
+    }
+}
+
+static int
+prefetch_after(fsdpc_tree *tree, int unit)
+{
+    for (int k = 0; k + 1 < tree->last_order_count; k++) {
+        if (tree->last_order[k] == unit) {
+            struct fsdpc_node *next = &tree->nodes[tree->last_order[k + 1]];
+            return fsdpc_exchange_prefetch(next->exchange, next->unit);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
+    node->running++;
+    fsdpc_tree_set_floor(node);
+    if (!tree->in_backward) {
+        note_order(tree, unit);
+        if (tree->forward_prefetch) {
+            return prefetch_after(tree, unit);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static void
+forward_over(struct fsdpc_node *node)
+{
+    node->running -= node->running > 0;
+    fsdpc_tree_set_floor(node);
+}
+
+int
+fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    /* A forward inside a backward is a recomputation: its backward follows at once. */
+    bool keep = grad && (!node->unit->reshard || tree->in_backward);
+    forward_over(node);
+    if (keep && !node->held && node->unit->refs > 0) {
+        node->held = true;
+        return FSDPC_OK;
+    }
+    return node->unit->refs > 0 ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
+}
+
+int
+fsdpc_tree_end_forward(fsdpc_tree *tree)
+{
+    fsdpc_tree_forget_kept(tree);
+    for (int i = 0; i < tree->exchange_count; i++) {
+        /* Prefetched units are not left to later passes. */
+        FSDPC_TRY(fsdpc_exchange_drop(tree->exchanges[i]));
+        FSDPC_TRY(fsdpc_exchange_leave(tree->exchanges[i]));
+    }
+    fsdpc_tree_set_phase(tree, FSDPC_PHASE_IDLE);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    int floor = node->held ? 1 : 0;
+    forward_over(node);
+    return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
+}
+
+/* --- reading --------------------------------------------------------------------------------- */
+
+bool
+fsdpc_tree_is_held(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].held;
+}
+
+enum fsdpc_phase
+fsdpc_tree_phase(const fsdpc_tree *tree)
+{
+    return tree->phase;
+}
+
+uint64_t
+fsdpc_tree_backwards(const fsdpc_tree *tree)
+{
+    return tree->backwards;
+}
+
+fsdpc_trace *
+fsdpc_tree_trace(const fsdpc_tree *tree)
+{
+    return tree->trace;
+}
+
+void
+fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
+{
+    *out = (fsdpc_tree_memory){0};
+    for (int i = 0; i < tree->exchange_count; i++) {
+        const fsdpc_exchange *x = tree->exchanges[i];
+        out->gather_bytes += fsdpc_exchange_gather_bytes(x);
+        out->reduce_bytes += fsdpc_exchange_reduce_bytes(x);
+        out->spare_bytes += fsdpc_exchange_spare_bytes(x);
+        out->spare_count += fsdpc_exchange_spare_count(x);
+        out->gather_slots += fsdpc_exchange_slot_count(x);
+        size_t largest = fsdpc_exchange_largest_slot(x);
+        out->gather_slot_bytes =
+            largest > out->gather_slot_bytes ? largest : out->gather_slot_bytes;
+        out->reduce_slots += fsdpc_exchange_reduce_slots(x);
+    }
+    for (int i = 0; i < tree->count; i++) {
+        const fsdpc_unit *unit = tree->nodes[i].unit;
+        out->master_bytes += unit->layout->shard_bytes;
+        out->grad_bytes += unit->layout->grad_bytes * (unit->partial ? 2 : 1) +
+                           (unit->grad_out ? unit->layout->shard_bytes : 0) + unit->retired_bytes;
+        out->local_bytes += unit->local ? unit->local_bytes : 0;
+    }
+}
+
+const char *
+fsdpc_tree_kind(const fsdpc_tree *tree)
+{
+    const char *kind = tree->exchange_count ? fsdpc_exchange_kind(tree->exchanges[0]) : "none";
+    for (int i = 1; i < tree->exchange_count; i++) {
+        if (strcmp(kind, fsdpc_exchange_kind(tree->exchanges[i])) != 0) {
+            return "mixed";
+        }
+    }
+    return kind;
+}
+
+int
+fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange *x = tree->exchanges[i];
+        bool here = tree->nodes[unit].exchange == x;
+        FSDPC_TRY(fsdpc_exchange_announce(x, here ? tree->nodes[unit].unit : NULL, param));
+    }
+    return FSDPC_OK;
+}

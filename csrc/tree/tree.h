@@ -1,0 +1,116 @@
+/* A tree of units: when each is gathered, held, reduced and released.
+ *
+ * The tree knows the order of events of a training step and nothing of the objects of any language
+ * above it. References are counted: a unit may be entered any number of times before a backward,
+ * backward may run twice, a forward may run inside a backward (activation checkpointing), and a
+ * pass that broke off is cleared away when the next one begins.
+ *
+ *   forward_enter  gathers, notes the order, prefetches the next unit
+ *   forward_leave  releases, or (unit kept after forward, or forward inside backward) holds
+ *   backward_enter gathers and holds for backward, prefetches the unit before it in forward order
+ *   backward_done  gradients complete: the hold is dropped, reduction becomes due
+ *   next_due       which unit may be reduced now: any order on shared memory, one agreed order on
+ *                  a wire
+ *   end_backward   everything is summed; replicas are summed; the count of backwards grows
+ */
+#ifndef FSDPC_TREE_H
+#define FSDPC_TREE_H
+
+#include "exchange/exchange.h"
+
+typedef struct fsdpc_tree fsdpc_tree;
+
+enum fsdpc_prefetch { FSDPC_PREFETCH_NONE = 0, FSDPC_PREFETCH_PRE = 1, FSDPC_PREFETCH_POST = 2 };
+
+typedef struct fsdpc_tree_options {
+    enum fsdpc_prefetch backward_prefetch;
+    bool forward_prefetch;
+    int gather_slots; /* per nesting level, >= 1; 0 = the default 2 */
+    int reduce_slots; /* per rank, >= 1; 0 = the default 2 */
+    bool poison;
+    bool trust_order; /* see fsdpc_exchange_plan */
+} fsdpc_tree_options;
+
+/* `units` in module order (borrowed, must outlive the tree), depths[i] >= 0 their nesting levels.
+ * Collective over every communicator involved. */
+int fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
+                   const fsdpc_tree_options *options, fsdpc_tree **out);
+void fsdpc_tree_free(fsdpc_tree *tree);
+
+/* Drops every reference, whatever is in progress. Local. */
+int fsdpc_tree_drop(fsdpc_tree *tree);
+/* Outside of any forward and backward: a new pass begins; what an earlier one left is dropped. */
+int fsdpc_tree_begin_forward(fsdpc_tree *tree);
+int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
+/* `grad`: the outputs may see a backward. */
+int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
+/* The outermost forward has ended and no backward will follow. May wait for other ranks. */
+int fsdpc_tree_end_forward(fsdpc_tree *tree);
+/* The forward broke off inside this unit. */
+int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
+/* Idempotent within one backward. */
+int fsdpc_tree_begin_backward(fsdpc_tree *tree);
+int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
+/* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
+int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
+/* The hold of this backward outlives it, until one ends that nobody asks this for, or a pass begins. */
+void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
+/* Drops the hold without gradients (frozen units). */
+int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
+/* The next unit that must be reduced now, or -1. at_end: nothing more will become complete. */
+int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
+/* Reduces the unit that next_due named. */
+int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
+/* The caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when its turn comes, on
+ * any exchange; whether it had its turn in this backward (more gradients of it are kept until the
+ * end); and that it has had it now. */
+void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
+bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
+void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
+/* Keeps gradients on this rank (no_sync). */
+int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
+/* A backward has failed: what only it holds goes, so that peers need not wait for it. Local. */
+int fsdpc_tree_backward_broke(fsdpc_tree *tree);
+/* Also clears a backward that broke off: with `sync` other ranks learn that no more will come. */
+int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
+
+/* Units that run on some ranks only must not move the others' collectives: with `defer` all
+ * reductions that match by order wait for the end of backward. */
+void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
+
+bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
+bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
+enum fsdpc_phase fsdpc_tree_phase(const fsdpc_tree *tree);
+uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
+fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
+
+typedef struct fsdpc_tree_clip_plan {
+    const uint8_t *const *masks; /* per unit: its parameters that have a gradient; NULL: none */
+    double p;                    /* order: > 0, or infinite */
+    double max_norm;             /* gradients are multiplied by min(1, max_norm / (norm + 1e-6)) */
+    bool scale;                  /* false: only the norm is taken */
+    const void *extra;           /* parts of a norm of other gradients, whole on every rank */
+    int64_t extra_count;
+    double *out; /* on the device: the norm, the factor */
+} fsdpc_tree_clip_plan;
+/* On a device with streams, without a wait of the host: the norm of all gradients over all ranks; each
+ * unit's counts once however many replicas it has. Collective, between steps. Allocates when called
+ * first. FSDPC_E_UNAVAILABLE where gradients are in host memory: see fsdpc_unit_grad_norm. */
+int fsdpc_tree_clip(fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan);
+
+typedef struct fsdpc_tree_memory {
+    size_t gather_bytes;                          /* slots, once per host on shared memory */
+    size_t reduce_bytes;                          /* packed gradients, per rank */
+    size_t master_bytes, grad_bytes, local_bytes; /* per rank */
+    size_t spare_bytes;
+    uint64_t spare_count;
+    size_t gather_slot_bytes; /* the largest slot */
+    int gather_slots, reduce_slots;
+} fsdpc_tree_memory;
+void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
+/* See fsdpc_exchange_announce. */
+int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
+/* "shared", "wire" or "mixed". */
+const char *fsdpc_tree_kind(const fsdpc_tree *tree);
+
+#endif

@@ -1,0 +1,331 @@
+/* The order of events of a training step: backward. A unit is gathered again, done when it has its
+ * gradients, and reduced when that is due; the end brings all ranks together.
+ */
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "tree/tree_impl.h"
+
+/* --- a unit's backward ----------------------------------------------------------------------- */
+
+bool
+fsdpc_tree_in_backward(const fsdpc_tree *tree)
+{
+    return tree->in_backward;
+}
+
+int
+fsdpc_tree_begin_backward(fsdpc_tree *tree)
+{
+    if (tree->in_backward) {
+        return FSDPC_OK;
+    }
+    tree->in_backward = true;
+    fsdpc_tree_set_phase(tree, FSDPC_PHASE_BACKWARD);
+    /* Published again because a further backward may follow one that ended, without a forward. */
+    return fsdpc_tree_publish_tag(tree);
+}
+
+static int
+prefetch_before(fsdpc_tree *tree, int unit)
+{
+    int at = tree->nodes[unit].order;
+    if (at <= 0) {
+        return FSDPC_OK;
+    }
+    struct fsdpc_node *previous = &tree->nodes[tree->order[at - 1]];
+    if (previous->held || previous->complete || previous->reduced) {
+        return FSDPC_OK;
+    }
+    return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
+}
+
+int
+fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->held) {
+        FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
+        node->held = true;
+    }
+    return tree->backward_prefetch == FSDPC_PREFETCH_PRE ? prefetch_before(tree, unit) : FSDPC_OK;
+}
+
+void
+fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit)
+{
+    tree->nodes[unit].kept = true;
+    fsdpc_tree_set_floor(&tree->nodes[unit]);
+}
+
+int
+fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->held || node->kept) {
+        return FSDPC_OK;
+    }
+    node->held = false;
+    return fsdpc_exchange_release(node->exchange, node->unit);
+}
+
+static void
+set_complete(fsdpc_tree *tree, struct fsdpc_node *node, bool complete)
+{
+    tree->complete_count += (int)complete - (int)node->complete;
+    node->complete = complete;
+}
+
+int
+fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    FSDPC_TRY(fsdpc_tree_drop_hold(tree, unit));
+    set_complete(tree, node, sync);
+    return tree->backward_prefetch == FSDPC_PREFETCH_POST ? prefetch_before(tree, unit) : FSDPC_OK;
+}
+
+/* --- whose turn it is ------------------------------------------------------------------------ */
+
+/* Its reduction is a collective that matches by order only. */
+static bool
+goes_in_turn(const struct fsdpc_node *node)
+{
+    return node->unit->hooked || !fsdpc_exchange_any_order(node->exchange);
+}
+
+static bool
+awaits_turn(const struct fsdpc_node *node)
+{
+    return !node->reduced && node->unit->layout->trainable_count > 0 && goes_in_turn(node);
+}
+
+/* The agreed order of a wire and of communication hooks: last forward first; units that did not run
+ * come last. What was put off goes in module order, whatever ran. */
+static int
+next_in_turn(fsdpc_tree *tree, bool at_end)
+{
+    for (int k = tree->order_count - 1; k >= 0 && !tree->defer_reduces; k--) {
+        const struct fsdpc_node *node = &tree->nodes[tree->order[k]];
+        if (awaits_turn(node)) {
+            return node->complete || at_end ? tree->order[k] : -1;
+        }
+    }
+    for (int i = 0; at_end && i < tree->count; i++) {
+        if (awaits_turn(&tree->nodes[i])) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+int
+fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
+{
+    for (int i = 0; tree->complete_count > 0 && i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        /* A further time in one backward nothing is sent yet: no turn to wait for. */
+        if (node->complete && (node->reduced || !goes_in_turn(node))) {
+            return i;
+        }
+    }
+    return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
+}
+
+void
+fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
+{
+    tree->defer_reduces = defer;
+}
+
+/* --- reducing -------------------------------------------------------------------------------- */
+
+int
+fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    set_complete(tree, node, false);
+    node->reduced = true;
+    return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
+}
+
+bool
+fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].reduced;
+}
+
+void
+fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit)
+{
+    set_complete(tree, &tree->nodes[unit], false);
+    tree->nodes[unit].reduced = true;
+}
+
+void
+fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked)
+{
+    tree->nodes[unit].unit->hooked = hooked;
+    tree->takes_turns = tree->takes_turns || hooked;
+}
+
+int
+fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    set_complete(tree, node, false);
+    return fsdpc_grad_keep_local(node->unit, grads);
+}
+
+/* --- the end --------------------------------------------------------------------------------- */
+
+/* Sums over replicas what the shard groups have summed. Which parameters got a gradient is shared
+ * first; a unit that nobody ran costs no more than its bits. */
+static int
+reduce_replicas_of(fsdpc_unit *unit)
+{
+    int status = FSDPC_OK;
+    int count = unit->layout->param_count;
+    float *bits = fsdpc_mem_calloc((size_t)count, sizeof *bits);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
+    }
+    bool any = false;
+    for (int i = 0; i < count; i++) {
+        bits[i] = unit->used[i];
+    }
+    FSDPC_GOTO(
+        fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
+        done);
+    for (int i = 0; i < count; i++) {
+        unit->used[i] = bits[i] > 0;
+        any = any || unit->used[i];
+    }
+    if (!any) {
+        goto done;
+    }
+    if (!unit->partial_any) {
+        fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes);
+    }
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        char *partial = (char *)unit->partial + seg->grad_offset;
+        const void *source = partial;
+        if (!seg->trainable) {
+            continue;
+        }
+        FSDPC_GOTO(fsdpc_comm_all_reduce(unit->replicate, partial, seg->piece_numel,
+                                         seg->accumulate, FSDPC_SUM, unit->name),
+                   done);
+        FSDPC_GOTO(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
+                                       seg->accumulate, &source, 1, seg->accumulate,
+                                       seg->piece_numel, unit->scale, unit->add),
+                   done);
+    }
+    unit->add = true;
+done:
+    unit->partial_any = false;
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+static int
+reduce_replicas(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_unit *unit = tree->nodes[i].unit;
+        /* A device that queues has done it behind each unit's reduction. */
+        bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
+        if (unit->replicate && unit->layout->trainable_count > 0 && !unit->hooked && !queued) {
+            int status = reduce_replicas_of(unit);
+            if (status != FSDPC_OK) {
+                return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+            }
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+drop_holds(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < tree->count; i++) {
+        FSDPC_KEEP(fsdpc_tree_drop_hold(tree, i));
+    }
+    return status;
+}
+
+static int
+finish_sync(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_TRY(fsdpc_exchange_end(tree->exchanges[i]));
+    }
+    FSDPC_TRY(reduce_replicas(tree));
+    for (int i = 0; i < tree->count; i++) {
+        FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
+    }
+    tree->backwards++;
+    tree->forwards = 0;
+    return FSDPC_OK;
+}
+
+static void
+forget_order(fsdpc_tree *tree)
+{
+    if (tree->order_count > 0) {
+        memcpy(tree->last_order, tree->order, (size_t)tree->order_count * sizeof *tree->order);
+        tree->last_order_count = tree->order_count;
+    }
+    tree->order_count = tree->complete_count = 0;
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].order = -1;
+        tree->nodes[i].complete = tree->nodes[i].reduced = false;
+    }
+}
+
+static int
+drop_for_backward(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    FSDPC_KEEP(drop_holds(tree));
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
+    }
+    return status;
+}
+
+int
+fsdpc_tree_backward_broke(fsdpc_tree *tree)
+{
+    fsdpc_tree_forget_kept(tree);
+    return drop_for_backward(tree);
+}
+
+/* autograd.grad inside a forward. */
+static bool
+in_forward(const fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->nodes[i].running > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
+{
+    int status = FSDPC_OK;
+    FSDPC_KEEP(drop_for_backward(tree));
+    if (sync && status == FSDPC_OK) {
+        FSDPC_KEEP(finish_sync(tree));
+    }
+    tree->in_backward = false;
+    forget_order(tree);
+    fsdpc_tree_set_phase(tree, in_forward(tree) ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
+    return status;
+}

@@ -1,0 +1,64 @@
+/* The insides of a tree, shared by tree*.c. */
+#ifndef FSDPC_TREE_IMPL_H
+#define FSDPC_TREE_IMPL_H
+
+#include "tree/tree.h"
+#include "unit/unit_impl.h"
+
+struct fsdpc_node {
+    fsdpc_unit *unit;
+    fsdpc_exchange *exchange;
+    int depth;
+    bool held;     /* one reference is kept until the unit's backward is done */
+    bool kept;     /* the hold outlives its backward: a second one goes through its graph */
+    int running;   /* forwards of it that have begun and not ended */
+    bool complete; /* gradients are complete, reduction is due or waits for its turn */
+    bool reduced;  /* in this backward */
+    int order;     /* position in `order`, -1 */
+};
+
+struct fsdpc_tree {
+    struct fsdpc_node *nodes;
+    int count;
+    fsdpc_exchange **exchanges;
+    int exchange_count;
+    enum fsdpc_prefetch backward_prefetch;
+    bool forward_prefetch;
+    int gather_slots, reduce_slots;
+    bool poison, trust_order;
+    int *order; /* units in order of their first forward since the last backward ended */
+    int order_count;
+    int *last_order; /* of the pass before: what forward prefetch follows */
+    int last_order_count;
+    uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
+    bool in_backward, defer_reduces;
+    int complete_count; /* nodes whose reduction is due or waits for its turn */
+    bool takes_turns;   /* some unit needs one order on all ranks */
+    enum fsdpc_phase phase;
+    fsdpc_trace *trace;
+    struct fsdpc_norm_room *norm_room; /* made by the first clip */
+};
+
+/* tree.c */
+/* What the end of a backward must leave: forwards in progress around it, and kept holds. */
+void fsdpc_tree_set_floor(struct fsdpc_node *node);
+/* Kept holds become ordinary ones. */
+void fsdpc_tree_forget_kept(fsdpc_tree *tree);
+void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
+/* Tells the exchanges which pass begins: this rank's masters are final for it. */
+int fsdpc_tree_publish_tag(fsdpc_tree *tree);
+
+/* tree_norm.c */
+void fsdpc_tree_norm_free(fsdpc_tree *tree);
+
+struct fsdpc_slot_plan {
+    int *slot_of;       /* per member, -1: needs none */
+    size_t *slot_bytes; /* per slot */
+    int slot_count;
+};
+
+int fsdpc_tree_plan_slots(const fsdpc_tree *tree, const int *members, int count,
+                          struct fsdpc_slot_plan *plan);
+void fsdpc_tree_plan_free(struct fsdpc_slot_plan *plan);
+
+#endif

@@ -1,0 +1,282 @@
+/* Ranges and slots in host memory, and what they share with those of a device. See arena.h. */
+#include "unit/arena_impl.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/mem.h"
+#include "base/room.h"
+#include "base/status.h"
+
+#define HUGE_BYTES ((size_t)1 << 21)
+
+/* NORESERVE: an unbound range may be read (zeros) without costing memory. */
+static void *
+reserve(size_t bytes)
+{
+    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return address == MAP_FAILED ? NULL : address;
+}
+
+/* Large ranges begin where huge pages do: more is reserved than needed and the ends are cut off. */
+static void *
+reserve_aligned(size_t bytes)
+{
+    char *start = reserve(bytes + HUGE_BYTES);
+    if (!start) {
+        return NULL;
+    }
+    size_t before = (HUGE_BYTES - (uintptr_t)start % HUGE_BYTES) % HUGE_BYTES;
+    if (before > 0) {
+        munmap(start, before);
+    }
+    munmap(start + before + bytes, HUGE_BYTES - before);
+    return start + before;
+}
+
+int
+fsdpc_range_init(fsdpc_range *range, size_t bytes)
+{
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+    size_t rounded = fsdpc_round_up(bytes ? bytes : 1, fsdpc_shm_page_bytes());
+    void *address = rounded >= HUGE_BYTES ? reserve_aligned(rounded) : reserve(rounded);
+    if (!address) {
+        return fsdpc_error_errno(errno, "cannot reserve %zu bytes of addresses", rounded);
+    }
+    range->address = address;
+    range->bytes = rounded;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_range_fini(fsdpc_range *range)
+{
+    if (range->device) {
+        fsdpc_arena_device_range_fini(range);
+        return;
+    }
+    if (range->address) {
+        munmap(range->address, range->bytes);
+    }
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+}
+
+int
+fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out)
+{
+    *out = NULL;
+    fsdpc_arena *arena = fsdpc_mem_calloc(1, sizeof *arena);
+    if (!arena) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an arena");
+    }
+    arena->shm = shm;
+    arena->file = -1;
+    *out = arena;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_arena_free(fsdpc_arena *arena)
+{
+    if (!arena) {
+        return;
+    }
+    if (arena->file >= 0) {
+        close(arena->file);
+    }
+    if (arena->device) {
+        fsdpc_arena_device_drop(arena);
+    }
+    fsdpc_mem_free(arena->slots);
+    fsdpc_mem_free(arena);
+}
+
+/* Room in the private file, with its pages allocated so that a full memory shows here. */
+static int
+grow_private_file(fsdpc_arena *arena, size_t bytes, uint64_t *offset)
+{
+    if (arena->file < 0) {
+        arena->file = memfd_create("fsdpc-arena", MFD_CLOEXEC);
+        if (arena->file < 0) {
+            return fsdpc_error_errno(errno, "cannot make a memory file for gather slots");
+        }
+    }
+    FSDPC_TRY(fsdpc_room_check(bytes, "a gather slot"));
+    int error = posix_fallocate(arena->file, (off_t)arena->file_bytes, (off_t)bytes);
+    if (error) {
+        return fsdpc_error_errno(error, "cannot get %zu bytes for a gather slot", bytes);
+    }
+    *offset = arena->file_bytes;
+    arena->file_bytes += bytes;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot)
+{
+    *slot = -1;
+    bytes = fsdpc_round_up(bytes ? bytes : 1, arena->device ? fsdpc_device_grain(arena->device)
+                                                            : fsdpc_shm_page_bytes());
+    fsdpc_arena_slot *grown =
+        fsdpc_mem_realloc(arena->slots, (size_t)arena->slot_count + 1, sizeof *grown);
+    if (!grown) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the table of gather slots");
+    }
+    arena->slots = grown;
+    fsdpc_arena_slot made = {.bytes = bytes};
+    if (arena->device) {
+        FSDPC_TRY(fsdpc_arena_device_slot(arena, &made));
+    } else if (arena->shm) {
+        FSDPC_TRY(fsdpc_shm_alloc(arena->shm, bytes, true, &made.offset));
+    } else {
+        FSDPC_TRY(grow_private_file(arena, bytes, &made.offset));
+    }
+    arena->slots[arena->slot_count] = made;
+    arena->total_bytes += bytes;
+    *slot = arena->slot_count++;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_arena_discard(fsdpc_arena *arena)
+{
+    for (int i = 0; arena->shm && i < arena->slot_count; i++) {
+        (void)fsdpc_shm_discard(arena->shm, arena->slots[i].offset, arena->slots[i].bytes);
+    }
+}
+
+int
+fsdpc_arena_slot_count(const fsdpc_arena *arena)
+{
+    return arena->slot_count;
+}
+
+void *
+fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot)
+{
+    return slot >= 0 && slot < arena->slot_count ? arena->slots[slot].address : NULL;
+}
+
+size_t
+fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot)
+{
+    return slot >= 0 && slot < arena->slot_count ? arena->slots[slot].bytes : 0;
+}
+
+size_t
+fsdpc_arena_bytes(const fsdpc_arena *arena)
+{
+    return arena->total_bytes;
+}
+
+size_t
+fsdpc_arena_spare_bytes(const fsdpc_arena *arena)
+{
+    return arena->spare_bytes;
+}
+
+uint64_t
+fsdpc_arena_spare_count(const fsdpc_arena *arena)
+{
+    return arena->spare_count;
+}
+
+static int
+map_slot(fsdpc_arena *arena, fsdpc_range *range, const fsdpc_arena_slot *slot)
+{
+    if (arena->device) {
+        return fsdpc_arena_device_bind(slot, range);
+    }
+    if (arena->shm) {
+        void *mapped;
+        return fsdpc_shm_map(arena->shm, slot->offset, range->bytes, range->address, &mapped);
+    }
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, arena->file, (off_t)slot->offset);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of a gather slot", range->bytes);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
+{
+    if (slot < 0 || slot >= arena->slot_count || arena->slots[slot].bytes < range->bytes) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "slot %d does not hold a range of %zu bytes", slot,
+                           range->bytes);
+    }
+    if (range->device != arena->device) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "a range and a slot of different devices");
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
+    range->slot = slot;
+    /* An arena before this one may have left private memory; it is unmapped now. */
+    range->spare = range->veiled = false;
+    return FSDPC_OK;
+}
+
+static int
+map_spare(fsdpc_range *range)
+{
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (range->spare) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(range->device ? fsdpc_arena_device_spare(range) : map_spare(range));
+    range->spare = true;
+    range->veiled = false;
+    arena->spare_bytes += range->bytes;
+    arena->spare_count++;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (!range->spare) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    range->spare = false;
+    arena->spare_bytes -= range->bytes;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_veil(fsdpc_range *range)
+{
+    if (range->veiled) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_spare(range));
+    range->veiled = true;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range)
+{
+    if (!range->veiled) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    range->veiled = false;
+    return FSDPC_OK;
+}

@@ -1,0 +1,83 @@
+/* Fixed addresses over shared slots.
+ *
+ * A range is an address for life: a unit's gathered parameters are always found there. Behind the
+ * ranges stand a few slots (memory in a file that can be mapped many times); several ranges may
+ * show the same slot, and the exchange makes sure that only one of them is in use at a time. When
+ * two live units need one slot, a range gets private memory behind it for a while (spare).
+ *
+ *   range of unit 1  [=====]--.            .--[=====]  range of unit 3
+ *   range of unit 2  [===]----+- slot 0  <-'
+ *                             '- slot 1 (of unit 2)
+ *
+ * On a device without host memory (arena_device.c) slots are pieces of its memory with addresses of
+ * their own, too, for collectives to use and register.
+ *
+ * With a shared segment the slots lie in it, and all ranks of the host see the same bytes; without
+ * one they lie in a private memfd. The arena never moves and never frees a range's addresses.
+ */
+#ifndef FSDPC_ARENA_H
+#define FSDPC_ARENA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "device/device.h"
+#include "shm/shm.h"
+
+typedef struct fsdpc_range {
+    void *address; /* NULL without virtual memory management until it is bound */
+    size_t bytes;  /* whole pages, or grains of the device */
+    int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
+    bool spare;    /* private memory is mapped at the moment */
+    bool veiled;   /* private memory that stands for nothing is mapped, see fsdpc_arena_veil */
+    /* On a device without host memory: it, and what it shows here; else NULL. */
+    fsdpc_device *device;
+    fsdpc_piece *shown;
+} fsdpc_range;
+
+typedef struct fsdpc_arena fsdpc_arena;
+
+/* Reserves addresses; no memory is used. bytes 0 is rounded up to one page. */
+int fsdpc_range_init(fsdpc_range *range, size_t bytes);
+/* The same on any device; there what is not bound cannot be read. */
+int fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes);
+/* Gives the addresses back: nothing may refer to them any more. Safe on a zeroed range. */
+void fsdpc_range_fini(fsdpc_range *range);
+
+/* `shm` (borrowed, may be NULL) is where slots are made. */
+int fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out);
+/* With slots in the device's memory; for ranges of the same device. A device with host memory gives
+ * the arena of fsdpc_arena_new(NULL). */
+int fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out);
+/* Slots stay mapped behind ranges that still show them. NULL is allowed. */
+void fsdpc_arena_free(fsdpc_arena *arena);
+/* New slot; its number goes to *slot. With a segment: same calls on all ranks. */
+int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
+/* Gives the memory of all slots back to the kernel; nobody may use them any more. */
+void fsdpc_arena_discard(fsdpc_arena *arena);
+int fsdpc_arena_slot_count(const fsdpc_arena *arena);
+/* A slot's own address, the same for the arena's life; NULL in host memory. */
+void *fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot);
+size_t fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot);
+/* Bytes of all slots. */
+size_t fsdpc_arena_bytes(const fsdpc_arena *arena);
+/* Bytes of private memory mapped now behind ranges, and how often that happened. */
+size_t fsdpc_arena_spare_bytes(const fsdpc_arena *arena);
+uint64_t fsdpc_arena_spare_count(const fsdpc_arena *arena);
+
+/* Shows `slot` behind the range (slot bytes >= range bytes), in place of whatever an arena showed
+ * there before. Not while this arena's spare memory is there. */
+int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
+/* Puts private memory behind the range, zeroed (on a device: in the order of the current stream);
+ * restore goes back to the bound slot. */
+int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
+int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
+
+/* For debugging, in host memory only: puts private memory behind a range that is not in use, so that
+ * nothing of a slot can be read through the range, whoever fills the slot meanwhile. The caller writes
+ * the pattern. unveil shows the bound slot again; both do nothing when done already. */
+int fsdpc_arena_veil(fsdpc_range *range);
+int fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range);
+
+#endif

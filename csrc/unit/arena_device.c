@@ -1,0 +1,113 @@
+/* Ranges and slots in the memory of a device that the CPU does not see. See arena.h.
+ *
+ * A range is reserved addresses, a slot a piece of memory that is shown behind them, and behind
+ * addresses of the slot's own, which collectives use: those never change, so that they are
+ * registered once. What an arena showed stays in memory until the range shows something else.
+ */
+#include "unit/arena_impl.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+
+int
+fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes)
+{
+    if (fsdpc_device_get_caps(device)->host_memory) {
+        return fsdpc_range_init(range, bytes);
+    }
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+    range->bytes = fsdpc_round_up(bytes ? bytes : 1, fsdpc_device_grain(device));
+    FSDPC_TRY(fsdpc_device_reserve(device, range->bytes, &range->address));
+    range->device = device;
+    return FSDPC_OK;
+}
+
+/* What cannot be hidden, because its work does not end, keeps its addresses. */
+void
+fsdpc_arena_device_range_fini(fsdpc_range *range)
+{
+    int status = FSDPC_OK;
+    if (range->shown) {
+        status = fsdpc_device_hide(range->device, range->address, range->bytes, range->shown);
+    }
+    if (status == FSDPC_OK) {
+        fsdpc_device_unreserve(range->device, range->address, range->bytes);
+    }
+    memset(range, 0, sizeof *range);
+    range->slot = -1;
+}
+
+int
+fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out)
+{
+    FSDPC_TRY(fsdpc_arena_new(NULL, out));
+    if (!fsdpc_device_get_caps(device)->host_memory) {
+        (*out)->device = device;
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_device_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot)
+{
+    int status = FSDPC_OK;
+    FSDPC_TRY(fsdpc_device_reserve(arena->device, slot->bytes, &slot->address));
+    FSDPC_GOTO(fsdpc_device_piece_new(arena->device, slot->bytes, &slot->piece), fail);
+    FSDPC_GOTO(fsdpc_device_show(arena->device, &slot->address, slot->bytes, slot->piece), fail);
+    return FSDPC_OK;
+fail:
+    fsdpc_device_piece_free(arena->device, slot->piece);
+    fsdpc_device_unreserve(arena->device, slot->address, slot->bytes);
+    return status;
+}
+
+void
+fsdpc_arena_device_drop(fsdpc_arena *arena)
+{
+    for (int i = 0; i < arena->slot_count; i++) {
+        const fsdpc_arena_slot *slot = &arena->slots[i];
+        if (fsdpc_device_hide(arena->device, slot->address, slot->bytes, slot->piece) == FSDPC_OK) {
+            fsdpc_device_unreserve(arena->device, slot->address, slot->bytes);
+        }
+        fsdpc_device_piece_free(arena->device, slot->piece);
+    }
+}
+
+static int
+replace(fsdpc_range *range, fsdpc_piece *piece)
+{
+    if (range->shown) {
+        FSDPC_TRY(fsdpc_device_hide(range->device, range->address, range->bytes, range->shown));
+        range->shown = NULL;
+    }
+    FSDPC_TRY(fsdpc_device_show(range->device, &range->address, range->bytes, piece));
+    range->shown = piece;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_device_bind(const fsdpc_arena_slot *slot, fsdpc_range *range)
+{
+    return range->shown == slot->piece ? FSDPC_OK : replace(range, slot->piece);
+}
+
+int
+fsdpc_arena_device_spare(fsdpc_range *range)
+{
+    fsdpc_piece *piece;
+    if (!fsdpc_device_get_caps(range->device)->virtual_memory) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "two units need one slot at the same time, and this GPU has no virtual "
+                           "memory management to help one of them out");
+    }
+    FSDPC_TRY(fsdpc_device_piece_new(range->device, range->bytes, &piece));
+    int status = replace(range, piece);
+    fsdpc_device_piece_free(range->device, piece); /* the range holds it now */
+    if (status == FSDPC_OK) {
+        status = fsdpc_device_zero(range->device, range->address, range->bytes);
+    }
+    return status;
+}

@@ -1,0 +1,32 @@
+/* What arena.c and arena_device.c share. */
+#ifndef FSDPC_ARENA_IMPL_H
+#define FSDPC_ARENA_IMPL_H
+
+#include "unit/arena.h"
+
+typedef struct fsdpc_arena_slot {
+    size_t bytes;
+    uint64_t offset;    /* in the segment or in the private file */
+    fsdpc_piece *piece; /* on a device, and the slot's own address */
+    void *address;
+} fsdpc_arena_slot;
+
+struct fsdpc_arena {
+    fsdpc_shm *shm;       /* borrowed; NULL: the private file holds the slots */
+    fsdpc_device *device; /* not NULL: the slots are its pieces */
+    int file;             /* -1 until the first private slot */
+    uint64_t file_bytes;
+    fsdpc_arena_slot *slots;
+    int slot_count;
+    size_t total_bytes, spare_bytes;
+    uint64_t spare_count;
+};
+
+/* arena_device.c: the part of each call that touches memory. */
+void fsdpc_arena_device_range_fini(fsdpc_range *range);
+int fsdpc_arena_device_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot);
+void fsdpc_arena_device_drop(fsdpc_arena *arena);
+int fsdpc_arena_device_bind(const fsdpc_arena_slot *slot, fsdpc_range *range);
+int fsdpc_arena_device_spare(fsdpc_range *range);
+
+#endif

@@ -1,0 +1,294 @@
+/* The placement of a unit's parameters. See layout.h.
+ *
+ * Three passes: sort the parameters into segments and place them there, cut the segments, lay the
+ * segments into the buffers. All item sizes are powers of two, so an offset that is aligned for
+ * the narrowest type is aligned for all of them.
+ *
+ * Nothing can wrap: a unit holds at most 2^52 elements of at most 8 bytes, alignments are at most
+ * 2^21 bytes, and there are fewer than 2^9 kinds of segments and 2^31 ranks and parameters.
+ */
+#include "unit/layout.h"
+
+#include <assert.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+
+static const int64_t MAX_UNIT_NUMEL = INT64_C(1) << 52;
+static const size_t MIN_ALIGN = 16, MAX_ALIGN = 1 << 21;
+
+/* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype there is
+ * for such values, and so in every one. The compute and reduce dtypes do not matter: one unit is
+ * cut alike in every precision, so that what is saved of its flat parameters fits all of them. */
+static int64_t
+align_items(const fsdpc_segment *segment, size_t align_bytes)
+{
+    fsdpc_dtype narrowest = segment->storage == FSDPC_BYTES ? FSDPC_BYTES : FSDPC_BF16;
+    return (int64_t)(align_bytes / fsdpc_dtype_bytes(narrowest));
+}
+
+static int64_t
+round_up(int64_t value, int64_t unit)
+{
+    return (value + unit - 1) / unit * unit;
+}
+
+static int
+check_spec(const fsdpc_param_spec *spec, int position)
+{
+    if (!spec->name) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter %d has no name", position);
+    }
+    if (spec->numel < 0 || spec->numel > MAX_UNIT_NUMEL) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': %lld elements are out of range",
+                           spec->name, (long long)spec->numel);
+    }
+    if (fsdpc_dtype_bytes(spec->storage) == 0 || fsdpc_dtype_bytes(spec->compute) == 0 ||
+        fsdpc_dtype_bytes(spec->reduce) == 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': unknown dtype", spec->name);
+    }
+    if ((spec->storage == FSDPC_BYTES) != (spec->compute == FSDPC_BYTES)) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': %s cannot be cast to %s", spec->name,
+                           fsdpc_dtype_name(spec->storage), fsdpc_dtype_name(spec->compute));
+    }
+    if (spec->trainable && (spec->storage == FSDPC_BYTES || spec->reduce == FSDPC_BYTES)) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "parameter '%s' is trainable, so its storage and reduce dtypes must be "
+                           "floating point; freeze it (requires_grad=False) to carry it as bytes",
+                           spec->name);
+    }
+    return FSDPC_OK;
+}
+
+static int
+check_arguments(int param_count, int world, size_t align_bytes)
+{
+    if (param_count < 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "%d parameters", param_count);
+    }
+    if (world < 1) {
+        return fsdpc_error(FSDPC_E_INVAL, "a world of %d ranks", world);
+    }
+    if (align_bytes < MIN_ALIGN || align_bytes > MAX_ALIGN ||
+        (align_bytes & (align_bytes - 1)) != 0) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "align_bytes must be a power of two from %zu to %zu, not %zu", MIN_ALIGN,
+                           MAX_ALIGN, align_bytes);
+    }
+    return FSDPC_OK;
+}
+
+static bool
+belongs(const fsdpc_segment *segment, const fsdpc_param_spec *spec)
+{
+    return segment->storage == spec->storage && segment->compute == spec->compute &&
+           segment->reduce == spec->reduce && segment->trainable == spec->trainable;
+}
+
+/* The gradient of a double parameter is kept in double, whatever crossed the wire. */
+static fsdpc_dtype
+accumulate_dtype(const fsdpc_param_spec *spec)
+{
+    return fsdpc_dtype_accumulate(spec->storage == FSDPC_F64 ? FSDPC_F64 : spec->reduce);
+}
+
+static int
+segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
+{
+    for (int i = 0; i < layout->segment_count; i++) {
+        if (belongs(&layout->segments[i], spec)) {
+            return i;
+        }
+    }
+    layout->segments[layout->segment_count] = (fsdpc_segment){
+        .storage = spec->storage,
+        .compute = spec->compute,
+        .reduce = spec->reduce,
+        .accumulate = accumulate_dtype(spec),
+        .trainable = spec->trainable,
+    };
+    return layout->segment_count++;
+}
+
+static int
+place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64_t *unit_numel)
+{
+    FSDPC_TRY(check_spec(spec, index));
+    *unit_numel += spec->numel;
+    if (*unit_numel > MAX_UNIT_NUMEL) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': the unit passes %lld elements",
+                           spec->name, (long long)MAX_UNIT_NUMEL);
+    }
+    fsdpc_param_place *place = &layout->params[index];
+    place->segment = segment_for(layout, spec);
+    fsdpc_segment *segment = &layout->segments[place->segment];
+    place->offset = round_up(segment->numel, align_items(segment, layout->align_bytes));
+    place->numel = spec->numel;
+    segment->numel = place->offset + place->numel;
+    place->name = fsdpc_mem_strdup(spec->name);
+    if (!place->name) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of parameter '%s'", spec->name);
+    }
+    return FSDPC_OK;
+}
+
+static void
+cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
+{
+    int64_t step = align_items(segment, layout->align_bytes);
+    int64_t per_rank = (segment->numel + layout->world - 1) / layout->world;
+    segment->piece_numel = round_up(per_rank, step);
+
+    size_t piece = (size_t)segment->piece_numel, all = piece * (size_t)layout->world;
+    segment->full_offset = layout->full_bytes;
+    segment->shard_offset = layout->shard_bytes;
+    layout->full_bytes += all * fsdpc_dtype_bytes(segment->compute);
+    layout->shard_bytes += piece * fsdpc_dtype_bytes(segment->storage);
+}
+
+/* What depends on which segments are trainable: the gradient buffers, the numbers of trainable
+ * parameters. */
+static void
+lay_gradients(fsdpc_layout *layout)
+{
+    layout->grad_bytes = layout->reduce_bytes = 0;
+    for (int i = 0; i < layout->segment_count; i++) {
+        fsdpc_segment *segment = &layout->segments[i];
+        size_t piece = (size_t)segment->piece_numel, all = piece * (size_t)layout->world;
+        segment->grad_offset = layout->grad_bytes;
+        segment->reduce_offset = layout->reduce_bytes;
+        if (segment->trainable) {
+            layout->grad_bytes += piece * fsdpc_dtype_bytes(segment->accumulate);
+            layout->reduce_bytes += all * fsdpc_dtype_bytes(segment->reduce);
+        }
+    }
+    layout->trainable_count = 0;
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_param_place *place = &layout->params[i];
+        bool trainable = layout->segments[place->segment].trainable;
+        place->trainable_index = trainable ? layout->trainable_count++ : -1;
+    }
+}
+
+static int64_t
+count_padding(const fsdpc_layout *layout)
+{
+    int64_t padding = (int64_t)layout->full_bytes;
+    for (int i = 0; i < layout->param_count; i++) {
+        const fsdpc_param_place *place = &layout->params[i];
+        fsdpc_dtype compute = layout->segments[place->segment].compute;
+        padding -= place->numel * (int64_t)fsdpc_dtype_bytes(compute);
+    }
+    return padding;
+}
+
+/* An empty layout with room for everything; NULL when out of memory. */
+static fsdpc_layout *
+allocate(int param_count, int world, size_t align_bytes)
+{
+    fsdpc_layout *layout = fsdpc_mem_calloc(1, sizeof *layout);
+    if (!layout) {
+        return NULL;
+    }
+    layout->world = world;
+    layout->align_bytes = align_bytes;
+    layout->params = fsdpc_mem_calloc((size_t)param_count, sizeof *layout->params);
+    layout->segments = fsdpc_mem_calloc((size_t)param_count, sizeof *layout->segments);
+    if (!layout->params || !layout->segments) {
+        fsdpc_layout_free(layout);
+        return NULL;
+    }
+    layout->param_count = param_count;
+    return layout;
+}
+
+int
+fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world, size_t align_bytes,
+                   fsdpc_layout **out)
+{
+    int status = FSDPC_OK;
+    int64_t unit_numel = 0;
+    *out = NULL;
+    FSDPC_TRY(check_arguments(param_count, world, align_bytes));
+    fsdpc_layout *layout = allocate(param_count, world, align_bytes);
+    if (!layout) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the layout of %d parameters", param_count);
+    }
+    for (int i = 0; i < param_count; i++) {
+        FSDPC_GOTO(place_param(layout, i, &specs[i], &unit_numel), fail);
+    }
+    for (int i = 0; i < layout->segment_count; i++) {
+        cut_segment(layout, &layout->segments[i]);
+    }
+    lay_gradients(layout);
+    layout->padding_bytes = count_padding(layout);
+    *out = layout;
+    return FSDPC_OK;
+fail:
+    fsdpc_layout_free(layout);
+    return status;
+}
+
+void
+fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable)
+{
+    for (int i = 0; i < layout->segment_count; i++) {
+        assert(!trainable[i] || layout->segments[i].storage != FSDPC_BYTES);
+        layout->segments[i].trainable = trainable[i] != 0;
+    }
+    lay_gradients(layout);
+}
+
+void
+fsdpc_layout_free(fsdpc_layout *layout)
+{
+    if (!layout) {
+        return;
+    }
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_mem_free(layout->params[i].name);
+    }
+    fsdpc_mem_free(layout->params);
+    fsdpc_mem_free(layout->segments);
+    fsdpc_mem_free(layout);
+}
+
+fsdpc_span
+fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank)
+{
+    assert(param >= 0 && param < layout->param_count);
+    assert(rank >= 0 && rank < layout->world);
+    const fsdpc_param_place *place = &layout->params[param];
+    int64_t piece = layout->segments[place->segment].piece_numel;
+    int64_t piece_begin = piece * rank, piece_end = piece_begin + piece;
+    int64_t param_end = place->offset + place->numel;
+    int64_t begin = place->offset > piece_begin ? place->offset : piece_begin;
+    int64_t end = param_end < piece_end ? param_end : piece_end;
+    if (begin >= end) {
+        return (fsdpc_span){0, 0, 0};
+    }
+    return (fsdpc_span){
+        .param_begin = begin - place->offset,
+        .piece_begin = begin - piece_begin,
+        .length = end - begin,
+    };
+}
+
+size_t
+fsdpc_layout_full_offset(const fsdpc_layout *layout, int param)
+{
+    assert(param >= 0 && param < layout->param_count);
+    const fsdpc_param_place *place = &layout->params[param];
+    const fsdpc_segment *segment = &layout->segments[place->segment];
+    return segment->full_offset + (size_t)place->offset * fsdpc_dtype_bytes(segment->compute);
+}
+
+size_t
+fsdpc_layout_reduce_offset(const fsdpc_layout *layout, int param)
+{
+    assert(param >= 0 && param < layout->param_count);
+    const fsdpc_param_place *place = &layout->params[param];
+    const fsdpc_segment *segment = &layout->segments[place->segment];
+    assert(segment->trainable);
+    return segment->reduce_offset + (size_t)place->offset * fsdpc_dtype_bytes(segment->reduce);
+}

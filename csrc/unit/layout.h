@@ -1,0 +1,93 @@
+/* Where each parameter of a unit lives: pure arithmetic, no memory is touched.
+ *
+ * The parameters of a unit are grouped into segments of equal (storage, compute, reduce dtype,
+ * trainable). Inside a segment they lie end to end in the order given, each starting at an
+ * `align_bytes` boundary of every dtype that a parameter may have. A segment is cut into `world`
+ * equal pieces; piece r belongs to rank r. A cut may go through a parameter. Where the cuts are
+ * depends on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
+ * segment may become trainable later; everything but the gradient buffers stays then.
+ *
+ *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
+ *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
+ *   |<- piece 0 -> |<piece 1>|
+ *
+ * Offsets in elements hold for every dtype; each buffer has its own byte offset per segment. The
+ * same function serves the runtime and the memory planner, so that both agree to the byte.
+ */
+#ifndef FSDPC_LAYOUT_H
+#define FSDPC_LAYOUT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+typedef struct fsdpc_param_spec {
+    const char *name; /* copied */
+    int64_t numel;    /* >= 0; for FSDPC_BYTES the number of bytes */
+    fsdpc_dtype storage, compute, reduce;
+    bool trainable; /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
+} fsdpc_param_spec;
+
+typedef struct fsdpc_param_place {
+    char *name;
+    int segment;
+    int64_t offset; /* elements from the start of the segment */
+    int64_t numel;
+    int trainable_index; /* position among the unit's trainable parameters, or -1 */
+} fsdpc_param_place;
+
+typedef struct fsdpc_segment {
+    fsdpc_dtype storage, compute, reduce;
+    fsdpc_dtype accumulate; /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
+    bool trainable;         /* has room in gradient buffers */
+    int64_t numel;          /* up to the end of the last parameter */
+    int64_t piece_numel;    /* per rank; world * piece_numel >= numel */
+    size_t full_offset;     /* bytes, in the gathered buffer (compute dtype) */
+    size_t shard_offset;    /* bytes, in each rank's shard (storage dtype) */
+    size_t grad_offset;     /* bytes, in each rank's shard gradient (accumulate dtype) */
+    size_t reduce_offset;   /* bytes, in each rank's reduce buffer (reduce dtype) */
+} fsdpc_segment;
+
+typedef struct fsdpc_layout {
+    int world;
+    size_t align_bytes;
+    int param_count, segment_count, trainable_count;
+    fsdpc_param_place *params;
+    fsdpc_segment *segments;
+    size_t full_bytes;     /* gathered unit */
+    size_t shard_bytes;    /* one rank's master shard */
+    size_t grad_bytes;     /* one rank's shard gradient */
+    size_t reduce_bytes;   /* one rank's packed full gradient */
+    int64_t padding_bytes; /* of full_bytes, those that hold no parameter */
+} fsdpc_layout;
+
+/* What one rank owns of one parameter. length 0: nothing. */
+typedef struct fsdpc_span {
+    int64_t param_begin; /* first element of the parameter that this rank owns */
+    int64_t piece_begin; /* its position in the rank's piece of the segment */
+    int64_t length;
+} fsdpc_span;
+
+/* Builds the layout; every buffer's segments start at multiples of align_bytes, pieces are
+ * multiples of align_bytes in every dtype. `align_bytes` is a power of two from 16 to 2 MiB, a unit
+ * holds at most 2^52 elements. On success *out is owned by the caller (fsdpc_layout_free). Errors:
+ * FSDPC_E_INVAL naming the parameter, FSDPC_E_NOMEM; *out is then NULL. An empty list (param_count
+ * 0) is a layout of zero bytes. */
+int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
+                       size_t align_bytes, fsdpc_layout **out);
+/* Another choice of trainable segments, one byte each: places and cuts stay as they are, offsets in
+ * gradient buffers and trainable_index move. FSDPC_BYTES stays frozen (checked by assert only). */
+void fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable);
+/* NULL is allowed. */
+void fsdpc_layout_free(fsdpc_layout *layout);
+
+/* `param` and `rank` must be in range (checked by assert only). */
+fsdpc_span fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank);
+/* Byte offset of a parameter's first element in the gathered buffer. */
+size_t fsdpc_layout_full_offset(const fsdpc_layout *layout, int param);
+/* Byte offset of a parameter's first element in the reduce buffer (trainable parameters only). */
+size_t fsdpc_layout_reduce_offset(const fsdpc_layout *layout, int param);
+
+#endif

@@ -1,0 +1,315 @@
+/* A unit's memory: master shard, shard gradient, address range. See unit.h. */
+#include "unit/unit.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "unit/unit_impl.h"
+
+char *
+fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    *dtype = unit->grad_out ? seg->storage : seg->accumulate;
+    return unit->grad_out ? (char *)unit->grad_out + seg->shard_offset
+                          : (char *)unit->grad + seg->grad_offset;
+}
+
+char *
+fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    fsdpc_dtype dtype = seg->storage;
+    char *piece = which == FSDPC_MASTER ? (char *)unit->master + seg->shard_offset
+                                        : fsdpc_unit_seen_grad(unit, segment, &dtype);
+    *item = fsdpc_dtype_bytes(dtype);
+    return piece;
+}
+
+/* The master shards of all ranks lie side by side in the segment: a peer can read what this rank
+ * has not yet brought, and gathers need no partner (see exchange_shared_gather.c). */
+static int
+map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
+{
+    size_t page = fsdpc_shm_page_bytes();
+    unit->master_stride = fsdpc_round_up(unit->layout->shard_bytes, page);
+    /* One page more: how many ranks have freed the unit. */
+    unit->master_map_bytes = unit->master_stride * (size_t)unit->world + page;
+    FSDPC_TRY(fsdpc_shm_alloc(shm, unit->master_map_bytes, true, &unit->master_offset));
+    FSDPC_TRY(
+        fsdpc_shm_map(shm, unit->master_offset, unit->master_map_bytes, NULL, &unit->master_map));
+    for (int r = 0; r < unit->world; r++) {
+        unit->peers[r] = (char *)unit->master_map + unit->master_stride * (size_t)r;
+    }
+    unit->master = unit->peers[unit->rank];
+    return FSDPC_OK;
+}
+
+static int
+make_masters(fsdpc_unit *unit)
+{
+    unit->peers = fsdpc_mem_calloc((size_t)unit->world, sizeof *unit->peers);
+    if (!unit->peers) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
+    }
+    fsdpc_shm *shm = fsdpc_comm_segment(unit->shard);
+    if (unit->layout->shard_bytes == 0) {
+        return FSDPC_OK;
+    }
+    if (shm && unit->world > 1) {
+        return map_shared_masters(unit, shm);
+    }
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, unit->layout->shard_bytes, &unit->master));
+    unit->peers[unit->rank] = unit->master;
+    return FSDPC_OK;
+}
+
+static bool
+sees_other_grads(const fsdpc_layout *layout)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].trainable &&
+            layout->segments[s].storage != layout->segments[s].accumulate) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool
+needs_no_cast(const fsdpc_layout *layout)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].storage != layout->segments[s].compute) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int
+fsdpc_unit_make_grads(fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = unit->layout;
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->grad_bytes, &unit->grad));
+    if (sees_other_grads(layout)) {
+        FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->shard_bytes, &unit->grad_out));
+    }
+    if (unit->replicate) {
+        FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->partial));
+    }
+    return FSDPC_OK;
+}
+
+static int
+make_buffers(fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = unit->layout;
+    FSDPC_TRY(make_masters(unit));
+    FSDPC_TRY(fsdpc_unit_make_grads(unit));
+    unit->used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
+    unit->local_used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
+    unit->local_offset = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof(size_t));
+    if (!unit->used || !unit->local_used || !unit->local_offset) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
+    }
+    unit->direct = unit->world == 1 && needs_no_cast(layout) && !unit->offload;
+    return unit->direct ? FSDPC_OK
+                        : fsdpc_range_init_on(unit->device, &unit->range, layout->full_bytes);
+}
+
+int
+fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs, int count,
+               fsdpc_unit **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    if (!(options->divide > 0)) {
+        return fsdpc_error(FSDPC_E_INVAL, "unit %s: divide must be > 0, got %g", options->name,
+                           options->divide);
+    }
+    fsdpc_unit *unit = fsdpc_mem_calloc(1, sizeof *unit);
+    if (!unit) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name);
+    }
+    unit->id = -1;
+    unit->slot = -1;
+    unit->range.slot = -1;
+    unit->shard = options->shard;
+    unit->replicate = options->replicate;
+    unit->device = fsdpc_comm_device(options->shard);
+    unit->rank = fsdpc_comm_rank(options->shard);
+    unit->world = fsdpc_comm_world(options->shard);
+    unit->scale = 1.0 / options->divide;
+    unit->reshard = options->reshard;
+    unit->offload = options->offload;
+    unit->name = fsdpc_mem_strdup(options->name);
+    if (!unit->name) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);
+    }
+    FSDPC_GOTO(fsdpc_unit_open_own(unit), fail);
+    size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
+    FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
+    FSDPC_GOTO(make_buffers(unit), fail);
+    *out = unit;
+    return FSDPC_OK;
+fail:
+    status = fsdpc_error_prepend(status, "unit %s", options->name);
+    fsdpc_unit_free(unit);
+    return status;
+}
+
+/* Freeing is local, and a late rank may still read this rank's shard: the last one to free the unit
+ * gives the memory of all back. */
+static void
+give_masters_back(fsdpc_unit *unit)
+{
+    size_t shards = unit->master_stride * (size_t)unit->world;
+    _Atomic uint32_t *freed = (_Atomic uint32_t *)((char *)unit->master_map + shards);
+    if (atomic_fetch_add(freed, 1) + 1 == (uint32_t)unit->world) {
+        (void)fsdpc_shm_discard(fsdpc_comm_segment(unit->shard), unit->master_offset,
+                                unit->master_map_bytes);
+    }
+    fsdpc_shm_unmap(unit->master_map, unit->master_map_bytes);
+}
+
+void
+fsdpc_unit_free(fsdpc_unit *unit)
+{
+    if (!unit) {
+        return;
+    }
+    fsdpc_range_fini(&unit->range);
+    fsdpc_grad_queue_close(unit);
+    fsdpc_unit_free_retired(unit);
+    if (unit->layout) {
+        fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
+        fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);
+        fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
+        fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
+        if (!unit->master_map) {
+            fsdpc_unit_own_free(unit, unit->master, unit->layout->shard_bytes);
+        }
+    }
+    if (unit->master_map) {
+        give_masters_back(unit);
+    }
+    fsdpc_unit_close_own(unit);
+    fsdpc_layout_free(unit->layout);
+    fsdpc_mem_free(unit->peers);
+    fsdpc_mem_free(unit->used);
+    fsdpc_mem_free(unit->local_used);
+    fsdpc_mem_free(unit->local_offset);
+    fsdpc_mem_free(unit->name);
+    fsdpc_mem_free(unit);
+}
+
+const char *
+fsdpc_unit_name(const fsdpc_unit *unit)
+{
+    return unit->name;
+}
+
+int
+fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
+{
+    char *copy = fsdpc_mem_strdup(name);
+    if (!copy) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the name of unit %s", name);
+    }
+    fsdpc_mem_free(unit->name);
+    unit->name = copy;
+    return FSDPC_OK;
+}
+
+const fsdpc_layout *
+fsdpc_unit_layout(const fsdpc_unit *unit)
+{
+    return unit->layout;
+}
+
+fsdpc_comm *
+fsdpc_unit_comm(const fsdpc_unit *unit)
+{
+    return unit->shard;
+}
+
+int
+fsdpc_unit_rank(const fsdpc_unit *unit)
+{
+    return unit->rank;
+}
+
+void *
+fsdpc_unit_master(const fsdpc_unit *unit)
+{
+    return unit->master;
+}
+
+void *
+fsdpc_unit_grad(const fsdpc_unit *unit)
+{
+    return unit->grad;
+}
+
+void *
+fsdpc_unit_full(const fsdpc_unit *unit)
+{
+    return unit->direct ? unit->master : unit->range.address;
+}
+
+bool
+fsdpc_unit_is_direct(const fsdpc_unit *unit)
+{
+    return unit->direct;
+}
+
+static void *
+part(const fsdpc_unit *unit, enum fsdpc_which which, int param, int64_t *length)
+{
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    *length = span.length;
+    size_t item;
+    char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
+    return piece + (size_t)span.piece_begin * item;
+}
+
+void *
+fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    return part(unit, FSDPC_MASTER, param, length);
+}
+
+void *
+fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    return part(unit, FSDPC_GRAD, param, length);
+}
+
+fsdpc_dtype
+fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
+{
+    fsdpc_dtype dtype;
+    fsdpc_unit_seen_grad(unit, unit->layout->params[param].segment, &dtype);
+    return dtype;
+}
+
+int
+fsdpc_unit_finish_grad(fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_unit_settle(unit));
+    for (int s = 0; unit->grad_out && s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        fsdpc_dtype dtype;
+        char *seen = fsdpc_unit_seen_grad(unit, s, &dtype);
+        if (seg->trainable) {
+            FSDPC_TRY(fsdpc_device_cast(unit->own_device, seen, dtype,
+                                        (char *)unit->grad + seg->grad_offset, seg->accumulate,
+                                        seg->piece_numel, 1.0));
+        }
+    }
+    return FSDPC_OK;
+}

@@ -1,0 +1,127 @@
+/* One unit: the parameters that are gathered and reduced together, and this rank's shard of them.
+ *
+ * A unit owns its master shard (in the shared segment where ranks share a host, so that a peer may
+ * read it), its shard gradient (private, accumulate dtype) and the address range of its gathered
+ * values. It knows nothing of time: who gathers when is the exchange's and the tree's matter.
+ */
+#ifndef FSDPC_UNIT_H
+#define FSDPC_UNIT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/comm.h"
+#include "unit/layout.h"
+
+typedef struct fsdpc_unit fsdpc_unit;
+
+typedef struct fsdpc_unit_options {
+    const char *name;      /* copied; used in every error text */
+    fsdpc_comm *shard;     /* borrowed, must outlive the unit */
+    fsdpc_comm *replicate; /* borrowed, NULL without replicas */
+    double divide;         /* gradients are divided by this, once */
+    bool reshard;          /* released after forward, gathered again for backward */
+    bool offload; /* this rank's own values lie in host memory; nothing more where all does */
+} fsdpc_unit_options;
+
+/* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
+typedef struct fsdpc_tensor {
+    const void *data;
+    fsdpc_dtype dtype;
+    int ndim;
+    const int64_t *shape, *strides; /* elements */
+    bool contiguous;
+} fsdpc_tensor;
+
+enum fsdpc_which { FSDPC_MASTER = 0, FSDPC_GRAD = 1 };
+
+/* Collective over options->shard (memory is laid out alike on all ranks; the caller has compared
+ * descriptions before). The master shard is zeroed. */
+int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs, int count,
+                   fsdpc_unit **out);
+/* Local. Tensors over its memory must be gone. NULL is allowed. */
+void fsdpc_unit_free(fsdpc_unit *unit);
+
+const char *fsdpc_unit_name(const fsdpc_unit *unit);
+/* Its place in the tree is known later than the unit itself. */
+int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
+const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
+fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
+int fsdpc_unit_rank(const fsdpc_unit *unit);
+/* Master shard, shard gradient (accumulate dtype) and gathered range: fixed for life. */
+void *fsdpc_unit_master(const fsdpc_unit *unit);
+void *fsdpc_unit_grad(const fsdpc_unit *unit);
+void *fsdpc_unit_full(const fsdpc_unit *unit);
+/* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
+void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
+void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
+/* True when master shard and shard gradient lie in host memory that the unit's device reaches by itself:
+ * the processor may touch them when the unit is settled. */
+bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
+/* The host waits until the device has done with the unit's own values. A synchronised backward and a
+ * forward that no backward follows end so; every call below that touches own values begins so. */
+int fsdpc_unit_settle(fsdpc_unit *unit);
+/* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
+bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
+
+/* Room for gradients of more segments, one byte each; values and gradients stay, and every pointer of
+ * before to a gradient still points at memory, which is no longer the unit's gradient. Local, but the
+ * shard group and the replicas do the same. The unit is in no exchange. FSDPC_E_STATE while it is
+ * gathered, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; the unit is then as before. */
+int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
+
+/* dtype of the gradients that grad_part, read and write deal in: storage, or accumulate if equal. */
+fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
+/* After a backward: brings the seen gradients up to date where they are narrower than the sums. */
+int fsdpc_unit_finish_grad(fsdpc_unit *unit);
+
+/* The caller's buffers are on the device or the host's, `place` says which. On a device that queues,
+ * what comes from its own memory is copied in the current stream's order; for all else the host
+ * waits until it is done, so that a buffer of the host may be freed on return. Not for steps.
+ *
+ * Local: takes this rank's part out of a full, contiguous parameter (dtypes as for read). */
+int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
+                     enum fsdpc_place place);
+/* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
+ * fsdpc_unit_grad_dtype) with whole parameters; NULL entries are skipped, also on some ranks only.
+ * Beside them no rank holds more than FSDPC_UNIT_SCRATCH_BYTES. */
+int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full,
+                    enum fsdpc_place place);
+enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
+
+/* A parameter in equal blocks: rank r deals with elements [r * block[i], (r + 1) * block[i]) of
+ * parameter i, as far as there are such; data[i] is where they are or go, contiguous, storage dtype
+ * (NULL where the rank has none). block[i] is equal on all ranks; 0: the parameter is skipped.
+ * Collective over the shard group, master values only, scratch memory as for read. */
+int64_t fsdpc_unit_block_length(const fsdpc_unit *unit, int param, int64_t block);
+int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data,
+                           enum fsdpc_place place);
+/* On failure some of the values may have been replaced. */
+int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data,
+                            enum fsdpc_place place);
+
+/* Sum of squares and maximum of this rank's part of the gradients of the parameters with
+ * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */
+int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
+/* The same on a device with streams, without a look by the host: *count parts of a norm (device.h) are
+ * left in `parts`, which has room for fsdpc_unit_norm_room of them; and gradients times *factor, on
+ * the device. */
+int64_t fsdpc_unit_norm_room(const fsdpc_unit *unit);
+int fsdpc_unit_norm_parts(fsdpc_unit *unit, const uint8_t *mask, double p, void *parts,
+                          int64_t *count);
+int fsdpc_unit_scale_by(fsdpc_unit *unit, const uint8_t *mask, const double *factor);
+int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
+int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
+/* Multiplies the sum and the seen gradient of one parameter. */
+int fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor);
+/* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
+int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
+/* Gradients summed over the ranks by somebody else (a communication hook) are added to the shard
+ * gradient as they are, or replace it: sums[s] is this rank's piece of segment s, contiguous, of
+ * any floating dtype; entries of frozen segments are not read. */
+int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
+/* Before sums are added to: what was changed in the seen gradient goes into the sum. */
+int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
+
+#endif

@@ -1,0 +1,87 @@
+/* A unit's own values in host memory (CPUOffload): master shard and shard gradient are pinned, the
+ * device reaches them by their addresses, and the user's optimizer runs on the processor.
+ *
+ * The processor is one more stream that nothing waits for by itself. So what the device does with
+ * own values leaves an event behind (fsdpc_unit_touch), and before the processor touches them the host
+ * waits for it (fsdpc_unit_settle). The other way needs nothing: a launch sees what was written
+ * before it. Ends of backwards wait once for all units.
+ */
+#include <stdio.h>
+
+#include "base/status.h"
+#include "unit/unit_impl.h"
+
+enum { PATIENCE_S = 600 };
+
+int
+fsdpc_unit_open_own(fsdpc_unit *unit)
+{
+    unit->offload = unit->offload && fsdpc_device_get_caps(unit->device)->asynchronous;
+    unit->own_device = unit->device;
+    if (!unit->offload) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_device_cpu(&unit->own_device));
+    FSDPC_TRY(fsdpc_device_event_new(unit->device, &unit->touched[FSDPC_MASTER]));
+    return fsdpc_device_event_new(unit->device, &unit->touched[FSDPC_GRAD]);
+}
+
+void
+fsdpc_unit_close_own(fsdpc_unit *unit)
+{
+    for (int which = 0; which < 2; which++) {
+        fsdpc_device_event_free(unit->device, unit->touched[which]);
+    }
+}
+
+int
+fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out)
+{
+    return unit->offload ? fsdpc_device_host_alloc(unit->device, bytes, out)
+                         : fsdpc_device_alloc(unit->device, bytes, out);
+}
+
+void
+fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes)
+{
+    if (unit->offload) {
+        fsdpc_device_host_free(unit->device, block, bytes);
+    } else {
+        fsdpc_device_free(unit->device, block, bytes);
+    }
+}
+
+bool
+fsdpc_unit_is_offloaded(const fsdpc_unit *unit)
+{
+    return unit->offload;
+}
+
+int
+fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which)
+{
+    if (!unit->offload) {
+        return FSDPC_OK;
+    }
+    unit->in_flight[which] = true;
+    return fsdpc_device_record(unit->device, unit->touched[which]);
+}
+
+void
+fsdpc_unit_settled(fsdpc_unit *unit)
+{
+    unit->in_flight[FSDPC_MASTER] = unit->in_flight[FSDPC_GRAD] = false;
+}
+
+int
+fsdpc_unit_settle(fsdpc_unit *unit)
+{
+    for (int which = 0; which < 2; which++) {
+        if (unit->in_flight[which]) {
+            FSDPC_TRY(fsdpc_device_finish(unit->device, unit->touched[which], PATIENCE_S,
+                                          "the end of the device's work on offloaded values"));
+            unit->in_flight[which] = false;
+        }
+    }
+    return FSDPC_OK;
+}
