@@ -29,10 +29,8 @@ os.chdir(Path(__file__).resolve().parent)
 
 
 def find(*endings: str) -> list[str]:
-    folders = ("csrc", "kernels")
-    return sorted(
-        f for d in folders for e in endings for f in glob(f"{d}/**/*.{e}", recursive=True)
-    )
+    patterns = [f"{d}/**/*.{e}" for d in ("csrc", "kernels") for e in endings]
+    return sorted(file for pattern in patterns for file in glob(pattern, recursive=True))
 
 
 SOURCES, HEADERS, KERNELS = find("c"), find("h", "inc"), find("cu", "cuh")

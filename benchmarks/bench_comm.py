@@ -122,7 +122,7 @@ def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdpc import _bootstrap
+    from fsdpc._comm import bootstrap as _bootstrap
 
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)

@@ -190,7 +190,7 @@ def _start(backend: str, file: str, rank: int, world: int, **options: Any) -> No
 
 def tell_engine(device: Device) -> None:
     """Lets fsdpc._C find torch's current stream, as a first wrapped module does."""
-    from fsdpc._device import engine_device
+    from fsdpc._engine.device import engine_device
 
     if engine_device(device.device) is None:
         raise SystemExit("fsdpc runs on the CPU here: a dry run needs a simulated GPU")

@@ -46,11 +46,11 @@ _HOME = {
     **dict.fromkeys(_API, "fsdpc.api"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
-    "install": "fsdpc._install",
-    "mark_data_dependent": "fsdpc._marks",
-    "memory_stats": "fsdpc._root",
-    "set_collectives": "fsdpc._bootstrap",
-    "uninstall": "fsdpc._install",
+    "install": "fsdpc._fsdp1.install",
+    "mark_data_dependent": "fsdpc._fsdp1.marks",
+    "memory_stats": "fsdpc._fsdp1.root",
+    "set_collectives": "fsdpc._comm.bootstrap",
+    "uninstall": "fsdpc._fsdp1.install",
 }
 _SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
@@ -88,7 +88,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fsdpc._bootstrap import set_collectives
     from fsdpc._C import (
         CommError,
         CommTimeout,
@@ -97,9 +96,10 @@ if TYPE_CHECKING:
         PeerError,
         StateError,
     )
-    from fsdpc._install import install, uninstall
-    from fsdpc._marks import mark_data_dependent
-    from fsdpc._root import memory_stats
+    from fsdpc._comm.bootstrap import set_collectives
+    from fsdpc._fsdp1.install import install, uninstall
+    from fsdpc._fsdp1.marks import mark_data_dependent
+    from fsdpc._fsdp1.root import memory_stats
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,

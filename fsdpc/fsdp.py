@@ -20,21 +20,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc import _args, _clip, _comm_hooks, _convert, _copy, _dcp, _eval, _root, _summon
 from fsdpc import state_dict as _state_dict
-from fsdpc._bootstrap import make_groups
-from fsdpc._collect import claim, collect_infos, find_ignored, sync_states, unit_modules
-from fsdpc._compiled import call_untraced, not_traced
-from fsdpc._device import engine_device
-from fsdpc._face import Face
-from fsdpc._interop import autocasts
-from fsdpc._listeners import check_listeners
-from fsdpc._materialize import materialize
-from fsdpc._names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
-from fsdpc._optim_state import OptimStateDicts
-from fsdpc._placement import asked_device, default_device, place
-from fsdpc._unit import ParamInfo, Unit
-from fsdpc._wrap import auto_wrap
+from fsdpc._clip import clip as _clip
+from fsdpc._comm.bootstrap import make_groups
+from fsdpc._engine.compiled import call_untraced, not_traced
+from fsdpc._engine.device import engine_device
+from fsdpc._engine.interop import autocasts
+from fsdpc._engine.listeners import check_listeners
+from fsdpc._engine.unit import ParamInfo, Unit
+from fsdpc._fsdp1 import args as _args
+from fsdpc._fsdp1 import comm_hooks as _comm_hooks
+from fsdpc._fsdp1 import convert as _convert
+from fsdpc._fsdp1 import copy as _copy
+from fsdpc._fsdp1 import eval as _eval
+from fsdpc._fsdp1 import root as _root
+from fsdpc._fsdp1 import summon as _summon
+from fsdpc._fsdp1.collect import claim, collect_infos, find_ignored, sync_states, unit_modules
+from fsdpc._fsdp1.face import Face
+from fsdpc._fsdp1.materialize import materialize
+from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
+from fsdpc._fsdp1.optim.methods import OptimStateDicts
+from fsdpc._fsdp1.placement import asked_device, default_device, place
+from fsdpc._fsdp1.state import dcp as _dcp
+from fsdpc._fsdp1.wrap import auto_wrap
 from fsdpc.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -358,7 +366,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``to``, ``half``, ``double``...: see ``fsdpc/_convert.py``."""
+        """``to``, ``half``, ``double``...: see ``fsdpc/_fsdp1/convert.py``."""
         plain = super()._apply
         _convert.convert(self, fn, lambda: plain(fn, recurse))
         return self

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from fsdpc._bootstrap import comm_for_host
+from fsdpc._comm.bootstrap import comm_for_host
 
 __all__ = ["ShardedGradScaler"]
 

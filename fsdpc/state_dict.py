@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _args, _state_full, _state_local, _state_sharded
-from fsdpc._collect import unit_modules
-from fsdpc._meeting import meet
-from fsdpc._names import FSDP_PREFIX, clean_fqn
-from fsdpc._state_keys import fill_ties, put_wrapper_in, take_wrapper_out
-from fsdpc._summon import uninstall
+from fsdpc._comm.meeting import meet
+from fsdpc._fsdp1 import args as _args
+from fsdpc._fsdp1.collect import unit_modules
+from fsdpc._fsdp1.names import FSDP_PREFIX, clean_fqn
+from fsdpc._fsdp1.state import full as _state_full
+from fsdpc._fsdp1.state import local as _state_local
+from fsdpc._fsdp1.state import sharded as _state_sharded
+from fsdpc._fsdp1.state.keys import fill_ties, put_wrapper_in, take_wrapper_out
+from fsdpc._fsdp1.summon import uninstall
 from fsdpc._torch import ShardedTensor
 from fsdpc.api import (
     FullOptimStateDictConfig,

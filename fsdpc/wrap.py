@@ -2,7 +2,7 @@
 
 ``enable_wrap(wrapper_cls=fsdpc.FSDP, ...)`` and ``wrap(module)`` work with fsdpc's wrapper as they
 do with torch's. The two engines that apply a policy to a module tree are fsdpc's own
-(``fsdpc/_wrap.py``).
+(``fsdpc/_fsdp1/wrap.py``).
 """
 
 from torch.distributed.fsdp.wrap import (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import check_equal, full_gradients, loss_of, tokens, toy, wrap_blocks
 
-from fsdpc._unit import Unit
+from fsdpc._engine.unit import Unit
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()

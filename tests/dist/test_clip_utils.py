@@ -227,7 +227,7 @@ def test_orders_below_zero_are_refused(rank, world):
 
 @ranks(2)
 def test_unpatched_and_patched_again(rank, world):
-    from fsdpc import _clip_utils
+    from fsdpc._clip import torch_utils as _clip_utils
 
     model = trained(wrap_blocks("fsdpc", toy()))
     grads = [p.grad for p in model.parameters()]

@@ -21,7 +21,8 @@ from harness import die, ranks, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdpc
-from fsdpc import _C, _bootstrap
+from fsdpc import _C
+from fsdpc._comm import bootstrap as _bootstrap
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 
@@ -250,7 +251,7 @@ def test_fake_backend():
     code = """
         import torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        from fsdpc import _bootstrap
+        from fsdpc._comm import bootstrap as _bootstrap
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         comm = _bootstrap.comm_for_group(dist.group.WORLD)
         comm.all_gather(torch.zeros(8))
@@ -351,7 +352,7 @@ PROGRAM = """
     import numpy as np
     import torch.distributed as dist
     import fsdpc
-    from fsdpc import _bootstrap
+    from fsdpc._comm import bootstrap as _bootstrap
 
     def main(rank, folder, how):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # spawn ends the others when one fails

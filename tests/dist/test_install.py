@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from toys import loss_of, tokens, toy
 
 import fsdpc
-from fsdpc._install import installed
+from fsdpc._fsdp1.install import installed
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 CPU = torch.device("cpu")

@@ -23,7 +23,9 @@ from harness import die, ranks, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdpc
-from fsdpc import _C, _bootstrap, _nccl
+from fsdpc import _C
+from fsdpc._comm import bootstrap as _bootstrap
+from fsdpc._comm import nccl as _nccl
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
@@ -405,7 +407,7 @@ PROGRAM = """
     import numpy as np
     import torch.distributed as dist
     import fsdpc
-    from fsdpc import _bootstrap
+    from fsdpc._comm import bootstrap as _bootstrap
 
     rank, folder, how = int(sys.argv[1]), *sys.argv[2:]
     store = dist.FileStore(folder + "/store", 2)

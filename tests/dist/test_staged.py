@@ -14,7 +14,8 @@ from harness import die, ranks, run_ranks
 from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, compare_training, loss_of, tokens, toy, wrap_blocks
 
-from fsdpc import _C, _bootstrap
+from fsdpc import _C
+from fsdpc._comm import bootstrap as _bootstrap
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()

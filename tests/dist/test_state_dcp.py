@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
-from fsdpc import _dcp
+from fsdpc._fsdp1.state import dcp as _dcp
 
 OURS = [kind for kind in KINDS if kind.startswith("fsdpc")]
 FULL = StateDictOptions(full_state_dict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from harness import ranks
 
-from fsdpc._bootstrap import comm_for_group
-from fsdpc._texts import TEXT_BYTES, gather_texts
+from fsdpc._comm.bootstrap import comm_for_group
+from fsdpc._comm.texts import TEXT_BYTES, gather_texts
 
 
 @ranks(1, 3)

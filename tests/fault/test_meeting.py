@@ -12,7 +12,7 @@ from harness import run_ranks
 from torch import nn
 from toys import wrap
 
-from fsdpc import _bootstrap
+from fsdpc._comm import bootstrap as _bootstrap
 
 SOON_S = 10.0  # of a deadline of 120 s
 ENVIRONMENT = {"FSDPC_TIMEOUT": "120"}

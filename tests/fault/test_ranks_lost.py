@@ -129,7 +129,7 @@ def killed_between_units(rank, world):
     """The victim dies when the second unit is being made: communicators exist."""
     model = toy(blocks=3)
     if rank == VICTIM:
-        from fsdpc import _unit
+        from fsdpc._engine import unit as _unit
 
         original = _unit.Unit.__init__
 

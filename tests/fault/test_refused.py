@@ -25,7 +25,7 @@ def test_a_unit_that_no_memory_holds():
 @ranks(2)
 def test_a_sharded_unit_that_no_memory_holds(rank, world):
     """An error on every rank before the kernel ends one for it; the ranks go on."""
-    comm = fsdpc._bootstrap.comm_for_group(torch.distributed.group.WORLD)
+    comm = fsdpc._comm.bootstrap.comm_for_group(torch.distributed.group.WORLD)
     spec = [("huge.weight", 1 << 45, "bfloat16", "float32", "float32", False)]
     with pytest.raises(MemoryError, match=r"huge unit.*[0-9]"):
         _C.FlatParameter("huge unit", comm, spec)

@@ -25,7 +25,7 @@ LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
 @pytest.fixture(scope="module")
 def place(device) -> torch.device:
     """Where tensors for the kernels are; the engine knows torch's streams."""
-    from fsdpc._device import engine_device
+    from fsdpc._engine.device import engine_device
 
     assert engine_device(device.device) == 0
     return device.device

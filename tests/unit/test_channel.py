@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdpc import _C
-from fsdpc._channel import LEFT, Channel
+from fsdpc._comm.channel import LEFT, Channel
 
 
 class Counted:

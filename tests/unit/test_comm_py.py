@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import fsdpc
-from fsdpc import _C, _bootstrap
+from fsdpc import _C
+from fsdpc._comm import bootstrap as _bootstrap
 
 
 class Loopback:
@@ -416,5 +417,5 @@ def test_kind(monkeypatch):
 
 def test_place_is_the_same_for_neighbours():
     here = _bootstrap._place()
-    there = run_python("from fsdpc import _bootstrap; print(_bootstrap._place())")
+    there = run_python("from fsdpc._comm import bootstrap; print(bootstrap._place())")
     assert there.stdout.strip() == here

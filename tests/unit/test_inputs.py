@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from fsdpc._inputs import move_arguments, move_tree, preparation
+from fsdpc._engine.inputs import move_arguments, move_tree, preparation
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ SOURCES = {
     str(p.relative_to(ROOT)): p.read_text() for p in C_FILES if p.suffix in {".c", ".h", ".inc"}
 }
 
-# Folders, lowest first: a file includes headers of its own folder and of those above it in this list.
+# Folders, lowest first: a file includes headers of its own folder and of those before it here.
 LAYERS = (
     "csrc/base",
     "kernels",

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fsdpc._inputs import cast_arguments, cast_tree
-from fsdpc._mixed import FullPrecisionHooks, cast_buffers
+from fsdpc._engine.inputs import cast_arguments, cast_tree
+from fsdpc._fsdp1.mixed import FullPrecisionHooks, cast_buffers
 
 BF16 = torch.bfloat16
 Pair = collections.namedtuple("Pair", ["a", "b"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpc._names import announced, clean_fqn, flat_param_name, join, take_announced
+from fsdpc._fsdp1.names import announced, clean_fqn, flat_param_name, join, take_announced
 
 
 @pytest.mark.parametrize(

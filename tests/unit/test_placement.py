@@ -14,9 +14,11 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdpc import _C, _placement, _root
-from fsdpc._collect import Ignored
-from fsdpc._placement import CPU, asked_device, default_device, place
+from fsdpc import _C
+from fsdpc._fsdp1 import placement as _placement
+from fsdpc._fsdp1 import root as _root
+from fsdpc._fsdp1.collect import Ignored
+from fsdpc._fsdp1.placement import CPU, asked_device, default_device, place
 
 
 @pytest.fixture

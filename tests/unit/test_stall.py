@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdpc import _stall
-from fsdpc._stall import Stall, spans, summary
+from fsdpc._comm import stall as _stall
+from fsdpc._comm.stall import Stall, spans, summary
 
 
 class Rank:

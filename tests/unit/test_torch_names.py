@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullStateDictConfig, _common_utils, _unshard_param_utils
 from torch.distributed.tensor import DTensor
 
-from fsdpc import _names, _torch
+from fsdpc import _torch
+from fsdpc._fsdp1 import names as _names
 
 ROOT = Path(__file__).parents[2]
-FILES = {path.name: path.read_text() for path in sorted((ROOT / "fsdpc").rglob("*.py"))}
+PACKAGE = ROOT / "fsdpc"
+FILES = {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
 HOME = "_torch.py"
 
 

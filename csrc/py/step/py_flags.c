@@ -4,7 +4,7 @@
  * Flags are read when a pass begins, and once more when a backward does: like an unsharded leaf, a
  * parameter that was frozen in between gets no gradient. One that was frozen when its unit was made
  * has no memory for a gradient; when it is to be trained, the tree's `on_thaw` makes some
- * (fsdpc/_thaw.py), with all ranks together.
+ * (fsdpc/_engine/thaw.py), with all ranks together.
  */
 #include "py/unit/py_engine.h"
 

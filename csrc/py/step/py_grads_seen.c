@@ -221,7 +221,7 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
 
 /* A rank that holds no element of a parameter shows no gradient, as torch does, but while one waits:
  * clearing it is then the user's way to discard that. Who listens is called on every rank, and sees
- * an empty one (fsdpc/_listeners.py takes it away). */
+ * an empty one (fsdpc/_engine/listeners.py takes it away). */
 static int
 show_nothing(fsdpc_py_seen *seen)
 {

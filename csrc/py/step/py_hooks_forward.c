@@ -39,7 +39,7 @@ call_on_thaw(fsdpc_py_tree *tree)
     return result < 0 ? -1 : 1;
 }
 
-/* What other units' forwards see of each unit; see fsdpc/_released.py. */
+/* What other units' forwards see of each unit; see fsdpc/_engine/released.py. */
 static int
 set_in_pass(fsdpc_py_tree *tree, bool in_pass)
 {

@@ -3,7 +3,7 @@
  *
  * Such a parameter takes part in no graph, so autograd never calls what hangs on it. The end of
  * backward collects the parameters that got a gradient and have listeners; torch's side calls them
- * when all units are done (fsdpc/_listeners.py). Not earlier: ranks that are behind may still
+ * when all units are done (fsdpc/_engine/listeners.py). Not earlier: ranks that are behind may still
  * gather this rank's values for their backward.
  */
 #include "py/unit/py_engine.h"

@@ -94,7 +94,7 @@ done:
     return result;
 }
 
-/* torch: see fsdpc/_interop.py. */
+/* torch: see fsdpc/_engine/interop.py. */
 static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {

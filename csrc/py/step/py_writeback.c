@@ -2,7 +2,7 @@
  *
  * A parameter that points at other memory (p.data = ...), or whose place in its module something
  * else has taken, is noticed when the next pass begins; Python then takes the values over
- * (fsdpc/_writeback.py).
+ * (fsdpc/_engine/writeback.py).
  *
  * [Note: negative zeros] After no_sync a gradient of zeros stands for what waits on this rank.
  * zero_grad(set_to_none=False) on it must discard that, but leaves zeros as well. So the zeros that

@@ -103,7 +103,7 @@ typedef struct fsdpc_py_tree {
     bool outer_grad;       /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyObject *listeners; /* calls the hooks of a list of parameters */
-    PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_interop.py */
+    PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyTypeObject *tensor_type, *param_type;
     PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */

@@ -1,0 +1,119 @@
+"""Global gradient norm and clipping over sharded, replicated and unmanaged gradients.
+
+Sums are taken in double precision over each rank's own part, then over the sharding group; replicas
+hold equal gradients and are counted once. One scalar per group travels. On a GPU all is queued.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+
+from fsdpc._clip.device import norm_and_factor, tree_for
+from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._fsdp1.root import tree_units
+
+
+def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+    """See ``FullyShardedDataParallel.clip_grad_norm_``. Collective over the sharding groups."""
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    units = tree_units(root)
+    others = list(_unmanaged_grads(root, units))
+    dtypes = [grad.dtype for grad in _all_grads(units, others)]
+    tree = None if _spread_elsewhere(root, units) else tree_for(units, norm_type)
+    if tree is None:
+        total = _clip_on_host(root, units, others, max_norm, norm_type)
+    else:
+        masks = {unit: unit.begin_scaling() for unit in units}
+        total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
+        for unit in units:
+            unit.end_scaling()
+    if not dtypes and float(total) != 0.0:  # other ranks hold all elements of what has gradients
+        dtypes = list(_dtypes_elsewhere(units))
+    if not dtypes:
+        warnings.warn(
+            f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning "
+            "the total norm in the default dtype torch.float32",
+            stacklevel=4,
+        )
+        return total.to(torch.float32)
+    return total.to(reduce(torch.promote_types, dtypes))
+
+
+def _clip_on_host(
+    root: Any, units: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    total = root_of(_global_sum(units, others, norm_type), norm_type)
+    factor = _clip_factor(total, max_norm)
+    if factor != 1.0:  # true for NaN as well, which must reach the gradients as it does in torch
+        _scale(units, others, factor)
+    return torch.tensor(total, dtype=torch.float64, device=root.compute_device)
+
+
+def _clip_factor(total: float, max_norm: float) -> float:
+    factor = max_norm / (total + 1e-6)
+    return factor if math.isnan(factor) else min(factor, 1.0)
+
+
+def _global_sum(units: list[Any], others: list[torch.Tensor], norm_type: float) -> float:
+    """Sum of |g|^p over every gradient element of the model; the largest |g| for the inf norm."""
+    combine = combine_of(norm_type)
+    total = combine(tensor_sum(grad, norm_type) for grad in others)
+    for comm, members in _by_comm(units):
+        part = combine(unit.grad_norm_sums(norm_type) for unit in members)
+        if comm.world > 1:
+            part = reduce_over_ranks(
+                comm, part, "max" if math.isinf(norm_type) else "sum", "clip_grad_norm_"
+            )
+        total = combine([total, part])
+    return total
+
+
+def _by_comm(units: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Units grouped by sharding communicator, in module order, which is the same on every rank."""
+    groups: dict[int, tuple[Any, list[Any]]] = {}
+    for unit in units:
+        comm = unit.groups.shard
+        groups.setdefault(id(comm), (comm, []))[1].append(unit)
+    return list(groups.values())
+
+
+def _unmanaged(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
+    managed = {id(param) for unit in units for param in unit.shard_params}
+    return (param for param in root.parameters() if id(param) not in managed)
+
+
+def _unmanaged_grads(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
+    return (param.grad for param in _unmanaged(root, units) if param.grad is not None)
+
+
+def _spread_elsewhere(root: Any, units: list[Any]) -> bool:
+    """True if someone else has spread a parameter over ranks (a DTensor)."""
+    return any(hasattr(param, "full_tensor") for param in _unmanaged(root, units))
+
+
+def _all_grads(units: list[Any], others: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield from others
+    for unit in units:
+        for param in unit.shard_params:
+            if param.grad is not None:
+                yield param.grad
+
+
+def _dtypes_elsewhere(units: list[Any]) -> Iterator[torch.dtype]:
+    for unit in units:
+        for param, grad, _ in unit.seen:
+            if grad is not None and unit.holds_nothing(param):
+                yield grad.dtype
+
+
+def _scale(units: list[Any], others: list[torch.Tensor], factor: float) -> None:
+    for unit in units:
+        unit.scale_grads(factor)
+    for grad in others:
+        grad.mul_(factor)

@@ -1,0 +1,214 @@
+"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on sharded parameters.
+
+torch's functions see one rank's shard and would give its norm, a silent error that differs from
+rank to rank. When the first unit is made, the one function below both that computes a norm is told
+to look for shards among its tensors, and then gives the norm of the whole. Other calls go through
+unchanged. What torch does with the norm afterwards, like ``clip_grad_value_``, is elementwise and
+right on shards.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._torch import TOTAL_NORM
+
+# Of each unit, where its gradients lay when it was made.
+_units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+_undo: list[Callable[[], None]] = []
+
+
+def watch(unit: Any) -> None:
+    """Tensors of ``unit`` are found from now on, until it is deleted. Local."""
+    grads = [grad for _, grad, _ in unit.seen if grad is not None]
+    _units[unit] = {id(grad): grad.data_ptr() for grad in grads}
+    install()
+
+
+def install() -> None:
+    """Let torch's norm look for shards. Local; a second call does nothing."""
+    if _undo:
+        return
+    found = getattr(clip_grad, TOTAL_NORM)
+    cell = _function_cell(found)
+    if cell is not None:  # references that were imported before follow, too
+        theirs = cell.cell_contents
+        cell.cell_contents = _looking_for_shards(theirs)
+        _undo.append(lambda: setattr(cell, "cell_contents", theirs))
+        return
+    ours = torch.no_grad()(_looking_for_shards(found))
+    for module, name in ((clip_grad, TOTAL_NORM), (torch.nn.utils, "get_total_norm")):
+        setattr(module, name, ours)
+        _undo.append(lambda module=module, name=name: setattr(module, name, found))
+
+
+def uninstall() -> None:
+    """Give torch's norm back. Local. The next unit that is made installs it anew."""
+    while _undo:
+        _undo.pop()()
+
+
+def _function_cell(wrapper: Any) -> CellType | None:
+    """Where torch's no_grad wrapper keeps the function that it calls."""
+    names, cells = wrapper.__code__.co_freevars, wrapper.__closure__
+    return cells[0] if names == ("func",) and cells else None
+
+
+def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        owners = _owners(tensors) if _units else None
+        if not owners and (tensors or not _absent_units()):
+            return theirs(tensors, norm_type, error_if_nonfinite, foreach)
+        wide = [t for i, t in enumerate(tensors) if i not in owners and hasattr(t, "full_tensor")]
+        rest = theirs(wide, norm_type, False, foreach) if wide else None
+        total = _global_norm(tensors, owners or {}, rest, float(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped. To disable this error and scale the "
+                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        return total
+
+    return total_norm
+
+
+def _global_norm(
+    tensors: Sequence[Tensor], owners: dict[int, Any], rest: Any, norm_type: float
+) -> Tensor:
+    """The norm of everything: ``tensors[i]`` is part of unit ``owners[i]``'s shard, ``rest`` is the
+    norm of the DTensors, and every rank holds the others whole. Collective over the units' groups.
+    """
+    if norm_type < 0:
+        raise ValueError(f"the norm of sharded tensors is of order 0 or more, not {norm_type}")
+    combine = combine_of(norm_type)
+    units = _concerned(owners)
+    dtypes = [tensor.dtype for tensor in tensors] or [units[0].shard_params[0].dtype]
+    sums = []
+    for i, tensor in enumerate(tensors):
+        if i not in owners and not hasattr(tensor, "full_tensor"):
+            sums.append(tensor_sum(tensor, norm_type))
+    if rest is not None:
+        sums.append(tensor_sum(rest.full_tensor(), norm_type))
+    for comm, members in _by_comm(units):
+        part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in members)
+        if comm.world > 1:
+            op = "max" if math.isinf(norm_type) else "sum"
+            part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
+        sums.append(part)
+    total = root_of(combine(sums), norm_type)
+    dtype = reduce(torch.promote_types, dtypes)
+    return torch.tensor(total, dtype=dtype, device=(tensors or units[0].shard_params)[0].device)
+
+
+def _concerned(owners: dict[int, Any]) -> list[Any]:
+    """The units that the call is about, in an order that is the same on all ranks: those of whole
+    models, for a rank may hold no element, and no gradient, of what others pass.
+    """
+    found: dict[Any, None] = {}
+    for unit in list(owners.values()) or _absent_units():
+        members = unit.tree.units if unit.tree is not None else [unit]
+        found.update(dict.fromkeys(each for each in members if each.infos))
+    return list(found)
+
+
+def _absent_units() -> list[Any]:
+    """For a call without any tensor, where one model is sharded and this rank holds nothing of
+    what has gradients on others: that model's units.
+    """
+    trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
+    if len(trees) != 1:
+        return []
+    units = [unit for unit in next(iter(trees.values())).units if unit.infos]
+    nothing = any(unit.holds_nothing(p) for unit in units for p in unit.shard_params)
+    return units if nothing else []
+
+
+def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+    """The units by sharding communicator."""
+    groups: dict[int, tuple[Any, list[Any]]] = {}
+    for unit in units:
+        comm = unit.groups.shard
+        groups.setdefault(id(comm), (comm, []))[1].append(unit)
+    return list(groups.values())
+
+
+def _unit_sum(
+    unit: Any, tensors: Sequence[Tensor], owners: dict[int, Any], norm_type: float
+) -> float:
+    """This rank's part of one unit: the engine's loop for its own gradients, torch for the rest."""
+    places = _units[unit]
+    covers = {id(grad): covers for _, grad, covers in unit.seen if grad is not None}
+    mask = bytearray(len(unit.infos))
+    sums = []
+    for i, owner in owners.items():
+        if owner is not unit:
+            continue
+        tensor = tensors[i]
+        if id(tensor) in covers and tensor.data_ptr() == places[id(tensor)] and norm_type > 0:
+            for member in covers[id(tensor)]:
+                mask[member] = 1
+        else:
+            sums.append(tensor_sum(tensor, norm_type))
+    if any(mask):
+        whole, largest, _ = unit.flat.grad_norm(
+            bytes(mask), 2.0 if math.isinf(norm_type) else norm_type
+        )
+        sums.append(largest if math.isinf(norm_type) else whole)
+    return float(combine_of(norm_type)(sums))
+
+
+# --- whose tensor is it --------------------------------------------------------------------------
+
+
+def _owners(tensors: Sequence[Tensor]) -> dict[int, Any]:
+    """``{i: unit}`` for every ``tensors[i]`` that is a unit's sharded parameter, what is in the
+    ``.grad`` of one, or a view of either.
+    """
+    known: dict[int, Any] = {}
+    ranges: list[tuple[int, int, Any]] = []
+    for unit in list(_units):
+        for param, grad, _ in unit.seen:
+            known[id(param)] = unit
+            if param.grad is not None:
+                known[id(param.grad)] = unit
+            ranges += [_range(tensor, unit) for tensor in (param, grad) if tensor is not None]
+    owners = {i: known[id(t)] for i, t in enumerate(tensors) if id(t) in known}
+    strangers = [i for i, t in enumerate(tensors) if i not in owners and _has_address(t)]
+    if strangers:
+        ranges.sort(key=lambda each: each[0])
+        starts = [begin for begin, _, _ in ranges]
+        for i in strangers:
+            address = tensors[i].data_ptr()
+            at = bisect_right(starts, address) - 1
+            if at >= 0 and address < ranges[at][1]:
+                owners[i] = ranges[at][2]
+    return dict(sorted(owners.items()))
+
+
+def _range(tensor: Tensor, unit: Any) -> tuple[int, int, Any]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size(), unit
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """False for tensors without memory of their own, such as DTensors."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta

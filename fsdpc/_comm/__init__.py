@@ -1,0 +1,1 @@
+"""Groups of ranks: which communicator, how its ranks find each other, what they send."""

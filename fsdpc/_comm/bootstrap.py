@@ -1,0 +1,457 @@
+"""From torch's process groups to communicators of the C core.
+
+A group whose ranks all run on this host (same boot, PID and network namespace) talks through shared
+memory ("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank
+talks to nobody ("self"). GPUs talk through NCCL ("nccl", see ``_nccl``), whatever the group's
+backend is. Communicators are kept as long as torch keeps the group.
+
+Environment, read on every rank when a group is first used; all ranks need the same values:
+
+``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``c10d`` or ``nccl``. With ``c10d`` torch's own
+                       counters, hooks and flight recorder see every collective. The CPU takes all
+                       but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` go by way of
+                       host memory, where the host waits in each collective: for several ranks on
+                       one GPU, or where there is no NCCL.
+``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
+``FSDPC_NCCL_REGISTER``
+                       0: slots of GPUs are not registered with NCCL (1 by default).
+``FSDPC_TRUST_ORDER``  1: with ``c10d``, leave out the small all-gather before each collective by
+                       which ranks learn that they mean different units.
+
+``set_collectives`` says the first and the last from a program.
+
+When the first communicator is made, this process is also prepared for its end: in good order it
+says so to its peers; with an uncaught exception it tells them its type and text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import socket
+import sys
+import uuid
+import weakref
+from dataclasses import astuple, dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdpc import _C
+from fsdpc._comm import nccl as _nccl
+from fsdpc._comm.texts import gather_texts
+
+KINDS = ("auto", "shm", "c10d", "nccl")
+DEFAULT_TIMEOUT_S = 600.0
+
+# Of a group, by the GPU's number (None: the CPU).
+_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
+    weakref.WeakKeyDictionary()
+)
+_wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Communicators of one unit.
+
+    ``shard`` spans the ranks that share one copy of the parameters, ``replicate`` the ranks that
+    hold the same piece in different copies (None without replication). Gradients are summed over
+    both and divided by ``divide``, the product of their sizes.
+    """
+
+    shard: _C.Comm
+    replicate: _C.Comm | None
+    shard_pg: dist.ProcessGroup | None
+    replicate_pg: dist.ProcessGroup | None
+    divide: float
+
+
+def make_groups(
+    strategy: ShardingStrategy,
+    shard_pg: dist.ProcessGroup,
+    replicate_pg: dist.ProcessGroup | None = None,
+    *,
+    device: int | None = None,
+) -> Groups:
+    """Communicators for a sharding strategy on a GPU, or on the CPU (None). Collective over both
+    groups.
+
+    ``NO_SHARD`` replicates over ``shard_pg``. Without ``replicate_pg`` there is no replication.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        if replicate_pg is not None:
+            raise ValueError("NO_SHARD replicates over the process group itself: give one group")
+        shard_pg, replicate_pg = None, shard_pg
+    shard = _alone(device) if shard_pg is None else comm_for_group(shard_pg, device=device)
+    replicate = None
+    if replicate_pg is not None and replicate_pg.size() > 1:
+        replicate = comm_for_group(replicate_pg, device=device)
+    divide = float(shard.world * (replicate.world if replicate else 1))
+    return Groups(shard, replicate, shard_pg, replicate_pg, divide)
+
+
+def comm_for_group(
+    pg: dist.ProcessGroup, *, kind: str | None = None, device: int | None = None
+) -> _C.Comm:
+    """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
+
+    Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
+    each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
+    when the group already has a communicator). ``ValueError``: ``shm`` is asked for although the
+    ranks are on several hosts, or a kind that does not carry the memory of this device.
+    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names who did not come;
+    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: not on another rank.
+    """
+    comms = _comms.setdefault(pg, {})
+    comm = comms.get(device)
+    if comm is None:
+        comm, wanted = _make_comm(pg, kind, device)
+        comms[device] = comm
+        if pg.size() > 1:
+            _wanted[pg] = wanted
+        _live.add(comm)
+        _prepare_end()
+    return comm
+
+
+def comm_for_host(pg: dist.ProcessGroup) -> _C.Comm:
+    """A communicator for arrays in host memory: one that the group has, for whatever device, or a
+    new one for the CPU. Collective over ``pg`` if it has none; as ``comm_for_group``.
+    """
+    return next(iter(_comms.get(pg, {}).values()), None) or comm_for_group(pg)
+
+
+def set_collectives(kind: str, *, trust_order: bool = False) -> None:
+    """How ranks exchange gathered values and gradients, for models sharded from now on.
+
+    ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
+    ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
+    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in
+    host memory with the others. ``trust_order`` leaves out the small all-gather before each torch
+    collective by which ranks notice that they mean different units; without it ranks that do get
+    wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
+    inherit.
+
+    Local, but every rank must do the same. ``ValueError``: no such kind. ``RuntimeError``: a model
+    was sharded over a group by another kind already, which that group keeps.
+    """
+    kind = _read_kind(kind)
+    for pg, before in _wanted.items():
+        if before != kind:
+            raise RuntimeError(
+                f"set_collectives({kind!r}): the process group {pg.group_name!r} of {pg.size()} "
+                f"ranks uses {before!r} already, and a group keeps its kind: call it before the "
+                "first model is sharded, or shard over a new group"
+            )
+    os.environ["FSDPC_COLLECTIVES"] = kind
+    os.environ["FSDPC_TRUST_ORDER"] = "1" if trust_order else "0"
+
+
+def trust_order() -> bool:
+    """Whether the ranks' turns are not compared; read when a tree of units is made."""
+    return os.environ.get("FSDPC_TRUST_ORDER") == "1"
+
+
+@cache
+def _alone(device: int | None) -> _C.Comm:
+    """The communicator of one rank: the same for all groups, so that their units share a tree's
+    slots.
+    """
+    if device is not None:
+        _say_note(device)
+    return _C.Comm.self_(device)
+
+
+@cache
+def _say_note(device: int) -> None:
+    """What users should know of a GPU, once a process."""
+    note = _C.cuda_device(device)["note"]
+    if note:
+        logging.getLogger("fsdpc").warning(note)
+
+
+def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
+    """The communicator, and the kind that was asked for."""
+    if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
+        return _make_cpu(pg, kind)
+    wanted, timeout = _read_kind(kind), read_timeout()
+    if pg.size() == 1:
+        return _alone(device), wanted
+    if device is None:
+        _refuse_nccl(wanted)
+        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg)), wanted
+    if wanted in ("shm", "c10d"):
+        return _make_staged(pg, wanted, device), wanted
+    return _make_nccl(pg, timeout, device), wanted
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others of its group before they meet."""
+
+    wanted: str
+    timeout: str
+    place: str
+    name: str
+    # Errors of this rank: they end the meeting for all; only if it is over shared memory.
+    refusal: str = ""
+    obstacle: str = ""
+
+
+def _make_cpu(pg: dist.ProcessGroup, kind: str | None) -> tuple[_C.Comm, str]:
+    mine, error = _offer(kind, pg.size())
+    everyone = [_Offer(*each) for each in gather_texts(pg, astuple(mine))]
+    _raise_first([each.refusal for each in everyone], pg.rank(), error)
+    _check_equal("FSDPC_COLLECTIVES", [each.wanted for each in everyone])
+    _check_equal("FSDPC_TIMEOUT", [float(each.timeout) for each in everyone])
+    places = [each.place for each in everyone]
+    return _connect(pg, mine, everyone, places, error), mine.wanted
+
+
+def _connect(
+    pg: dist.ProcessGroup,
+    mine: _Offer,
+    everyone: list[_Offer],
+    places: list[str],
+    error: Exception | None,
+) -> _C.Comm:
+    wanted = mine.wanted
+    stranger = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if wanted == "shm" and stranger is not None:
+        raise ValueError(
+            f"FSDPC_COLLECTIVES=shm needs all ranks of the group on one host, but rank 0 is at "
+            f"{places[0]} and rank {stranger} at {places[stranger]}; use auto or c10d"
+        )
+    if wanted == "c10d" or stranger is not None:
+        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
+    _raise_first([each.obstacle for each in everyone], pg.rank(), error)
+    return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0].name}", float(mine.timeout))
+
+
+def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
+    """This rank's part, with what fails here as text: the others learn of it in their collective,
+    where they would otherwise wait for the whole deadline.
+    """
+    name = uuid.uuid4().hex
+    try:
+        wanted, timeout = _read_kind(kind), read_timeout()
+        _refuse_nccl(wanted)
+    except ValueError as error:
+        return _Offer("", "0", "", name, refusal=_one_line(error)), error
+    try:
+        if wanted != "c10d":
+            _try_segment(world, timeout)
+    except Exception as error:
+        return _Offer(wanted, f"{timeout:.17g}", _place(), name, obstacle=_one_line(error)), error
+    return _Offer(wanted, f"{timeout:.17g}", _place(), name), None
+
+
+def _refuse_nccl(wanted: str) -> None:
+    if wanted == "nccl":
+        raise ValueError(
+            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
+            "use auto, shm or c10d"
+        )
+
+
+def _try_segment(world: int, timeout: float) -> None:
+    """Makes what a rank needs before it can speak to its peers, and lets go of it: the segment, and
+    as many descriptors as rank 0 has open during the meeting (a socket and a pidfd of each peer,
+    the listener, the memory, the watcher's).
+    """
+    _C.Comm.shm(0, 1, "fsdpc-try", timeout).close()
+    opened = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+            for _ in range(2 * world + 4):
+                opened.append(os.dup(first.fileno()))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _raise_first(texts: list[str], rank: int, error: Exception | None) -> None:
+    if texts[rank] and error is not None:
+        raise error
+    for other, text in enumerate(texts):
+        if text:
+            raise _C.PeerError(f"rank {other} could not join the group of {len(texts)}: {text}")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines and lines[0] else type(error).__name__
+
+
+def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
+    comm = _nccl.make_nccl_comm(pg, device, timeout, place=_place())
+    _say_note(device)
+    return comm
+
+
+def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
+    """The group's communicator for the CPU, made if need be, carries the GPUs' memory."""
+    comm = comm_for_group(pg, kind=wanted).staged(device)
+    logging.getLogger("fsdpc").warning(
+        f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions go by way of host memory, "
+        "which is slow; without it they go over NCCL"
+    )
+    _say_note(device)
+    return comm
+
+
+def _check_equal(variable: str, values: list[Any]) -> None:
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise _C.MismatchError(
+                f"{variable} differs between ranks: {values[0]} on rank 0, {value} on rank {rank}"
+            )
+
+
+def _read_kind(kind: str | None) -> str:
+    wanted = os.environ.get("FSDPC_COLLECTIVES") or "auto" if kind is None else kind
+    if wanted not in KINDS:
+        raise ValueError(f"FSDPC_COLLECTIVES must be one of {', '.join(KINDS)}, but is {wanted!r}")
+    return wanted
+
+
+def read_timeout() -> float:
+    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``. Local."""
+    text = os.environ.get("FSDPC_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"FSDPC_TIMEOUT must be a number of seconds above 0, but is {text!r}")
+    return seconds
+
+
+def _place() -> str:
+    """Where this process runs: equal for processes that can share memory and see each other die."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
+    except OSError:  # no Linux procfs: nothing is known, so nobody is a neighbour
+        return f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
+    return " ".join([socket.gethostname(), boot, *spaces])
+
+
+# --- collectives by torch.distributed ------------------------------------------------------------
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed them and warns about the older names. Looked up at each call: whoever counts
+# collectives replaces torch's functions.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
+
+class _Collectives:
+    """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
+        self._rank = pg.rank()
+
+    def _group(self) -> dist.ProcessGroup:
+        pg = self._pg()
+        if pg is None:
+            raise RuntimeError("the process group was destroyed")
+        return pg
+
+    def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
+        whole = torch.from_numpy(memory)
+        gather = getattr(dist, _ALL_GATHER)
+        gather(whole, self._piece(whole, piece_bytes), group=self._group())
+
+    def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        scatter = getattr(dist, _REDUCE_SCATTER)
+        scatter(self._piece(whole, piece_numel), whole, group=self._group())
+
+    def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        dist.all_reduce(whole, op=_OPS[op], group=self._group())
+
+    def broadcast(self, memory: np.ndarray, root: int, what: str) -> None:
+        dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
+
+    def barrier(self, what: str) -> None:
+        dist.barrier(group=self._group())
+
+    def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
+        return whole[self._rank * numel : (self._rank + 1) * numel]
+
+
+# --- the end of the process ----------------------------------------------------------------------
+
+_prepared_pid: int | None = None
+
+
+def _prepare_end() -> None:
+    """Once a process: let peers know how this one ends."""
+    global _prepared_pid
+    if _prepared_pid == os.getpid():
+        return
+    _prepared_pid = os.getpid()
+    atexit.register(_leave)
+    _chain_excepthook()
+    from multiprocessing import parent_process, util
+
+    if parent_process() is not None:  # children of multiprocessing run neither atexit nor the hook
+        util.Finalize(None, _end_of_child, exitpriority=100)
+
+
+def _own_comms() -> list[_C.Comm]:
+    """Communicators that this process may speak for: a forked child may not for its parent."""
+    return list(_live) if _prepared_pid == os.getpid() else []
+
+
+def _leave() -> None:
+    for comm in _own_comms():
+        comm.close()
+    _nccl.leave()
+
+
+def _abort(error: BaseException) -> None:
+    text = _one_line(error)
+    _nccl.publish(text)
+    for comm in _own_comms():
+        comm.abort(text)
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        _abort(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = report
+
+
+def _end_of_child() -> None:
+    """Runs while the exception that ends a child process, if any, is still being handled."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch.multiprocessing turns exceptions into sys.exit(1)
+        error = error.__context__ if error.code else None
+    if error is None:
+        _leave()
+    else:
+        _abort(error)

@@ -1,0 +1,303 @@
+"""Communicators of GPUs: how their ranks meet, and who watches them.
+
+The ranks meet at the process group's store, where rank 0 leaves NCCL's ids. A thread of this
+process then looks whether a rank has failed or died, and ends the waits of this one: NCCL alone
+would wait for the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+import uuid
+import weakref
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdpc import _C
+from fsdpc._comm import wire as _wire
+from fsdpc._comm.channel import Channel, store_of
+from fsdpc._comm.plain import Malformed, decode, encode
+from fsdpc._comm.stall import Stall
+
+WATCH_S = 0.5
+_VERSION = "the version of NCCL"
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a rank says when it comes."""
+
+    settings: dict[str, Any]  # equal on all ranks, or MismatchError
+    place: str
+    pid: int
+    gpu: int
+    visible: str  # of which GPUs that is the number
+    registers: bool  # it has what memory is registered from
+    error: str  # why this rank cannot go on
+    ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
+
+    def to_bytes(self) -> bytes:
+        return encode(astuple(self))
+
+    @staticmethod
+    def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
+        """``CommError`` names the rank whose bytes are none."""
+        kinds = (dict, str, int, int, str, bool, str, tuple)
+        said = _read(data, rank, what)
+        fits = isinstance(said, tuple) and len(said) == len(kinds)
+        if not fits or not all(type(v) is kind for v, kind in zip(said, kinds, strict=True)):
+            raise _unreadable(rank, what, "it is no greeting")
+        _check_ids(said[7], rank, what)
+        if not 0 < said[2] < 2**31 or not isinstance(said[0].get(_VERSION), str):
+            raise _unreadable(rank, what, "it names no process, or no version")
+        return _Hello(*said)
+
+
+def _read(data: bytes, rank: int, what: str) -> Any:
+    try:
+        return decode(data)
+    except Malformed as error:
+        raise _unreadable(rank, what, error) from error
+
+
+def _check_ids(ids: Any, rank: int, what: str) -> None:
+    kinds = [type(each) for each in ids] if isinstance(ids, tuple) else []
+    if kinds != [bytes, bytes, str]:
+        raise _unreadable(rank, what, "its ids are none")
+
+
+def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
+    return _C.CommError(f"{what}: what rank {rank} sent cannot be read: {why}")
+
+
+def make_nccl_comm(
+    pg: dist.ProcessGroup,
+    device: int,
+    timeout: float,
+    *,
+    place: str,
+    settings: dict[str, Any] | None = None,
+) -> _C.Comm:
+    """A new communicator among the GPUs of a group. Collective over ``pg``.
+
+    ``device`` is the number of this rank's GPU; ``place`` is equal for processes that can see each
+    other die; ``settings`` (and the deadline in seconds) must be equal on all ranks.
+    ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: not on another rank;
+    ``MismatchError``; ``CommTimeout`` names who did not come.
+    """
+    store = store_of(pg)
+    if store is None:
+        raise ValueError(
+            f"the process group {pg.group_name!r} of backend {dist.get_backend(pg)!r} has no store "
+            "through which its ranks could meet: shard over another group, or on the CPU"
+        )
+    turn = _made.get(pg, 0)
+    _made[pg] = turn + 1
+    name = f"group {pg.group_name}/{turn}"
+    meeting = Channel(store, f"fsdpc/nccl/{turn}", pg.rank(), pg.size(), timeout, name)
+    everyone = _meet(meeting, device, place, {**(settings or {}), "FSDPC_TIMEOUT": timeout})
+    channel = meeting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
+    start = _Start(meeting, channel, device, name, timeout)
+    try:
+        comm = start.twice(everyone)
+    except _C.CommError as error:
+        raise type(error)(f"{error}{_sharing(everyone)}") from error
+    if all(hello.place == place for hello in everyone):
+        _wire.note_one_host(comm)
+    meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
+    watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
+    return comm
+
+
+@dataclass(frozen=True)
+class _Start:
+    meeting: Channel
+    channel: Channel
+    device: int
+    name: str
+    timeout: float
+
+    def twice(self, everyone: list[_Hello]) -> _C.Comm:
+        try:
+            return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
+        except NotImplementedError:  # on all ranks alike: registering has spoilt NCCL's side
+            mine = _new_ids() if self.meeting.rank == 0 else None
+            said = self.meeting.gather(encode(mine), self.name)
+            ids = _read(said[0], 0, self.name)
+            _check_ids(ids, 0, self.name)
+            return self.now(ids, register=False)
+
+    def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
+        rank, world = self.meeting.rank, self.meeting.world
+        how = (self.device, self.name, self.timeout, self.channel)
+        return _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+
+
+def _sharing(everyone: list[_Hello]) -> str:
+    """What to try where ranks share a GPU, to go on an error's text; else nothing."""
+    version = everyone[0].settings[_VERSION]
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 30):
+        return ""
+    first: dict[Any, int] = {}
+    for rank, hello in enumerate(everyone):
+        other = first.setdefault((hello.place, hello.visible, hello.gpu), rank)
+        if other != rank:
+            return (
+                f". Ranks {other} and {rank} share GPU {hello.gpu}, which {version} may refuse ("
+                "2.30 does not): FSDPC_COLLECTIVES=shm goes by way of host memory"
+            )
+    return ""
+
+
+def _new_ids() -> tuple[bytes, bytes, str]:
+    return _C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex
+
+
+def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -> list[_Hello]:
+    what = f"starting communicator {channel.name}"
+    ids, version, failure, registers = (b"", b"", ""), "", None, False
+    wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
+    try:
+        registers = wanted and _C.cuda_device(device)["virtual_memory"]
+        version = _C.nccl_version()
+        if channel.rank == 0:
+            ids = _new_ids()
+    except Exception as error:
+        failure = error
+    settings = {
+        **settings,
+        "FSDPC_NCCL_REGISTER": wanted,
+        _VERSION: version.partition(" (")[0],
+    }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    mine = _Hello(settings, place, os.getpid(), device, visible, registers, str(failure or ""), ids)
+    texts = channel.gather(mine.to_bytes(), what)
+    said = [_Hello.from_bytes(text, rank, what) for rank, text in enumerate(texts)]
+    if failure is not None:
+        raise failure
+    for rank, hello in enumerate(said):
+        if hello.error:
+            raise _C.PeerError(f"{what}: rank {rank} cannot use its GPU {hello.gpu}: {hello.error}")
+    for rank, hello in enumerate(said):
+        for key, value in said[0].settings.items():
+            if hello.settings.get(key) != value:
+                raise _C.MismatchError(
+                    f"{key} differs between ranks: {value} on rank 0, {hello.settings.get(key)} on "
+                    f"rank {rank}"
+                )
+    return said
+
+
+# --- watching others -----------------------------------------------------------------------------
+
+
+class _Watched:
+    """A communicator, and what is known of its other ranks. The communicator is not kept."""
+
+    def __init__(self, comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
+        self.comm = weakref.ref(comm)
+        self.channel = channel
+        self._asking = channel.for_watching()
+        self._answers = True
+        self._stall = Stall(self._asking.for_stalls(), channel.rank, channel.world, channel.timeout)
+        self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
+        for rank, pid in enumerate(pids):
+            if pid is not None and rank != channel.rank:
+                try:
+                    self.peers[os.pidfd_open(pid)] = (rank, pid)
+                except OSError:  # not permitted, or gone already: the deadline speaks then
+                    continue
+
+    def died(self, descriptor: int) -> None:
+        rank, pid = self.peers.pop(descriptor)
+        os.close(descriptor)
+        if not self._ask(lambda: self._asking.has_left(rank)):
+            said = self._ask(self._asking.failure)
+            self._fail(said or f"rank {rank} (process {pid}) died")
+
+    def look(self) -> None:
+        said = self._ask(self._asking.failure)
+        if said:
+            self._fail(said)
+            return
+        comm = self.comm()
+        if comm is not None:
+            self._ask(lambda: self._stall.look(comm))
+
+    def _ask(self, question: Any) -> Any:
+        """A store that is gone says nothing: its process may have ended in good order."""
+        try:
+            return question() if self._answers else None
+        except _C.StateError:  # closed: nothing waits in it, but its peers are still looked after
+            return None
+        except RuntimeError:
+            self._answers = False
+            return None
+
+    def _fail(self, text: str) -> None:
+        comm = self.comm()
+        self._answers = False
+        self.channel.known = text
+        if comm is not None:
+            comm.fail(f"{text} (communicator {self.channel.name})")
+
+    def close(self) -> None:
+        for descriptor in self.peers:
+            os.close(descriptor)
+        self.peers.clear()
+
+
+_watched: list[_Watched] = []
+_lock = threading.Lock()
+_thread_pid: int | None = None
+
+
+def watch(comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
+    """Look after a communicator until it is gone. ``pids``: processes that this one can see."""
+    global _thread_pid
+    with _lock:
+        if _thread_pid != os.getpid():  # the first one, or a forked child's first one
+            _watched.clear()
+            _thread_pid = os.getpid()
+            threading.Thread(target=_look_after, name="fsdpc-watch", daemon=True).start()
+        _watched.append(_Watched(comm, channel, pids))
+
+
+def _look_after() -> None:
+    while True:
+        with _lock:
+            for each in [w for w in _watched if w.comm() is None]:
+                each.close()
+                _watched.remove(each)
+            everyone = list(_watched)
+        poll = select.poll()
+        owners = {fd: each for each in everyone for fd in each.peers}
+        for fd in owners:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(WATCH_S * 1000):
+            owners[fd].died(fd)
+        for each in everyone:
+            each.look()
+
+
+def publish(text: str) -> None:
+    """Tell the ranks of all communicators that this process has failed. Local."""
+    for each in _own():
+        each.channel.publish(f"rank {each.channel.rank} gave up: {text}")
+
+
+def leave() -> None:
+    """Tell them that it ends in good order. Local."""
+    for each in _own():
+        each.channel.leave()
+
+
+def _own() -> list[_Watched]:
+    with _lock:
+        return list(_watched) if _thread_pid == os.getpid() else []

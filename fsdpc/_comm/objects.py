@@ -1,0 +1,74 @@
+"""Plain values between ranks, through a unit's communicator.
+
+Unlike torch's object collectives they end in an error that names who did not come, at the
+communicator's deadline, need no device memory, and run no code of the sender's (``_plain``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _C
+from fsdpc._comm.plain import Malformed, decode, encode
+
+_VALUE, _PROBLEM = b"v", b"p"
+
+
+def exchange(comm: Any, value: Any, what: str) -> list[Any]:
+    """Every rank's ``value``, in rank order. Collective; ``what`` goes into error texts.
+
+    ``TypeError`` on every rank, naming the place, where some rank's is no plain value;
+    ``CommError`` names a rank that sent something else.
+    """
+    if comm.world == 1:
+        return [value]
+    mine, problem = _packed(value)
+    text = np.frombuffer(mine, dtype=np.uint8)
+    sizes = np.zeros(comm.world, dtype=np.int64)
+    sizes[comm.rank] = len(text)
+    comm.all_gather(sizes, what=what)
+    room = int(sizes.max())
+    everyone = np.zeros((comm.world, room), dtype=np.uint8)
+    everyone[comm.rank, : len(text)] = text
+    comm.all_gather(everyone.reshape(-1), what=what)
+    if problem is not None:
+        raise TypeError(f"{what}: {problem}") from problem
+    rows = zip(everyone, sizes, strict=True)
+    return [_unpacked(row[:size].tobytes(), rank, what) for rank, (row, size) in enumerate(rows)]
+
+
+def broadcast(comm: Any, value: Any, what: str) -> Any:
+    """Rank 0's ``value``; what the others pass is ignored. Collective. Errors as ``exchange``."""
+    if comm.world == 1:
+        return value
+    mine, problem = _packed(value) if comm.rank == 0 else (b"", None)
+    size = np.array([len(mine)], dtype=np.int64)
+    comm.broadcast(size, root=0, what=what)
+    room = np.empty(int(size[0]), dtype=np.uint8)
+    room[: len(mine)] = np.frombuffer(mine, dtype=np.uint8)
+    comm.broadcast(room, root=0, what=what)
+    if problem is not None:
+        raise TypeError(f"{what}: {problem}") from problem
+    return value if comm.rank == 0 else _unpacked(room.tobytes(), 0, what)
+
+
+def _packed(value: Any) -> tuple[bytes, TypeError | None]:
+    """What is sent, and why it is not the value: the other ranks wait for something in any case."""
+    try:
+        return _VALUE + encode(value), None
+    except TypeError as error:
+        return _PROBLEM + encode(str(error)), error
+
+
+def _unpacked(data: bytes, rank: int, what: str) -> Any:
+    try:
+        said = decode(data[1:])
+        if data[:1] not in (_VALUE, _PROBLEM):
+            raise Malformed("it is neither a value nor a problem")
+    except Malformed as error:
+        raise _C.CommError(f"{what}: what rank {rank} sent cannot be read: {error}") from error
+    if data[:1] == _PROBLEM:
+        raise TypeError(f"{what}: on rank {rank} {said}")
+    return said

@@ -1,0 +1,71 @@
+"""Where torch tensors meet the engine: dtypes by name, tensors over the engine's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from fsdpc import _torch
+from fsdpc._engine.inputs import alias_arguments
+from fsdpc._engine.listeners import call_listeners
+from fsdpc._engine.outputs import copy_outputs
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+# Whether autocast is on for any kind of device; the cheapest way to ask.
+autocasts = _torch.is_any_autocast_enabled
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The engine's name of a dtype; "uint8" (opaque bytes) for what it only carries."""
+    return _NAMES.get(dtype, "uint8")
+
+
+def computes(dtype: torch.dtype) -> bool:
+    """True for dtypes that the engine can cast and sum."""
+    return dtype in _NAMES
+
+
+def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
+    """A tensor over the memory of a DLPack capsule: no copy, a storage of its own."""
+    tensor = from_dlpack(capsule)
+    if tensor.dtype != dtype:
+        tensor = tensor.view(dtype)
+    return tensor if shape is None else tensor.view(shape)
+
+
+def version_counter(device: torch.device) -> torch.Tensor:
+    """A tensor whose version counter ``counted`` gives to others."""
+    return torch.empty(16, dtype=torch.uint8, device=device)
+
+
+def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``'s memory and shape in a tensor that shares the version counter of ``counter``."""
+    result = counter.view(tensor.dtype).detach()
+    result.data = tensor
+    return result
+
+
+def torch_functions() -> tuple[Any, ...]:
+    """What the engine's hooks call in torch, per step or per unit, in the order of
+    csrc/py/step/py_tree.c.
+    """
+    return (
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.is_grad_enabled,
+        _torch.current_graph_task_id,
+        _torch.queue_callback,
+        call_listeners,
+        _torch.set_version_counters,
+        alias_arguments,
+        copy_outputs,
+    )

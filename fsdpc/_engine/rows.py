@@ -1,0 +1,193 @@
+"""The SHARDED form of one value: rows of a tensor, one block of rows per rank of a sharding group.
+
+Block ``r`` of ``shape`` over ``world`` ranks is ``torch.chunk``'s: ``ceil(shape[0] / world)`` rows
+each, the last ones fewer or none. This is not how a unit cuts its parameters (see
+``csrc/unit/layout.h``), but it is what torch's FSDP writes and what
+``torch.distributed.checkpoint`` reshards to another number of ranks. Values without rows (0-dim
+tensors) and without elements are not cut: every rank keeps them whole, as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdpc._torch import Shard as LocalShard
+from fsdpc._torch import ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
+
+
+def is_cut(shape: Sequence[int]) -> bool:
+    """Whether a value of this shape is cut into rows at all."""
+    return len(shape) > 0 and all(size > 0 for size in shape)
+
+
+def rows(shape: Sequence[int], world: int, rank: int) -> tuple[int, int]:
+    """First row of a rank's block, and the row after its last one; equal when it has none."""
+    block = -(-shape[0] // world)
+    return min(rank * block, shape[0]), min((rank + 1) * block, shape[0])
+
+
+def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's block: ``(0, *shape[1:])`` when it has no row."""
+    start, stop = rows(shape, world, rank)
+    return (stop - start, *shape[1:])
+
+
+def wrap_rows(
+    local_rows: torch.Tensor,
+    shape: Sequence[int],
+    pg: dist.ProcessGroup,
+    mesh: DeviceMesh | None = None,
+) -> ShardedTensor | DTensor:
+    """The distributed value of which ``local_rows`` is this rank's block; no copy. Local.
+
+    Without ``mesh`` a ``ShardedTensor`` over ``pg``; with it a ``DTensor``, sharded over the mesh's
+    last dimension (the one whose group is ``pg``) and replicated over the others. ``ValueError``
+    when ``local_rows`` has not the block's shape.
+    """
+    expected = rows_shape(shape, pg.size(), pg.rank())
+    if tuple(local_rows.shape) != expected:
+        raise ValueError(
+            f"rank {pg.rank()}'s rows of a value of shape {tuple(shape)} have shape {expected} "
+            f"but got {tuple(local_rows.shape)}"
+        )
+    if mesh is None:
+        return _sharded_tensor(local_rows, torch.Size(shape), pg)
+    size = torch.Size(shape)
+    return DTensor.from_local(
+        local_rows,
+        mesh,
+        placements(mesh),
+        run_check=False,
+        shape=size,
+        stride=torch.empty(size, device="meta").stride(),
+    )
+
+
+def placements(mesh: DeviceMesh) -> list[Any]:
+    """How a value lies on a mesh: rows over the last dimension, copies over the others."""
+    return [Replicate() for _ in range(mesh.ndim - 1)] + [Shard(0)]
+
+
+def _sharded_tensor(
+    local_rows: torch.Tensor, size: torch.Size, pg: dist.ProcessGroup
+) -> ShardedTensor:
+    blocks, own = [], []
+    for rank in range(pg.size()):
+        start, stop = rows(size, pg.size(), rank)
+        if start == stop:
+            break
+        offsets = [start] + [0] * (len(size) - 1)
+        where = device_of(dist.get_global_rank(pg, rank), local_rows.device)
+        blocks.append(ShardMetadata(offsets, [stop - start, *size[1:]], where))
+        if rank == pg.rank():
+            own.append(LocalShard(local_rows, blocks[-1]))
+    properties = TensorProperties(
+        dtype=local_rows.dtype,
+        layout=local_rows.layout,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=False,
+    )
+    metadata = ShardedTensorMetadata(blocks, size, properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, pg)
+
+
+def device_of(rank: int, local: torch.device) -> str:
+    """Where a global rank keeps its part, as a shard's metadata says it. Exact for this one;
+    others are taken to use their host's GPUs in turn. Local.
+    """
+    if local.type == "cpu":
+        return f"rank:{rank}/cpu"
+    if rank == dist.get_rank():
+        return f"rank:{rank}/{local}"
+    per_host = torch.get_device_module(local).device_count()
+    return f"rank:{rank}/{local.type}:{rank % per_host}"
+
+
+def size_of(value: Any) -> tuple[int, ...]:
+    """The whole value's shape. A ShardedTensor is asked for its metadata: whatever goes through
+    torch's dispatch warns that the class is deprecated.
+    """
+    if isinstance(value, ShardedTensor):
+        return tuple(value.metadata().size)
+    return tuple(value.size())
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype of a tensor or a ShardedTensor, without torch's warning."""
+    if isinstance(value, ShardedTensor):
+        return value.metadata().tensor_properties.dtype
+    return value.dtype
+
+
+def is_distributed(value: Any) -> bool:
+    """True for the two kinds of value that ``wrap_rows`` makes."""
+    return isinstance(value, (ShardedTensor, DTensor))
+
+
+def unwrap(
+    value: Any,
+    shape: Sequence[int],
+    world: int,
+    rank: int,
+    name: str = "value",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """This rank's block of rows out of a ``ShardedTensor``, a ``DTensor`` or a full tensor; values
+    that are not cut come back whole.
+
+    Local, except for a DTensor that is placed in another way than ``wrap_rows`` does: it is
+    gathered, which every rank of its mesh must take part in. ``group``: whose ranks hold the rows
+    (by default, those of any value with as many of them). ``ValueError`` names the value:
+    another shape than ``shape``, or a ShardedTensor cut in another way. ``TypeError``: no tensor.
+    """
+    if not isinstance(value, (torch.Tensor, ShardedTensor)):
+        raise TypeError(f"{name}: expected a tensor but got {type(value).__name__}")
+    if size_of(value) != tuple(shape):
+        raise ValueError(f"{name}: the value has shape {size_of(value)}, expected {tuple(shape)}")
+    if isinstance(value, ShardedTensor):
+        return _own_shard(value, shape, world, rank, name)
+    if isinstance(value, DTensor):
+        if is_cut(shape) and _lies_in_rows(value, world, rank, group):
+            return value.to_local()
+        value = value.full_tensor()
+    if not is_cut(shape):
+        return value
+    start, stop = rows(shape, world, rank)
+    return value[start:stop]
+
+
+def _own_shard(
+    value: ShardedTensor, shape: Sequence[int], world: int, rank: int, name: str
+) -> torch.Tensor:
+    start, stop = rows(shape, world, rank) if is_cut(shape) else (0, 0)
+    expected = (stop - start, *shape[1:])
+    shards = value.local_shards()
+    if not shards and start == stop:
+        return torch.empty(expected, dtype=dtype_of(value), device="cpu")
+    held = [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards]
+    if held != [((start, *(0 for _ in shape[1:])), expected)]:
+        raise ValueError(
+            f"{name}: rank {rank} of {world} needs rows {start} to {stop} of a ShardedTensor of "
+            f"shape {tuple(shape)}, but holds (offsets, sizes) {held}. Load the checkpoint with "
+            "torch.distributed.checkpoint into this model's own state_dict(), which reshards it"
+        )
+    return shards[0].tensor
+
+
+def _lies_in_rows(value: DTensor, world: int, rank: int, group: dist.ProcessGroup | None) -> bool:
+    """The same answer on every rank of the mesh, since a value that does not is gathered."""
+    mesh = value.device_mesh
+    last = mesh.ndim - 1
+    if list(value.placements) != placements(mesh) or mesh.size(last) != world:
+        return False
+    if group is None:
+        return mesh.get_local_rank(last) == rank
+    ranks = dist.get_process_group_ranks
+    return ranks(mesh.get_group(last)) == ranks(group)

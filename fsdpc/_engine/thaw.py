@@ -1,0 +1,105 @@
+"""Parameters that were frozen when they were wrapped and are to be trained (gradual unfreezing).
+
+The engine notices them when a forward begins. Their units then get memory for gradients, and the
+tree, which knows the sizes of all reductions, is made anew. Shards, Parameter objects, gathered
+tensors, gradients and their order stay, so an optimizer's state for other parameters stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fsdpc._clip import torch_utils as _clip_utils
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.interop import computes, over
+
+
+def unfrozen(unit: Any) -> list[int]:
+    """Which of ``unit.seen`` require a gradient and have no memory for one. Local."""
+    return [
+        k for k, (param, grad, _) in enumerate(unit.seen) if grad is None and param.requires_grad
+    ]
+
+
+def first(units: list[Any]) -> tuple[int, int]:
+    """The first unfrozen parameter: the unit's place in ``units``, its own in the unit. Local."""
+    for number, unit in enumerate(units):
+        for k in unfrozen(unit):
+            return number, unit.seen[k][2][0]
+    return 0, -1
+
+
+def agree(units: list[Any]) -> None:
+    """Check that every rank unfreezes the same parameters. Collective over all the units' groups.
+
+    ``MismatchError`` names the first parameter that only some ranks unfreeze; ``TypeError``, before
+    anything is sent, one whose dtype cannot be trained.
+    """
+    names = list(_names(units))
+    text = "\n".join(
+        f"parameter {name} of unit {unit}: trained from now on" for unit, name in names
+    )
+    text += "\nno other parameter"
+    unit, name = names[0]
+    comms = {
+        id(comm): comm
+        for each in units
+        for comm in (each.groups.shard, each.groups.replicate)
+        if comm is not None
+    }
+    for comm in comms.values():
+        comm.agree(text, what=f"unfreezing of parameter {name} of unit {unit}")
+
+
+def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
+    for unit in units:
+        for k in unfrozen(unit):
+            for i in unit.seen[k][2]:
+                name = unit.infos[i].name
+                if not computes(unit.dtypes[i]):
+                    raise TypeError(
+                        f"unit {unit.name}: parameter {name} was unfrozen but has dtype "
+                        f"{unit.dtypes[i]}; fsdpc trains float32, bfloat16, float16 and float64. "
+                        "Freeze it again (requires_grad_(False))"
+                    )
+                yield unit.name or "(root)", name
+
+
+def thaw(unit: Any) -> None:
+    """Give ``unit``, which belongs to no tree, memory for the gradients of what was unfrozen. Every
+    rank of its groups does the same.
+    """
+    wanted = unfrozen(unit)
+    if not wanted:
+        return
+    _writeback.take_over(unit)
+    unit.flat.adopt_grads()
+    layout = unit.flat.layout()
+    of = [layout["params"][covers[0]]["segment"] for _, _, covers in unit.seen]
+    segments = bytearray(len(layout["segments"]))
+    for k in wanted:
+        segments[of[k]] = 1
+        for i in unit.seen[k][2]:
+            unit.trainable[i] = True
+    unit.flat.thaw(bytes(segments))
+    trained = [segment["trainable"] for segment in unit.flat.layout()["segments"]]
+    for k in range(len(unit.seen)):
+        if trained[of[k]]:
+            _renew(unit, k, of[k])
+    unit.flat.renew_grads([grad for _, grad, _ in unit.seen])
+    unit._keep_low()
+    _clip_utils.watch(unit)
+
+
+def _renew(unit: Any, k: int, segment: int) -> None:
+    """A tensor over the gradient's new memory, in ``.grad`` where the old one was."""
+    param, old, covers = unit.seen[k]
+    if unit.use_orig_params:
+        shape = None if unit.is_sharded else unit.shapes[covers[0]]
+        grad = over(unit.flat.grad_part(covers[0]), param.dtype, shape)
+    else:
+        grad = over(unit.flat.grad_segment(segment), param.dtype)
+    if old is not None and param.grad is old:
+        param.grad = grad
+    unit.seen[k] = (param, grad, covers)

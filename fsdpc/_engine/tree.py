@@ -1,0 +1,102 @@
+"""The units of one root module, in the order of a training step."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from fsdpc import _C
+from fsdpc._comm.bootstrap import trust_order
+from fsdpc._engine.interop import torch_functions
+from fsdpc._engine.unit import Unit
+
+_PREFETCH = {None: 0, "pre": 1, "post": 2}
+
+
+def _slots(variable: str) -> int:
+    """A positive number from the environment, 0 when unset."""
+    text = os.environ.get(variable)
+    if text is None:
+        return 0
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{variable} must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+class Tree:
+    """Made at lazy initialisation of the root. Collective over the units' groups.
+
+    ``units`` in module order (the root's own first), ``depths[i]`` their nesting depth among units.
+    Environment: FSDPC_GATHER_SLOTS (per nesting level, default 2), FSDPC_REDUCE_SLOTS (default 2),
+    FSDPC_POISON=1 (released slots are filled with NaN).
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        depths: list[int],
+        *,
+        backward_prefetch: str | None,
+        forward_prefetch: bool,
+        limit_all_gathers: bool,
+    ) -> None:
+        self.units, self.depths = units, depths
+        self.limit_all_gathers = limit_all_gathers  # slots bound the gathers in any case
+        gather_slots, reduce_slots = _slots("FSDPC_GATHER_SLOTS"), _slots("FSDPC_REDUCE_SLOTS")
+        text = "\n".join(
+            [
+                f"{len(units)} units",
+                f"backward_prefetch {backward_prefetch}, forward_prefetch {forward_prefetch}",
+                f"gather slots {gather_slots}, reduce slots {reduce_slots}",
+                f"order of collectives {'trusted' if trust_order() else 'compared'}",
+                *(
+                    f"unit {u.name or '(root)'} at depth {d}"
+                    for u, d in zip(units, depths, strict=True)
+                ),
+            ]
+        )
+        for comm in {id(u.groups.shard): u.groups.shard for u in units}.values():
+            comm.agree(text, what="first forward")
+        self.core = _C.Tree(
+            [unit.flat for unit in units],
+            depths,
+            torch=torch_functions(),
+            backward_prefetch=_PREFETCH[backward_prefetch],
+            forward_prefetch=forward_prefetch,
+            gather_slots=gather_slots,
+            reduce_slots=reduce_slots,
+            poison=os.environ.get("FSDPC_POISON") == "1",
+            trust_order=trust_order(),
+        )
+        for unit in units:
+            unit.tree = self
+        weakref.finalize(self, self.core.close)  # not left to several rounds of gc
+
+    @property
+    def training_state(self) -> str:
+        """Where the step is: "idle", "forward" or "backward"."""
+        return self.core.phase
+
+    @property
+    def kind(self) -> str:
+        """How ranks reach each other: "shared" (they share memory), "wire" or "mixed"."""
+        return self.core.kind
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by role on this rank; gather slots count once per host on shared memory."""
+        return self.core.memory()
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The latest events, oldest first: op, phase, step, unit, bytes, time_ns."""
+        return self.core.trace()
+
+    def clear_trace(self) -> None:
+        """Forgets the events so far."""
+        self.core.clear_trace()
+
+    def detach(self) -> None:
+        """Undoes lazy initialisation: the units belong to no tree afterwards. Local."""
+        self.core.detach()
+        for unit in self.units:
+            unit.tree = None

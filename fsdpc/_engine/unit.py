@@ -1,0 +1,392 @@
+"""One FSDP unit: torch parameters on one side, the engine's flat parameter on the other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpc import _C
+from fsdpc._clip import torch_utils as _clip_utils
+from fsdpc._comm.bootstrap import Groups
+from fsdpc._comm.wire import default_dtype
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.device import CPU, tensor_device
+from fsdpc._engine.interop import computes, counted, dtype_name, over, version_counter
+from fsdpc._engine.released import ReleasedParameter
+from fsdpc._engine.whole import WholeValues
+from fsdpc._fsdp1.handle import HandleFace
+
+
+@dataclass
+class ParamInfo:
+    """A parameter of a unit and every place where it is registered (tied weights: several)."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Unit(HandleFace, WholeValues):
+    """The parameters of one FSDP instance, sharded over ``groups.shard``.
+
+    Collective over the shard group (and the replicas). Takes this rank's slices of the current
+    values, frees the originals and installs the sharded state: with ``use_orig_params`` the
+    parameters become 1-D views of their part of the shard (no elements if there is none; whole and
+    in their own shapes where one rank shards alone), otherwise ``flat_params`` stand for them.
+    MismatchError when ranks differ in names, shapes, dtypes or options.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infos: list[ParamInfo],
+        groups: Groups,
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        reshard_after_forward: bool,
+        use_orig_params: bool,
+        keep_low_precision_grads: bool = False,
+        offload: bool = False,
+    ) -> None:
+        self._name = name
+        self.infos = infos
+        self.groups = groups
+        self.device = tensor_device(groups.shard.device)
+        self.use_orig_params = use_orig_params
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.reshard_after_forward = reshard_after_forward
+        self.offload = offload
+        self.shapes = [info.param.shape for info in infos]
+        self.dtypes = [info.param.dtype for info in infos]
+        self.trainable = [self._trainable(info) for info in infos]
+        self.summoned = False
+        self.tree: Any = None
+        specs = [self._spec(i) for i in range(len(infos))]
+        text = self._describe(specs)
+        groups.shard.agree(text, what=f"construction of unit {name}")
+        if groups.replicate is not None:
+            groups.replicate.agree(text, what=f"construction of unit {name}")
+        self.flat = _C.FlatParameter(
+            name,
+            groups.shard,
+            specs,
+            replicate=groups.replicate,
+            divide=groups.divide,
+            reshard=reshard_after_forward,
+            offload=offload,
+        )
+        # Where its shard is; what is gathered is on `device`.
+        self.own_device = CPU if self.flat.offloaded else self.device
+        self.scatter_full([info.param for info in infos])
+        self._versions = version_counter(self.device)
+        self.full = [self._make_full(i) for i in range(len(infos))]
+        # What modules show while the unit is released, or while other units' forwards run.
+        self.released = [self._stand_in(i) for i in range(len(infos))]
+        self.flat_params: list[nn.Parameter] = []
+        self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
+        self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
+        self.views: list[Tensor] = []  # over the shard, one for each of them
+        if use_orig_params:
+            self._shard_originals()
+        else:
+            self._make_flat_params()
+        self.install_sharded()
+        self._bind()
+        if keep_low_precision_grads and param_dtype is not None:
+            self.flat.after_backward = self._lower_grads
+        _clip_utils.watch(self)
+        self.pre_forward_hook = self.flat.hook("pre_forward")
+        self.post_forward_hook = self.flat.hook("post_forward")
+
+    # --- construction ----------------------------------------------------------------------------
+
+    def _trainable(self, info: ParamInfo) -> bool:
+        if info.param.requires_grad and not computes(info.param.dtype):
+            raise TypeError(
+                f"unit {self.name}: parameter {info.name} requires a gradient but has dtype "
+                f"{info.param.dtype}; fsdpc trains float32, bfloat16, float16 and float64. Freeze "
+                "it (requires_grad_(False)) or list it in ignored_states"
+            )
+        return info.param.requires_grad
+
+    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool]:
+        dtype, param = self.dtypes[i], self.infos[i].param
+        if not computes(dtype):
+            nbytes = param.numel() * param.element_size()
+            return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False)
+        compute = self.param_dtype or dtype
+        reduce = self.reduce_dtype or default_dtype(compute, self.groups.shard)
+        return (
+            self.infos[i].name,
+            param.numel(),
+            dtype_name(dtype),
+            dtype_name(compute),
+            dtype_name(reduce),
+            self.trainable[i],
+        )
+
+    def _describe(self, specs: Sequence[tuple[Any, ...]]) -> str:
+        lines = [
+            f"unit {self.name or '(root)'}",
+            f"reshard_after_forward {self.reshard_after_forward}",
+            f"use_orig_params {self.use_orig_params}, parameters offloaded {self.offload}",
+            f"gradients divided by {self.groups.divide}",
+        ]
+        for i, (name, _, storage, compute, reduce, trainable) in enumerate(specs):
+            lines.append(
+                f"parameter {name}: shape {tuple(self.shapes[i])}, {self.dtypes[i]}, stored as "
+                f"{storage}, computed in {compute}, reduced in {reduce}, "
+                f"{'trainable' if trainable else 'frozen'}"
+            )
+        return "\n".join(lines)
+
+    def _make_full(self, i: int) -> Tensor:
+        info, dtype, shape = self.infos[i], self.dtypes[i], self.shapes[i]
+        if computes(dtype):
+            tensor = over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
+        else:
+            nbytes = info.param.numel() * info.param.element_size()
+            tensor = over(self.flat.full_param(i, (nbytes,)), dtype, shape)
+        tensor = counted(self._versions, tensor)
+        if self.use_orig_params:
+            tensor = nn.Parameter(tensor, requires_grad=self.trainable[i])
+            tensor.__dict__.update(info.param.__dict__)
+        else:
+            tensor.requires_grad_(self.trainable[i])
+        return tensor
+
+    def _stand_in(self, i: int) -> ReleasedParameter:
+        full, info = self.full[i], self.infos[i]
+        own = info.param if self.use_orig_params else None
+        return ReleasedParameter(
+            full.shape, full.dtype, full.device, self.trainable[i], info.name, self.name, own
+        )
+
+    def _watched(self) -> list[int]:
+        """Trainable parameters of the first registered module: the last to get gradients."""
+        trainable = [i for i in range(len(self.infos)) if self.trainable[i]]
+        owners = [self.infos[i].sites[0][0] for i in trainable]
+        return [i for i, owner in zip(trainable, owners, strict=True) if owner is owners[0]]
+
+    def _shard_originals(self) -> None:
+        for i, info in enumerate(self.infos):
+            dtype, shape = self.dtypes[i], None if self.is_sharded else self.shapes[i]
+            info.param.grad = None
+            info.param.data = over(self.flat.shard_part(i), dtype, shape)
+            info.param._fsdp_flattened = True  # torch's mark of what FSDP manages
+            grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
+            self._see(info.param, grad, (i,))
+
+    def _see(self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]) -> None:
+        self._seen.append((param, grad, covers))
+        self.views.append(param.data)
+
+    def _make_flat_params(self) -> None:
+        layout = self.flat.layout()
+        by_segment: dict[int, list[int]] = {}
+        for i, row in enumerate(layout["params"]):
+            by_segment.setdefault(row["segment"], []).append(i)
+        # The trainable one first: it is `_flat_param`, as in torch.
+        order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
+        self.flat_segments = [layout["segments"][s] for s in order]
+        for s in order:
+            param = self.make_flat_param(layout["segments"][s], s)
+            grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
+            self.flat_params.append(param)
+            self._see(param, grad, tuple(by_segment[s]))
+        for info in self.infos:
+            info.param.grad = None
+            info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.own_device)
+
+    def _bind(self) -> None:
+        sites: list[tuple[Any, ...]] = []
+        alone = not self.is_sharded and self.groups.replicate is None
+        for i, info in enumerate(self.infos):
+            released = self.released[i]
+            for module, attribute in info.sites:
+                if self.use_orig_params:
+                    stand_in = None if alone else released
+                    sites.append((module._parameters, attribute, i, info.param, stand_in))
+                else:
+                    sites.append((module.__dict__, attribute, i, released))
+        watched = self._watched()
+        for i in watched:
+            self.full[i].register_post_accumulate_grad_hook(self.flat.hook("grad", i))
+        self.flat.bind(
+            list(self.full),
+            sites,
+            list(self._seen),
+            watched,
+            versions=self._versions,
+            by_gather=not self.use_orig_params,
+        )
+        this = weakref.ref(self)
+        self.flat.on_changed = lambda: _writeback.take_over(this())
+        # Full tensor -> torch's hook -> engine -> full tensor: a cycle that gc cannot see.
+        weakref.finalize(self, self.flat.unbind)
+
+    def _lower_grads(self) -> None:
+        """keep_low_precision_grads: what the optimizer sees is in the compute dtype. The sums stay
+        as they are; the next backward takes the values back up.
+        """
+        for param, view, _ in self._seen:
+            if view is not None and param.grad is view and view.dtype != self.param_dtype:
+                low = view.detach()
+                param.grad = low
+                low.data = view.to(self.param_dtype)
+
+    # --- what the wrapper reads ------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The unit's place in the model; every error and trace entry says it."""
+        return self._name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._name = self.flat.name = value
+
+    @property
+    def shard_params(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer gets."""
+        return [param for param, _, _ in self._seen]
+
+    @property
+    def seen(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
+        """What an optimizer gets, the tensor over its gradient (None: frozen), and the parameters
+        that it stands for.
+        """
+        return self._seen
+
+    @property
+    def on_unattached(self) -> Callable[[], None] | None:
+        return self.flat.on_unattached
+
+    @on_unattached.setter
+    def on_unattached(self, call: Callable[[], None] | None) -> None:
+        self.flat.on_unattached = call
+
+    @property
+    def require_sync(self) -> bool:
+        """False inside no_sync: gradients stay on this rank, unsharded, in fp32."""
+        return self.flat.sync
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None:
+        self.flat.sync = value
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.groups.shard.world > 1
+
+    @property
+    def state(self) -> str:
+        """What it does now: "idle", "forward", "backward" or "summoned"."""
+        if self.summoned:
+            return "summoned"
+        return self.tree.training_state if self.tree is not None else "idle"
+
+    def forward_failed(self) -> None:
+        """To be called when the module's forward raised; the exception goes on."""
+        self.flat.forward_failed()
+
+    # --- what the modules show -------------------------------------------------------------------
+
+    def install_full(self, full: Sequence[Tensor]) -> None:
+        """Module entries become parameters over these tensors (summon_full_params). Local."""
+        for i, info in enumerate(self.infos):
+            param = nn.Parameter(full[i], requires_grad=self.trainable[i])
+            for module, attribute in info.sites:
+                module.__dict__.pop(attribute, None)
+                module._parameters[attribute] = param
+        self.summoned = self.flat.shown = True
+
+    def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The user's Parameters as they are: data and gradient of each, for ``put_own_back``. Local
+        (``use_orig_params=True``).
+        """
+        return [(param.data, param.grad) for param in self.shard_params]
+
+    def show_own(self, full: Sequence[Tensor]) -> None:
+        """The user's Parameters show these tensors, without gradients. Local."""
+        for info, tensor in zip(self.infos, full, strict=True):
+            info.param.grad = None
+            info.param.data = tensor
+        self.summoned = self.flat.shown = True
+
+    def put_own_back(self, before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Undoes ``show_own``. Local."""
+        for param, (data, grad) in zip(self.shard_params, before, strict=True):
+            param.grad = None
+            param.data = data
+            if grad is None or grad.dtype == param.dtype:
+                param.grad = grad
+            else:  # a low-precision one, which torch takes in the parameter's dtype only
+                low, grad.data = grad.data, torch.empty_like(data)
+                param.grad = grad
+                grad.data = low
+
+    def install_sharded(self) -> None:
+        """Back to the sharded state. Local."""
+        for i, info in enumerate(self.infos):
+            for module, attribute in info.sites:
+                if self.use_orig_params:
+                    module._parameters[attribute] = info.param
+                else:
+                    module._parameters.pop(attribute, None)
+                    shown = self.full if self.flat.readable else self.released
+                    module.__dict__[attribute] = shown[i]
+        self.summoned = self.flat.shown = False
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _keep_low(self) -> None:
+        if self.flat.after_backward is not None:
+            self._lower_grads()
+
+    def _grad_mask(self) -> bytes:
+        mask = bytearray(len(self.infos))
+        for param, view, covers in self._seen:
+            for i in covers:
+                mask[i] = view is not None and param.grad is not None
+        return bytes(mask)
+
+    def holds_nothing(self, param: nn.Parameter) -> bool:
+        """True where other ranks hold all elements of ``param``: no gradient is shown here."""
+        if param.numel() > 0 or not self.is_sharded:
+            return False
+        covers = next((covers for seen, _, covers in self._seen if seen is param), ())
+        return any(self.shapes[i].numel() > 0 for i in covers)
+
+    def grad_norm_sums(self, norm_type: float) -> float:
+        """sum |g|^p over this rank's part (max |g| for inf); each element once per shard group."""
+        self.flat.adopt_grads()
+        mask = self._grad_mask()
+        if norm_type == float("inf"):
+            total = self.flat.grad_norm(mask, 2.0)[1]
+        else:
+            total = self.flat.grad_norm(mask, float(norm_type))[0]
+        self._keep_low()
+        return total
+
+    def begin_scaling(self) -> bytes:
+        """Which parameters have a gradient on this rank, made the unit's own. Local."""
+        self.flat.adopt_grads()
+        return self._grad_mask()
+
+    def end_scaling(self) -> None:
+        """After somebody has scaled the gradients. Local."""
+        self._keep_low()
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies this rank's gradients in place."""
+        self.flat.adopt_grads()
+        self.flat.scale_grads(self._grad_mask(), factor)
+        self._keep_low()

@@ -1,0 +1,141 @@
+"""Whole values of a unit's parameters and gradients: out of the shards, and back into them.
+
+They are private copies, on the unit's device unless another one is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.interop import computes
+from fsdpc._engine.rows import is_cut, rows_shape
+
+
+class WholeValues:
+    """Base of ``Unit``."""
+
+    name: str
+    groups: Any
+    infos: list[Any]
+    flat: Any
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    device: torch.device
+    is_sharded: bool
+    _seen: list[tuple[Any, Tensor | None, tuple[int, ...]]]
+    _grad_mask: Any
+    _keep_low: Any
+    holds_nothing: Any
+
+    def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
+        """Private full copies, original shapes, storage dtypes, on the unit's device or ``to``.
+        Collective over the shard group.
+        """
+        _writeback.take_over(self)
+        full = self._empty(self.shapes, to)
+        self.flat.read(full)
+        return full
+
+    def _empty(self, shapes: Sequence[Sequence[int]], to: torch.device | None) -> list[Tensor]:
+        where = to or self.device
+        return [
+            torch.empty(tuple(s), dtype=d, device=where)
+            for s, d in zip(shapes, self.dtypes, strict=True)
+        ]
+
+    def attend_gather(self) -> None:
+        """Other ranks' ``gather_full``, of which this rank keeps nothing. Collective."""
+        _writeback.take_over(self)
+        self.flat.read([None] * len(self.infos))
+
+    def read_rows(self, to: torch.device | None = None) -> list[Tensor]:
+        """This rank's block of rows of each parameter (see ``_sharded``), whole parameters where
+        there are no rows; private copies in storage dtypes, on the unit's device or ``to``.
+        Collective over the shard group.
+        """
+        _writeback.take_over(self)
+        rank, world = self.groups.shard.rank, self.groups.shard.world
+        shapes = [rows_shape(s, world, rank) if is_cut(s) else s for s in self.shapes]
+        rows = self._empty(shapes, to)
+        self.flat.read_blocks(*self._blocks(rows))
+        whole = [None if is_cut(s) else t for s, t in zip(self.shapes, rows, strict=True)]
+        if any(tensor is not None for tensor in whole):
+            self.flat.read(whole)
+        return rows
+
+    def write_rows(self, rows: Sequence[Tensor]) -> None:
+        """The reverse: every rank's rows become the parameters' values. Collective over the shard
+        group. ``ValueError``: a shape other than that of ``read_rows``.
+        """
+        rank, world = self.groups.shard.rank, self.groups.shard.world
+        values = []
+        for i, tensor in enumerate(rows):
+            cut = is_cut(self.shapes[i])
+            shape = rows_shape(self.shapes[i], world, rank) if cut else tuple(self.shapes[i])
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"unit {self.name}: rank {rank}'s rows of parameter {self.infos[i].name} have "
+                    f"shape {shape}, the new value {tuple(tensor.shape)}"
+                )
+            values.append(self._own(tensor, i))
+            if not cut:
+                self.flat.write(i, values[i])
+        self.flat.write_blocks(*self._blocks(values))
+
+    def _blocks(self, rows: Sequence[Tensor]) -> tuple[list[int], list[Tensor | None]]:
+        world = self.groups.shard.world
+        blocks: list[int] = []
+        tensors: list[Tensor | None] = []
+        for shape, dtype, tensor in zip(self.shapes, self.dtypes, rows, strict=True):
+            cut = is_cut(shape)
+            item = 1 if computes(dtype) else dtype.itemsize
+            blocks.append(-(-shape[0] // world) * (shape.numel() // shape[0]) * item if cut else 0)
+            tensors.append(tensor if cut else None)
+        return blocks, tensors
+
+    def scatter_full(self, full: Sequence[Tensor]) -> None:
+        """Writes this rank's slices of full tensors into the shard. Local."""
+        for i, tensor in enumerate(full):
+            value = tensor.detach()
+            if value.shape != self.shapes[i]:
+                raise ValueError(
+                    f"unit {self.name}: parameter {self.infos[i].name} has shape "
+                    f"{tuple(self.shapes[i])}, the new value {tuple(value.shape)}"
+                )
+            self.flat.write(i, self._own(value, i))
+
+    def _own(self, value: Tensor, i: int) -> Tensor:
+        """A new value of a parameter as the engine takes it."""
+        return value.detach().to(self.device, self.dtypes[i]).contiguous()
+
+    def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:
+        """Full gradients, None where no rank has one, on the unit's device or ``to``. Collective
+        over the shard group.
+        """
+        self.flat.adopt_grads()
+        have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
+        if len(have) and self.is_sharded:
+            self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
+        where = to or self.device
+        grads: list[Tensor | None] = [
+            torch.empty(s, dtype=d, device=where) if have[i] else None
+            for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
+        ]
+        self.flat.read(grads, grad=True)
+        self._keep_low()
+        return grads
+
+    def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Writes this rank's slices of full gradients; None clears the gradient. Local."""
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                self.flat.write(i, self._own(grad, i), grad=True)
+        for param, view, covers in self._seen:
+            some = view is not None and any(grads[i] is not None for i in covers)
+            param.grad = view if some and not self.holds_nothing(param) else None

@@ -1,0 +1,1 @@
+"""``FullyShardedDataParallel``: the class, its arguments, wrapping and summoning."""

@@ -1,0 +1,263 @@
+"""Constructor arguments: checks, the sharding strategy in force and process groups.
+
+Exceptions have the type that torch's FSDP raises for the same mistake; the sentence says which
+rank, what was passed and what to pass instead. Groups are made here once per root and handed down
+to nested units, so that the units of a tree always share them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdpc._comm.bootstrap import read_timeout
+from fsdpc._comm.channel import Channel, store_of
+from fsdpc._torch import default_group
+from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+RESHARD_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """Process groups of a unit: values are sharded over ``shard``, and repeated over ``replicate``
+    (HYBRID).
+    """
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+
+
+def check_module(module: Any) -> None:
+    """The first argument: an ``nn.Module``, with a warning for containers that have no forward of
+    their own.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel wraps an nn.Module but got {type(module).__name__}"
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"{type(module).__name__}. Wrap its elements, or the module that calls them.",
+            stacklevel=3,
+        )
+
+
+def check_model(call: str, model: Any) -> None:
+    """The model that a call is about. ``TypeError`` names what came instead: most often arguments
+    in another order.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{call}: the model must be an nn.Module but got {type(model).__name__}; are the "
+            "arguments in the right order?"
+        )
+
+
+def check_optimizer(call: str, optim: Any) -> None:
+    """The optimizer that a call is about, of whatever class. ``TypeError`` as ``check_model``."""
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(
+            f"{call}: optim must be an optimizer but got {type(optim).__name__}; are the "
+            "arguments in the right order?"
+        )
+
+
+def check_options(
+    sharding_strategy: Any,
+    cpu_offload: Any,
+    auto_wrap_policy: Any,
+    backward_prefetch: Any,
+    mixed_precision: Any,
+    param_init_fn: Any,
+) -> None:
+    """Types of the remaining arguments; torch lets most of these through and fails later,
+    elsewhere.
+    """
+    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
+    _check_type("cpu_offload", cpu_offload, CPUOffload)
+    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
+    _check_type("mixed_precision", mixed_precision, MixedPrecision)
+    _check_callable("param_init_fn", param_init_fn, ValueError)
+    if auto_wrap_policy is not None and not _is_policy(auto_wrap_policy):
+        raise ValueError(
+            "auto_wrap_policy must be a callable (module, recurse, nonwrapped_numel) -> bool, a "
+            f"ModuleWrapPolicy or a CustomPolicy, but got {type(auto_wrap_policy).__name__}"
+        )
+
+
+def _is_policy(policy: Any) -> bool:
+    from fsdpc.wrap import _Policy
+
+    return callable(policy) or isinstance(policy, _Policy)
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a torch.distributed.fsdp.{kind.__name__} or None, "
+            f"but got {type(value).__name__}: {value!r}"
+        )
+
+
+def _check_callable(name: str, value: Any, error: type[Exception]) -> None:
+    if value is not None and not callable(value):
+        raise error(f"Expected {value} to be callable but got {type(value)} ({name})")
+
+
+def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:
+    """The strategy in force: FULL_SHARD by default, NO_SHARD where the sharding group has one rank.
+
+    Warns as torch does: ``UserWarning`` on the switch to NO_SHARD, ``FutureWarning`` on an explicit
+    NO_SHARD.
+    """
+    if groups.shard.size() == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                "FSDP is switching to use `NO_SHARD` instead of "
+                f"{strategy or ShardingStrategy.FULL_SHARD} since the world size is 1.",
+                stacklevel=3,
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
+            "`DistributedDataParallel` instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
+
+
+def resolve_groups(
+    process_group: Any,
+    strategy: ShardingStrategy | None,
+    auto_wrap_policy: Any,
+    device_mesh: DeviceMesh | None,
+) -> GroupChoice:
+    """The unit's process groups. Collective over the default group when HYBRID makes groups by
+    host.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass "
+            "only one of them."
+        )
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a DeviceMesh but got {type(device_mesh).__name__}")
+    if strategy in HYBRID:
+        return _hybrid_groups(process_group, strategy, auto_wrap_policy, device_mesh)
+    if device_mesh is not None:
+        return GroupChoice(device_mesh.get_group(mesh_dim=0), None)
+    if process_group is None:
+        return GroupChoice(_default_group(), None)
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            "Expected process_group to be a dist.ProcessGroup or None with "
+            f"{strategy or ShardingStrategy.FULL_SHARD} but got {type(process_group)}; a pair of "
+            "groups belongs to HYBRID_SHARD and _HYBRID_SHARD_ZERO2"
+        )
+    return GroupChoice(process_group, None)
+
+
+def _hybrid_groups(
+    process_group: Any,
+    strategy: ShardingStrategy | None,
+    auto_wrap_policy: Any,
+    device_mesh: DeviceMesh | None,
+) -> GroupChoice:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: dimension 0 "
+                "replicates, dimension 1 shards"
+            )
+        return GroupChoice(
+            shard=device_mesh.get_group(mesh_dim=1), replicate=device_mesh.get_group(mesh_dim=0)
+        )
+    if process_group is None:
+        if auto_wrap_policy is None:
+            raise ValueError(
+                f"Manual wrapping with {strategy} requires explicit specification of process "
+                "group or device_mesh. Pass process_group=(shard_group, replicate_group) so that "
+                "all units share the same groups."
+            )
+        return groups_by_host()
+    if _is_group_pair(process_group):
+        return GroupChoice(shard=process_group[0], replicate=process_group[1])
+    raise ValueError(
+        "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, "
+        f"dist.ProcessGroup] but got {type(process_group)}"
+    )
+
+
+def _is_group_pair(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(group, dist.ProcessGroup) for group in value)
+    )
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group. (before FullyShardedDataParallel, or pass process_group)"
+        )
+    return default_group()
+
+
+def groups_by_host() -> GroupChoice:
+    """Sharding groups of the ranks of one host, replication groups across hosts. Collective over
+    all ranks.
+
+    Hosts are told apart by name. ``FSDPC_HOST`` overrides the name, e.g. to make two groups on one
+    host.
+    """
+    hosts = _ranks_by_host()
+    sizes = {len(ranks) for ranks in hosts}
+    if len(sizes) != 1:
+        raise ValueError(
+            "HYBRID sharding needs the same number of ranks on every host but the hosts have "
+            f"{sorted(len(ranks) for ranks in hosts)} ranks; pass process_group=(shard, "
+            "replicate) or a 2-D device_mesh"
+        )
+    shard, _ = dist.new_subgroups_by_enumeration(hosts)
+    replicate, _ = dist.new_subgroups_by_enumeration(
+        [list(column) for column in zip(*hosts, strict=True)]
+    )
+    return GroupChoice(shard=shard, replicate=replicate)
+
+
+def _ranks_by_host() -> list[list[int]]:
+    """Ranks grouped by host, hosts in the order of their first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, name in enumerate(_names_of_hosts()):
+        hosts.setdefault(name, []).append(rank)
+    return list(hosts.values())
+
+
+_askings = count()
+
+
+def _names_of_hosts() -> list[str]:
+    """Through the group's store: a group of GPUs would need every rank's current GPU set by now."""
+    group, mine = _default_group(), os.environ.get("FSDPC_HOST") or socket.gethostname()
+    store, seconds = store_of(group), read_timeout()
+    if store is None:
+        return [mine] * group.size()
+    prefix = f"fsdpc/hosts/{next(_askings)}"
+    channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
+    said = channel.gather(mine.encode(), "finding the ranks of each host")
+    return [name.decode() for name in said]

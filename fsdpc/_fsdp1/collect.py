@@ -1,0 +1,254 @@
+"""Find what a unit manages: its modules, its parameters with every place they are registered, what
+it ignores.
+
+A unit manages every parameter below its module that is neither ignored nor below a nested unit. A
+parameter registered at several places (tied weights) appears once, with all its sites. A parameter
+tied across two units is refused here by name: each unit shards alone, so the tie would silently
+break.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdpc._engine.unit import ParamInfo
+from fsdpc._engine.writeback import owner_of, set_owner
+from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc.api import FlatParameter
+
+
+@dataclass
+class Ignored:
+    """What the user took out: modules with all below them, and parameters. Nested units' sets are
+    included.
+    """
+
+    modules: set[nn.Module] = field(default_factory=set)
+    params: set[nn.Parameter] = field(default_factory=set)
+
+
+def is_unit_module(module: nn.Module) -> bool:
+    """True for an FSDP instance; a class attribute, so that this file needs no import of the
+    wrapper.
+    """
+    return getattr(type(module), "_fsdpc_is_unit", False)
+
+
+def unit_modules(module: nn.Module) -> list[Any]:
+    """All FSDP instances in ``module``, itself included, depth first."""
+    return [child for child in module.modules() if is_unit_module(child)]
+
+
+def owned_modules(
+    root: nn.Module, ignored: set[nn.Module], *, shared_twice: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """``(clean name, module)`` in registration order; stops at nested FSDP instances and ignored
+    modules.
+
+    A module registered at two places is listed once, or under each name with ``shared_twice``.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        if module in ignored or is_unit_module(module) or (module in seen and not shared_twice):
+            continue
+        seen.add(module)
+        yield clean_fqn(name), module
+        children = [
+            (join(name, key), child) for key, child in module._modules.items() if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
+    """Parameters of the unit around ``root`` in registration order, each once with all its sites.
+
+    Raises ``ValueError`` for a parameter that another unit already shards (tied across units), for
+    a torch FlatParameter, for a DTensor and below a DDP module; ``RuntimeError`` for one that is on
+    the meta device.
+    """
+    infos: dict[int, ParamInfo] = {}
+    for module_name, module in owned_modules(root, ignored.modules):
+        if isinstance(module, DistributedDataParallel):
+            _check_replicated(module, module_name, ignored, unit_name)
+        for attr, param in module._parameters.items():
+            if param is None or param in ignored.params:
+                continue
+            info = infos.get(id(param))
+            if info is None:
+                name = join(module_name, attr)
+                _check_param(param, name, unit_name)
+                infos[id(param)] = ParamInfo(name, param, [(module, attr)])
+            else:
+                info.sites.append((module, attr))
+    found = list(infos.values())
+    _check_memory(found, unit_name)
+    return found
+
+
+def _check_replicated(module: nn.Module, name: str, ignored: Ignored, unit_name: str) -> None:
+    for inner, param in module.named_parameters():
+        if param not in ignored.params and owner_of(param) is None:
+            raise ValueError(
+                f"parameter {join(name, inner)!r} of unit {unit_name!r} is replicated by "
+                "DistributedDataParallel, and one of the two only can average its gradient: list "
+                "that module in ignored_modules, or wrap what is inside it"
+            )
+
+
+def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} is tied to a parameter of unit "
+            f"{owner.name!r}, and each unit shards alone, so the tie would break: wrap so that "
+            "both uses are in one unit (leave the tied modules out of the wrap policy), or put "
+            "the parameter in ignored_states"
+        )
+    if isinstance(param, FlatParameter) or getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} belongs to torch's "
+            "FullyShardedDataParallel: wrap a module with one of the two only"
+        )
+    if hasattr(param, "placements") and hasattr(param, "device_mesh"):
+        names = param.device_mesh.mesh_dim_names  # type: ignore[attr-defined]
+        raise ValueError(
+            f"parameter {name!r} of unit {unit_name!r} is a DTensor ({param.placements} over the "
+            f"mesh dimensions {names or 'without names'}); fsdpc shards plain parameters: list it "
+            "in ignored_states and average its gradient over the data-parallel ranks yourself, or "
+            "shard this model with torch's fully_shard"
+        )
+
+
+def _check_memory(infos: list[ParamInfo], unit_name: str) -> None:
+    for info in infos:
+        if info.param.is_meta:
+            raise RuntimeError(
+                f"parameter {info.name!r} of unit {unit_name!r} is still on the meta device: "
+                "param_init_fn left it there"
+            )
+
+
+def claim(infos: list[ParamInfo], unit: Any) -> None:
+    """Record ``unit`` as the owner of its parameters, for the check of ties across units."""
+    for info in infos:
+        set_owner(info.param, unit)
+
+
+def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Resolve the two spellings of what to ignore. Raises what torch raises: ``ValueError`` for
+    both at once, mixed or wrong element types and FSDP instances; ``TypeError`` for something that
+    is not iterable.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just "
+            "pass ignored_states."
+        )
+    params: list[nn.Parameter] = []
+    if ignored_states is not None:
+        modules, params = _split_states(_as_list("ignored_states", ignored_states))
+    else:
+        modules = _as_list("ignored_modules", ignored_modules)
+        _check_all_modules(modules)
+    ignored = Ignored()
+    ignored.modules = _with_children(modules)
+    if root in ignored.modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            "result in all parameters being ignored and is not well-supported: "
+            f"{type(root).__name__}",
+            stacklevel=3,
+        )
+    ignored.params = set(params)
+    for module in ignored.modules:
+        ignored.params.update(p for p in module._parameters.values() if p is not None)
+    for nested in unit_modules(root):
+        ignored.modules |= nested._ignored.modules
+        ignored.params |= nested._ignored.params
+    return ignored
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, Iterable):
+        raise TypeError(
+            f"`{name}` should be an iterable of `torch.nn.Module`s but got {type(value)}"
+        )
+    return list(value)
+
+
+def _split_states(states: list[Any]) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    if all(isinstance(state, nn.Parameter) for state in states):
+        return [], states
+    if all(isinstance(state, nn.Module) for state in states):
+        return states, []
+    types = sorted({type(state) for state in states}, key=repr)
+    raise ValueError(
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+        f"{types}"
+    )
+
+
+def _check_all_modules(modules: list[Any]) -> None:
+    if not all(isinstance(module, nn.Module) for module in modules):
+        types = sorted({type(module) for module in modules}, key=repr)
+        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {types}")
+
+
+def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
+    """The modules and all below them, without FSDP instances and what those manage."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        if is_unit_module(module):
+            raise ValueError("`ignored_modules` should not include FSDP modules")
+        found.update(child for _, child in owned_modules(module, set()))
+    return found
+
+
+def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: torch.device) -> None:
+    """Broadcast parameters and buffers from the first rank. Collective over the unit's groups,
+    replicas first, so that afterwards every rank of every shard group holds rank 0's values. They
+    travel on ``device``; buffers of ignored modules may be elsewhere.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
+    tensors += list(_unsynced_buffers(root))
+    for comm in (groups.replicate, groups.shard):
+        if comm is None or comm.world == 1:
+            continue
+        for name, tensor in tensors:
+            _broadcast(comm, name, tensor.detach(), device)
+
+
+def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers below ``root``, ignored ones too, without those that nested units synced."""
+    done: set[int] = set()
+    for nested in unit_modules(root):
+        if nested._sync_module_states:
+            done.update(id(buffer) for buffer in nested.buffers())
+    for name, buffer in root.named_buffers():
+        if id(buffer) not in done:
+            yield clean_fqn(name), buffer
+
+
+def _broadcast(comm: Any, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.is_meta:
+        raise RuntimeError(
+            f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; modules that "
+            "are ignored are not materialised: give them memory before wrapping"
+        )
+    if tensor.numel() == 0:
+        return
+    dense = tensor.to(device).contiguous()
+    comm.broadcast(dense, root=0, what=f"sync_module_states {name}")
+    if dense is not tensor:
+        tensor.copy_(dense)

@@ -1,0 +1,183 @@
+"""``Module._apply`` for sharded modules: ``to``, ``cuda``, ``half``, ``double`` and their kin.
+
+A conversion that keeps dtype and device leaves the unit's parameters alone: their memory belongs to
+the engine. One that changes the dtype or the device shards the unit anew from the converted full
+values; Parameter objects keep their identity with ``use_orig_params=True``, and a new flat
+Parameter stands for the unit with False (make the optimizer after).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdpc._engine.device import CPU
+from fsdpc._fsdp1.args import GroupChoice
+from fsdpc._fsdp1.placement import why_not
+from fsdpc._fsdp1.root import release_tree
+from fsdpc._fsdp1.summon import check_idle, flat_owner, install, site_params
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
+    """Apply ``fn`` to everything in ``member``; ``rest`` is ``nn.Module._apply`` on what is
+    registered.
+
+    Local when dtypes and device stay; otherwise collective over the unit's groups and only between
+    steps (``AssertionError``). ``NotImplementedError``: nothing can be sharded on the device that
+    ``fn`` moves to.
+    """
+    unit = member._unit
+    if member._summoned or member._exposed:
+        rest()
+        return
+    if unit is not None and _is_format(fn(torch.empty(2, 2, 2, 2, device=member.compute_device))):
+        of_images = [
+            info.name
+            for info, shape in zip(unit.infos, unit.shapes, strict=True)
+            if len(shape) == 4
+        ]
+        _warn_of_format(unit.name, of_images)
+    device = _target(member, fn)
+    if unit is None:
+        rest()
+        if device != member.compute_device:
+            _release(member)
+            _move_groups(member, device)
+    elif device == member.compute_device and _keeps_dtypes(unit, fn):
+        with _hidden(member):
+            rest()
+    else:
+        check_idle(member)
+        _rebuild(member, rest, fn, device)
+
+
+def check_formats(member: Any, infos: list[Any]) -> None:
+    """Warn of parameters whose memory format gathered weights will not have. Local."""
+    _warn_of_format(member._name, [info.name for info in infos if _is_format(info.param)])
+
+
+def _is_format(tensor: torch.Tensor) -> bool:
+    """True for channels_last in two or three dimensions, where that is not contiguous, too."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return False
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=last)
+
+
+def _warn_of_format(unit_name: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"channels_last is not kept for parameters {shown} of unit {unit_name!r}: gathered "
+            "weights are contiguous, which changes no values, but convolutions convert them in "
+            "every call. Inputs and buffers keep the format; list these modules in "
+            "ignored_modules to keep theirs",
+            stacklevel=5,
+        )
+
+
+def convert_storage(member: Any, dtype: torch.dtype) -> None:
+    """Store the trainable floating-point parameters of one unit, children's aside, in ``dtype``.
+
+    Collective over the sharding group and only between steps (``AssertionError``), unless they are
+    stored so already. Frameworks ask for it to train a low-precision model in fp32.
+    """
+    unit = member._unit
+
+    def to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def rest() -> None:
+        for param, trainable in zip(site_params(unit), unit.trainable, strict=True):
+            if trainable:
+                param.data = to(param.data)
+
+    if any(
+        t and to(torch.empty(0, dtype=d, device=CPU)).dtype != d
+        for t, d in zip(unit.trainable, unit.dtypes, strict=True)
+    ):
+        check_idle(member)
+        _rebuild(member, rest, to, member.compute_device)
+
+
+def _target(member: Any, fn: Fn) -> torch.device:
+    """Where ``fn`` moves what is on the member's device; ``fn`` is asked, with an empty tensor.
+
+    Shards that are offloaded may be told to be on either side: they stay where they are.
+    """
+    here = member.compute_device
+    device = fn(torch.empty(0, device=here)).device
+    if device == here or (device == CPU and member.cpu_offload.offload_params):
+        return here
+    reason = why_not(device)
+    if reason is not None:
+        raise NotImplementedError(f"unit {member._name!r} cannot move to {device}: {reason}")
+    return device
+
+
+def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
+    """Ask ``fn`` itself, on an empty tensor of each dtype."""
+    dtypes = {param.dtype for param in unit.shard_params}
+    return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
+
+
+def _release(member: Any) -> None:
+    root = None if member._root is None else member._root()
+    if root is not None:
+        release_tree(root)
+
+
+def _move_groups(member: Any, device: torch.device) -> None:
+    member.compute_device = device
+    member._init_groups(GroupChoice(member.process_group, member._inter_node_pg))
+
+
+@contextmanager
+def _hidden(member: Any) -> Iterator[None]:
+    """The unit's parameters out of their modules' tables; entries stay, so that the order stays."""
+    tables = [module._parameters for info in member._unit.infos for module, _ in info.sites]
+    tables.append(flat_owner(member)._parameters)
+    managed = {id(param) for param in member._unit.shard_params}
+    places = {
+        (id(table), name): (table, name, param)
+        for table in tables
+        for name, param in table.items()
+        if param is not None and id(param) in managed
+    }
+    for table, name, _ in places.values():
+        table[name] = None
+    try:
+        yield
+    finally:
+        for table, name, param in places.values():
+            table[name] = param
+
+
+def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device) -> None:
+    unit = member._unit
+    _release(member)
+    grads = [None if grad is None else fn(grad) for grad in unit.gather_full_grads()]
+    install(member, unit.gather_full())
+    rest()
+    for info, shown in zip(unit.infos, site_params(unit), strict=True):
+        _restore_original(info, shown.detach())
+    if device != member.compute_device:
+        _move_groups(member, device)
+    member._shard(unit.infos)
+    if any(grad is not None for grad in grads):
+        member._unit.scatter_full_grads(grads)
+
+
+def _restore_original(info: Any, value: torch.Tensor) -> None:
+    """The user's own Parameter object, with full values, back at all its sites."""
+    info.param.grad = None
+    info.param.data = value
+    for module, name in info.sites:
+        module.__dict__.pop(name, None)
+        module._parameters[name] = info.param

@@ -1,0 +1,160 @@
+"""``copy.deepcopy`` of an FSDP instance: a second sharded model with memory of its own.
+
+Modules, buffers and hooks are copied as ``nn.Module``'s own deepcopy does, nested instances first.
+A unit's parameters are not: stand-ins without memory take their places in the copy, a new unit is
+made from these, cut as the first one is, and each rank copies its own shard. Nothing is gathered,
+and the original is not touched. Process groups, communicators and communication hooks are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.unit import ParamInfo
+from fsdpc._fsdp1.collect import Ignored
+
+# Both models use these.
+_SHARED = frozenset(
+    {
+        "process_group",
+        "_inter_node_pg",
+        "_groups",
+        "_device_mesh",
+        "mixed_precision",
+        "cpu_offload",
+        "_comm_hook",
+        "_comm_hook_state",
+        "_state_dict_config",
+        "_optim_state_dict_config",
+    }
+)
+# The copy gets these from its own unit and its own lazy initialisation.
+_OWN = frozenset(
+    {
+        "_unit",
+        "_pass_unit",
+        "_mark_handles",
+        "_enter",
+        "_leave",
+        "_tree",
+        "_root",
+        "_is_root",
+        "_prepare_inputs",
+        "_ignored",
+        "_state_form",
+        "precision_line",
+    }
+)
+
+Memo = dict[int, Any]
+
+
+def deepcopy(member: Any, memo: Memo) -> Any:
+    """The sharded copy of ``member`` and of all that is in it, without gradients. Collective: every
+    rank of the groups must copy the same instance, between steps.
+
+    ``RuntimeError`` in forward, in backward and inside ``summon_full_params``; ``TypeError`` where
+    a module's own ``__deepcopy__`` leaves a parameter's place out.
+    """
+    _check_free(member)
+    result = type(member).__new__(type(member))
+    result._init_state()
+    memo[id(member)] = result
+    stand_ins = _stand_ins(member, memo)
+    for key, value in member.__dict__.items():
+        if key in _SHARED:
+            result.__dict__[key] = value
+        elif key not in _OWN:
+            result.__dict__[key] = copy.deepcopy(value, memo)
+    result._ignored = Ignored(
+        {memo[id(module)] for module in member._ignored.modules if id(module) in memo},
+        {memo[id(param)] for param in member._ignored.params if id(param) in memo},
+    )
+    if member._unit is not None:
+        result._shard(_infos(member._unit, stand_ins, memo))
+        _copy_shards(member._unit, result._unit, memo)
+    return result
+
+
+def _check_free(member: Any) -> None:
+    doing = member.training_state.name
+    if member._summoned or member._exposed:
+        where = "while its full parameters are shown (summon_full_params, state_dict)"
+    elif doing != "IDLE":
+        where = f"in {member._unit.state if member._unit is not None else doing}"
+    else:
+        return
+    raise RuntimeError(
+        f"module {member._name!r} cannot be copied {where} on rank {member.rank}: call "
+        "copy.deepcopy between steps, on every rank"
+    )
+
+
+def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
+    """Parameters of the copy, of the right shapes but without memory of their own, and ``memo`` put
+    up so that they are what the copied modules hold.
+    """
+    unit = member._unit
+    if unit is None:
+        return []
+    _writeback.take_over(unit)
+    made = []
+    for i, info in enumerate(unit.infos):
+        param = memo.get(id(info.param))  # an optimizer may have been copied before
+        if type(param) is not type(info.param):
+            param = torch.Tensor._make_subclass(
+                type(info.param), torch.empty(0, device=unit.device), unit.trainable[i]
+            )
+        memo[id(info.param)] = param
+        param.requires_grad_(False)
+        one = torch.zeros(1, dtype=unit.dtypes[i], device=unit.device)
+        param.data = one.expand(unit.shapes[i]) if unit.shapes[i] else one.reshape(())
+        if unit.trainable[i]:
+            param.requires_grad_()
+        for module, name in info.sites:
+            shown = module.__dict__.get(name)
+            if shown is not None:
+                memo[id(shown)] = param
+        memo[id(unit.full[i])] = param
+        made.append(param)
+    for flat in unit.flat_params:
+        if id(flat) in memo:
+            raise TypeError(
+                f"the flat parameter of unit {unit.name!r} was copied before its model: copy the "
+                "model first, then what refers to its parameters (an optimizer)"
+            )
+        memo[id(flat)] = made[0]
+    return made
+
+
+def _infos(unit: Any, stand_ins: list[nn.Parameter], memo: Memo) -> list[ParamInfo]:
+    infos = []
+    for info, param in zip(unit.infos, stand_ins, strict=True):
+        sites = []
+        for module, name in info.sites:
+            copied = memo.get(id(module))
+            if not isinstance(copied, nn.Module) or copied is module:
+                raise TypeError(
+                    f"parameter {info.name!r} of unit {unit.name!r}: its module "
+                    f"{type(module).__name__} has a __deepcopy__ of its own that does not copy it, "
+                    "so the copy of the model has no place for the parameter"
+                )
+            sites.append((copied, name))
+        infos.append(ParamInfo(info.name, param, sites))
+    return infos
+
+
+@torch.no_grad()
+def _copy_shards(unit: Any, made: Any, memo: Memo) -> None:
+    """Both are cut alike, since names, sizes, dtypes and ranks are the same."""
+    for ours, theirs, (param, _, _), (old, _, _) in zip(
+        made.views, unit.views, made.seen, unit.seen, strict=True
+    ):
+        ours.copy_(theirs)
+        param.requires_grad_(old.requires_grad)
+        memo[id(old)] = param

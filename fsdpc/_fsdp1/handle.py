@@ -1,0 +1,129 @@
+"""What frameworks read and set on torch's flat-parameter handle, offered by a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine.interop import computes, over
+from fsdpc._torch import ShardParamInfo
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _with_padding(places: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
+    """Lengths of parameters and of the gaps between them, and which are gaps."""
+    numels: list[int] = []
+    padding: list[bool] = []
+    at = 0
+    for place in places:
+        if place["offset"] > at:
+            numels.append(place["offset"] - at)
+            padding.append(True)
+        numels.append(place["numel"])
+        padding.append(False)
+        at = place["offset"] + place["numel"]
+    return tuple(numels), padding
+
+
+def _shard_info(span: tuple[int, int, int]) -> ShardParamInfo:
+    begin, place, length = span
+    if length == 0:
+        return ShardParamInfo(False, None, None, None, None)
+    return ShardParamInfo(True, place, length, begin, begin + length - 1)
+
+
+def _padding_of(
+    layout: dict[str, Any], members: list[int], rank: int, segment: dict[str, Any]
+) -> int:
+    """Elements of a rank's piece behind the last parameter."""
+    ends = [place + length for _, place, length in (layout["spans"][i][rank] for i in members)]
+    return segment["piece_numel"] - max(ends, default=0)
+
+
+class HandleFace:
+    """Base of ``Unit``. ``on_storage_dtype`` is called when a framework sets the storage dtype."""
+
+    infos: list[Any]
+    flat: Any
+    flat_params: list[nn.Parameter]
+    dtypes: list[torch.dtype]
+    trainable: list[bool]
+    shapes: list[torch.Size]
+    groups: Any
+    use_orig_params: bool
+    on_storage_dtype: Callable[[torch.dtype], None] | None = None
+
+    def make_flat_param(self, segment: dict[str, Any], index: int) -> nn.Parameter:
+        """This rank's part of one segment as torch's flat parameter: 1-D, with its ``_fqns``."""
+        layout = self.flat.layout()
+        members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
+        dtype = self.dtypes[members[0]] if computes(self.dtypes[members[0]]) else torch.uint8
+        shard = over(self.flat.shard_segment(index), dtype)
+        param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
+        param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
+        param._fsdp_flattened = True  # torch's mark of what FSDP manages; frameworks look for it
+        for name, value in self._metadata(layout, index, members).items():
+            setattr(param, name, value)
+        param._local_shard = param.detach()  # type: ignore[attr-defined]
+        return param
+
+    def _metadata(self, layout: dict[str, Any], index: int, members: list[int]) -> dict[str, Any]:
+        """What torch's flat parameters tell of themselves, under torch's names. Those that hold
+        modules (``_param_infos``, ``_modules``) are left out: an optimizer would keep a deleted
+        model alive through them.
+        """
+        rank, world = self.groups.shard.rank, self.groups.shard.world
+        segment = layout["segments"][index]
+        whole = torch.Size([segment["piece_numel"] * world])
+        numels, padding = _with_padding([layout["params"][i] for i in members])
+        own = [self.infos[i].param for i in members] if self.use_orig_params else None
+        return {
+            "_fqns": tuple(self.infos[i].name for i in members),
+            "_num_params": len(members),
+            "_shapes": tuple(self.shapes[i] for i in members),
+            "_strides": tuple(_strides(self.shapes[i]) for i in members),
+            "_contiguities": (True,) * len(members),
+            "_param_extensions": (None,) * len(members),
+            "_numels": tuple(self.shapes[i].numel() for i in members),
+            "_numels_with_padding": numels,
+            "_is_padding_mask": padding,
+            "_shard_param_infos": tuple(_shard_info(layout["spans"][i][rank]) for i in members),
+            "_unpadded_unsharded_size": torch.Size([segment["numel"]]),
+            "_padded_unsharded_size": whole,
+            "_sharded_size": torch.Size([segment["piece_numel"]]),
+            "_shard_numel_padded": _padding_of(layout, members, rank, segment),
+            "_params": own,
+            "_shared_params": None if own is None else [],
+            "_tensors": None,
+            "_is_grad_none_mask": None,
+        }
+
+    @property
+    def flat_param(self) -> nn.Parameter | None:
+        """The first flat parameter, trainable if one is. With ``use_orig_params`` nothing is
+        registered under this name: it is a view of the shard, made for the question.
+        """
+        if self.flat_params:
+            return self.flat_params[0]
+        segments = self.flat.layout()["segments"]
+        if not segments:
+            return None
+        first = min(range(len(segments)), key=lambda s: (not segments[s]["trainable"], s))
+        return self.make_flat_param(segments[first], first)
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype | None:
+        """Storage dtype of the (trainable) parameters; setting it converts them. Collective."""
+        param = self.flat_param
+        return None if param is None else param.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        if self.on_storage_dtype is not None:
+            self.on_storage_dtype(dtype)

@@ -1,0 +1,205 @@
+"""``fsdpc.install()``: fsdpc behind the FSDP1 names of ``torch.distributed.fsdp``.
+
+Three things change, and ``uninstall()`` puts each of them back:
+
+- The names. Modules that hold torch's class or its gradient scaler, torch's public modules and
+  whatever a framework imported before, get fsdpc's. torch's other modules keep what they hold:
+  they work for both classes through the next two.
+- Constructing torch's class, through a reference that a closure or a default argument holds, makes
+  an fsdpc model.
+- The static methods of both classes look whose model they got: torch's models, made before or
+  after, are served by torch's code.
+
+``fully_shard`` and the enums and configuration classes are not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.fsdp as public
+import torch.distributed.fsdp.fully_sharded_data_parallel as home
+import torch.distributed.fsdp.sharded_grad_scaler as scaler_home
+from torch import nn
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel as TorchFSDP,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
+
+from fsdpc._fsdp1.collect import is_unit_module
+from fsdpc._fsdp1.face import stand_in
+from fsdpc.fsdp import FSDP
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
+
+NAME = "FullyShardedDataParallel"
+_lock = threading.RLock()
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Let ``torch.distributed.fsdp``'s FSDP1 names mean fsdpc's. Local; a second call does nothing.
+
+    Afterwards ``FullyShardedDataParallel`` is fsdpc's wherever a module holds torch's, also in
+    modules imported before. Models that torch's class made keep working and still count as
+    instances of both. ``RuntimeError`` is raised later, when a class that was derived from torch's
+    before this call is instantiated: derive it afterwards.
+    """
+    with _lock:
+        if _undo:
+            return
+        try:
+            _redirect_constructor()
+            _dispatch_static_methods()
+            _rename(TorchFSDP, FSDP)
+            _stand_in_where_torch_needs_its_own()
+            _rename(TorchScaler, ShardedGradScaler)
+            stand_in(FSDP)
+            _undo.append(lambda: stand_in(None))
+        except BaseException:
+            uninstall()
+            raise
+
+
+def uninstall() -> None:
+    """Give torch its names back. Local; without ``install()`` it does nothing.
+
+    Models made in between stay fsdpc's. A module of yours that imported a name in between keeps
+    fsdpc's class.
+    """
+    with _lock:
+        while _undo:
+            _undo.pop()()
+
+
+def installed() -> bool:
+    """True between ``install()`` and ``uninstall()``. Local."""
+    return bool(_undo)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _is_torchs(module_name: str) -> bool:
+    return module_name == "torch" or module_name.startswith("torch.")
+
+
+def _references(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """``(module name, its namespace, name)`` for every module-level reference to ``value``."""
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        namespace = module.__dict__
+        for name, held in list(namespace.items()):
+            if held is value:
+                yield module_name, namespace, name
+
+
+def _rename(theirs: type, ours: type) -> None:
+    public_names = (public.__name__, scaler_home.__name__)
+    for module_name, namespace, name in _references(theirs):
+        own = module_name.partition(".")[0] == "fsdpc"
+        if own or (_is_torchs(module_name) and module_name not in public_names):
+            continue
+        namespace[name] = ours
+        _undo.append(functools.partial(_put_back, namespace, name, ours, theirs))
+    _undo.append(lambda: _clean_torch(theirs, ours))
+
+
+def _put_back(namespace: dict[str, Any], name: str, ours: type, theirs: type) -> None:
+    if namespace.get(name) is ours:  # else someone else changed it since
+        namespace[name] = theirs
+
+
+def _clean_torch(theirs: type, ours: type) -> None:
+    """Modules of torch's own that were imported in between took fsdpc's class from torch's name."""
+    for module_name, namespace, name in _references(ours):
+        if _is_torchs(module_name):
+            namespace[name] = theirs
+
+
+def _stand_in_where_torch_needs_its_own() -> None:
+    """``torch...fully_sharded_data_parallel``: its functions read the class as a global and must
+    find torch's; who imports it from there must find fsdpc's.
+    """
+    before = home.__class__
+
+    class Facade(before):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            return FSDP if found is TorchFSDP else found
+
+    home.__class__ = Facade
+
+    def restore() -> None:
+        if home.__class__ is Facade:
+            home.__class__ = before
+
+    _undo.append(restore)
+
+
+# --- torch's class -------------------------------------------------------------------------------
+
+
+def _redirect_constructor() -> None:
+    original = TorchFSDP.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not TorchFSDP:
+            raise RuntimeError(
+                f"{type(self).__name__} was derived from torch's {NAME} before fsdpc.install(): "
+                "call fsdpc.install() before the class is defined, or fsdpc.uninstall() to use "
+                "torch's"
+            )
+        self.__class__ = FSDP
+        self.__init__(*args, **kwargs)
+
+    _set(TorchFSDP, "__init__", init)
+
+
+def _dispatch_static_methods() -> None:
+    for name, theirs in list(vars(TorchFSDP).items()):
+        ours = inspect.getattr_static(FSDP, name)
+        if isinstance(theirs, staticmethod) and isinstance(ours, staticmethod):
+            call = _dispatcher(theirs.__func__, ours.__func__)
+            _set(TorchFSDP, name, staticmethod(call(theirs.__func__)))
+            _set(FSDP, name, staticmethod(call(ours.__func__)))
+
+
+def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: whoever is called, the owner of the model answers."""
+    names = list(inspect.signature(theirs).parameters)
+    name = "model" if "model" in names else "module"
+    place = names.index(name)
+
+    def decorate(shown: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(shown)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model = args[place] if len(args) > place else kwargs.get(name)
+            return (theirs if _belongs_to_torch(model) else ours)(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _belongs_to_torch(model: Any) -> bool:
+    """True where torch's class made units of ``model`` and fsdpc's made none."""
+    if not isinstance(model, nn.Module):
+        return False
+    made = {is_unit_module(m) for m in model.modules() if isinstance(m, TorchFSDP)}
+    return made == {False}
+
+
+def _set(owner: type, name: str, value: Any) -> None:
+    if name in vars(owner):
+        _undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+    else:
+        _undo.append(functools.partial(delattr, owner, name))
+    setattr(owner, name, value)

@@ -1,0 +1,69 @@
+"""Mixed precision on the module side: casting of inputs and buffers, and modules that stay in full
+precision.
+
+Parameters and gradients are cast by the engine. What remains for the front end is everything that
+is a plain tensor: forward inputs (see ``_inputs``), buffers, and the inputs and outputs of modules
+such as BatchNorm that must compute in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine.inputs import cast_tree
+from fsdpc._fsdp1.collect import owned_modules
+from fsdpc._fsdp1.names import join
+
+
+def cast_buffers(
+    root: nn.Module,
+    ignored: set[nn.Module],
+    dtype: torch.dtype | None,
+    device: torch.device | None = None,
+) -> dict[str, torch.dtype]:
+    """Cast the unit's own floating buffers in place to ``dtype``, and move them all to ``device``.
+
+    Returns ``{clean name below root: original dtype}`` of those that changed, for state dicts.
+    Local.
+    """
+    changed: dict[str, torch.dtype] = {}
+    originals: dict[int, torch.dtype] = {}
+    if dtype is None and device is None:
+        return changed
+    for module_name, module in owned_modules(root, ignored, shared_twice=True):
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if device is not None and buffer.device != device:
+                buffer.data = buffer.to(device)
+            if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                originals[id(buffer)] = buffer.dtype
+                buffer.data = buffer.to(dtype)
+            if id(buffer) in originals:
+                changed[join(module_name, name)] = originals[id(buffer)]
+    return changed
+
+
+class FullPrecisionHooks:
+    """Forward hooks of one module that computes in fp32 inside a low-precision model (BatchNorm).
+
+    Outputs go back to the dtype of the last floating input seen, which is the model's compute
+    dtype.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._dtype: torch.dtype | None = None
+        module.register_forward_pre_hook(self._before, prepend=False)
+        module.register_forward_hook(self._after, prepend=False)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for value in args:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._dtype = value.dtype
+        return tuple(cast_tree(torch.float32, value) for value in args)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output if self._dtype is None else cast_tree(self._dtype, output)

@@ -1,0 +1,212 @@
+"""Which parameter an optimizer's entry stands for: keys, parameters and names of a model.
+
+An optimizer holds the sharded parameters: with ``use_orig_params`` one per original parameter (this
+rank's elements of it, or all in its own shape where nothing is sharded), otherwise one flat
+parameter per dtype segment of a unit, which covers several originals. Beside them it may hold
+parameters that no unit manages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine.writeback import owner_of
+from fsdpc._fsdp1.collect import owned_modules, unit_modules
+from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.root import placed_units
+
+Key = Hashable  # an optimizer's name for a parameter: its position, or a string
+
+
+@dataclass
+class Part:
+    """A sharded parameter and the originals it covers (positions in the unit)."""
+
+    param: nn.Parameter
+    covers: tuple[int, ...]
+
+
+@dataclass
+class UnitEntry:
+    """A unit with the names that its parameters have in the model asked about."""
+
+    member: Any
+    unit: Any
+    names: list[list[str]]  # of each parameter: the first name, then those of tied places
+    parts: list[Part]
+    layout: dict[str, Any]
+
+    @property
+    def comm(self) -> Any:
+        return self.unit.groups.shard
+
+    def first_names(self, part: Part) -> list[str]:
+        return [self.names[i][0] for i in part.covers]
+
+    def length(self, part: Part, rank: int) -> int:
+        """How many elements of the part a rank holds."""
+        if self.unit.use_orig_params:
+            return self.layout["spans"][part.covers[0]][rank][2]
+        return self.segment(part)["piece_numel"]
+
+    def shape(self, part: Part, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part, as its optimizer sees it."""
+        if self.unit.use_orig_params and not self.unit.is_sharded:
+            return tuple(self.unit.shapes[part.covers[0]])
+        return (self.length(part, rank),)
+
+    def segment_index(self, part: Part) -> int:
+        return self.layout["params"][part.covers[0]]["segment"]
+
+    def segment(self, part: Part) -> dict[str, Any]:
+        return self.layout["segments"][self.segment_index(part)]
+
+
+@dataclass
+class Book:
+    """All parameters of a model, with the names an unsharded model would have for them."""
+
+    units: list[UnitEntry]
+    plain: dict[str, nn.Parameter]  # parameters that no unit manages
+    names: dict[int, list[str]] = field(default_factory=dict)  # id(parameter): first names
+    aliases: dict[str, list[str]] = field(default_factory=dict)  # first name: all names
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and elements travel between ranks."""
+        return self.units[0].unit.device if self.units else torch.device("cpu")
+
+    def names_of(self, param: nn.Parameter) -> list[str]:
+        """First names of what an optimizer's parameter stands for; ``KeyError`` for a stranger."""
+        found = self.names.get(id(param))
+        if found is None:
+            raise KeyError(_stranger(param))
+        return found
+
+
+def _stranger(param: nn.Parameter) -> str:
+    """What is known of a parameter that the model does not have."""
+    unit = owner_of(param)
+    place = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
+    if place is None:
+        return (
+            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
+            "model: make the optimizer from the parameters of the wrapped model"
+        )
+    name = f"parameter {place.name!r} of unit {unit.name!r}"
+    if unit.use_orig_params:
+        return (
+            f"the optimizer holds {name}, which is not in the model given: pass the model whose "
+            "parameters the optimizer was made from"
+        )
+    return (
+        f"the optimizer was made before the model was wrapped: it holds {name}, which a flat "
+        "parameter has replaced (use_orig_params=False), and its steps change nothing. Make the "
+        "optimizer from model.parameters() after wrapping, or wrap with use_orig_params=True"
+    )
+
+
+def read_book(model: nn.Module) -> Book:
+    """The parameters of ``model``. Local. ``ValueError`` when it holds no unit, or only a part of
+    one.
+    """
+    units = [
+        _unit_entry(name, member)
+        for name, _, member in placed_units(model)
+        if member._unit is not None
+    ]
+    if not unit_modules(model):
+        raise ValueError(
+            f"{type(model).__name__} contains no FullyShardedDataParallel: its optimizer's own "
+            "state_dict() is complete"
+        )
+    book = Book(units, {})
+    for entry in units:
+        for part in entry.parts:
+            book.names[id(part.param)] = entry.first_names(part)
+        for names in entry.names:
+            book.aliases[names[0]] = names
+    _add_plain(book, model)
+    return book
+
+
+def _unit_entry(place: str, member: Any) -> UnitEntry:
+    unit = member._unit
+    sites: dict[int, list[tuple[str, int]]] = {}
+    for i, info in enumerate(unit.infos):
+        for module, attr in info.sites:
+            sites.setdefault(id(module), []).append((attr, i))
+    names: list[list[str]] = [[join(place, info.name)] for info in unit.infos]
+    walk = owned_modules(member._fsdp_wrapped_module, member._ignored.modules, shared_twice=True)
+    for module_name, module in walk:
+        for attr, i in sites.get(id(module), ()):
+            name = join(place, join(module_name, attr))
+            if name not in names[i]:
+                names[i].append(name)
+    parts = [Part(param, covers) for param, _, covers in unit.seen]
+    return UnitEntry(member, unit, names, parts, unit.flat.layout())
+
+
+def _add_plain(book: Book, model: nn.Module) -> None:
+    sharded = set(book.names)
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        name = clean_fqn(raw)
+        if id(param) in sharded:
+            continue
+        if id(param) in book.names:
+            book.aliases[book.names[id(param)][0]].append(name)
+            continue
+        if owner_of(param) is not None or getattr(param, "_is_flat_param", False):
+            raise ValueError(
+                f"parameter {name!r} is sharded by a unit that is not in the model given: pass the "
+                "FullyShardedDataParallel instance itself, or a module around it"
+            )
+        book.plain[name] = param
+        book.names[id(param)] = [name]
+        book.aliases[name] = [name]
+
+
+def is_named(state: dict[Any, Any]) -> bool:
+    """Whether an optimizer's state has names for keys (NamedOptimizer) instead of positions."""
+    return isinstance(next(iter(state), None), str)
+
+
+def keys_of_optimizer(optim: Any, model: nn.Module, named: bool) -> list[tuple[Key, nn.Parameter]]:
+    """The optimizer's keys for its parameters, in its order."""
+    params = [param for group in optim.param_groups for param in group["params"]]
+    if not named:
+        return list(enumerate(params))
+    raw = {id(param): name for name, param in model.named_parameters()}
+    return [(raw[id(param)], param) for param in params]
+
+
+def keys_of_input(
+    model: nn.Module, optim_input: Iterable[Any] | None
+) -> list[tuple[Key, nn.Parameter]]:
+    """The keys of an optimizer that was made from ``optim_input`` (``None``: from
+    ``model.parameters()``). Raises what torch raises: ``TypeError``, ``ValueError``,
+    ``AssertionError``.
+    """
+    if optim_input is None:
+        return list(enumerate(model.parameters()))
+    if not isinstance(optim_input, Iterable):
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
+        )
+    entries = list(optim_input)
+    if not entries:
+        raise ValueError("Optimizer input should not be empty")
+    if all(isinstance(entry, nn.Parameter) for entry in entries):
+        return list(enumerate(entries))
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    if not all("params" in entry for entry in entries):
+        raise AssertionError(
+            'A parameter group should map "params" to a list of the parameters in the group'
+        )
+    return list(enumerate(param for entry in entries for param in entry["params"]))

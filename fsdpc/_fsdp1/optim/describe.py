@@ -1,0 +1,208 @@
+"""What the ranks of a unit hold as optimizer state, and what becomes of each value.
+
+``cut``: a tensor of the shard's own shape, an element for each element of the parameter; the whole
+is put together from the ranks. ``same``: anything else (Adam's ``step``, a number, a table); it
+belongs to the parameter and must be equal on every rank that holds elements of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdpc._comm.objects import exchange
+from fsdpc._comm.plain import Outline
+from fsdpc._fsdp1.optim.book import UnitEntry
+from fsdpc._torch import tree_flatten
+
+ABSENT = "absent"  # the optimizer does not hold the parameter at all
+State = dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """What to do with the state of one sharded parameter; equal on all ranks."""
+
+    cut: dict[str, torch.dtype]
+    same: dict[str, Any]
+
+
+def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan | None]:
+    """Agree on the state of each of the unit's parts. Collective over the sharding group.
+
+    ``states``: this rank's, ``None`` without state, ``ABSENT`` when the optimizer does not hold the
+    part. Returns ``None`` for parts without state. Errors are raised on every rank:
+    ``RuntimeError`` for state that some rank lacks or holds in another form, ``AssertionError`` for
+    values that should be equal and are not.
+    """
+    what = f"optimizer state of unit {entry.unit.name}"
+    told = exchange(entry.comm, [_describe(state) for state in states], what)
+    plans: list[Plan | None] = []
+    whole: list[tuple[int, str]] = []
+    for j in range(len(entry.parts)):
+        holders = _holders(entry, told, j)
+        if not holders:
+            plans.append(None)
+            continue
+        plan = Plan({}, {})
+        _check_same_names(entry, told, j, holders)
+        for name in told[holders[0]][j]:
+            _sort(entry, told, j, name, holders, plan, whole)
+        plans.append(plan)
+    if whole:
+        mine = [_own(states, j, name) for j, name in whole]
+        _agree_on_whole(entry, told, exchange(entry.comm, mine, what), whole, plans)
+    _check_complete(entry, told, plans)
+    return plans
+
+
+def _describe(state: State | str | None) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {name: _outline(value) for name, value in sorted(state.items())}
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            return Outline(tuple(value.shape), value.dtype)
+        return value.detach().to("cpu", copy=True)
+    return value
+
+
+def _holders(entry: UnitEntry, told: list[Any], j: int) -> list[int]:
+    """Ranks that hold elements of the part (all, if it has none) when the part has state."""
+    part = entry.parts[j]
+    ranks = [rank for rank in range(len(told)) if entry.length(part, rank) > 0]
+    ranks = ranks or list(range(len(told)))
+    having = [rank for rank in ranks if isinstance(told[rank][j], dict)]
+    if having and len(having) != len(ranks):
+        text = (
+            "FSDP currently requires each rank to have at least the optimizer states needed by "
+            "rank 0's optimizer but some ranks are missing some of those states"
+        )
+        for rank in sorted(set(ranks) - set(having)):
+            text += (
+                f"\nRank {rank} is missing states for the parameters: {entry.first_names(part)} "
+                f"(unit {entry.unit.name!r})"
+            )
+        raise RuntimeError(text)
+    return having
+
+
+def _check_same_names(entry: UnitEntry, told: list[Any], j: int, holders: list[int]) -> None:
+    first = told[holders[0]][j]
+    for rank in holders:
+        if told[rank][j].keys() != first.keys():
+            raise RuntimeError(
+                f"the optimizer state of {_text(entry, j)} has {sorted(first)} on rank "
+                f"{holders[0]} but {sorted(told[rank][j])} on rank {rank}: step the same optimizer "
+                "on every rank before its state is saved"
+            )
+
+
+def _sort(
+    entry: UnitEntry,
+    told: list[Any],
+    j: int,
+    name: str,
+    holders: list[int],
+    plan: Plan,
+    whole: list[tuple[int, str]],
+) -> None:
+    values = [told[rank][j][name] for rank in holders]
+    if not any(isinstance(value, Outline) for value in values):
+        for rank, value in zip(holders, values, strict=True):
+            if not equal(value, values[0]):
+                raise AssertionError(
+                    f"Rank {rank} has different values for {name}: {value}. Other ranks: "
+                    f"{values[0]} ({_text(entry, j)})"
+                )
+        plan.same[name] = values[0]
+        return
+    if len({value.dtype if isinstance(value, Outline) else None for value in values}) > 1:
+        raise RuntimeError(f"{_state(entry, j, name)} has another type or dtype on another rank")
+    shapes = [entry.shape(entry.parts[j], rank) for rank in holders]
+    if [value.shape for value in values] == shapes:
+        plan.cut[name] = values[0].dtype
+    elif len({value.shape for value in values}) == 1:
+        whole.append((j, name))
+    else:
+        raise RuntimeError(
+            f"{_state(entry, j, name)} has the shapes {[value.shape for value in values]} on ranks "
+            f"{holders}, whose parts of the parameter have the shapes {shapes}: only state "
+            "with one element per element of the parameter can be put together from shards"
+        )
+
+
+def _own(states: list[State | str | None], j: int, name: str) -> Any:
+    state = states[j]
+    value = state.get(name) if isinstance(state, dict) else None
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
+
+
+def _agree_on_whole(
+    entry: UnitEntry,
+    told: list[Any],
+    values: list[list[Any]],
+    whole: list[tuple[int, str]],
+    plans: list[Plan | None],
+) -> None:
+    for place, (j, name) in enumerate(whole):
+        holders = _holders(entry, told, j)
+        first = values[holders[0]][place]
+        for rank in holders:
+            if not equal(values[rank][place], first):
+                raise AssertionError(
+                    f"Rank {rank} has different values for {name}: not those of rank {holders[0]}, "
+                    f"and its shape {tuple(first.shape)} is not the shard's: "
+                    f"{_state(entry, j, name)} cannot be put together from shards"
+                )
+        plan = plans[j]
+        assert plan is not None
+        plan.same[name] = first
+
+
+def _check_complete(entry: UnitEntry, told: list[Any], plans: list[Plan | None]) -> None:
+    """With original parameters, all or none of a unit's trainable ones are the optimizer's."""
+    unit = entry.unit
+    if not unit.use_orig_params or not any(plans):
+        return
+    held = [entry.names[p.covers[0]][0] for j, p in enumerate(entry.parts) if told[0][j] != ABSENT]
+    managed = [names[0] for names in entry.names]
+    for j, part in enumerate(entry.parts):
+        if told[0][j] == ABSENT and part.param.requires_grad:
+            raise RuntimeError(
+                f"{entry.first_names(part)[0]} is not in the optimizer state. The FSDPParamInfo "
+                f"has the param keys {sorted(managed)} while the optimizer has the param keys "
+                f"{sorted(held)}. (unit {unit.name!r}: give the optimizer all trainable "
+                "parameters, or freeze the others with requires_grad_(False))"
+            )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Equality that looks into containers and compares tensors element by element."""
+    ours, shape = tree_flatten(one)
+    theirs, other_shape = tree_flatten(other)
+    if shape != other_shape:
+        return False
+    return all(map(_leaf_equal, ours, theirs))
+
+
+def _leaf_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same_form = one.shape == other.shape and one.dtype == other.dtype
+        return same_form and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _text(entry: UnitEntry, j: int) -> str:
+    names = entry.first_names(entry.parts[j])
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{shown} of unit {entry.unit.name!r}"
+
+
+def _state(entry: UnitEntry, j: int, name: str) -> str:
+    return f"the optimizer state {name!r} of {_text(entry, j)}"

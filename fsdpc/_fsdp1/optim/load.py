@@ -1,0 +1,300 @@
+"""From an unsharded model's optimizer state dict to this rank's part of it.
+
+Values come from the dict itself, or from rank 0's by a broadcast each, in the same order on all
+ranks, or from the rows that the ranks hold of a distributed value. Each is cut to this rank's
+elements before the next one comes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdpc._comm.bootstrap import comm_for_group
+from fsdpc._comm.objects import broadcast
+from fsdpc._comm.plain import Outline
+from fsdpc._engine import rows as _sharded
+from fsdpc._engine.device import engine_device
+from fsdpc._engine.window import Run, Wanted, gather
+from fsdpc._engine.window import broadcast as broadcast_elements
+from fsdpc._fsdp1.optim.book import Book, Key, Part, UnitEntry
+from fsdpc._fsdp1.optim.describe import State, equal
+from fsdpc._torch import ShardedTensor, tree_map
+
+
+class Source(Protocol):
+    """Where values come from. ``tree`` shows what there is: the same keys on all ranks."""
+
+    tree: dict[str, Any]
+
+    def fetch(self, value: Any, what: str) -> Any:
+        """The whole value of a leaf of ``tree``. Every rank must call it for the same leaves."""
+
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        """Elements of a tensor of ``tree``, 1-D, perhaps a view. Every rank must call it for the
+        same leaves, each for the range it wants.
+        """
+
+
+class OwnDict:
+    """Every rank has the dict; distributed values in it are gathered over their ranks."""
+
+    def __init__(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        self.tree = _checked(state_dict)
+        self._device = device
+
+    def fetch(self, value: Any, what: str) -> Any:
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        if isinstance(value, ShardedTensor):
+            size = torch.Size(_sharded.size_of(value))
+            return self.elements(value, 0, size.numel(), what).view(size)
+        return value
+
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        if isinstance(value, ShardedTensor):
+            return _from_rows(value, begin, end, what, value._process_group, self._device)
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            if list(value.placements) == _sharded.placements(mesh):
+                group = mesh.get_group(mesh.ndim - 1)
+                return _from_rows(value, begin, end, what, group, self._device)
+            value = value.full_tensor()
+        return value.reshape(-1)[begin:end]
+
+
+def _from_rows(
+    value: Any, begin: int, end: int, what: str, group: Any, device: torch.device
+) -> torch.Tensor:
+    """Elements of a distributed value, on ``device``, on which they travel. Collective."""
+    comm = comm_for_group(group, device=engine_device(device))
+    shape = _sharded.size_of(value)
+    rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
+    if not _sharded.is_cut(shape):
+        return rows.reshape(-1)[begin:end]
+    of_row = math.prod(shape[1:])
+    limits = [_sharded.rows(shape, comm.world, rank) for rank in range(comm.world)]
+    runs = [
+        Run(rank, 0, 0, start * of_row, (stop - start) * of_row)
+        for rank, (start, stop) in enumerate(limits)
+    ]
+    own = rows.detach().reshape(-1)
+
+    def fill(part: torch.Tensor, start: int) -> None:
+        mine = own[start : start + len(part)]
+        part[: len(mine)].copy_(mine)
+
+    want = Wanted(begin, torch.empty(end - begin, dtype=rows.dtype, device=device))
+    gather(comm, runs[0].length, rows.dtype, fill, runs, {0: want}, what, device)
+    return want.values
+
+
+class FirstRanksDict:
+    """Only the group's rank 0 has the dict. Collective over the group."""
+
+    def __init__(self, state_dict: dict[str, Any] | None, group: Any, device: torch.device) -> None:
+        self._comm = comm_for_group(group, device=engine_device(device))
+        self._device = device
+        told: Any = None
+        self._held: list[torch.Tensor] = []
+        if self._comm.rank == 0:
+            try:
+                told = {"tree": tree_map(self._outline, _checked(state_dict))}
+            except (TypeError, ValueError) as error:
+                told = {type(error).__name__: str(error)}
+        told = broadcast(self._comm, told, "names of the optimizer state dict")
+        if "tree" not in told:
+            raise (
+                TypeError(told["TypeError"]) if "TypeError" in told else ValueError(*told.values())
+            )
+        self.tree = told["tree"]
+
+    def _outline(self, value: Any) -> Any:
+        if isinstance(value, (DTensor, ShardedTensor)):
+            raise TypeError(
+                "with rank0_only the optimizer state dict must hold whole tensors, but it holds a "
+                f"{type(value).__name__}: load it with ShardedOptimStateDictConfig, on every rank"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, torch.Tensor):
+            self._held.append(value)
+            return Outline(tuple(value.shape), value.dtype, len(self._held) - 1)
+        return value
+
+    def fetch(self, value: Any, what: str) -> Any:
+        if not isinstance(value, Outline):
+            return value
+        return self.elements(value, 0, value.numel, what).view(value.shape)
+
+    def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
+        if not isinstance(value, Outline):  # without dimensions: it came along
+            return value.reshape(-1)[begin:end]
+        want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype, device=self._device))
+        whole = None
+        if self._comm.rank == 0:
+            whole = self._held[value.index].detach().contiguous().view(-1)
+        broadcast_elements(self._comm, whole, value.numel, want, what, self._device)
+        return want.values
+
+
+def _checked(state_dict: Any) -> dict[str, Any]:
+    if not isinstance(state_dict, dict) or "state" not in state_dict:
+        raise ValueError(
+            '`optim_state_dict` must have the keys "state" to be a valid optimizer state dict'
+        )
+    state = state_dict["state"]
+    if state and all(isinstance(key, int) for key in state):
+        raise ValueError(
+            "`optim_state_dict` has parameter ids for keys; it must have parameter names, as "
+            "optim_state_dict() returns them. rekey_optim_state_dict() turns an unsharded "
+            "optimizer's ids into names"
+        )
+    return state_dict
+
+
+def sharded_states(
+    book: Book, held: list[tuple[Key, nn.Parameter]], source: Source
+) -> dict[Any, Any]:
+    """The state of every parameter that the optimizer holds, by its keys, and what the dict holds
+    beside the parameters'. Collective where the source is.
+    """
+    saved = source.tree["state"]
+    loader = _Loader(source, saved, _numbers(book, saved))
+    keys = {id(param): key for key, param in held}
+    result: dict[Any, Any] = {}
+    for entry in book.units:
+        for part in entry.parts:
+            if id(part.param) in keys:
+                state = loader.part(entry, part)  # on every rank: values may come from others
+                if state is not None and not entry.unit.holds_nothing(part.param):
+                    result[keys[id(part.param)]] = state
+    for name, param in book.plain.items():
+        state = loader.find(book.aliases[name])
+        if id(param) in keys and state is not None:
+            result[keys[id(param)]] = {
+                n: _own(loader.fetch(value, n, name)) for n, value in state.items()
+            }
+    known = {alias for aliases in book.aliases.values() for alias in aliases}
+    for key in [key for key in saved if key not in known]:
+        result[key] = tree_map(lambda leaf, key=key: loader.fetch(leaf, "", key), saved[key])
+    return result
+
+
+def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
+    """Names of states that are one number per parameter, like Adam's ``step``. Parameters with
+    dimensions show it; without any, a 0-dim value could as well be a 0-dim parameter's element.
+    """
+    numbers, elements = set(), set()
+    for entry in book.units:
+        for names, shape in zip(entry.names, entry.unit.shapes, strict=True):
+            state = next((saved[name] for name in names if name in saved), None)
+            if len(shape) > 0 and isinstance(state, dict):
+                numbers |= {name for name, value in state.items() if _shape(value) == ()}
+                elements |= {name for name, value in state.items() if _shape(value)}
+    return numbers | ({"step"} - elements)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, Outline):
+        return value.shape
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        return _sharded.size_of(value)
+    return None
+
+
+def _own(value: Any) -> Any:
+    """A value that an optimizer may change without changing the dict it came from."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+@dataclass
+class _Loader:
+    source: Source
+    saved: dict[str, Any]
+    numbers: set[str]
+
+    def find(self, names: list[str]) -> State | None:
+        return next((self.saved[name] for name in names if name in self.saved), None)
+
+    def fetch(self, value: Any, name: str, of: str) -> Any:
+        return self.source.fetch(value, f"optimizer state {name} of {of}")
+
+    def part(self, entry: UnitEntry, part: Part) -> State | None:
+        found = {i: self.find(entry.names[i]) for i in part.covers}
+        states = {i: state for i, state in found.items() if state}
+        if not states:
+            return None
+        names = next(iter(states.values())).keys()
+        if any(state.keys() != names for state in states.values()):
+            raise ValueError(
+                "Differing optimizer state names for the unflattened parameters: "
+                f"{[entry.names[i][0] for i in states]} (unit {entry.unit.name!r})"
+            )
+        result: State = {}
+        for name in names:
+            values = {i: state[name] for i, state in states.items()}
+            cut = all(self._is_cut(entry, i, name, value) for i, value in values.items())
+            result[name] = (self._cut if cut else self._same)(entry, part, name, values)
+        return result
+
+    def _is_cut(self, entry: UnitEntry, i: int, name: str, value: Any) -> bool:
+        """Whether a value has an element for each of the parameter's elements."""
+        shape = _shape(value)
+        return shape == tuple(entry.unit.shapes[i]) and (shape != () or name not in self.numbers)
+
+    def _cut(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> torch.Tensor:
+        """This rank's elements; zeros for those of a flat parameter's members without state."""
+        rank = entry.comm.rank
+        result: torch.Tensor | None = None
+        for i, value in values.items():
+            begin, place, length = entry.layout["spans"][i][rank]
+            what = f"optimizer state {name} of {entry.names[i][0]}"
+            mine = self.source.elements(value, begin, begin + length, what)
+            if result is None:
+                numel = entry.length(part, rank)
+                result = torch.zeros(numel, dtype=mine.dtype, device=part.param.device)
+            if mine.dtype != result.dtype:
+                raise ValueError(
+                    "All unflattened parameters comprising a single flat parameter must have "
+                    "positive-dimension tensor state with the same dtype but got dtypes "
+                    f"{result.dtype} and {mine.dtype} for state {name} ({entry.names[i][0]})"
+                )
+            place = 0 if entry.unit.use_orig_params else place
+            result[place : place + length].copy_(mine)
+        assert result is not None
+        return result.view(entry.shape(part, rank))
+
+    def _same(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> Any:
+        """One value for all: numbers, and tensors of a shape that is not the parameter's."""
+        wholes = []
+        for i, value in values.items():
+            _check_no_factor(entry, i, name, value)
+            wholes.append(self.fetch(value, name, entry.names[i][0]))
+        if not all(equal(whole, wholes[0]) for whole in wholes):
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype but got values {wholes} for state {name} and "
+                f"unflattened parameter names {[entry.names[i][0] for i in values]}"
+            )
+        return _own(wholes[0])
+
+
+def _check_no_factor(entry: UnitEntry, i: int, name: str, value: Any) -> None:
+    shape, of = _shape(value), tuple(entry.unit.shapes[i])
+    if not shape or len(of) < 2 or (entry.unit.use_orig_params and not entry.unit.is_sharded):
+        return
+    broadcasts = len(shape) == len(of) and all(n in (1, m) for n, m in zip(shape, of, strict=True))
+    if broadcasts or shape in (of[:-1], of[:-2] + of[-1:]):
+        raise ValueError(
+            f"Tensor optimizer state does not have same shape as its parameter: {name} of "
+            f"{entry.names[i][0]} (unit {entry.unit.name!r}) has shape {shape}, the parameter "
+            f"{of}. A sharded parameter is a range of elements, whose optimizer keeps no state per "
+            "row or column: start this optimizer afresh, or use one with state per element"
+        )

@@ -1,0 +1,310 @@
+"""Optimizer state dicts: the methods of ``FullyShardedDataParallel`` that read and make them.
+
+The dicts have the unsharded model's parameter names for keys and whole tensors (or, in the SHARDED
+form, distributed ones) for values, so that a checkpoint loads under another number of ranks,
+another wrapping and another ``use_orig_params``. Source of names, order and texts:
+``torch.distributed.fsdp.FullyShardedDataParallel``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdpc import state_dict as _state_dict
+from fsdpc._fsdp1.args import check_model, check_optimizer
+from fsdpc._fsdp1.optim.book import Key, is_named, keys_of_input, keys_of_optimizer, read_book
+from fsdpc._fsdp1.optim.groups import keyed_groups, named_groups
+from fsdpc._fsdp1.optim.load import FirstRanksDict, OwnDict, sharded_states
+from fsdpc._fsdp1.optim.rekey import rekey
+from fsdpc._fsdp1.optim.save import Keep, Rows, Whole, copy_unknown, gather_states
+from fsdpc.api import OptimStateKeyType, StateDictType
+
+StateDict = dict[str, Any]
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+@dataclass
+class _Form:
+    """What kind of dict is asked for."""
+
+    full: bool = True
+    rank0_only: bool = False
+    offload: bool = True
+    use_dtensor: bool = False
+
+
+def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
+    check_model(call, model)
+    check_optimizer(call, optim)
+    settings = _state_dict.get_type(model)
+    if settings is None:
+        read_book(model)  # says that there is no unit
+    config = settings.optim_state_dict_config  # type: ignore[union-attr]
+    return _Form(
+        settings.state_dict_type is StateDictType.FULL_STATE_DICT,  # type: ignore[union-attr]
+        getattr(config, "rank0_only", False),
+        getattr(config, "offload_to_cpu", True),
+        getattr(config, "_use_dtensor", False),
+    )
+
+
+def _check_order(call: str, model: Any, optim: Any) -> None:
+    """``TypeError`` where the model, or an optimizer that was given, is something else."""
+    check_model(call, model)
+    if optim is not None:
+        check_optimizer(call, optim)
+
+
+@torch.no_grad()
+def _save(
+    model: nn.Module,
+    optim: Any,
+    state_dict: StateDict,
+    form: _Form,
+    group: dist.ProcessGroup | None,
+    optim_input: OptimInput = None,
+) -> StateDict:
+    book = read_book(model)
+    state = state_dict["state"]
+    held = (
+        keys_of_optimizer(optim, model, is_named(state))
+        if optim_input is None
+        else keys_of_input(model, optim_input)
+    )
+    for _, param in held:
+        book.names_of(param)
+    keep: Keep | None = None
+    if not form.full:
+        keep = Rows(form.use_dtensor, form.offload)
+    elif not form.rank0_only or dist.get_rank(group) == 0:
+        keep = Whole(form.offload)
+    kept: dict[Any, Any] = gather_states(book, held, state, keep)
+    if keep is None:
+        return {}
+    copy_unknown(state, {key for key, _ in held}, kept)
+    result: StateDict = {"state": kept}
+    if "param_groups" in state_dict:
+        result["param_groups"] = named_groups(state_dict["param_groups"], held, book)
+    return result
+
+
+@torch.no_grad()
+def _load(
+    model: nn.Module,
+    optim: Any,
+    state_dict: StateDict | None,
+    form: _Form,
+    group: dist.ProcessGroup | None,
+    optim_input: OptimInput = None,
+    named: bool = False,
+) -> StateDict:
+    book = read_book(model)
+    own = None
+    if optim_input is None and optim is not None:
+        held = keys_of_optimizer(optim, model, named)
+        own = optim.param_groups
+    else:
+        held = keys_of_input(model, optim_input)
+    if form.rank0_only:
+        source: Any = FirstRanksDict(state_dict, group or dist.group.WORLD, book.device)
+    else:
+        source = OwnDict(state_dict, book.device)
+    states = sharded_states(book, held, source)
+    if named:
+        _keep_unsaved(optim, held, states)
+    result: StateDict = {"state": states}
+    if "param_groups" in source.tree:
+        result["param_groups"] = keyed_groups(source.tree["param_groups"], held, book, own)
+    return result
+
+
+def _keep_unsaved(optim: Any, held: list[tuple[Key, nn.Parameter]], states: dict[Any, Any]) -> None:
+    """Optimizers with names for keys want a state for every parameter: theirs where none came."""
+    for key, param in held:
+        if key not in states and param in optim.state:
+            states[key] = dict(optim.state[param])
+
+
+def _warn_of_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. "
+            "You may remove it from your code without changing its functionality.",
+            FutureWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_name(old: str, new: str) -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by "
+        f"``FullyShardedDataParallel.{new}``. ``FullyShardedDataParallel.{old}`` may be removed "
+        "after PyTorch 2.2.",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+class OptimStateDicts:
+    """The methods, for the wrapper class to inherit."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: StateDict | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """The optimizer's state in the form that ``state_dict_type`` asks for, with parameter names
+        for keys. Collective over the units' groups.
+
+        FULL: whole tensors in the original shapes, on every rank or, with ``rank0_only``, on rank 0
+        of ``group`` (``{}`` elsewhere). SHARDED and LOCAL: a ``ShardedTensor`` of rows per state,
+        or a ``DTensor`` with a ``device_mesh``. Tensors without dimensions, and whatever has not
+        the shard's own shape, stay as they are and must be equal on all ranks. All memory is new.
+
+        ``optim_state_dict``: converted instead of ``optim.state_dict()``. ``RuntimeError``: a rank
+        lacks state that others have, or a trainable parameter of a unit is not in the optimizer
+        (``use_orig_params=True``). ``AssertionError``: numbers that differ between ranks.
+        """
+        form = _form_in_force("optim_state_dict(model, optim)", model, optim)
+        if optim_state_dict is None:
+            optim_state_dict = optim.state_dict()
+        return _save(model, optim, optim_state_dict, form, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """This rank's part of a dict that ``optim_state_dict`` made, with ``optim``'s keys, for
+        ``optim.load_state_dict``; ``load_directly`` calls that too.
+
+        With ``rank0_only`` in force only rank 0 of ``group`` passes the dict (the others' argument
+        is ignored) and the call is collective over ``group``; distributed values are gathered over
+        their own ranks; otherwise the call is local. Parameters without state stay without; in a
+        flat parameter they get zeros. ``param_groups`` keep the optimizer's division.
+
+        ``ValueError``: no "state", ids for keys, states of one flat parameter that differ in name,
+        dtype or number, a shape that does not fit. ``KeyError``: a saved parameter that the model
+        or the optimizer lacks.
+        """
+        call = "optim_state_dict_to_load(model, optim, optim_state_dict)"
+        form = _form_in_force(call, model, optim)
+        result = _load(model, optim, optim_state_dict, form, group, named=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """``optim_state_dict`` in the FULL form, on rank 0 by default. Deprecated as in torch
+        (``FutureWarning``).
+        """
+        _warn_of_name("full_optim_state_dict", "optim_state_dict")
+        _warn_of_input(optim_input)
+        check_model("full_optim_state_dict(model, optim)", model)
+        check_optimizer("full_optim_state_dict(model, optim)", optim)
+        form = _Form(rank0_only=rank0_only)
+        return _save(model, optim, optim.state_dict(), form, group, optim_input)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
+        """``optim_state_dict`` in the SHARDED form. Deprecated as in torch (``FutureWarning``)."""
+        _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
+        call = "sharded_optim_state_dict(model, optim)"
+        form = _Form(full=False, use_dtensor=_form_in_force(call, model, optim).use_dtensor)
+        return _save(model, optim, optim.state_dict(), form, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of a FULL dict that every rank has; local. Without ``optim``
+        the keys are those of an optimizer over ``optim_input``, by default ``model.parameters()``.
+        Deprecated as in torch (``FutureWarning``).
+        """
+        _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_of_input(optim_input)
+        _check_order("shard_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
+        return _load(model, optim, full_optim_state_dict, _Form(), None, optim_input)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of a SHARDED dict. Collective over the values' ranks.
+        Deprecated as in torch (``FutureWarning``).
+        """
+        _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        call = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
+        _check_order(call, model, optim)
+        return _load(model, optim, sharded_optim_state_dict, _Form(), None)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: StateDict | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of a FULL dict that only rank 0 has. Collective over
+        ``group``. Deprecated as in torch (``FutureWarning``).
+        """
+        _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_of_input(optim_input)
+        _check_order("scatter_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
+        form = _Form(rank0_only=True)
+        return _load(model, optim, full_optim_state_dict, form, group, optim_input)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: StateDict,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> StateDict:
+        """An unsharded model's optimizer state dict with names for ids, or the other way round.
+        Local.
+
+        The ids are ``optim``'s, or those of an optimizer over ``optim_input`` (by default
+        ``model.parameters()``, of the unsharded model where flat parameters stand for its own). The
+        dict itself comes back when its keys are of the type asked for.
+        ``ValueError``: keys of both types. ``AssertionError``: no ``OptimStateKeyType``.
+        ``RuntimeError``: a parameter with several names.
+        """
+        _warn_of_input(optim_input)
+        _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)
+        if optim_input is not None:
+            held = keys_of_input(model, optim_input)
+        else:
+            held = None if optim is None else keys_of_optimizer(optim, model, False)
+        return rekey(optim_state_dict, optim_state_key_type, model, held)

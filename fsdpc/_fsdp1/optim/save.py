@@ -1,0 +1,246 @@
+"""From the optimizer of a sharded model to the state dict of the unsharded model's.
+
+Units are treated one after another and, within a unit, one state of one dtype segment at a time. It
+goes through a window of limited size, which is all that a rank holds that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdpc._engine import rows as _sharded
+from fsdpc._engine.window import Run, Wanted, gather
+from fsdpc._fsdp1.optim.book import Book, Key, Part, UnitEntry
+from fsdpc._fsdp1.optim.describe import ABSENT, Plan, State, plan_states
+from fsdpc._fsdp1.state.sharded import mesh_of
+
+
+class Keep(Protocol):
+    """What a rank keeps of the whole states."""
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        """The first element of the unit's ``i``-th parameter, and the one after the last."""
+
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
+        """What the dict holds for these elements, a 1-D tensor."""
+
+    def device(self, entry: UnitEntry) -> torch.device:
+        """Where these elements are put together."""
+
+    offload: bool  # to the CPU
+
+
+def gather_states(
+    book: Book,
+    held: list[tuple[Key, nn.Parameter]],
+    state: dict[Key, Any],
+    keep: Keep | None,
+) -> dict[str, State]:
+    """The state of every parameter of the model, by name. Collective over the units' groups.
+
+    ``keep``: what this rank keeps; ``None``: nothing.
+    """
+    keys = {id(param): key for key, param in held}
+    kept: dict[str, State] = {}
+    for entry in book.units:
+        _gather_unit(entry, keys, state, keep, kept)
+    if keep is not None:
+        for name, param in book.plain.items():
+            key = keys.get(id(param))
+            if key is not None and key in state:
+                kept[name] = {n: _copied(value, keep.offload) for n, value in state[key].items()}
+    return kept
+
+
+def _copied(value: Any, offload: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to("cpu", copy=True) if offload else value.detach().clone()
+
+
+def _gather_unit(
+    entry: UnitEntry,
+    keys: dict[int, Key],
+    state: dict[Key, Any],
+    keep: Keep | None,
+    kept: dict[str, State],
+) -> None:
+    states: list[Any] = [
+        state.get(keys[id(part.param)]) if id(part.param) in keys else ABSENT
+        for part in entry.parts
+    ]
+    plans = plan_states(entry, states)
+    _keep_same(entry, plans, keep, kept)
+    for name, dtype, members in _cut_runs(entry, plans):
+        wanted = _gather_run(entry, name, dtype, members, states, keep)
+        for i, want in wanted.items():
+            kept[entry.names[i][0]][name] = keep.made(entry, i, want.values)  # type: ignore[union-attr]
+
+
+def _keep_same(
+    entry: UnitEntry, plans: list[Plan | None], keep: Keep | None, kept: dict[str, State]
+) -> None:
+    if keep is None:
+        return
+    device = _device(entry, keep.offload)
+    for part, plan in zip(entry.parts, plans, strict=True):
+        if plan is not None:
+            for name in entry.first_names(part):
+                kept[name] = {n: _on(device, value) for n, value in plan.same.items()}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A copy of what is equal on all ranks; numbers stay on the CPU, as in torch."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return value.to(device, copy=True)
+    return _copied(value, True)
+
+
+def _cut_runs(
+    entry: UnitEntry, plans: list[Plan | None]
+) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    """Parts whose state of one name and dtype lies in one segment: they travel together."""
+    runs: dict[tuple[int, str, str], list[int]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for j, plan in enumerate(plans):
+        for name, dtype in plan.cut.items() if plan is not None else ():
+            dtypes[str(dtype)] = dtype
+            run = (entry.segment_index(entry.parts[j]), name, str(dtype))
+            runs.setdefault(run, []).append(j)
+    for run in sorted(runs):
+        yield run[1], dtypes[run[2]], runs[run]
+
+
+def _gather_run(
+    entry: UnitEntry,
+    name: str,
+    dtype: torch.dtype,
+    members: list[int],
+    states: list[Any],
+    keep: Keep | None,
+) -> dict[int, Wanted]:
+    """The elements that this rank keeps of one state, by the parameters' positions. Collective."""
+    wanted: dict[int, Wanted] = {}
+    covered = [i for j in members for i in entry.parts[j].covers]
+    for i in covered if keep is not None else ():
+        begin, end = keep.span(entry, i)  # type: ignore[union-attr]
+        where = keep.device(entry)  # type: ignore[union-attr]
+        wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype, device=where))
+    runs = [
+        Run(rank, place, i, begin, length)
+        for i in covered
+        for rank, (begin, place, length) in enumerate(entry.layout["spans"][i])
+        if length
+    ]
+    own = [
+        (*_place(entry, entry.parts[j]), states[j][name].reshape(-1))
+        for j in members
+        if _place(entry, entry.parts[j])[1]
+    ]
+
+    def fill(part: torch.Tensor, start: int) -> None:
+        for place, length, values in own:
+            low, high = max(place, start), min(place + length, start + len(part))
+            if low < high:
+                part[low - start : high - start].copy_(values[low - place : high - place])
+
+    piece = entry.segment(entry.parts[members[0]])["piece_numel"]
+    what = f"optimizer state {name} of unit {entry.unit.name}"
+    gather(entry.comm, piece, dtype, fill, runs, wanted, what, entry.unit.device)
+    return wanted
+
+
+def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
+    """Where this rank's elements of a part lie in its piece of the segment, and how many."""
+    rank = entry.comm.rank
+    if not entry.unit.use_orig_params:
+        return 0, entry.length(part, rank)
+    return entry.layout["spans"][part.covers[0]][rank][1:]
+
+
+# --- what is kept ---
+
+
+def _device(entry: UnitEntry, offload: bool) -> torch.device:
+    return torch.device("cpu") if offload else entry.unit.device
+
+
+@dataclass
+class Whole:
+    """Whole values in the original shapes."""
+
+    offload: bool
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        return 0, entry.unit.shapes[i].numel()
+
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
+        return values.view(entry.unit.shapes[i])
+
+    def device(self, entry: UnitEntry) -> torch.device:
+        return _device(entry, self.offload)
+
+
+@dataclass
+class Rows:
+    """This rank's rows as a ``ShardedTensor``, or as a ``DTensor`` of the unit's mesh."""
+
+    use_dtensor: bool
+    offload: bool
+
+    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
+        shape, unit = entry.unit.shapes[i], entry.unit
+        if not self._cut(entry, i):
+            return 0, shape.numel()
+        pg = unit.groups.shard_pg
+        start, stop = _sharded.rows(shape, pg.size(), pg.rank())
+        of_row = shape.numel() // shape[0]
+        return start * of_row, stop * of_row
+
+    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
+        shape = entry.unit.shapes[i]
+        if not self._cut(entry, i):
+            return values.view(shape).cpu() if self.offload else values.view(shape)
+        pg = entry.unit.groups.shard_pg
+        rows = values.view(_sharded.rows_shape(shape, pg.size(), pg.rank()))
+        wrapped = _sharded.wrap_rows(rows, shape, pg, _mesh(entry, self.use_dtensor))
+        return wrapped.cpu() if self.offload else wrapped
+
+    def device(self, entry: UnitEntry) -> torch.device:
+        # A DTensor is made on its mesh's device, and goes to the CPU afterwards.
+        return _device(entry, self.offload and _mesh(entry, self.use_dtensor) is None)
+
+    def _cut(self, entry: UnitEntry, i: int) -> bool:
+        return entry.unit.is_sharded and _sharded.is_cut(entry.unit.shapes[i])
+
+
+def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
+    mesh = entry.member._device_mesh
+    if use_dtensor and mesh is None:
+        raise AssertionError(
+            "Expected _device_mesh to be not None, got None: "
+            "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model that was made with a "
+            f"device_mesh; unit {entry.unit.name!r} has none"
+        )
+    return None if mesh is None else mesh_of(entry.member)
+
+
+def copy_unknown(state: dict[Key, Any], known: set[Key], kept: dict[Any, Any]) -> None:
+    """Entries that are no parameter's go along as they are, with a warning. Local."""
+    for key, value in state.items():
+        if key in known or key in kept:
+            continue
+        warnings.warn(
+            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy "
+            "everything to the returned state_dict. In most cases, this is a user-defined state "
+            "that is not associated with any particular parameter.",
+            stacklevel=4,
+        )
+        kept[key] = value

@@ -1,0 +1,184 @@
+"""Where a unit computes: what ``device_id`` names, where the module is, and how it gets there.
+
+The rules are torch's: a module on a GPU stays there; one on the CPU goes where ``device_id`` says,
+unit by unit after the units inside it were sharded, so that no more than one unit's whole
+parameters are on the GPU beside the shards. Without ``device_id`` it is sharded where it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _C
+from fsdpc._engine.device import CPU
+from fsdpc._fsdp1.collect import Ignored, owned_modules, unit_modules
+
+
+def asked_device(device_id: Any, rank: int) -> torch.device | None:
+    """The device that the constructor's ``device_id`` names, a GPU's with its index. Local.
+
+    A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: no
+    device at all. ``RuntimeError``: no such device here, and what is missing.
+    """
+    if device_id is None:
+        return None
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
+        raise TypeError(
+            f"device_id must be an int, a torch.device or None, but got {type(device_id).__name__}"
+        )
+    named = f"cuda:{device_id}" if isinstance(device_id, int) else device_id
+    device = torch.device(named)
+    if device.type == "cpu":
+        return CPU
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        warnings.warn(
+            f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an "
+            f"explicit index. FSDP will use the current device {current}. If this is incorrect, "
+            "please explicitly call `torch.cuda.set_device()` before FSDP initialization or pass "
+            "in the explicit device index as the `device_id` argument.",
+            stacklevel=3,
+        )
+        device = torch.device("cuda", current)
+    reason = why_not(device)
+    if reason is not None:
+        raise RuntimeError(
+            f"device_id={device_id!r} on rank {rank}: {reason}. Pass device_id=None or "
+            'torch.device("cpu") to train on the CPU'
+        )
+    return device
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why nothing can be sharded on ``device``, in one sentence, or None. Local."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"fsdpc trains on the CPU and on CUDA devices, not on {device}"
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device: no GPU, no driver, or CUDA_VISIBLE_DEVICES hides it"
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        return f"torch finds {count} CUDA device{'s' * (count != 1)}, numbered from 0"
+    try:
+        _C.cuda_device(index)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def default_device() -> torch.device:
+    """Where a module without memory, or without parameters, goes without ``device_id``: to torch's
+    current GPU, to the CPU where there is none that can be used. Local.
+    """
+    if not torch.cuda.is_available():
+        return CPU
+    current = torch.device("cuda", torch.cuda.current_device())
+    return CPU if why_not(current) is not None else current
+
+
+def place(
+    root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str, rank: int
+) -> torch.device:
+    """Bring the unit's own parameters and buffers to ``asked`` and return where it computes. Local.
+
+    What is ignored, and what nested units hold, stays where it is. ``RuntimeError``: parameters on
+    the CPU and on a GPU without ``asked``, or on a device that cannot be used. ``ValueError``: they
+    are on another GPU than ``asked``.
+    """
+    _check_single_device(root, ignored, asked, unit_name)
+    if asked is not None:
+        _move(root, ignored, asked)
+    device = next((param.device for param in _own_params(root, ignored)), None)
+    if device is None:
+        nested = next(iter(unit_modules(root)), None)
+        return asked or (default_device() if nested is None else nested.compute_device)
+    if device.type == "meta":  # refused by name where parameters are collected
+        return asked or CPU
+    if asked is not None and device != asked:
+        raise ValueError(
+            f"Inconsistent compute device and `device_id` on rank {rank}: {device} vs {asked} "
+            f"(unit {unit_name!r}); move the module, or pass its device as device_id"
+        )
+    _check_usable(device, unit_name, rank)
+    if asked is None and device == CPU and torch.cuda.is_available():
+        _warn_of_cpu()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        _warn_of_current(device, unit_name)
+    return device
+
+
+def _own_params(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
+    for _, module in owned_modules(root, ignored.modules):
+        for param in module._parameters.values():
+            if param is not None and param not in ignored.params:
+                yield param
+
+
+def _check_single_device(
+    root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str
+) -> None:
+    found = {param.device for param in _own_params(root, ignored) if not param.is_meta}
+    if asked is None and len(found) == 2 and CPU in found:
+        raise RuntimeError(
+            "To support a module with both CPU and GPU params, please pass in device_id argument: "
+            f"unit {unit_name!r} has parameters on {sorted(map(str, found))}"
+        )
+    if len(found) > 1 and not (asked is not None and len(found - {CPU}) == 1):
+        raise RuntimeError(
+            "FSDP only supports single device modules but got params on "
+            f"{sorted(map(str, found))} in unit {unit_name!r}"
+        )
+
+
+@torch.no_grad()
+def _move(root: nn.Module, ignored: Ignored, device: torch.device) -> None:
+    """One tensor at a time, in place: Parameters keep their identity, as in ``nn.Module.to``."""
+    if device == CPU:
+        return
+    for tensor in _on_the_cpu(root, ignored):
+        tensor.data = tensor.to(device)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.to(device)
+
+
+def _on_the_cpu(root: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
+    yield from (param for param in _own_params(root, ignored) if param.device == CPU)
+    for _, module in owned_modules(root, ignored.modules):
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device == CPU:
+                yield buffer
+
+
+def _check_usable(device: torch.device, unit_name: str, rank: int) -> None:
+    reason = why_not(device)
+    if reason is not None:
+        raise RuntimeError(
+            f"unit {unit_name!r} has parameters on {device} on rank {rank}, but {reason}; move the "
+            "module to the CPU to train it there"
+        )
+
+
+def _warn_of_current(device: torch.device, unit_name: str) -> None:
+    warnings.warn(
+        f"unit {unit_name!r} is on {device}, but torch's current CUDA device is "
+        f"{torch.cuda.current_device()}: threads that run the unit make {device} the current one. "
+        f"Call torch.cuda.set_device({device.index}) before wrapping to have it so everywhere.",
+        stacklevel=5,
+    )
+
+
+def _warn_of_cpu() -> None:
+    warnings.warn(
+        "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on "
+        "CPU, and train there. Pass the `device_id` argument, or move the module to the GPU before "
+        "wrapping it, to train on the GPU; pass device_id=torch.device('cpu') if the CPU is meant.",
+        stacklevel=5,
+    )

@@ -1,0 +1,1 @@
+"""State dicts: FULL, SHARDED and LOCAL."""

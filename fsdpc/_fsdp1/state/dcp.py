@@ -1,0 +1,141 @@
+"""A bridge for ``torch.distributed.checkpoint.state_dict``: ``get_state_dict``, ``set_state_dict``
+and their kin on fsdpc models.
+
+That module asks one class, its own name ``FSDP``, for the units of a model and for their state.
+``attach()`` puts an object in that place that looks whose units a model has and asks fsdpc's or
+torch's class; models without units of either, FSDP2's and DDP's among them, are torch's as before.
+The first fsdpc model attaches it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel as TorchFSDP,
+)
+
+from fsdpc._fsdp1.collect import is_unit_module, unit_modules
+from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FLAT_PARAM, FSDP_WRAPPED, flat_param_name
+from fsdpc._torch import GET_FQNS
+
+_CLIENT = "torch.distributed.checkpoint.state_dict"
+_undo: list[Callable[[], None]] = []
+
+
+def attach() -> None:
+    """Let the module serve fsdpc models too. Local; a second call does nothing."""
+    if _undo:
+        return
+    client = import_module(_CLIENT)
+    _replace(client, "FSDP", Names())
+    _replace(client, GET_FQNS, partial(names_of, vars(client)[GET_FQNS]))
+
+
+def detach() -> None:
+    """Give the module its own names back. Local; without ``attach()`` it does nothing."""
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(client: Any, name: str, ours: Any) -> None:
+    theirs = vars(client).get(name)
+    if theirs is None:  # another version of torch, which has to be asked in another way
+        return
+
+    def restore() -> None:
+        if vars(client).get(name) is ours:  # else someone else changed it since
+            setattr(client, name, theirs)
+
+    setattr(client, name, ours)
+    _undo.append(restore)
+
+
+def class_for(model: nn.Module) -> Any:
+    """The class that knows the units in ``model``.
+
+    ``RuntimeError``: some are torch's and some fsdpc's, whose state dicts no call can make at once.
+    """
+    if not unit_modules(model):
+        return TorchFSDP
+    for name, module in model.named_modules():
+        if isinstance(module, TorchFSDP) and not is_unit_module(module):
+            raise RuntimeError(
+                f"module {name!r} is wrapped by torch's FullyShardedDataParallel, and the model "
+                "has units of fsdpc's too: get the state dicts of the two parts one by one"
+            )
+    return sys.modules["fsdpc.fsdp"].FullyShardedDataParallel
+
+
+class Names:
+    """What stands in the place of torch's class: its static methods, by the owner of the model."""
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, TorchFSDP)
+
+    @contextmanager
+    def state_dict_type(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Also, for fsdpc's units: a name of a tied parameter may be missing where another one of
+        its names is there. The module drops all but one when it sends a dict to other ranks.
+        """
+        members = unit_modules(module)
+        with class_for(module).state_dict_type(module, *args, **kwargs):
+            for member in members:
+                member._fill_ties = True
+            try:
+                yield
+            finally:
+                for member in members:
+                    member._fill_ties = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        getattr(TorchFSDP, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model = args[0] if args else kwargs.get("module", kwargs.get("model"))
+            return getattr(class_for(model), name)(*args, **kwargs)
+
+        return call
+
+
+class _InOrder(set[str]):
+    """Names whose order does not depend on a prefix that all of them have: the module walks through
+    two sets at once and takes the names that meet for the same parameter's.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+
+def names_of(
+    theirs: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any
+) -> set[str]:
+    """The original parameters' names behind a name in the model; torch's function knows only one
+    flat parameter per unit.
+    """
+    place, _, last = name.rpartition(".")
+    flats = _flats_at(model, place) if last.startswith(FLAT_PARAM) else {}
+    if last not in flats:
+        return theirs(model, name, *args, **kwargs)
+    of_first = theirs(model, f"{place}.{FLAT_PARAM}", *args, **kwargs)
+    prefix = min(of_first).removesuffix(min(flats[FLAT_PARAM]._fqns))
+    return _InOrder(prefix + fqn for fqn in flats[last]._fqns)
+
+
+def _flats_at(model: nn.Module, place: str) -> dict[str, Any]:
+    """fsdpc's flat parameters that are registered at a place in the model, by name."""
+    path = place.split(".")
+    if path[-1] == CHECKPOINT_WRAPPED:
+        path.pop()
+    if not path or path.pop() != FSDP_WRAPPED:
+        return {}
+    member: Any = model.get_submodule(".".join(path))
+    if not is_unit_module(member) or member._unit is None:
+        return {}
+    return {flat_param_name(i): flat for i, flat in enumerate(member._unit.flat_params)}

@@ -1,0 +1,106 @@
+"""FULL_STATE_DICT of one unit: what the unsharded module would have written.
+
+Saving shows private full copies while the unit's modules write themselves, which gives torch's own
+key order, tied keys and extra state; the copies then belong to the dict. A rank that does not keep
+the dict (``rank0_only``) takes part in the gathering but makes no copy: over shared memory it holds
+nothing at all, over a wire at most the gathering's window. Loading shows full copies too, lets
+every module load itself, and writes back this rank's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdpc._engine.device import CPU
+from fsdpc._fsdp1.names import clean_fqn
+from fsdpc._fsdp1.summon import install, uninstall, write_back
+
+
+def keeps(member: Any) -> bool:
+    """Whether this rank gets the dict."""
+    return not getattr(member._state_dict_config, "rank0_only", False) or member.rank == 0
+
+
+def offloads(member: Any) -> bool:
+    """Whether what the dict holds is to be on the CPU."""
+    return bool(getattr(member._state_dict_config, "offload_to_cpu", False))
+
+
+def before_save(member: Any) -> None:
+    """Show full parameters on the ranks that keep the dict. Collective over the sharding group."""
+    if not getattr(member._state_dict_config, "rank0_only", False):
+        check_shown(member)
+    if keeps(member):
+        show(member, CPU if offloads(member) else None)
+    elif member._unit is not None and not member._summoned:
+        member._unit.attend_gather()
+
+
+def check_shown(member: Any) -> None:
+    """``RuntimeError`` inside ``summon_full_params(rank0_only=True)``, on all ranks alike: ranks
+    other than 0 have nothing to save.
+    """
+    if member._summoned_on_rank_0 and member.world_size > 1:
+        raise RuntimeError(
+            "inside summon_full_params(rank0_only=True) the other ranks have no full parameters "
+            f"of module {member._name!r} to save: leave the context first, or save with "
+            "FullStateDictConfig(rank0_only=True)"
+        )
+
+
+def show(member: Any, to: torch.device | None = None) -> None:
+    """Put private full copies in the parameters' places, on the unit's device or ``to``. Collective
+    over the sharding group.
+    """
+    if member._unit is not None and not member._summoned:
+        install(member, member._unit.gather_full(to))
+        member._exposed = True
+
+
+def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Back to the sharded parameters; ``state_dict`` has clean keys. Local."""
+    if member._exposed:
+        member._exposed = False
+        uninstall(member)
+    elif member._summoned:
+        _detach_copies(state_dict, prefix)
+    if not keeps(member):
+        _drop_managed(member, state_dict, prefix)
+
+
+def _detach_copies(state_dict: dict[str, Any], prefix: str) -> None:
+    """Inside ``summon_full_params`` the values shown go away on exit; the dict keeps its own."""
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, torch.Tensor):
+            state_dict[key] = value.detach().clone()
+
+
+def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """On ranks that do not keep the dict, only parameters that no unit manages stay."""
+    kept = {
+        prefix + clean_fqn(name)
+        for name, param in member._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
+        if param in member._ignored.params
+    }
+    for key in list(state_dict):
+        if key.startswith(prefix) and key not in kept:
+            del state_dict[key]
+
+
+def before_load(
+    member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Show full parameters for the modules to load into. Collective over the sharding group."""
+    show(member)
+
+
+def after_load(member: Any) -> None:
+    """Write this rank's part of what was loaded into its shard. Local."""
+    if member._exposed:
+        try:
+            write_back(member._unit)
+        finally:
+            member._exposed = False
+            uninstall(member)

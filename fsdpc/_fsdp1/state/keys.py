@@ -1,0 +1,73 @@
+"""Keys of state dicts: the names under which a unit's parameters stand, with and without wrapper
+segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fsdpc._fsdp1.collect import owned_modules
+from fsdpc._fsdp1.names import FSDP_PREFIX, FSDP_WRAPPED, clean_fqn, join
+
+
+def managed_names(member: Any) -> dict[str, int]:
+    """Name of every place where the unit's parameters are registered -> number of the parameter.
+
+    Clean names, relative to the instance; tied parameters appear under each of their names.
+    """
+    unit = member._unit
+    if unit is None:
+        return {}
+    sites = {
+        (id(module), attribute): i
+        for i, info in enumerate(unit.infos)
+        for module, attribute in info.sites
+    }
+    found: dict[str, int] = {}
+    modules = owned_modules(member._fsdp_wrapped_module, member._ignored.modules, shared_twice=True)
+    for name, module in modules:
+        for attribute in _attributes(module):
+            index = sites.get((id(module), attribute))
+            if index is not None:
+                found[join(name, attribute)] = index
+    return found
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    """Parameters as registered, and those that a unit with a flat parameter keeps as tensors."""
+    return [*module._parameters, *(key for key in module.__dict__ if key not in module._parameters)]
+
+
+def take_wrapper_out(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take this instance's wrapper segment out of keys and metadata, in place and in order."""
+    start = prefix + FSDP_PREFIX
+    for key in list(state_dict):
+        if key.startswith(start):
+            state_dict[prefix + key[len(start) :]] = state_dict.pop(key)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped = prefix + FSDP_WRAPPED
+        for key in [key for key in metadata if key == wrapped or key.startswith(start)]:
+            metadata[clean_fqn(key)] = metadata.pop(key)
+
+
+def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
+    """The reverse, for loading; keys that carry the segment already are left alone."""
+    for key in list(state_dict):
+        if key.startswith(prefix):
+            rest = key[len(prefix) :].removeprefix(FSDP_PREFIX)
+            state_dict[prefix + FSDP_PREFIX + rest] = state_dict.pop(key)
+
+
+def fill_ties(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a tied parameter's value to those of its names that ``state_dict`` lacks."""
+    found: dict[int, Any] = {}
+    names = managed_names(member)
+    for name, i in names.items():
+        if prefix + FSDP_PREFIX + name in state_dict:
+            found[i] = state_dict[prefix + FSDP_PREFIX + name]
+    for name, i in names.items():
+        if i in found:
+            state_dict.setdefault(prefix + FSDP_PREFIX + name, found[i])

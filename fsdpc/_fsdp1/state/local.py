@@ -1,0 +1,170 @@
+"""LOCAL_STATE_DICT of one unit: its flat parameters as they lie, one ``ShardedTensor`` each under
+``_flat_param``, without copies. It fits the same wrapping only, and another number of ranks only
+where ``torch.distributed.checkpoint`` reshards it. With ``use_orig_params`` this rank's elements of
+each parameter stand beside them under its own name, as torch saves them; the flat parameters are
+what is loaded, so that dicts go from one ``use_orig_params`` to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.device import CPU
+from fsdpc._engine.rows import device_of, dtype_of
+from fsdpc._fsdp1.names import FSDP_PREFIX, flat_param_name
+from fsdpc._fsdp1.state.keys import managed_names
+from fsdpc._torch import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+
+
+def check(member: Any) -> None:
+    """``RuntimeError`` where the unit has no flat parameters to show, as in torch."""
+    if member._device_mesh is not None:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
+            f"state_dict. (unit {member._unit.name!r} was built with device_mesh)"
+        )
+    if member._summoned:
+        raise RuntimeError("LOCAL_STATE_DICT does not exist inside summon_full_params")
+
+
+def before_save(member: Any) -> None:
+    """The modules write their parameters themselves. Local."""
+    check(member)
+    _writeback.take_over(member._unit)
+
+
+def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Flat parameters become ShardedTensors. Local."""
+    unit = member._unit
+    for index, (segment, flat) in enumerate(_flats(unit)):
+        key = prefix + flat_param_name(index)
+        if key in state_dict or unit.use_orig_params:
+            state_dict[key] = _wrap(unit, segment, flat)
+
+
+def before_load(
+    member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Copy this rank's part into its shard; the modules then find what they have. Local.
+
+    A value that does not fit is reported in ``error_msgs`` and left out.
+    """
+    check(member)
+    unit = member._unit
+    _writeback.take_over(unit)
+    found = []
+    for index, (segment, flat) in enumerate(_flats(unit)):
+        key = prefix + FSDP_PREFIX + flat_param_name(index)
+        if key not in state_dict:
+            continue
+        own = _own_part(unit, segment, flat)
+        part = _part_of(state_dict[key])
+        if part is None or part.shape != own.shape:
+            error_msgs.append(
+                f"While loading {prefix}{flat_param_name(index)} of unit {unit.name!r}: rank "
+                f"{unit.groups.shard.rank} holds {own.numel()} elements, but the value "
+                f"{'no part of its own' if part is None else part.numel()}: a LOCAL_STATE_DICT "
+                "fits the same wrapping on the same number of ranks only"
+            )
+        else:
+            own.copy_(part)
+        state_dict[key] = flat
+        found.append((key, segment))
+    if unit.use_orig_params:
+        _show_originals(member, state_dict, prefix, [segment for _, segment in found], error_msgs)
+        for key, _ in found:
+            del state_dict[key]
+    elif found:  # a dict of a model with the originals has them beside the flat ones
+        for name in managed_names(member):
+            state_dict.pop(prefix + FSDP_PREFIX + name, None)
+
+
+def _show_originals(
+    member: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    loaded: list[dict[str, Any]],
+    error_msgs: list[str],
+) -> None:
+    """The modules load what their parameters hold by now, whose source is the flat one alone."""
+    unit = member._unit
+    layout = unit.flat.layout()
+    for name, i in managed_names(member).items():
+        key = prefix + FSDP_PREFIX + name
+        has_flat = layout["segments"][layout["params"][i]["segment"]] in loaded
+        if key in state_dict and not has_flat:
+            error_msgs.append(
+                "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
+                f"{prefix}{name} of unit {unit.name!r} stands alone in what is to be loaded as a "
+                "LOCAL_STATE_DICT; set the type that it was saved with"
+            )
+        if key in state_dict or has_flat:
+            state_dict[key] = unit.infos[i].param.detach()
+
+
+def after_load(member: Any) -> None:
+    """Nothing is left to do. Local."""
+
+
+def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The unit's segments with this rank's flat parameter over each, the trainable ones first."""
+    segments = list(enumerate(unit.flat.layout()["segments"]))
+    segments.sort(key=lambda segment: not segment[1]["trainable"])
+    if unit.flat_params:
+        flats = [flat.detach() for flat in unit.flat_params]
+    else:
+        flats = [unit.make_flat_param(segment, index).detach() for index, segment in segments]
+    return [(segment, flat) for (_, segment), flat in zip(segments, flats, strict=True)]
+
+
+def _lengths(unit: Any, segment: dict[str, Any]) -> list[int]:
+    """How many elements of a flat parameter each rank holds, padding at its end left out."""
+    piece, numel = segment["piece_numel"], segment["numel"]
+    return [min(max(numel - rank * piece, 0), piece) for rank in range(unit.groups.shard.world)]
+
+
+def _own_part(unit: Any, segment: dict[str, Any], flat: torch.Tensor) -> torch.Tensor:
+    return flat[: _lengths(unit, segment)[unit.groups.shard.rank]]
+
+
+def _part_of(value: Any) -> torch.Tensor | None:
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value), device=CPU)
+    return value if type(value) is torch.Tensor else None
+
+
+def _wrap(unit: Any, segment: dict[str, Any], flat: torch.Tensor) -> ShardedTensor:
+    own, pg = _own_part(unit, segment, flat), unit.groups.shard_pg
+    piece = segment["piece_numel"]
+    shards = [
+        ShardMetadata(
+            [rank * piece], [length], device_of(dist.get_global_rank(pg, rank), own.device)
+        )
+        for rank, length in enumerate(_lengths(unit, segment))
+        if length > 0
+    ]
+    local = [Shard(own, shards[pg.rank()])] if own.numel() else []
+    metadata = ShardedTensorMetadata(
+        shards,
+        torch.Size([sum(shard.shard_sizes[0] for shard in shards)]),
+        TensorProperties(
+            dtype=own.dtype,
+            layout=torch.strided,
+            requires_grad=False,
+            memory_format=torch.contiguous_format,
+            pin_memory=False,
+        ),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, pg)

@@ -1,0 +1,140 @@
+"""SHARDED_STATE_DICT of one unit: of each parameter, this rank's block of rows as a
+``ShardedTensor``, or as a ``DTensor`` when the model was built with a ``device_mesh``.
+
+Nothing is gathered whole. While the unit's modules write or load themselves, their parameters are
+this rank's rows, which the engine brings from and to the ranks that own them (see
+``csrc/unit/unit_values.c``); a parameter without rows (0-dim, empty) is whole, as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdpc._engine import rows as _sharded
+from fsdpc._fsdp1.args import HYBRID
+from fsdpc._fsdp1.names import FSDP_PREFIX
+from fsdpc._fsdp1.state.full import check_shown
+from fsdpc._fsdp1.state.keys import managed_names
+from fsdpc._fsdp1.summon import install, site_params, uninstall
+
+
+def mesh_of(member: Any) -> DeviceMesh | None:
+    """The mesh over whose last dimension the unit is sharded, ``None`` without a mesh: the model's
+    own, or the part of one with further dimensions that FULL_SHARD and its like are sharded over.
+
+    ``RuntimeError``: the mesh is not what the unit is sharded over, or the config asks for DTensors
+    without a mesh.
+    """
+    mesh, group = member._device_mesh, member._unit.groups.shard_pg
+    if mesh is None:
+        if getattr(member._state_dict_config, "_use_dtensor", False):
+            raise RuntimeError(
+                "ShardedStateDictConfig(_use_dtensor=True) needs a model that was built with "
+                "device_mesh"
+            )
+        return None
+    member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
+    if mesh.ndim > 1 and member.sharding_strategy not in HYBRID:
+        mesh = member.__dict__.get("_rows_mesh")
+        if mesh is None:
+            mesh = member.__dict__["_rows_mesh"] = _first_dimension(member._device_mesh, group)
+    last = mesh.get_group(mesh.ndim - 1)
+    if dist.get_process_group_ranks(last) != dist.get_process_group_ranks(group):
+        raise RuntimeError(
+            f"unit {member._unit.name!r} is not sharded over the last dimension of its mesh "
+            f"{mesh}: a DTensor cannot say how it lies. Pass a 1-D mesh, or a 2-D one with "
+            "HYBRID_SHARD"
+        )
+    return mesh
+
+
+def _first_dimension(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
+    """The 1-D mesh of this rank's sharding group. What is on the mesh's other dimensions is not
+    averaged and may differ, so no value is said to be repeated over them. Local.
+    """
+    names = mesh.mesh_dim_names
+    if names:
+        return mesh[names[0]]
+    return DeviceMesh.from_group(group, mesh.device_type)
+
+
+def before_save(member: Any) -> None:
+    """Show this rank's rows. Collective over the sharding group."""
+    unit = member._unit
+    mesh_of(member)
+    check_shown(member)
+    if not member._summoned:
+        install(member, unit.read_rows())
+        member._exposed = True
+
+
+def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Back to the sharded parameters; rows become distributed values. Local."""
+    if member._exposed:
+        member._exposed = False
+        uninstall(member)
+    for name, i in managed_names(member).items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = _saved(member, i, value.detach())
+
+
+def _saved(member: Any, i: int, value: torch.Tensor) -> Any:
+    """What stands in the dict: a module may have changed the rows element by element (another
+    dtype), or have written something of its own instead.
+    """
+    unit = member._unit
+    shape, pg = unit.shapes[i], unit.groups.shard_pg
+    if not _sharded.is_cut(shape):
+        return value.clone() if member._summoned else value
+    if member._summoned and value.shape == shape:
+        start, stop = _sharded.rows(shape, pg.size(), pg.rank())
+        value = value[start:stop].clone()
+    if tuple(value.shape) != _sharded.rows_shape(shape, pg.size(), pg.rank()):
+        return value
+    return _sharded.wrap_rows(value, shape, pg, mesh_of(member))
+
+
+def before_load(
+    member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Show this rank's rows, and put its rows of the loaded values into ``state_dict``. Collective
+    over the sharding group, and over a DTensor's mesh where it is placed in another way.
+
+    A value that does not fit is reported in ``error_msgs`` and left out.
+    """
+    unit = member._unit
+    if member._summoned:
+        raise RuntimeError(
+            f"a SHARDED_STATE_DICT cannot be loaded into unit {unit.name!r} inside "
+            "summon_full_params: leave the context first"
+        )
+    mesh_of(member)
+    current = unit.read_rows()
+    install(member, current)
+    member._exposed = True
+    for name, i in managed_names(member).items():
+        key = prefix + FSDP_PREFIX + name
+        if key not in state_dict:
+            continue
+        try:
+            pg = unit.groups.shard_pg
+            rows = _sharded.unwrap(state_dict[key], unit.shapes[i], pg.size(), pg.rank(), group=pg)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"While loading {prefix + name} of unit {unit.name!r}: {error}")
+            rows = current[i]
+        state_dict[key] = rows
+
+
+def after_load(member: Any) -> None:
+    """Bring the loaded rows to the ranks that own them. Collective over the sharding group."""
+    if member._exposed:
+        try:
+            member._unit.write_rows(site_params(member._unit))
+        finally:
+            member._exposed = False
+            uninstall(member)

@@ -1,0 +1,283 @@
+"""Full parameters for a while: ``summon_full_params`` and the installing that state dicts and
+conversions share.
+
+A summoned unit shows private full copies in original shapes under clean names; the gathered slot
+that ranks share is never handed out for writing. With ``use_orig_params=True`` the user's own
+Parameter objects show them, so that flags, attributes and an optimizer's state belong to them.
+On the way out the values found at the registration sites (also a Parameter that the user put there
+anew) are written back shard by shard, or dropped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine.device import CPU
+from fsdpc._engine.inputs import preparation
+from fsdpc._fsdp1.collect import is_unit_module, unit_modules
+from fsdpc._fsdp1.names import flat_param_name
+
+Tensors = list[torch.Tensor]
+OwnObject = Any  # what Unit.own_objects() notes of one Parameter
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """See ``FullyShardedDataParallel.summon_full_params``. Collective over the sharding groups on
+    entry.
+    """
+    check_arguments(writeback, rank0_only, offload_to_cpu)
+    members = unit_modules(module) if recurse else [module] * is_unit_module(module)
+    for member in members:
+        _check_free(member)
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(
+                summon_one(member, writeback, rank0_only, with_grads, offload_to_cpu)
+            )
+        yield
+
+
+def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
+    """Combinations that torch refuses or warns about and that stay so here."""
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported yet: the other ranks have no full "
+            "parameters to write back; pass writeback=False to read on rank 0, or "
+            "rank0_only=False to write"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters "
+            "being redundantly copied to CPU memory for GPUs sharing the same CPU memory, which "
+            "risks CPU OOM. We recommend using offload_to_cpu=True with rank0_only=True.",
+            stacklevel=4,
+        )
+
+
+def check_idle(member: Any) -> None:
+    """Raises ``AssertionError``, torch's type for it, where full parameters cannot be shown now."""
+    unit = member._unit
+    if unit is not None and unit.state in ("forward", "backward"):
+        raise AssertionError(
+            "Cannot manually unshard parameters during forward/backward: "
+            f"unit {unit.name!r} is in {unit.state} on rank {member.rank}"
+        )
+    if member._summoned:
+        name = "root" if unit is None else unit.name
+        raise AssertionError(
+            f"Cannot manually unshard parameters when already unsharding parameters: unit {name!r}"
+        )
+
+
+def _check_free(member: Any) -> None:
+    """Raises torch's ``AssertionError`` for a unit that is summoned already, or that a forward or
+    backward in progress works with.
+    """
+    unit = member._unit
+    if member._summoned or (unit is not None and unit.flat.in_use):
+        check_idle(member)
+
+
+@contextmanager
+def summon_one(
+    member: Any,
+    writeback: bool,
+    rank0_only: bool,
+    with_grads: bool,
+    offload: bool = False,
+) -> Iterator[None]:
+    """One FSDP instance's own unit, without nested ones."""
+    unit = member._unit
+    if unit is None:
+        with _flagged(member, rank0_only):
+            yield
+        return
+    shows = not rank0_only or member.rank == 0
+    to = CPU if offload else None
+    full = unit.gather_full(to) if shows else unit.attend_gather()
+    grads = unit.gather_full_grads(to) if with_grads else None
+    with _flagged(member, rank0_only):
+        if full is None:
+            yield
+            return
+        # Other ranks may have gathered a unit already for a pass that this rank is in, too.
+        frozen = unit.state in ("forward", "backward")
+        before = [tensor.clone() for tensor in full] if frozen else []
+        own = unit.own_objects() if unit.use_orig_params else None
+        written: list[torch.Tensor | None] | None = None
+        install(member, full, grads, own)
+        try:
+            yield
+            if frozen and writeback:
+                _check_unchanged(unit, before)
+            elif writeback or not unit.is_sharded:
+                write_back(unit)
+                written = [p.grad for p in site_params(unit)] if with_grads else None
+        finally:
+            if own is not None:
+                _take_flags(unit)
+                unit.put_own_back(own)
+            uninstall(member)
+        if written is not None:
+            unit.scatter_full_grads(written)
+
+
+def _take_flags(unit: Any) -> None:
+    """``requires_grad`` of Parameters that took another's place inside."""
+    for info, shown in zip(unit.infos, site_params(unit), strict=True):
+        if shown is not None and shown is not info.param:
+            info.param.requires_grad_(shown.requires_grad)
+
+
+def _check_unchanged(unit: Any, before: Tensors) -> None:
+    for info, old, new in zip(unit.infos, before, site_params(unit), strict=True):
+        same = new is not None and new.shape == old.shape and new.dtype == old.dtype
+        if not same or not torch.equal(_bits(new.detach()), _bits(old)):
+            raise AssertionError(
+                f"parameter {info.name!r} of unit {unit.name!r} was changed by summon_full_params "
+                "during a forward or backward on rank "
+                f"{unit.groups.shard.rank}, which others may have begun with the old values: "
+                "change it between steps, or pass writeback=False to drop the change"
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of an instance whose full parameters are shown: it runs on these, with what the
+    user did to them, and without the engine.
+    """
+    mixed = member.mixed_precision
+    dtype = mixed.param_dtype
+    wanted = mixed.cast_forward_inputs or (member._is_root and mixed.cast_root_forward_inputs)
+    prepare = preparation(
+        member.compute_device if member._is_root else None, dtype if wanted else None
+    )
+    if prepare is not None:
+        args, kwargs = prepare(args, kwargs)
+    with _lowered(member._unit, dtype):
+        return member._fsdp_wrapped_module(*args, **kwargs)
+
+
+@contextmanager
+def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """The shown parameters in the dtype that forward computes in."""
+    if unit is None or dtype is None:
+        yield
+        return
+    shown = site_params(unit)
+    low = [p.to(dtype) if p.is_floating_point() else p for p in shown]
+    _put(unit, [nn.Parameter(p.detach(), requires_grad=False) for p in low])
+    try:
+        yield
+    finally:
+        _put(unit, shown)
+
+
+def _put(unit: Any, params: list[Any]) -> None:
+    for info, param in zip(unit.infos, params, strict=True):
+        for module, name in info.sites:
+            module._parameters[name] = param
+
+
+@contextmanager
+def _flagged(member: Any, rank0_only: bool) -> Iterator[None]:
+    member._summoned = True
+    member._summoned_on_rank_0 = rank0_only
+    try:
+        yield
+    finally:
+        member._summoned = member._summoned_on_rank_0 = False
+
+
+def install(
+    member: Any,
+    full: Tensors,
+    grads: list[torch.Tensor | None] | None = None,
+    own: list[OwnObject] | None = None,
+) -> None:
+    """Show ``full`` (and ``grads``) at the unit's registration sites in place of the sharded
+    parameters. Local. ``own``: the user's own Parameters show them, else new ones.
+    """
+    unit = member._unit
+    hide_flat_params(member)
+    if own is None:
+        unit.install_full(full)
+        for info, param in zip(unit.infos, site_params(unit), strict=True):
+            param.requires_grad_(info.param.requires_grad)
+    else:
+        unit.show_own(full)
+    if grads is not None:
+        for param, grad in zip(site_params(unit), grads, strict=True):
+            param.grad = grad
+
+
+def uninstall(member: Any) -> None:
+    """Back to the sharded parameters. Local."""
+    member._unit.install_sharded()
+    show_flat_params(member)
+
+
+def site_params(unit: Any) -> list[Any]:
+    """What is registered now at each parameter's first site."""
+    return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]
+
+
+def write_back(unit: Any) -> None:
+    """Copy what is registered at the sites now into this rank's shard. Local.
+
+    Raises ``ValueError`` when a parameter disappeared or changed its shape.
+    """
+    params = site_params(unit)
+    for info, shape, param in zip(unit.infos, unit.shapes, params, strict=True):
+        if param is None or param.shape != shape:
+            found = "None" if param is None else list(param.shape)
+            raise ValueError(
+                f"parameter {info.name!r} of unit {unit.name!r} has shape {found} after "
+                f"summon_full_params, expected {list(shape)}: a sharded parameter cannot change "
+                "its shape"
+            )
+    unit.scatter_full(
+        [p.detach().to(info.param.dtype) for info, p in zip(unit.infos, params, strict=True)]
+    )
+
+
+def flat_owner(member: Any) -> nn.Module:
+    """The module on which a unit's flat parameters are registered: the wrapped one, inside an
+    activation wrapper if there is one. Fixed at the first call: what is put between later
+    (checkpoint wrappers, torch.compile) changes nothing.
+    """
+    owner: nn.Module | None = member.__dict__.get("_flat_owner")
+    if owner is None:
+        owner = member.__dict__["_flat_owner"] = member.module
+    return owner
+
+
+def show_flat_params(member: Any) -> None:
+    """Register the unit's flat parameters (``use_orig_params=False``), for optimizers to see."""
+    owner = flat_owner(member)
+    for index, param in enumerate(member._unit.flat_params):
+        owner._parameters[flat_param_name(index)] = param
+
+
+def hide_flat_params(member: Any) -> None:
+    """Take the flat parameters out of the module while the original ones are shown."""
+    owner = flat_owner(member)
+    for index in range(len(member._unit.flat_params)):
+        owner._parameters.pop(flat_param_name(index), None)

@@ -1,0 +1,202 @@
+"""The two engines that apply a wrap policy to a module tree.
+
+Policy objects name their targets first, in one pass; then the tree is rewritten from the leaves up.
+Callables are asked twice per module: on the way down whether to look inside, on the way up whether
+to wrap what is left over. Neither wraps the root: the constructor that called does. A module
+registered at two places becomes one unit that is registered at both. A compiled module is wrapped
+as a whole where the module inside is wanted.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdpc._engine.compiled import inside
+from fsdpc._fsdp1.collect import Ignored, is_unit_module, owned_modules
+from fsdpc._fsdp1.mixed import FullPrecisionHooks
+from fsdpc._fsdp1.names import announced, join
+from fsdpc.api import MixedPrecision
+from fsdpc.wrap import _Policy
+
+Wrap = Callable[..., nn.Module]
+
+
+def auto_wrap(
+    root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any], wrapper: Wrap
+) -> None:
+    """Wrap descendants of ``root`` as ``policy`` says, each as ``wrapper(child, **kwargs)``.
+    Collective.
+
+    Raises ``ValueError`` when a descendant is an FSDP instance already.
+    """
+    _check_unwrapped(root)
+    full_precision = _full_precision_classes(root, kwargs["mixed_precision"])
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(root, ignored.modules, dict(kwargs))
+        _add_full_precision(root, full_precision, ignored, kwargs, targets)
+        _TreeRewriter(root, _compiled_as_a_whole(root, targets), wrapper).run()
+    else:
+        _Recursion(policy, full_precision, ignored, kwargs, wrapper).run(root)
+
+
+def _check_unwrapped(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if is_unit_module(module):
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in\n{root}\nWrap by hand or by policy, not both"
+            )
+
+
+def _full_precision_classes(
+    root: nn.Module, mixed_precision: MixedPrecision | None
+) -> tuple[type[nn.Module], ...]:
+    """Classes to keep in fp32. Their instances in ``root`` get casting hooks, and one warning names
+    the classes.
+    """
+    if mixed_precision is None:
+        return ()
+    classes = tuple(mixed_precision._module_classes_to_ignore)
+    found = [module for module in root.modules() if isinstance(module, classes)]
+    for module in found:
+        FullPrecisionHooks(module)
+    if found:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the "
+            "wrapped module has submodules of "
+            f"type:\n{ {type(module) for module in found} }\nThese modules will be wrapped as "
+            "separate FSDP instances with mixed precision disabled.",
+            stacklevel=4,
+        )
+    return classes
+
+
+def _add_full_precision(
+    root: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    ignored: Ignored,
+    kwargs: dict[str, Any],
+    targets: dict[nn.Module, dict[str, Any]],
+) -> None:
+    for module in root.modules():
+        if isinstance(module, classes) and module not in ignored.modules:
+            target = targets.setdefault(module, copy.copy(kwargs))
+            target["mixed_precision"] = None
+
+
+def _compiled_as_a_whole(
+    root: nn.Module, targets: dict[nn.Module, dict[str, Any]]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The targets with compiled modules in the place of the modules that they compiled."""
+    result = dict(targets)
+    for module in root.modules():  # the outermost of several wrappers comes first
+        if inside(module) is not module and inside(module) in result:
+            result[module] = result.pop(inside(module))
+    return result
+
+
+class _TreeRewriter:
+    """Replace every target below the root by its unit, children first, each module once."""
+
+    def __init__(self, root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrapper: Wrap):
+        self.root = root
+        self.targets = targets
+        self.wrapper = wrapper
+        self.done: dict[nn.Module, nn.Module] = {root: root}
+
+    def run(self) -> None:
+        self._children(self.root, "")
+
+    def _children(self, parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                replacement = self._visit(child, join(prefix, name))
+                if replacement is not child:
+                    setattr(parent, name, replacement)
+
+    def _visit(self, module: nn.Module, name: str) -> nn.Module:
+        if module not in self.done:
+            self.done[module] = module  # a cycle back to here leaves the module as it is
+            self._children(module, name)
+            kwargs = self.targets.get(module)
+            if kwargs is not None:
+                with announced(name):
+                    self.done[module] = self.wrapper(module, **kwargs)
+        return self.done[module]
+
+
+class _Recursion:
+    """Ask a callable policy on the way down and up; count the elements not yet in a unit."""
+
+    def __init__(
+        self,
+        policy: Callable[..., bool],
+        full_precision: tuple[type[nn.Module], ...],
+        ignored: Ignored,
+        kwargs: dict[str, Any],
+        wrapper: Wrap,
+    ):
+        self.policy = policy
+        self.full_precision = full_precision
+        self.ignored = ignored
+        self.kwargs = kwargs
+        self.wrapper = wrapper
+        self.done: dict[nn.Module, nn.Module] = {}
+
+    def run(self, root: nn.Module) -> None:
+        root = inside(root)
+        self._children(root, "", self._ask(root, recurse=True))
+
+    def _left_over(self, module: nn.Module) -> int:
+        """Elements of the module's parameters that are neither ignored nor in a unit yet."""
+        found: set[nn.Parameter] = set()
+        for _, below in owned_modules(module, self.ignored.modules):
+            found.update(param for param in below._parameters.values() if param is not None)
+        found -= self.ignored.params
+        return sum(p.numel() for p in found if not getattr(p, "_fsdp_flattened", False))
+
+    def _ask(self, module: nn.Module, *, recurse: bool) -> bool:
+        numel = self._left_over(module)
+        return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+
+    def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> None:
+        """Put units in the children's places, also where a child stands for the second time.
+
+        Where the policy forbade to look inside (``allowed`` is False) only full-precision classes
+        are wrapped.
+        """
+        if not (allowed or self.full_precision):
+            return
+        for name, child in list(parent._modules.items()):
+            if child is None or child in self.ignored.modules:
+                continue
+            replacement = self._visit(child, join(prefix, name), allowed)
+            if replacement is not child:
+                setattr(parent, name, replacement)
+
+    def _visit(self, module: nn.Module, name: str, allowed: bool) -> nn.Module:
+        if module not in self.done:
+            plain = inside(module)
+            self.done[module] = module  # a cycle back to here leaves the module as it is
+            look_inside = allowed and self._ask(plain, recurse=True)
+            self._children(plain, name, look_inside)
+            if self._wanted(plain, look_inside):
+                self.done[module] = self._wrap(module, name)
+        return self.done[module]
+
+    def _wanted(self, module: nn.Module, allowed: bool) -> bool:
+        if isinstance(module, self.full_precision):
+            return True
+        return allowed and self._ask(module, recurse=False)
+
+    def _wrap(self, module: nn.Module, name: str) -> nn.Module:
+        kwargs = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
+        if isinstance(inside(module), self.full_precision):
+            kwargs["mixed_precision"] = None
+        with announced(name):
+            return self.wrapper(module, **kwargs)
