@@ -186,9 +186,7 @@ simlibs:
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
 # runs those of the training step for their values, and some, at twice the time, with each of torch's
 # operators watched for races; `make simgpu-py` runs all of them.
-# Without poison: a poisoned slot is gathered once more ahead of need, and nothing orders such a gather that
-# nobody wants before the optimizer.
-SIM_PYTEST = FSDPC_POISON=0 $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
+SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)

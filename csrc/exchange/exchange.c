@@ -177,6 +177,12 @@ fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 }
 
 int
+fsdpc_exchange_rest(fsdpc_exchange *x)
+{
+    return x->ops->rest ? x->ops->rest(x) : FSDPC_OK;
+}
+
+int
 fsdpc_exchange_leave(fsdpc_exchange *x)
 {
     if (!x->ops->leave) {

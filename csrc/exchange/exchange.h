@@ -49,6 +49,9 @@ void fsdpc_exchange_free(fsdpc_exchange *exchange);
 void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
 /* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
+/* The outermost forward has ended or broken off, whatever follows: what was prefetched and not used
+ * stays, and is ordered before what the caller does next to its masters. Local. */
+int fsdpc_exchange_rest(fsdpc_exchange *exchange);
 /* A forward that no backward follows has ended on this rank. Returns when the other ranks have
  * ended theirs (or wait for this rank elsewhere): from then on this rank may change its masters. */
 int fsdpc_exchange_leave(fsdpc_exchange *exchange);

@@ -11,6 +11,7 @@ struct fsdpc_exchange_i {
     int (*open)(fsdpc_exchange *x, const fsdpc_exchange_plan *plan);
     void (*close)(fsdpc_exchange *x);
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
+    int (*rest)(fsdpc_exchange *x);  /* (optional) nothing is in flight */
     int (*leave)(fsdpc_exchange *x); /* (optional) nothing to wait for */
     /* Makes the unit readable, or with wait false starts it if possible (unit->begun). */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);

@@ -8,6 +8,9 @@
  *                   piece to the shard gradient                                     -> summed
  *   caller's stream waits for `summed` at the end of backward; then the optimizer may read
  *
+ * A gather reads shards, which the optimizer writes. The caller's stream waits for each gather whose
+ * values it uses, and at the end of a pass for those that were prefetched and not used.
+ *
  * Gathers and reductions have communicators of their own, so that a gather never queues behind a
  * reduction. All ranks must ask in one order, as on a wire. Nothing is allocated and the host waits
  * for nothing in a step, with two exceptions that are counted: a spare mapping (two live units of
@@ -274,7 +277,7 @@ fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_stream_turn(x, unit, false));
     FSDPC_TRY(await_slot(s, unit));
     FSDPC_TRY(fsdpc_stream_fill(x, unit));
-    filling->awaited = false;
+    filling->number = ++s->filled;
     filling->capture = s->capture;
     FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_MASTER));
     return fsdpc_device_record(s->device, filling->done);
@@ -341,17 +344,15 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
 }
 
 static int
-await_values(struct fsdpc_streams *s, struct fsdpc_filling *filling)
+await_values(struct fsdpc_streams *s, const struct fsdpc_filling *filling, uint64_t capture)
 {
-    fsdpc_stream *caller = fsdpc_device_current(s->device);
-    if (filling->awaited && filling->awaited_on == caller) {
+    struct fsdpc_behind *behind = &s->behind;
+    const fsdpc_stream *caller = fsdpc_device_current(s->device);
+    bool known = behind->stream == caller && behind->capture == capture;
+    if (filling->capture != capture || (known && filling->number <= behind->number)) {
         return FSDPC_OK;
     }
-    filling->awaited = true;
-    filling->awaited_on = caller;
-    if (filling->capture != s->capture) {
-        return FSDPC_OK;
-    }
+    *behind = (struct fsdpc_behind){caller, capture, filling->number};
     return fsdpc_device_wait(s->device, filling->done);
 }
 
@@ -366,10 +367,31 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
         FSDPC_TRY(start(x, unit));
     }
     if (wait && !unit->ready) {
-        FSDPC_TRY(await_values(s, &s->fillings[unit->id]));
+        FSDPC_TRY(await_values(s, &s->fillings[unit->id], s->capture));
         unit->ready = true;
     }
     return FSDPC_OK;
+}
+
+/* What the caller does next may write the shards of units that were prefetched and not used. The last of
+ * their gathers is behind the others. Between passes a capture may have begun or ended. */
+static int
+rest(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    const struct fsdpc_filling *last = NULL;
+    uint64_t capture = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        const struct fsdpc_filling *filling = &s->fillings[u];
+        if (!x->units[u]->begun || x->units[u]->ready) {
+            continue;
+        }
+        FSDPC_TRY(fsdpc_device_capture(s->device, &capture));
+        if (filling->capture == capture && (!last || filling->number > last->number)) {
+            last = filling;
+        }
+    }
+    return last ? await_values(s, last, capture) : FSDPC_OK;
 }
 
 static int
@@ -389,18 +411,17 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     bool unread = unit->begun && !unit->ready;
+    int status = unread ? rest(x) : FSDPC_OK;
     unit->begun = unit->ready = false;
+    FSDPC_TRY(status);
     if (unit->range.spare) {
         FSDPC_TRY(settle(x, unit));
         return fsdpc_arena_restore(x->arena, &unit->range);
     }
-    if (unread) {
-        /* Prefetched and not wanted after all: the gather itself is the slot's last user, and the
-         * gather stream is in order. */
-        return FSDPC_OK;
-    }
     if (x->poison) {
         FSDPC_TRY(poison(x, unit));
+    } else if (unread) {
+        return FSDPC_OK; /* the slot's last user is the gather, whose stream is in order */
     }
     struct fsdpc_reader *reader = &s->readers[unit->slot];
     reader->pending = true;
@@ -422,6 +443,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .open = open_streams,
     .close = close_streams,
     .begin = begin,
+    .rest = rest,
     .leave = leave,
     .gather = gather,
     .release = release,

@@ -20,12 +20,17 @@ struct fsdpc_reader {
     bool pending;
 };
 
-/* A unit's values in its slot: where they are waited for already. */
+/* A unit's values in its slot. */
 struct fsdpc_filling {
     fsdpc_event *done;
-    fsdpc_stream *awaited_on;
     uint64_t capture; /* in which `done` was recorded */
-    bool awaited;
+    uint64_t number;  /* the gather stream makes them in this order, from 1 on */
+};
+
+/* Where the caller's stream is: behind all fillings of the capture up to this number. */
+struct fsdpc_behind {
+    const fsdpc_stream *stream;
+    uint64_t capture, number;
 };
 
 /* Of the order of units; [0] gathers, [1] reductions. See exchange_stream_turns.c. */
@@ -57,10 +62,12 @@ struct fsdpc_streams {
     struct fsdpc_reader *readers; /* per gather slot */
     int slot_count;
     struct fsdpc_filling *fillings; /* per unit */
-    fsdpc_pack_plan **gathers;      /* per unit, NULL where one cast does */
-    fsdpc_pack_source *pieces;      /* of the unit being gathered, per segment */
-    fsdpc_comm_part *parts;         /* of the unit being gathered or reduced */
-    bool replicas;                  /* some unit has them */
+    uint64_t filled;                /* the last one's number */
+    struct fsdpc_behind behind;
+    fsdpc_pack_plan **gathers; /* per unit, NULL where one cast does */
+    fsdpc_pack_source *pieces; /* of the unit being gathered, per segment */
+    fsdpc_comm_part *parts;    /* of the unit being gathered or reduced */
+    bool replicas;             /* some unit has them */
     struct fsdpc_turns turns;
     struct fsdpc_reduce_slot *slots;
     fsdpc_arena *reduce_arena; /* their memory */

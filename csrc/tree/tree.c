@@ -235,11 +235,31 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
     return FSDPC_OK;
 }
 
-static void
-forward_over(struct fsdpc_node *node)
+bool
+fsdpc_tree_in_forward(const fsdpc_tree *tree)
 {
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->nodes[i].running > 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The end of a backward drops what was prefetched, but after a forward there may be no backward. */
+static int
+forward_over(fsdpc_tree *tree, struct fsdpc_node *node)
+{
+    int status = FSDPC_OK;
     node->running -= node->running > 0;
     fsdpc_tree_set_floor(node);
+    if (tree->in_backward || fsdpc_tree_in_forward(tree)) {
+        return FSDPC_OK;
+    }
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_rest(tree->exchanges[i]));
+    }
+    return status;
 }
 
 int
@@ -248,12 +268,13 @@ fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
     struct fsdpc_node *node = &tree->nodes[unit];
     /* A forward inside a backward is a recomputation: its backward follows at once. */
     bool keep = grad && (!node->unit->reshard || tree->in_backward);
-    forward_over(node);
+    int status = forward_over(tree, node);
     if (keep && !node->held && node->unit->refs > 0) {
         node->held = true;
-        return FSDPC_OK;
+    } else if (node->unit->refs > 0) {
+        FSDPC_KEEP(fsdpc_exchange_release(node->exchange, node->unit));
     }
-    return node->unit->refs > 0 ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
+    return status;
 }
 
 int
@@ -274,8 +295,11 @@ fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     int floor = node->held ? 1 : 0;
-    forward_over(node);
-    return node->unit->refs > floor ? fsdpc_exchange_release(node->exchange, node->unit) : FSDPC_OK;
+    int status = forward_over(tree, node);
+    if (node->unit->refs > floor) {
+        FSDPC_KEEP(fsdpc_exchange_release(node->exchange, node->unit));
+    }
+    return status;
 }
 
 /* --- reading --------------------------------------------------------------------------------- */

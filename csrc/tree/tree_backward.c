@@ -304,18 +304,6 @@ fsdpc_tree_backward_broke(fsdpc_tree *tree)
     return drop_for_backward(tree);
 }
 
-/* autograd.grad inside a forward. */
-static bool
-in_forward(const fsdpc_tree *tree)
-{
-    for (int i = 0; i < tree->count; i++) {
-        if (tree->nodes[i].running > 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 int
 fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
 {
@@ -326,6 +314,7 @@ fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
     }
     tree->in_backward = false;
     forget_order(tree);
-    fsdpc_tree_set_phase(tree, in_forward(tree) ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
+    bool inside = fsdpc_tree_in_forward(tree); /* autograd.grad was */
+    fsdpc_tree_set_phase(tree, inside ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
     return status;
 }

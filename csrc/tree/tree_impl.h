@@ -44,6 +44,8 @@ struct fsdpc_tree {
 void fsdpc_tree_set_floor(struct fsdpc_node *node);
 /* Kept holds become ordinary ones. */
 void fsdpc_tree_forget_kept(fsdpc_tree *tree);
+/* Some unit's forward has begun and not ended. */
+bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
 /* Tells the exchanges which pass begins: this rank's masters are final for it. */
 int fsdpc_tree_publish_tag(fsdpc_tree *tree);

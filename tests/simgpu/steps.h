@@ -30,7 +30,8 @@ typedef struct model {
     bool quiet;    /* differences are counted, not failed: a fault is planted */
     bool all_used; /* every parameter gets a gradient */
     bool strided;  /* every second element of memory is one of the gradient */
-    bool trust_order, no_prefetch;
+    bool trust_order, no_prefetch, poison;
+    int unwanted;      /* a unit whose values no backward uses; 0: none */
     int micro_batches; /* without communication before each synchronised one */
     bool twice;        /* a second gradient for unit 1 in each backward */
     int replicas, replica;
@@ -107,7 +108,8 @@ open_tree(model *m)
 {
     const fsdpc_tree_options options = {.backward_prefetch = FSDPC_PREFETCH_PRE,
                                         .forward_prefetch = !m->no_prefetch,
-                                        .trust_order = m->trust_order};
+                                        .trust_order = m->trust_order,
+                                        .poison = m->poison};
     for (int u = 0; u < UNITS; u++) {
         m->units[u] = open_unit(m, u);
     }
@@ -283,8 +285,10 @@ backward_without_end(model *m, int step)
     FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
     FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
     for (int u = UNITS - 1; u > 0; u--) {
-        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
-        use(m, u, step);
+        if (u != m->unwanted) {
+            FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
+            use(m, u, step);
+        }
         FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, true));
         FSDPC_TRY(send_due(m, step, false));
     }

@@ -1,0 +1,294 @@
+/* Units that are prefetched and then not used: in a backward that does not come to them, in a forward
+ * that ends, or breaks off, before them. Their gathers read shards, so the optimizer, which is next on
+ * the caller's stream, must come behind them. Here it always follows, under several policies, and each
+ * wait is left out once.
+ */
+#include "steps.h"
+
+/* None that one rank shows from its own shard, without a gather. */
+static const int gathered[UNITS] = {0, 1, 1, 5, 1};
+
+enum { FIRST = 1, SECOND, THIRD, POISONED = 8 };
+enum { FOUND, CALLS };
+
+/* How a forward ends that prefetched a unit and did not come to it. */
+enum { NO_BACKWARD, PASSED_BY, BROKE_OFF, EVALUATED, ENDS };
+
+static void
+open_unwanted(model *m, int rank, ranks_run *run)
+{
+    start_rank(rank, run);
+    *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = gathered};
+    m->poison = run->option >= POISONED;
+    REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
+    m->comm = open_comm(m, rank, run->world, 0, false);
+    open_tree(m);
+}
+
+static void
+close_clean(model *m)
+{
+    CHECK_INT(m->wrong, 0);
+    CHECK_INT(simgpu_reports(), 0);
+    CHECK_INT(simnccl_count().mismatches, 0);
+    report();
+    close_model(m);
+}
+
+/* --- no wait is missing ---------------------------------------------------------------------------- */
+
+/* Unit 1 is prefetched when unit 2 begins its backward. */
+static void
+a_backward_passes_a_unit_by(int rank, ranks_run *run)
+{
+    model m;
+    open_unwanted(&m, rank, run);
+    m.unwanted = FIRST;
+    CHECK_INT(train(&m, STEPS), FSDPC_OK);
+    set_masters(&m, STEPS);
+    close_clean(&m);
+}
+
+/* Unit 2 is prefetched when unit 1 begins its forward, and nothing comes to it. */
+static int
+short_forward(model *m, int step, int end)
+{
+    bool grad = end != EVALUATED;
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
+    use(m, ROOT, step);
+    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, FIRST));
+    use(m, FIRST, step);
+    CHECK(m->units[SECOND]->begun && !m->units[SECOND]->ready);
+    if (end == BROKE_OFF) {
+        FSDPC_TRY(fsdpc_tree_forward_failed(m->tree, FIRST));
+        return fsdpc_tree_forward_failed(m->tree, ROOT);
+    }
+    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, FIRST, grad));
+    if (end == PASSED_BY) { /* its own wait is implied by that for the unit after it */
+        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, THIRD));
+        use(m, THIRD, step);
+        FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, THIRD, grad));
+    }
+    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
+    return grad ? FSDPC_OK : fsdpc_tree_end_forward(m->tree);
+}
+
+static void
+a_forward_ends_before_a_unit(int rank, ranks_run *run)
+{
+    model m;
+    open_unwanted(&m, rank, run);
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    for (int end = 0; end < ENDS; end++) {
+        set_masters(&m, 1 + end);
+        CHECK_INT(short_forward(&m, 1 + end, end), FSDPC_OK);
+    }
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    close_clean(&m);
+}
+
+/* A backward may follow after all: it finds what was prefetched. */
+static void
+a_late_user_finds_its_values(int rank, ranks_run *run)
+{
+    model m;
+    open_unwanted(&m, rank, run);
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    set_masters(&m, 1);
+    CHECK_INT(short_forward(&m, 1, NO_BACKWARD), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m.tree, SECOND), FSDPC_OK);
+    use(&m, SECOND, 1);
+    CHECK_INT(fsdpc_tree_forward_leave(m.tree, SECOND, false), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
+    set_masters(&m, 2);
+    close_clean(&m);
+}
+
+/* --- poison ---------------------------------------------------------------------------------------- */
+
+static int64_t
+count_readable(const model *m, int u)
+{
+    int64_t readable = 0;
+    const fsdpc_unit *unit = m->units[u];
+    const fsdpc_segment *seg = &unit->layout->segments[0];
+    for (int64_t i = 0; i < seg->piece_numel * unit->world; i++) {
+        readable += !isnan(
+            engine_get((const char *)unit->range.address + seg->full_offset, seg->compute, i));
+    }
+    return readable;
+}
+
+static void
+what_nobody_wanted_is_poisoned_too(int rank, ranks_run *run)
+{
+    model m;
+    open_unwanted(&m, rank, run);
+    m.unwanted = FIRST;
+    for (int i = 0; i < 2; i++) {
+        CHECK_INT(train(&m, 1), FSDPC_OK);
+        CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS);
+        CHECK_INT(count_readable(&m, FIRST), 0);
+    }
+    close_clean(&m);
+}
+
+/* --- captures -------------------------------------------------------------------------------------- */
+
+static CUstream
+begin_capture(model *m)
+{
+    CUstream stream = gpu_stream("captured");
+    REQUIRE_CU(cuCtxSynchronize());
+    m->quiet = true; /* nothing is gathered while it is captured */
+    fsdpc_device_use(m->device, (fsdpc_stream *)stream);
+    REQUIRE_CU(cuStreamBeginCapture(stream, 0));
+    return stream;
+}
+
+static void
+end_capture(model *m, CUstream stream)
+{
+    CUgraph graph;
+    fsdpc_device_use(m->device, NULL);
+    CHECK_CU(cuStreamEndCapture(stream, &graph), CUDA_SUCCESS);
+    m->quiet = false;
+    m->wrong = 0;
+}
+
+/* What was prefetched outside of a capture is put away inside, and the other way round. */
+static void
+captures_leave_it_behind(int rank, ranks_run *run)
+{
+    model m;
+    open_unwanted(&m, rank, run);
+    m.all_used = true;
+    m.unwanted = FIRST;
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    set_masters(&m, 1);
+    CHECK_INT(short_forward(&m, 1, NO_BACKWARD), FSDPC_OK);
+    CUstream stream = begin_capture(&m);
+    CHECK_INT(forward(&m, 1), FSDPC_OK);
+    CHECK_INT(backward(&m, 1), FSDPC_OK);
+    end_capture(&m, stream);
+    set_masters(&m, 2);
+    stream = begin_capture(&m);
+    CHECK_INT(short_forward(&m, 2, NO_BACKWARD), FSDPC_OK);
+    end_capture(&m, stream);
+    CHECK_INT(train(&m, 2), FSDPC_OK);
+    close_clean(&m);
+}
+
+/* --- planted faults -------------------------------------------------------------------------------- */
+
+static int planted_end = -1; /* of a forward; -1: a backward passes a unit by */
+
+static int
+pass(model *m, int step)
+{
+    if (planted_end >= 0) {
+        return short_forward(m, step, planted_end);
+    }
+    FSDPC_TRY(forward(m, step));
+    return backward(m, step);
+}
+
+/* Rank 0 of two leaves out the k-th wait of its second step; k is run->option, 0 for none. */
+static void
+with_a_fault(int rank, ranks_run *run)
+{
+    model m;
+    static const char entry[] = "cuStreamWaitEvent";
+    int k = run->option;
+    run->option = 0;
+    open_unwanted(&m, rank, run);
+    REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
+    m.quiet = m.all_used = true;
+    m.unwanted = planted_end < 0 ? FIRST : 0;
+    CHECK_INT(train(&m, 1), FSDPC_OK);
+    set_masters(&m, 1);
+    int64_t before = simgpu_calls(entry);
+    REQUIRE(k == 0 || rank > 0 || simgpu_skip(entry, k));
+    int status = pass(&m, 1);
+    int64_t calls = simgpu_calls(entry) - before;
+    read_grads(&m, 1);
+    set_masters(&m, 2);
+    (void)simgpu_drain();
+    if (rank == 0) {
+        run->flags[CALLS] = (uint32_t)calls;
+        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
+    }
+    close_model(&m);
+}
+
+static bool
+break_one(int k, int *calls)
+{
+    ranks_run *run = ranks_new(2);
+    run->option = k;
+    new_ids();
+    ranks_start(run, with_a_fault);
+    bool found = run->flags[FOUND];
+    *calls = (int)run->flags[CALLS];
+    ranks_free(run);
+    return found;
+}
+
+/* A fault that hides in one run, because the other rank was quick, is looked for in more. */
+static bool
+look_for(int k)
+{
+    bool found = false;
+    for (int run = 0, calls; run < 4 && !found; run++) {
+        found = break_one(k, &calls);
+    }
+    return found;
+}
+
+static void
+missing_waits_are_found(int end, const char *what, int least)
+{
+    int calls, found = 0;
+    planted_end = end;
+    CHECK(!break_one(0, &calls));
+    CHECK(calls >= least);
+    for (int k = 1; k <= calls; k++) {
+        bool seen = look_for(k);
+        found += seen;
+        if (!seen) {
+            TEST_FAIL("%s: nothing is found when wait %d of %d is left out", what, k, calls);
+        }
+    }
+    printf("%s: %d waits, each left out once: %d found\n", what, calls, found);
+}
+
+static void
+run_ranks(int world, int option, void (*function)(int, ranks_run *))
+{
+    ranks_run *run = ranks_new(world);
+    run->option = option;
+    new_ids();
+    ranks_start(run, function);
+    ranks_free(run);
+}
+
+int
+main(void)
+{
+    for (int world = 1; world <= 3; world++) {
+        for (int option = 0; option < POISONED + 5; option++) {
+            run_ranks(world, option, a_backward_passes_a_unit_by);
+            run_ranks(world, option, a_forward_ends_before_a_unit);
+            run_ranks(world, option, a_late_user_finds_its_values);
+        }
+        run_ranks(world, POISONED, what_nobody_wanted_is_poisoned_too);
+        run_ranks(world, 1, captures_leave_it_behind);
+    }
+    missing_waits_are_found(-1, "a backward passes a unit by", 12);
+    missing_waits_are_found(NO_BACKWARD, "a forward without its backward", 3);
+    missing_waits_are_found(PASSED_BY, "a forward that passes a unit by", 3);
+    missing_waits_are_found(BROKE_OFF, "a forward that broke off", 3);
+    missing_waits_are_found(EVALUATED, "an evaluation", 3);
+    return test_result();
+}
