@@ -27,7 +27,7 @@ from fsdpc._engine.compiled import call_untraced, not_traced
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.listeners import check_listeners
-from fsdpc._engine.unit import ParamInfo, Unit
+from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
 from fsdpc._fsdp1 import convert as _convert
@@ -37,6 +37,7 @@ from fsdpc._fsdp1 import root as _root
 from fsdpc._fsdp1 import summon as _summon
 from fsdpc._fsdp1.collect import claim, collect_infos, find_ignored, sync_states, unit_modules
 from fsdpc._fsdp1.face import Face
+from fsdpc._fsdp1.handle import HandledUnit
 from fsdpc._fsdp1.materialize import materialize
 from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
 from fsdpc._fsdp1.optim.methods import OptimStateDicts
@@ -188,8 +189,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def _init_state(self) -> None:
-        self._unit: Unit | None = None
-        self._pass_unit: Unit | None = None
+        self._unit: HandledUnit | None = None
+        self._pass_unit: HandledUnit | None = None
         self._mark_handles: list[Any] = []
         self.forget_unit_hooks()
         self._tree: Any = None
@@ -229,7 +230,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     def _shard(self, infos: list[ParamInfo]) -> None:
         """Make the engine's unit from full parameters and take over its hooks. Collective."""
         mixed = self.mixed_precision
-        unit = Unit(
+        unit = HandledUnit(
             self._name,
             infos,
             self._groups,
@@ -310,7 +311,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
             )
         self._assert_state(TrainingState.IDLE)
-        return _clip.clip_grad_norm(self, max_norm, norm_type)
+        return _clip.clip_grad_norm(self, _root.tree_units(self), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` sum gradients over the ranks, in the engine's place. Every rank must do so,
@@ -526,7 +527,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return [name for name, param in self.named_parameters() if param in managed]
 
     @property
-    def _handle(self) -> Unit | None:
+    def _handle(self) -> HandledUnit | None:
         return self._unit
 
     @property

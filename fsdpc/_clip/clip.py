@@ -16,13 +16,11 @@ import torch
 
 from fsdpc._clip.device import norm_and_factor, tree_for
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
-from fsdpc._fsdp1.root import tree_units
 
 
-def clip_grad_norm(root: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
     """See ``FullyShardedDataParallel.clip_grad_norm_``. Collective over the sharding groups."""
     max_norm, norm_type = float(max_norm), float(norm_type)
-    units = tree_units(root)
     others = list(_unmanaged_grads(root, units))
     dtypes = [grad.dtype for grad in _all_grads(units, others)]
     tree = None if _spread_elsewhere(root, units) else tree_for(units, norm_type)

@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdpc._engine.device import CPU
-
 _MAGIC = b"fsdpc1"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sQ")
 _DEEPEST = 100
@@ -188,7 +186,7 @@ class _Reader:
         name, shape, count = content
         dtype, sizes = _dtype(name), _sizes(shape)
         _check_bytes(math.prod(sizes), dtype.itemsize, count)
-        made = torch.empty(sizes, dtype=dtype, device=CPU)
+        made = torch.empty(sizes, dtype=dtype, device="cpu")
         if count:
             raw = torch.from_numpy(np.frombuffer(bytearray(self.take(count)), dtype=np.uint8))
             made.view(-1).view(torch.uint8).copy_(raw)

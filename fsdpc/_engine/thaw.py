@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsdpc._clip import torch_utils as _clip_utils
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import computes, over
 
@@ -89,7 +88,7 @@ def thaw(unit: Any) -> None:
             _renew(unit, k, of[k])
     unit.flat.renew_grads([grad for _, grad, _ in unit.seen])
     unit._keep_low()
-    _clip_utils.watch(unit)
+    unit.announce_grads()
 
 
 def _renew(unit: Any, k: int, segment: int) -> None:

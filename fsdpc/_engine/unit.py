@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdpc import _C
-from fsdpc._clip import torch_utils as _clip_utils
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine import writeback as _writeback
@@ -19,7 +18,9 @@ from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import computes, counted, dtype_name, over, version_counter
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.whole import WholeValues
-from fsdpc._fsdp1.handle import HandleFace
+
+# Called with each unit whose gradients have got memory.
+ON_GRADS: list[Callable[[Any], None]] = []
 
 
 @dataclass
@@ -31,7 +32,7 @@ class ParamInfo:
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-class Unit(HandleFace, WholeValues):
+class Unit(WholeValues):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
 
     Collective over the shard group (and the replicas). Takes this rank's slices of the current
@@ -101,9 +102,14 @@ class Unit(HandleFace, WholeValues):
         self._bind()
         if keep_low_precision_grads and param_dtype is not None:
             self.flat.after_backward = self._lower_grads
-        _clip_utils.watch(self)
+        self.announce_grads()
         self.pre_forward_hook = self.flat.hook("pre_forward")
         self.post_forward_hook = self.flat.hook("post_forward")
+
+    def announce_grads(self) -> None:
+        """To be called when gradients have got memory, or other memory. Local."""
+        for call in ON_GRADS:
+            call(self)
 
     # --- construction ----------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._clip.torch_utils import watch
 from fsdpc._engine.interop import computes, over
+from fsdpc._engine.unit import ON_GRADS, Unit
 from fsdpc._torch import ShardParamInfo
 
 
@@ -47,7 +49,7 @@ def _padding_of(
 
 
 class HandleFace:
-    """Base of ``Unit``. ``on_storage_dtype`` is called when a framework sets the storage dtype."""
+    """Base of ``HandledUnit``; frameworks that set the storage dtype call ``on_storage_dtype``."""
 
     infos: list[Any]
     flat: Any
@@ -127,3 +129,10 @@ class HandleFace:
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         if self.on_storage_dtype is not None:
             self.on_storage_dtype(dtype)
+
+
+class HandledUnit(HandleFace, Unit):
+    """A unit of ``FullyShardedDataParallel``."""
+
+
+ON_GRADS.append(watch)

@@ -23,9 +23,9 @@ from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.inputs import preparation
 from fsdpc._engine.tree import Tree
-from fsdpc._engine.unit import Unit
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
+from fsdpc._fsdp1.handle import HandledUnit
 from fsdpc._fsdp1.marks import attach_marked
 from fsdpc._fsdp1.mixed import cast_buffers
 from fsdpc._fsdp1.names import clean_fqn, join
@@ -74,12 +74,12 @@ def lazy_init(root: Any) -> None:
         logger.info(root.precision_line)
 
 
-def _pass_unit(root: Any) -> Unit:
+def _pass_unit(root: Any) -> HandledUnit:
     """A unit without parameters for a root that has none of its own: its hooks mark where a pass
     through the tree begins and ends.
     """
     if root._pass_unit is None:
-        unit = Unit(
+        unit = HandledUnit(
             root._name,
             [],
             root._groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,46 @@ def test_only_the_package_imports_torch() -> None:
     """The C layer reaches torch's tensors through DLPack and attributes, it imports nothing."""
     for file, text in SOURCES.items():
         assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
+
+
+# The package's folders, lowest first; "" is what users import.
+PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "")
+GROUND = {"_torch", "api", "wrap"}  # names of torch's
+# The methods of the wrapper class and what installs the class know the class's module.
+UPWARD = {("_fsdp1/install", "fsdp"), ("_fsdp1/install", "sharded_grad_scaler")}
+UPWARD |= {("_fsdp1/optim/methods", "state_dict")}
+
+
+def package_layer(module: str) -> int:
+    folder = "ground" if module in GROUND else module.partition("/")[0] if "/" in module else ""
+    return PACKAGE.index(folder)
+
+
+def package_imports(text: str, modules: set[str]) -> Iterator[str]:
+    """Modules of the package that a text imports, as paths without their ending."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fsdpc":
+            base = node.module.split(".")[1:]
+            for name in ("/".join([*base, alias.name]) for alias in node.names):
+                yield name if name in modules else "/".join(base)
+
+
+def package_files() -> dict[str, str]:
+    root = ROOT / "fsdpc"
+    found = {str(p.relative_to(root).with_suffix("")): p.read_text() for p in root.rglob("*.py")}
+    return {name: text for name, text in found.items() if not name.endswith("__init__")}
+
+
+def test_the_package_imports_downwards():
+    files = package_files()
+    assert len(files) > 50
+    found = {
+        (file, name)
+        for file, text in files.items()
+        for name in package_imports(text, set(files))
+        if name and package_layer(name) > package_layer(file)
+    }
+    assert found == UPWARD
 
 
 def test_no_two_modules_of_tests_and_benchmarks_have_one_name():
