@@ -4,12 +4,25 @@ against the unsharded model over several optimizer steps.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from flags import Pair, adam, params_of
 from harness import ranks
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
-from toys import PRECISIONS, Precision, check_equal, loss_of, tokens, toy, wrap, wrap_blocks
+from toys import (
+    PRECISIONS,
+    Precision,
+    check_equal,
+    full_gradients,
+    loss_of,
+    tokens,
+    toy,
+    wrap,
+    wrap_blocks,
+)
 
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 BODY = ("embed", "blocks", "norm")
@@ -367,3 +380,69 @@ def test_unfreezing_on_one_rank_only_over_torchs_collectives(
     rank, world, use_orig_params, unfreezes
 ):
     one_sided(rank, world, use_orig_params, unfreezes)
+
+
+class Adapter(torch.nn.Module):
+    """A frozen layer beside trainable ones, as LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(6, 2), torch.nn.Linear(2, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.base(torch.tanh(x))) + self.up(self.down(x))
+
+
+class Shift(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x):
+        return x + self.bias
+
+
+@ranks(2, 3)
+@BOTH
+@pytest.mark.parametrize("before", [1, 2])
+def test_graphs_from_before_the_unfreezing(rank, world, use_orig_params, before):
+    """A backward through them, after backwards of either tree, keeps units while they are used."""
+
+    def batch(number):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return torch.randn(4, 6, generator=generator)
+
+    def program(model, unfreeze):
+        first = model(batch(0)).square().mean()
+        for _ in range(before):
+            first.backward(retain_graph=True)
+        for number in range(before):
+            model.zero_grad()
+            if number == 0:
+                unfreeze(model)
+            loss = model(batch(number + 1)).square().mean()
+            (loss + first if number == before - 1 else loss).backward()
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), Adapter(), Adapter(), Shift())
+    reference = copy.deepcopy(plain)
+    model = wrap_blocks("fsdpc", plain, Adapter, Shift, use_orig_params=use_orig_params)
+
+    def unfreeze(model):
+        for module in model.modules():
+            if isinstance(module, Shift):
+                for p in module.parameters():
+                    p.requires_grad_()
+
+    program(model, unfreeze)
+    program(reference, unfreeze)
+    for p in reference.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= world
+    expected = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad
+        for n, p in reference.named_parameters()
+    }
+    check_equal(full_gradients(model), expected, "gradients", rtol=1e-5, atol=1e-7)

@@ -31,6 +31,7 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
     Py_XSETREF(seen->grad, Py_NewRef(grad));
     Py_XSETREF(seen->alias, alias);
     seen->grad_data = view.data;
+    seen->broken = -1;
     seen->holds_nothing = view.numel == 0 && numel_of(flat, seen) > 0;
     return 0;
 }

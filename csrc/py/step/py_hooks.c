@@ -79,19 +79,20 @@ end_is_over(fsdpc_py_hook *self)
     return pending;
 }
 
-/* torch drops the end hook of a backward that raised, uncalled. */
+/* torch drops the end hook of a backward that raised: uncalled, or when the hook itself has failed. */
 static void
 backward_broke(fsdpc_py_tree *tree)
 {
     PyObject *type, *value, *traceback;
     /* In use by another thread: what it does next clears the backward away. */
-    if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree)) {
+    if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree) ||
+        !fsdpc_tree_in_backward(tree->tree)) {
         return;
     }
     PyErr_Fetch(&type, &value, &traceback);
     fsdpc_py_enter_quietly(tree->units[0]->unit->device);
     for (int i = 0; i < tree->count; i++) {
-        if (fsdpc_py_end_hold(tree->units[i]) < 0) {
+        if (fsdpc_py_drop_half_made(tree->units[i]) < 0) {
             PyErr_Clear();
         }
     }
@@ -152,8 +153,11 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
         result = fsdpc_py_grad_arrived(self);
         break;
     case FSDPC_HOOK_END:
-        (void)end_is_over(self);
         result = fsdpc_py_end_backward((fsdpc_py_tree *)self->owner);
+        /* One that fails is over when torch drops it. */
+        if (result == 0) {
+            (void)end_is_over(self);
+        }
         break;
     }
     return result;

@@ -57,8 +57,6 @@ int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
-/* A backward of the tree is in progress, in whatever thread. */
-bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
 /* Whether the gradients of a unit's parameters do not tell that its values are not needed any more. */
 bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
@@ -74,7 +72,7 @@ int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);
 /* --- py_hooks_end.c -------------------------------------------------------------------------- */
 
 int fsdpc_py_end_backward(fsdpc_py_tree *tree);
-/* A backward that raised: its half-made gradients are dropped and the peers are told. */
-int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
+/* A backward has raised: what it leaves in a unit is dropped, as far as that goes without the peers. */
+int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 
 #endif

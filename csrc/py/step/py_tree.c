@@ -173,8 +173,10 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
         return NULL;
     }
     for (int i = 0; i < self->count; i++) {
-        self->units[i]->tree = (fsdpc_py_tree *)Py_NewRef(self);
-        self->units[i]->id = i;
+        fsdpc_py_flat *flat = self->units[i];
+        flat->tree = (fsdpc_py_tree *)Py_NewRef(self);
+        flat->id = i;
+        self->backward = flat->backward > self->backward ? flat->backward : self->backward;
     }
     PyObject_GC_Track(self);
     return (PyObject *)self;
@@ -210,6 +212,7 @@ let_units_go(fsdpc_py_tree *self)
         if (flat->tree == self) {
             flat->own_tree = false;
             flat->tree = NULL;
+            flat->backward = self->backward;
             Py_DECREF(self);
         }
     }
@@ -274,6 +277,10 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
     if (fsdpc_py_tree_in_use(self) && !self->thaws) {
         PyErr_SetString(fsdpc_py_current()->state_error,
                         "the tree is in use; let its units go when the step is over");
+        return NULL;
+    }
+    if (self->tree && fsdpc_tree_in_backward(self->tree) && !fsdpc_py_in_backward(self) &&
+        fsdpc_py_clear_broken_backward(self) < 0) {
         return NULL;
     }
     for (int i = 0; i < self->count; i++) {
@@ -393,7 +400,7 @@ get_phase(fsdpc_py_tree *self, void *closure)
     if (check_open(self) < 0) {
         return NULL;
     }
-    if (fsdpc_tree_in_backward(self->tree)) {
+    if (fsdpc_py_in_backward(self)) {
         return PyUnicode_FromString("backward");
     }
     return PyUnicode_FromString(self->forward_depth > 0 ? "forward" : "idle");

@@ -85,8 +85,8 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
 
 /* --- gradients that wait --------------------------------------------------------------------- */
 
-static long
-version_of(const fsdpc_py_seen *seen)
+long
+fsdpc_py_grad_version(const fsdpc_py_seen *seen)
 {
     PyObject *version = PyObject_GetAttr(seen->grad, fsdpc_py_name.version);
     long value = version ? PyLong_AsLong(version) : -1;
@@ -130,7 +130,7 @@ fsdpc_py_note_waiting(fsdpc_py_flat *flat)
     for (int i = 0; i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
         seen->waits = seen->grad && waits(flat, seen);
-        if (seen->waits && (seen->version = version_of(seen)) < 0) {
+        if (seen->waits && (seen->version = fsdpc_py_grad_version(seen)) < 0) {
             return -1;
         }
     }
@@ -203,7 +203,7 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 static int
 was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
 {
-    long version = version_of(seen);
+    long version = fsdpc_py_grad_version(seen);
     if (version < 0 || version == seen->version) {
         return version < 0 ? -1 : 0;
     }

@@ -27,6 +27,8 @@ typedef struct fsdpc_py_seen {
     const void *grad_data, *param_data;
     long param_version; /* of `param`, as last seen */
     long version;       /* of `grad` when the last backward ended, if it waits */
+    long broken;        /* of `grad` when the last backward broke off, -1: not looked at */
+    bool touched;       /* by the user since then */
     bool waits;         /* `grad` stands for gradients of no_sync */
     int *covers;
     int cover_count;
@@ -42,6 +44,7 @@ typedef struct fsdpc_py_flat {
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
     bool own_tree;                         /* made by gather() on a unit that stands alone */
     int id;
+    uint64_t backward; /* number of the last one in an earlier tree, whose graphs may still come */
     fsdpc_py_gate gate;
     bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
@@ -99,6 +102,7 @@ typedef struct fsdpc_py_tree {
     bool recompute;        /* the outermost forward in progress runs inside a backward */
     bool twice;            /* the backward in progress makes a graph for a second one */
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
+    bool sums;             /* that backward's gradients are summed over the ranks (no no_sync) */
     uint64_t backward;     /* number of that backward */
     bool outer_grad;       /* and began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
@@ -288,6 +292,8 @@ int fsdpc_py_look_for_changes(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
 /* `seen` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
+/* What autograd has counted of writes to `grad`; -1 with an exception. */
+long fsdpc_py_grad_version(const fsdpc_py_seen *seen);
 /* A backward has ended: which seen gradients stand for something that waits. */
 int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
 /* Discards what waits for gradients that the user has set to zero in place since. */
@@ -330,5 +336,11 @@ enum fsdpc_py_hook_kind {
 PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param);
 /* The forward broke off inside this unit. */
 int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
+/* py_hooks_backward.c: a backward of the tree is in progress, in whatever thread. One that has failed
+ * is over: torch has dropped its end hook. */
+bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
+/* py_hooks_end.c: a backward that has failed and waits for this: the peers are told, and what the ranks
+ * still sum of it changes no gradient that the user has touched since. Waits for the other ranks. */
+int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
 
 #endif
