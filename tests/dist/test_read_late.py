@@ -522,6 +522,45 @@ class Temperature(nn.Module):
         return {"x": self.net(x), "scale": self.logit_scale}
 
 
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x):
+        return {"x": x.tanh(), "scale": self.scale}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), Holder()
+
+    def forward(self, x):
+        out = self.inner(self.first(x))
+        return out["x"] * out["scale"]
+
+
+@ranks(1, 2)
+@both_ways
+@pytest.mark.parametrize(
+    "strategy", [FULL, GRAD_OP, ShardingStrategy.NO_SHARD], ids=lambda s: s.name
+)
+def test_a_returned_parameter_in_a_further_backward(rank, world, strategy, use_orig_params):
+    """Its gradient is the first that is there, also where its values are the shard itself."""
+    torch.manual_seed(0)
+    plain = Scaled()
+    reference = Reference(plain, loss_of=squares)
+    model = wrap_blocks(
+        "fsdpc", plain, Holder, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+    loss = squares(model, batch(rank, 0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    reference.backward(batch(rank, 0), times=2)
+    check_equal(full_gradients(model), reference.gradients(), "gradients", rtol=1e-5, atol=1e-6)
+
+
 @ranks(1, 2, env=POISON)
 @both_ways
 @pytest.mark.parametrize(

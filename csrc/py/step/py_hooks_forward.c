@@ -292,7 +292,7 @@ copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
     if (found <= 0) {
         return found;
     }
-    char *begin = flat->unit->range.address;
+    const char *begin = fsdpc_unit_full(flat->unit);
     PyObject *copied = PyObject_CallFunction(
         tree->copy_outputs, "OKK", *output, (unsigned long long)(uintptr_t)begin,
         (unsigned long long)(uintptr_t)(begin + fsdpc_unit_layout(flat->unit)->full_bytes));
