@@ -212,8 +212,7 @@ int fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *t
                                 bool keep_gaps, fsdpc_pack_plan **out);
 /* pack_all with such a plan; where sources[i].add the target becomes base + source * scale, in the
  * base's type, rounded once (without data: the base's values). `base` may be `buffer` itself if
- * offsets and types agree. One launch; FSDPC_E_UNAVAILABLE with a base on a device that does not
- * queue. */
+ * offsets and types agree. One launch where the device queues. */
 int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
                            const void *base, const fsdpc_pack_source *sources, double scale);
 

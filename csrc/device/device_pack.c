@@ -6,6 +6,8 @@
 #include "base/mem.h"
 #include "base/status.h"
 
+enum { ADD_ITEMS = 32 << 10 }; /* a block that stays in a processor's cache */
+
 static int
 check_target(const fsdpc_pack_target *target, int index, size_t begin, size_t bytes, size_t *end)
 {
@@ -158,6 +160,70 @@ pack_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target,
                              source->shape, source->strides, scale);
 }
 
+/* dst = base + src * scale through a block of the base's dtype, so that dst is rounded once. */
+static int
+add_blocks(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
+           fsdpc_dtype type, const fsdpc_pack_source *source, double scale)
+{
+    int status = FSDPC_OK;
+    const size_t wide = fsdpc_dtype_bytes(type);
+    void *block = fsdpc_mem_calloc(ADD_ITEMS, wide);
+    if (!block) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory to add tensors");
+    }
+    for (int64_t at = 0; at < target->n; at += ADD_ITEMS) {
+        const int64_t n = target->n - at < ADD_ITEMS ? target->n - at : ADD_ITEMS;
+        const size_t i = (size_t)at;
+        FSDPC_GOTO(fsdpc_device_cast(device, block, type, base + i * wide, type, n, 1.0), done);
+        FSDPC_GOTO(fsdpc_device_accumulate(device, block, type,
+                                           (const char *)source->data +
+                                               i * fsdpc_dtype_bytes(source->dtype),
+                                           source->dtype, n, scale),
+                   done);
+        FSDPC_GOTO(fsdpc_device_cast(device, dst + i * fsdpc_dtype_bytes(target->dtype),
+                                     target->dtype, block, type, n, 1.0),
+                   done);
+    }
+done:
+    fsdpc_mem_free(block);
+    return status;
+}
+
+static int
+add_contiguous(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
+               fsdpc_dtype type, const fsdpc_pack_source *source, double scale)
+{
+    if (dst == base && target->dtype == type) {
+        return source->data ? fsdpc_device_accumulate(device, dst, type, source->data,
+                                                      source->dtype, target->n, scale)
+                            : FSDPC_OK;
+    }
+    return source->data ? add_blocks(device, dst, target, base, type, source, scale)
+                        : fsdpc_device_cast(device, dst, target->dtype, base, type, target->n, 1.0);
+}
+
+/* A strided tensor is copied in order first. */
+static int
+add_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
+        fsdpc_dtype type, const fsdpc_pack_source *source, double scale)
+{
+    int status = FSDPC_OK;
+    const size_t bytes = (size_t)target->n * fsdpc_dtype_bytes(source->dtype);
+    void *packed = NULL;
+    if (!source->data || !source->strides || target->n == 0) {
+        return add_contiguous(device, dst, target, base, type, source, scale);
+    }
+    FSDPC_TRY(fsdpc_device_alloc(device, bytes, &packed));
+    FSDPC_GOTO(fsdpc_device_pack(device, packed, source->dtype, source->data, source->dtype,
+                                 source->ndim, source->shape, source->strides, 1.0),
+               done);
+    const fsdpc_pack_source flat = {.data = packed, .dtype = source->dtype};
+    FSDPC_GOTO(add_contiguous(device, dst, target, base, type, &flat, scale), done);
+done:
+    fsdpc_device_free(device, packed, bytes);
+    return status;
+}
+
 static int
 zero_gap(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer, size_t begin, size_t end)
 {
@@ -165,26 +231,26 @@ zero_gap(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer, size_t
 }
 
 static int
-pack_each(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer,
+pack_each(fsdpc_device *device, const fsdpc_pack_plan *plan, char *buffer, const char *base,
           const fsdpc_pack_source *sources, double scale)
 {
     size_t end = 0;
     for (int i = 0; i < plan->count; i++) {
         const fsdpc_pack_target *target = &plan->targets[i];
         FSDPC_TRY(zero_gap(device, plan, buffer, end, target->offset));
-        FSDPC_TRY(pack_one(device, buffer + target->offset, target, &sources[i], scale));
+        FSDPC_TRY(sources[i].add
+                      ? add_one(device, buffer + target->offset, target,
+                                base + plan->bases[i].offset, plan->bases[i].dtype, &sources[i],
+                                scale)
+                      : pack_one(device, buffer + target->offset, target, &sources[i], scale));
         end = target->offset + (size_t)target->n * fsdpc_dtype_bytes(target->dtype);
     }
     return zero_gap(device, plan, buffer, end, plan->bytes);
 }
 
 static int
-check_adding(const fsdpc_device *device, const fsdpc_pack_plan *plan, const void *base, int index)
+check_adding(const fsdpc_pack_plan *plan, const void *base, int index)
 {
-    if (!device->i->pack_onto) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE, "pack: device %s adds tensor by tensor",
-                           device->i->name);
-    }
     return base && plan->bases
                ? FSDPC_OK
                : fsdpc_error(FSDPC_E_INVAL, "pack: source %d has no base to be added to", index);
@@ -202,11 +268,11 @@ fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *
     }
     for (int i = 0; i < plan->count; i++) {
         FSDPC_TRY(check_source(&plan->targets[i], &sources[i], i, scale));
-        FSDPC_TRY(sources[i].add ? check_adding(device, plan, base, i) : FSDPC_OK);
+        FSDPC_TRY(sources[i].add ? check_adding(plan, base, i) : FSDPC_OK);
     }
     return device->i->pack_onto
                ? device->i->pack_onto(device->context, plan, buffer, base, sources, scale)
-               : pack_each(device, plan, buffer, sources, scale);
+               : pack_each(device, plan, buffer, base, sources, scale);
 }
 
 int

@@ -37,7 +37,7 @@ open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
         most = layout->param_count > most ? layout->param_count : most;
         s->bit_count += layout->param_count;
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->fillings[u].done));
-        FSDPC_TRY(fsdpc_grad_queue_open(x->units[u]));
+        FSDPC_TRY(fsdpc_grad_open(x->units[u]));
     }
     s->mask = fsdpc_mem_calloc((size_t)most + 1, 1);
     return s->mask ? fsdpc_stream_gather_open(x)

@@ -41,16 +41,15 @@ travels_wide(const fsdpc_layout *layout)
 int
 fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what)
 {
-    const bool add = unit->add, wide = unit->world == 1;
+    const bool wide = unit->world == 1;
     if (unit->replicate && !wide && !travels_wide(unit->layout)) {
-        FSDPC_TRY(fsdpc_grad_queue_sum(unit, unit->partial, buffer, false, 1.0, false));
+        FSDPC_TRY(fsdpc_grad_widen_pieces(unit, buffer));
         return fsdpc_stream_sum_partial(unit, what);
     }
     if (unit->replicate) {
         FSDPC_TRY(sum_over_replicas(unit, buffer, wide, what));
     }
-    unit->add = true;
-    return fsdpc_grad_queue_sum(unit, unit->grad, buffer, wide, unit->scale, add);
+    return fsdpc_grad_take_pieces(unit, buffer, wide);
 }
 
 int
@@ -58,7 +57,7 @@ fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what)
 {
     FSDPC_TRY(sum_over_replicas(unit, unit->partial, true, what));
     unit->partial_any = false;
-    return fsdpc_grad_queue_replicas(unit);
+    return fsdpc_grad_take_pieces(unit, unit->partial, true);
 }
 
 /* --- used bits --------------------------------------------------------------------------------- */

@@ -180,73 +180,6 @@ fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 
 /* --- the end --------------------------------------------------------------------------------- */
 
-/* Sums over replicas what the shard groups have summed. Which parameters got a gradient is shared
- * first; a unit that nobody ran costs no more than its bits. */
-static int
-reduce_replicas_of(fsdpc_unit *unit)
-{
-    int status = FSDPC_OK;
-    int count = unit->layout->param_count;
-    float *bits = fsdpc_mem_calloc((size_t)count, sizeof *bits);
-    if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
-    }
-    bool any = false;
-    for (int i = 0; i < count; i++) {
-        bits[i] = unit->used[i];
-    }
-    FSDPC_GOTO(
-        fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
-        done);
-    for (int i = 0; i < count; i++) {
-        unit->used[i] = bits[i] > 0;
-        any = any || unit->used[i];
-    }
-    if (!any) {
-        goto done;
-    }
-    if (!unit->partial_any) {
-        fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes);
-    }
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
-        char *partial = (char *)unit->partial + seg->grad_offset;
-        const void *source = partial;
-        if (!seg->trainable) {
-            continue;
-        }
-        FSDPC_GOTO(fsdpc_comm_all_reduce(unit->replicate, partial, seg->piece_numel,
-                                         seg->accumulate, FSDPC_SUM, unit->name),
-                   done);
-        FSDPC_GOTO(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
-                                       seg->accumulate, &source, 1, seg->accumulate,
-                                       seg->piece_numel, unit->scale, unit->add),
-                   done);
-    }
-    unit->add = true;
-done:
-    unit->partial_any = false;
-    fsdpc_mem_free(bits);
-    return status;
-}
-
-static int
-reduce_replicas(fsdpc_tree *tree)
-{
-    for (int i = 0; i < tree->count; i++) {
-        fsdpc_unit *unit = tree->nodes[i].unit;
-        /* A device that queues has done it behind each unit's reduction. */
-        bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
-        if (unit->replicate && unit->layout->trainable_count > 0 && !unit->hooked && !queued) {
-            int status = reduce_replicas_of(unit);
-            if (status != FSDPC_OK) {
-                return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
-            }
-        }
-    }
-    return FSDPC_OK;
-}
-
 static int
 drop_holds(fsdpc_tree *tree)
 {
@@ -263,7 +196,9 @@ finish_sync(fsdpc_tree *tree)
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_TRY(fsdpc_exchange_end(tree->exchanges[i]));
     }
-    FSDPC_TRY(reduce_replicas(tree));
+    for (int i = 0; i < tree->count; i++) {
+        FSDPC_TRY(fsdpc_unit_reduce_replicas(tree->nodes[i].unit));
+    }
     for (int i = 0; i < tree->count; i++) {
         FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
     }

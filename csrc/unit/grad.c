@@ -1,8 +1,7 @@
-/* The gradient side of a unit: pack, sum, accumulate, norm.
+/* Sums of a unit's gradients, and what is asked of them and done to them after a backward.
  *
- * Gradients of one backward travel as one buffer with a layout that never changes: a parameter
- * without a gradient contributes zeros and an unset bit, so that sizes and counts of what is sent
- * do not depend on the data, and a parameter that no rank used keeps having no gradient.
+ * [Note: divided once] Gradients are divided by `divide` behind their last sum: the one over the shard
+ * group, or with replicas the one over them, so that no factor is rounded into a sum that goes on.
  */
 #include <stdio.h>
 #include <string.h>
@@ -17,187 +16,25 @@ segment_of(const fsdpc_unit *unit, int param)
     return &unit->layout->segments[unit->layout->params[param].segment];
 }
 
-char *
-fsdpc_grad_local_at(const fsdpc_unit *unit, int param)
+double
+fsdpc_grad_last_scale(const fsdpc_unit *unit)
 {
-    const fsdpc_param_place *place = &unit->layout->params[param];
-    size_t item = fsdpc_dtype_bytes(segment_of(unit, param)->accumulate);
-    return (char *)unit->local + unit->local_offset[place->segment] + (size_t)place->offset * item;
+    return 1.0 / unit->divide;
 }
 
-void
-fsdpc_grad_lay_local(fsdpc_unit *unit)
+struct fsdpc_grad_target
+fsdpc_grad_target(fsdpc_unit *unit)
 {
-    size_t bytes = 0;
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
-        unit->local_offset[s] = bytes;
-        if (seg->trainable) {
-            bytes +=
-                (size_t)seg->piece_numel * (size_t)unit->world * fsdpc_dtype_bytes(seg->accumulate);
-        }
-    }
-    unit->local_bytes = bytes;
-}
-
-int
-fsdpc_grad_make_local(fsdpc_unit *unit)
-{
-    if (unit->local) {
-        return FSDPC_OK;
-    }
-    fsdpc_grad_lay_local(unit);
-    return fsdpc_device_alloc(unit->device, unit->local_bytes, &unit->local);
-}
-
-/* One launch instead of one per parameter. */
-static bool
-queues(const fsdpc_unit *unit)
-{
-    return fsdpc_device_get_caps(unit->device)->asynchronous;
-}
-
-static int
-pack_one(fsdpc_unit *unit, int param, const fsdpc_tensor *grad, void *dst, fsdpc_dtype dtype,
-         double scale)
-{
-    int64_t numel = unit->layout->params[param].numel;
-    if (grad->contiguous) {
-        return fsdpc_device_cast(unit->device, dst, dtype, grad->data, grad->dtype, numel, scale);
-    }
-    return fsdpc_device_pack(unit->device, dst, dtype, grad->data, grad->dtype, grad->ndim,
-                             grad->shape, grad->strides, scale);
-}
-
-/* acc (accumulate dtype, packed) += gradient. A strided gradient goes through a packed copy. */
-static int
-add_one(fsdpc_unit *unit, int param, const fsdpc_tensor *grad, void *acc, double scale)
-{
-    int status = FSDPC_OK;
-    const fsdpc_segment *seg = segment_of(unit, param);
-    int64_t numel = unit->layout->params[param].numel;
-    if (grad->contiguous) {
-        return fsdpc_device_accumulate(unit->device, acc, seg->accumulate, grad->data, grad->dtype,
-                                       numel, scale);
-    }
-    size_t bytes = (size_t)numel * fsdpc_dtype_bytes(seg->accumulate);
-    void *packed = NULL;
-    FSDPC_GOTO(fsdpc_device_alloc(unit->device, bytes, &packed), done);
-    FSDPC_GOTO(pack_one(unit, param, grad, packed, seg->accumulate, 1.0), done);
-    FSDPC_GOTO(fsdpc_device_accumulate(unit->device, acc, seg->accumulate, packed, seg->accumulate,
-                                       numel, scale),
-               done);
-done:
-    fsdpc_device_free(unit->device, packed, bytes);
-    return status;
-}
-
-int
-fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
-{
-    if (!grads) {
-        return FSDPC_OK;
-    }
-    if (queues(unit)) {
-        return fsdpc_grad_queue_keep(unit, grads);
-    }
-    FSDPC_TRY(fsdpc_grad_make_local(unit));
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (!grads[i].data || unit->layout->params[i].trainable_index < 0) {
-            continue;
-        }
-        char *acc = fsdpc_grad_local_at(unit, i);
-        if (unit->local_used[i]) {
-            FSDPC_TRY(add_one(unit, i, &grads[i], acc, 1.0));
-        } else {
-            FSDPC_TRY(pack_one(unit, i, &grads[i], acc, segment_of(unit, i)->accumulate, 1.0));
-        }
-        unit->local_used[i] = 1;
-        unit->local_any = true;
-    }
-    return FSDPC_OK;
-}
-
-void
-fsdpc_grad_drop_local(fsdpc_unit *unit, int param)
-{
-    unit->local_used[param] = 0;
-}
-
-/* Reduce buffers serve many units in turn. What an earlier one left between the parameters must not
- * come into the gradient: a view of a whole segment shows it. */
-static int
-zero_padding(fsdpc_unit *unit, int segment, char *buffer)
-{
-    const fsdpc_segment *seg = &unit->layout->segments[segment];
-    size_t item = fsdpc_dtype_bytes(seg->reduce);
-    char *piece = buffer + seg->reduce_offset;
-    int64_t at = 0;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        const fsdpc_param_place *place = &unit->layout->params[i];
-        if (place->segment == segment) {
-            FSDPC_TRY(fsdpc_device_zero(unit->device, piece + (size_t)at * item,
-                                        (size_t)(place->offset - at) * item));
-            at = place->offset + place->numel;
-        }
-    }
-    return fsdpc_device_zero(unit->device, piece + (size_t)at * item,
-                             (size_t)(seg->piece_numel * unit->world - at) * item);
-}
-
-int
-fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits)
-{
-    static const fsdpc_tensor absent;
-    if (queues(unit)) {
-        return fsdpc_grad_queue_pack(unit, grads, buffer, bits);
-    }
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        if (unit->layout->segments[s].trainable) {
-            FSDPC_TRY(zero_padding(unit, s, buffer));
-        }
-    }
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        if (unit->layout->params[i].trainable_index < 0) {
-            continue;
-        }
-        const fsdpc_segment *seg = segment_of(unit, i);
-        const fsdpc_tensor *grad = grads ? &grads[i] : &absent;
-        int64_t numel = unit->layout->params[i].numel;
-        char *dst = (char *)buffer + fsdpc_layout_reduce_offset(unit->layout, i);
-        bits[i] = grad->data || unit->local_used[i];
-        if (unit->local_used[i]) {
-            char *acc = fsdpc_grad_local_at(unit, i);
-            if (grad->data) {
-                FSDPC_TRY(add_one(unit, i, grad, acc, 1.0));
-            }
-            FSDPC_TRY(fsdpc_device_cast(unit->device, dst, seg->reduce, acc, seg->accumulate, numel,
-                                        1.0));
-            unit->local_used[i] = 0;
-        } else if (grad->data) {
-            FSDPC_TRY(pack_one(unit, i, grad, dst, seg->reduce, 1.0));
-        } else {
-            FSDPC_TRY(fsdpc_device_zero(unit->device, dst,
-                                        (size_t)numel * fsdpc_dtype_bytes(seg->reduce)));
-        }
-    }
-    unit->local_any = false;
-    return FSDPC_OK;
-}
-
-/* The one factor stands behind the last sum: with replicas that is theirs (tree_backward.c). */
-static double
-first_scale(const fsdpc_unit *unit)
-{
-    return unit->replicate ? 1.0 : unit->scale;
+    return unit->replicate
+               ? (struct fsdpc_grad_target){unit->partial, &unit->partial_any, 1.0}
+               : (struct fsdpc_grad_target){unit->grad, &unit->add, fsdpc_grad_last_scale(unit)};
 }
 
 int
 fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 {
     const fsdpc_layout *layout = unit->layout;
-    char *target = unit->replicate ? unit->partial : unit->grad;
-    bool add = unit->replicate ? unit->partial_any : unit->add;
+    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
     const void *pieces[FSDPC_SHM_MAX_RANKS];
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
@@ -209,15 +46,11 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
         for (int r = 0; r < count; r++) {
             pieces[r] = sources[r] ? (const char *)sources[r] + skip : NULL;
         }
-        FSDPC_TRY(fsdpc_device_reduce(unit->device, target + seg->grad_offset, seg->accumulate,
-                                      pieces, count, seg->reduce, seg->piece_numel,
-                                      first_scale(unit), add));
+        FSDPC_TRY(fsdpc_device_reduce(unit->device, (char *)to.sum + seg->grad_offset,
+                                      seg->accumulate, pieces, count, seg->reduce, seg->piece_numel,
+                                      to.scale, *to.add));
     }
-    if (unit->replicate) {
-        unit->partial_any = true;
-    } else {
-        unit->add = true;
-    }
+    *to.add = true;
     return FSDPC_OK;
 }
 
@@ -234,49 +67,6 @@ fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums)
     }
     unit->add = true;
     return fsdpc_unit_touch(unit, FSDPC_GRAD);
-}
-
-int
-fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
-{
-    if (queues(unit)) {
-        return fsdpc_grad_queue_direct(unit, grads, bits);
-    }
-    char *target = unit->replicate ? unit->partial : unit->grad;
-    bool add = unit->replicate ? unit->partial_any : unit->add;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        const fsdpc_param_place *place = &unit->layout->params[i];
-        if (place->trainable_index < 0) {
-            continue;
-        }
-        const fsdpc_segment *seg = segment_of(unit, i);
-        size_t item = fsdpc_dtype_bytes(seg->accumulate);
-        char *acc = target + seg->grad_offset + (size_t)place->offset * item;
-        bool have = grads && grads[i].data;
-        bits[i] |= have || unit->local_used[i];
-        bool add_this = add;
-        if (unit->local_used[i]) {
-            FSDPC_TRY((add_this ? fsdpc_device_accumulate : fsdpc_device_cast)(
-                unit->device, acc, seg->accumulate, fsdpc_grad_local_at(unit, i), seg->accumulate,
-                place->numel, first_scale(unit)));
-            unit->local_used[i] = 0;
-            add_this = true;
-        }
-        if (have && add_this) {
-            FSDPC_TRY(add_one(unit, i, &grads[i], acc, first_scale(unit)));
-        } else if (have) {
-            FSDPC_TRY(pack_one(unit, i, &grads[i], acc, seg->accumulate, first_scale(unit)));
-        } else if (!add_this) {
-            FSDPC_TRY(fsdpc_device_zero(unit->device, acc, (size_t)place->numel * item));
-        }
-    }
-    unit->local_any = false;
-    if (unit->replicate) {
-        unit->partial_any = true;
-    } else {
-        unit->add = true;
-    }
-    return FSDPC_OK;
 }
 
 int

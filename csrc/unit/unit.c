@@ -143,7 +143,7 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->device = fsdpc_comm_device(options->shard);
     unit->rank = fsdpc_comm_rank(options->shard);
     unit->world = fsdpc_comm_world(options->shard);
-    unit->scale = 1.0 / options->divide;
+    unit->divide = options->divide;
     unit->reshard = options->reshard;
     unit->offload = options->offload;
     unit->name = fsdpc_mem_strdup(options->name);
@@ -183,7 +183,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
         return;
     }
     fsdpc_range_fini(&unit->range);
-    fsdpc_grad_queue_close(unit);
+    fsdpc_grad_close(unit);
     fsdpc_unit_free_retired(unit);
     if (unit->layout) {
         fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);

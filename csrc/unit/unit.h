@@ -20,7 +20,7 @@ typedef struct fsdpc_unit_options {
     const char *name;      /* copied; used in every error text */
     fsdpc_comm *shard;     /* borrowed, must outlive the unit */
     fsdpc_comm *replicate; /* borrowed, NULL without replicas */
-    double divide;         /* gradients are divided by this, once */
+    double divide;         /* gradients are divided by this, once: [Note: divided once] in grad.c */
     bool reshard;          /* released after forward, gathered again for backward */
     bool offload; /* this rank's own values lie in host memory; nothing more where all does */
 } fsdpc_unit_options;
@@ -121,6 +121,10 @@ int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_
  * gradient as they are, or replace it: sums[s] is this rank's piece of segment s, contiguous, of
  * any floating dtype; entries of frozen segments are not read. */
 int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
+/* Collective over the replicas, if there are any: the shard gradient takes the sum over them of what
+ * the shard group has summed. Which parameters got a gradient is shared first; a unit that nobody ran
+ * costs no more than its bits. Nothing on a device that queues, where the exchange does it. */
+int fsdpc_unit_reduce_replicas(fsdpc_unit *unit);
 /* Before sums are added to: what was changed in the seen gradient goes into the sum. */
 int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 

@@ -11,7 +11,7 @@ struct fsdpc_unit {
     fsdpc_device *device;
     fsdpc_comm *shard, *replicate; /* borrowed */
     int rank, world;
-    double scale; /* 1 / divide */
+    double divide; /* [Note: divided once] in grad.c */
     bool reshard;
     bool hooked; /* the caller sums its gradients over the ranks (fsdpc_unit_take_sums) */
 
@@ -47,7 +47,7 @@ struct fsdpc_unit {
     struct fsdpc_retired *retired;
     size_t retired_bytes;
 
-    struct fsdpc_grad_queue *queue; /* grad_queue.c; NULL on a device that does not queue */
+    struct fsdpc_grad_plans *plans; /* grad_pack.c; NULL until the first gradients */
 
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
@@ -96,40 +96,42 @@ void fsdpc_unit_settled(fsdpc_unit *unit);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 
-/* Where the packed gradient of parameter i starts in a reduce buffer / in `local`. */
+/* Where the sum over the shard group goes: into the shard gradient, or with replicas into `partial`. */
+struct fsdpc_grad_target {
+    void *sum;
+    bool *add;    /* onto what `sum` holds; true after the first sum */
+    double scale; /* [Note: divided once] */
+};
+struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);
+/* The factor behind the last sum. */
+double fsdpc_grad_last_scale(const fsdpc_unit *unit);
+/* Sums this rank's pieces: sources[r] is rank r's reduce buffer or NULL if it has nothing. */
+int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
+
+/* --- grad_pack.c ----------------------------------------------------------------------------- */
+
+/* Makes the plans of a step; every call below does where they are missing. */
+int fsdpc_grad_open(fsdpc_unit *unit);
+void fsdpc_grad_close(fsdpc_unit *unit);
+/* Where the gradient of parameter i starts in `local`. */
 char *fsdpc_grad_local_at(const fsdpc_unit *unit, int param);
-/* Adds gradients into `local` (made on first use) instead of sending them. */
+int fsdpc_grad_make_local(fsdpc_unit *unit);
+/* Adds gradients into `local` (made on first use) instead of sending them. NULL: there are none. */
 int fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads);
+/* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
+void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
 /* Writes gradients (plus what waits in `local`, which is emptied) into a reduce buffer in reduce
  * dtype; absent ones become zeros. bits[i] = 1 for parameters with a gradient. grads may be NULL
  * (only `local`). */
 int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* Sums this rank's pieces: sources[r] is rank r's reduce buffer or NULL if it has nothing. */
-int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
-/* One rank, no wire: gradients go straight into the shard gradient; bits are only added. */
+/* One rank: the same, into a buffer that is laid out like the shard gradient. */
+int fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
+/* One rank, no wire: gradients go straight into fsdpc_grad_target; bits are only added. */
 int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
-/* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
-void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
-/* The layout of `local`, and the memory. */
-void fsdpc_grad_lay_local(fsdpc_unit *unit);
-int fsdpc_grad_make_local(fsdpc_unit *unit);
-
-/* --- grad_queue.c: the same by one launch each, on a device that queues ----------------------- */
-
-/* Makes the plans of a step. Idempotent. */
-int fsdpc_grad_queue_open(fsdpc_unit *unit);
-void fsdpc_grad_queue_close(fsdpc_unit *unit);
-int fsdpc_grad_queue_keep(fsdpc_unit *unit, const fsdpc_tensor *grads);
-int fsdpc_grad_queue_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-int fsdpc_grad_queue_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
-/* One rank: into a buffer that is laid out like the shard gradient. */
-int fsdpc_grad_queue_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer,
-                           uint8_t *bits);
-/* This rank's pieces of a reduce buffer (`wide`: laid out like the shard gradient), times scale, onto
- * `target` (so, too) or, with add false, in place of what it holds. */
-int fsdpc_grad_queue_sum(fsdpc_unit *unit, void *target, const void *buffer, bool wide,
-                         double scale, bool add);
-/* The shard gradient takes the sums over replicas that `partial` holds, times the unit's scale. */
-int fsdpc_grad_queue_replicas(fsdpc_unit *unit);
+/* The shard gradient takes this rank's pieces of a reduce buffer (`wide`: of a buffer laid out like the
+ * shard gradient) after the last sum: divided, added if unit->add. */
+int fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide);
+/* `partial` becomes this rank's pieces of a reduce buffer. */
+int fsdpc_grad_widen_pieces(fsdpc_unit *unit, const void *buffer);
 
 #endif

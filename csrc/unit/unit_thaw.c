@@ -180,7 +180,7 @@ fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments)
     memcpy(old.segments, unit->layout->segments, count * sizeof *old.segments);
     memcpy(old.local_offset, unit->local_offset, count * sizeof *old.local_offset);
     FSDPC_GOTO(make_room(&room), done);
-    fsdpc_grad_queue_close(unit);
+    fsdpc_grad_close(unit);
     set_trainable(unit, old.segments, segments, flags);
     FSDPC_GOTO(make_new(unit, &old), undo);
     FSDPC_GOTO(copy_old(unit, &old), undo);

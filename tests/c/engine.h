@@ -245,8 +245,9 @@ engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param
         }
         double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
         sum = wire ? engine_stored(seg->reduce, sum) : sum;
-        float scaled = (float)sum * (float)unit->scale;
-        all = seg->accumulate == FSDPC_F64 ? all + sum * unit->scale : (float)all + scaled;
+        double scale = 1 / unit->divide;
+        float scaled = (float)sum * (float)scale;
+        all = seg->accumulate == FSDPC_F64 ? all + sum * scale : (float)all + scaled;
     }
     return all;
 }

@@ -1,0 +1,413 @@
+/* A unit's gradients into buffers, all by one call: one launch on a device that queues.
+ *
+ * Gradients of one backward travel as one buffer with a layout that never changes: a parameter
+ * without a gradient contributes zeros and an unset bit, so that sizes and counts of what is sent
+ * do not depend on the data, and a parameter that no rank used keeps having no gradient.
+ *
+ * The layout is laid down once in plans: into the reduce buffer, into `local` (no_sync), straight
+ * into the shard gradient (one rank), and from the summed pieces into it. What waits in `local` is
+ * the base that a plan adds to.
+ */
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "unit/unit_impl.h"
+
+struct fsdpc_grad_plans {
+    fsdpc_pack_plan *send;   /* trainable parameters into a reduce buffer, on top of `local` */
+    fsdpc_pack_plan *keep;   /* into `local`; made when it is first needed */
+    fsdpc_pack_plan *direct; /* one rank: into the shard gradient */
+    fsdpc_pack_plan *wide;   /* one rank, offloaded: into a buffer like the shard gradient */
+    fsdpc_pack_plan *sum; /* trainable segments into the shard gradient, where there are several */
+    fsdpc_pack_source *sources;
+    int *order;   /* the trainable parameters in the order of their places, segment by segment */
+    int segments; /* trainable */
+};
+
+static const fsdpc_segment *
+segment_of(const fsdpc_unit *unit, int param)
+{
+    return &unit->layout->segments[unit->layout->params[param].segment];
+}
+
+/* --- local ------------------------------------------------------------------------------------ */
+
+char *
+fsdpc_grad_local_at(const fsdpc_unit *unit, int param)
+{
+    const fsdpc_param_place *place = &unit->layout->params[param];
+    size_t item = fsdpc_dtype_bytes(segment_of(unit, param)->accumulate);
+    return (char *)unit->local + unit->local_offset[place->segment] + (size_t)place->offset * item;
+}
+
+static void
+lay_local(fsdpc_unit *unit)
+{
+    size_t bytes = 0;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        unit->local_offset[s] = bytes;
+        if (seg->trainable) {
+            bytes +=
+                (size_t)seg->piece_numel * (size_t)unit->world * fsdpc_dtype_bytes(seg->accumulate);
+        }
+    }
+    unit->local_bytes = bytes;
+}
+
+int
+fsdpc_grad_make_local(fsdpc_unit *unit)
+{
+    if (unit->local) {
+        return FSDPC_OK;
+    }
+    lay_local(unit);
+    return fsdpc_device_alloc(unit->device, unit->local_bytes, &unit->local);
+}
+
+void
+fsdpc_grad_drop_local(fsdpc_unit *unit, int param)
+{
+    unit->local_used[param] = 0;
+}
+
+static void
+forget_local(fsdpc_unit *unit)
+{
+    memset(unit->local_used, 0, (size_t)unit->layout->param_count);
+    unit->local_any = false;
+}
+
+/* --- plans ------------------------------------------------------------------------------------ */
+
+enum plan_kind { SEND, KEEP, DIRECT, WIDE };
+
+static void
+place(const fsdpc_unit *unit, int param, enum plan_kind kind, fsdpc_pack_target *target,
+      fsdpc_pack_base *base)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    const fsdpc_param_place *own = &unit->layout->params[param];
+    const size_t wide = (size_t)own->offset * fsdpc_dtype_bytes(seg->accumulate);
+    const size_t local = unit->local_offset[own->segment] + wide;
+    const size_t direct = seg->grad_offset + wide;
+    target->n = own->numel;
+    target->dtype = kind == SEND ? seg->reduce : seg->accumulate;
+    target->offset = kind == SEND   ? fsdpc_layout_reduce_offset(unit->layout, param)
+                     : kind == KEEP ? local
+                                    : direct;
+    base->dtype = seg->accumulate;
+    base->offset = kind == DIRECT ? direct : local;
+}
+
+static int
+plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan **out)
+{
+    int status = FSDPC_OK, count = 0;
+    const size_t most = (size_t)unit->layout->trainable_count;
+    fsdpc_pack_target *targets = fsdpc_mem_calloc(most, sizeof *targets);
+    fsdpc_pack_base *bases = fsdpc_mem_calloc(most, sizeof *bases);
+    if (!targets || !bases) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name),
+                   done);
+    }
+    for (; count < unit->layout->trainable_count; count++) {
+        place(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
+    }
+    /* Reduce buffers serve many units: what lies between parameters there must become zero. */
+    FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes,
+                                           kind == KEEP || kind == DIRECT, out),
+               done);
+done:
+    fsdpc_mem_free(targets);
+    fsdpc_mem_free(bases);
+    return status;
+}
+
+static int
+plan_segments(fsdpc_unit *unit, fsdpc_pack_plan **out)
+{
+    int status = FSDPC_OK, count = 0;
+    const size_t most = (size_t)unit->layout->segment_count;
+    fsdpc_pack_target *targets = fsdpc_mem_calloc(most, sizeof *targets);
+    fsdpc_pack_base *bases = fsdpc_mem_calloc(most, sizeof *bases);
+    if (!targets || !bases) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name),
+                   done);
+    }
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            targets[count] =
+                (fsdpc_pack_target){seg->piece_numel, seg->grad_offset, seg->accumulate};
+            bases[count++] = (fsdpc_pack_base){seg->grad_offset, seg->accumulate};
+        }
+    }
+    FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count,
+                                           unit->layout->grad_bytes, true, out),
+               done);
+done:
+    fsdpc_mem_free(targets);
+    fsdpc_mem_free(bases);
+    return status;
+}
+
+static void
+list_params(const fsdpc_layout *layout, int *order)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        for (int i = 0; i < layout->param_count; i++) {
+            if (layout->params[i].segment == s && layout->params[i].trainable_index >= 0) {
+                *order++ = i;
+            }
+        }
+    }
+}
+
+static int
+make_plans(fsdpc_unit *unit, struct fsdpc_grad_plans *plans)
+{
+    const fsdpc_layout *layout = unit->layout;
+    for (int s = 0; s < layout->segment_count; s++) {
+        plans->segments += layout->segments[s].trainable;
+    }
+    int most =
+        layout->trainable_count > plans->segments ? layout->trainable_count : plans->segments;
+    plans->sources = fsdpc_mem_calloc((size_t)most + 1, sizeof *plans->sources);
+    plans->order = fsdpc_mem_calloc((size_t)layout->trainable_count + 1, sizeof *plans->order);
+    if (!plans->sources || !plans->order) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the gradients of unit %s", unit->name);
+    }
+    if (layout->trainable_count == 0) {
+        return FSDPC_OK;
+    }
+    list_params(layout, plans->order);
+    lay_local(unit);
+    FSDPC_TRY(plan_params(unit, SEND, layout->reduce_bytes, &plans->send));
+    if (unit->world == 1) {
+        FSDPC_TRY(plan_params(unit, DIRECT, layout->grad_bytes, &plans->direct));
+        FSDPC_TRY(plan_params(unit, WIDE, layout->grad_bytes, &plans->wide));
+    }
+    return plans->segments > 1 ? plan_segments(unit, &plans->sum) : FSDPC_OK;
+}
+
+int
+fsdpc_grad_open(fsdpc_unit *unit)
+{
+    if (unit->plans) {
+        return FSDPC_OK;
+    }
+    unit->plans = fsdpc_mem_calloc(1, sizeof *unit->plans);
+    if (!unit->plans) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the gradients of unit %s", unit->name);
+    }
+    int status = make_plans(unit, unit->plans);
+    if (status != FSDPC_OK) {
+        fsdpc_grad_close(unit);
+    }
+    return status;
+}
+
+void
+fsdpc_grad_close(fsdpc_unit *unit)
+{
+    struct fsdpc_grad_plans *plans = unit->plans;
+    if (!plans) {
+        return;
+    }
+    fsdpc_device_pack_plan_free(unit->device, plans->send);
+    fsdpc_device_pack_plan_free(unit->device, plans->keep);
+    fsdpc_device_pack_plan_free(unit->device, plans->direct);
+    fsdpc_device_pack_plan_free(unit->device, plans->wide);
+    fsdpc_device_pack_plan_free(unit->device, plans->sum);
+    fsdpc_mem_free(plans->sources);
+    fsdpc_mem_free(plans->order);
+    fsdpc_mem_free(plans);
+    unit->plans = NULL;
+}
+
+/* --- gradients --------------------------------------------------------------------------------- */
+
+static fsdpc_pack_source
+source_of(const fsdpc_tensor *grad)
+{
+    if (!grad || !grad->data) {
+        return (fsdpc_pack_source){.dtype = FSDPC_F32};
+    }
+    return (fsdpc_pack_source){
+        .data = grad->data,
+        .dtype = grad->dtype,
+        .ndim = grad->ndim,
+        .shape = grad->shape,
+        .strides = grad->contiguous ? NULL : grad->strides,
+    };
+}
+
+/* This rank has a gradient of the parameter: a new one, or one that waits in `local`. */
+static bool
+contributes(const fsdpc_unit *unit, const fsdpc_tensor *grads, int param)
+{
+    return (grads && grads[param].data) || unit->local_used[param];
+}
+
+int
+fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    bool any = false;
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    struct fsdpc_grad_plans *plans = unit->plans;
+    for (int k = 0; grads && k < unit->layout->trainable_count; k++) {
+        const int i = plans->order[k];
+        plans->sources[k] = source_of(&grads[i]);
+        /* Without a gradient the place stays as it is. */
+        plans->sources[k].add = unit->local_used[i] || !grads[i].data;
+        any = any || grads[i].data;
+    }
+    if (!any) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_grad_make_local(unit));
+    if (!plans->keep) {
+        FSDPC_TRY(plan_params(unit, KEEP, unit->local_bytes, &plans->keep));
+    }
+    FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plans->keep, unit->local, unit->local,
+                                     plans->sources, 1.0));
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = plans->order[k];
+        unit->local_used[i] = contributes(unit, grads, i);
+    }
+    unit->local_any = true;
+    return FSDPC_OK;
+}
+
+static int
+pack_with(fsdpc_unit *unit, const fsdpc_pack_plan *plan, const fsdpc_tensor *grads, void *buffer,
+          uint8_t *bits)
+{
+    struct fsdpc_grad_plans *plans = unit->plans;
+    if (!plan) {
+        return FSDPC_OK;
+    }
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = plans->order[k];
+        plans->sources[k] = source_of(grads ? &grads[i] : NULL);
+        plans->sources[k].add = unit->local_used[i];
+        bits[i] = contributes(unit, grads, i);
+    }
+    FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plan, buffer, unit->local, plans->sources, 1.0));
+    forget_local(unit);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits)
+{
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    return pack_with(unit, unit->plans->send, grads, buffer, bits);
+}
+
+int
+fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits)
+{
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    return pack_with(unit, unit->plans->wide, grads, buffer, bits);
+}
+
+/* --- one rank ---------------------------------------------------------------------------------- */
+
+/* What waits in `local`, or else the new gradients. True: new gradients are left for a second time. */
+static bool
+list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
+{
+    bool left = false;
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = unit->plans->order[k];
+        fsdpc_pack_source *source = &unit->plans->sources[k];
+        *source = source_of(grads ? &grads[i] : NULL);
+        if (unit->local_used[i]) {
+            left = left || source->data;
+            *source = (fsdpc_pack_source){.data = fsdpc_grad_local_at(unit, i),
+                                          .dtype = segment_of(unit, i)->accumulate};
+        }
+        source->add = add;
+        bits[i] |= contributes(unit, grads, i);
+    }
+    return left;
+}
+
+static void
+list_left(fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    for (int k = 0; k < unit->layout->trainable_count; k++) {
+        const int i = unit->plans->order[k];
+        unit->plans->sources[k] = source_of(unit->local_used[i] ? &grads[i] : NULL);
+        unit->plans->sources[k].add = true;
+    }
+}
+
+int
+fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
+{
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    struct fsdpc_grad_plans *plans = unit->plans;
+    if (!plans->direct) {
+        return FSDPC_OK;
+    }
+    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
+    const bool left = list_first(unit, grads, *to.add, bits);
+    FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plans->direct, to.sum, to.sum, plans->sources,
+                                     to.scale));
+    if (left) {
+        list_left(unit, grads);
+        FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plans->direct, to.sum, to.sum,
+                                         plans->sources, to.scale));
+    }
+    forget_local(unit);
+    *to.add = true;
+    return FSDPC_OK;
+}
+
+/* --- reduced pieces ---------------------------------------------------------------------------- */
+
+/* Trainable segments in order; of the wide dtype, or of the segment's reduce dtype. */
+static int
+add_pieces(fsdpc_unit *unit, char *target, const char *buffer, bool wide, double scale, bool add)
+{
+    int count = 0;
+    struct fsdpc_grad_plans *plans = unit->plans;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        const fsdpc_dtype dtype = wide ? seg->accumulate : seg->reduce;
+        const size_t skip =
+            (size_t)seg->piece_numel * (size_t)unit->rank * fsdpc_dtype_bytes(dtype);
+        const void *piece = buffer + (wide ? seg->grad_offset : seg->reduce_offset + skip);
+        if (!seg->trainable) {
+            continue;
+        }
+        if (plans->segments == 1) {
+            return fsdpc_device_reduce(unit->device, target + seg->grad_offset, seg->accumulate,
+                                       &piece, 1, dtype, seg->piece_numel, scale, add);
+        }
+        plans->sources[count++] = (fsdpc_pack_source){.data = piece, .dtype = dtype, .add = add};
+    }
+    return plans->sum ? fsdpc_device_pack_onto(unit->device, plans->sum, target, target,
+                                               plans->sources, scale)
+                      : FSDPC_OK;
+}
+
+int
+fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide)
+{
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    FSDPC_TRY(add_pieces(unit, unit->grad, buffer, wide, fsdpc_grad_last_scale(unit), unit->add));
+    unit->add = true;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_grad_widen_pieces(fsdpc_unit *unit, const void *buffer)
+{
+    FSDPC_TRY(fsdpc_grad_open(unit));
+    return add_pieces(unit, unit->partial, buffer, false, 1.0, false);
+}

@@ -1,0 +1,66 @@
+/* Sums over replicas at the end of a backward, where the device does not queue. */
+#include "base/mem.h"
+#include "base/status.h"
+#include "unit/unit_impl.h"
+
+/* Which parameters got a gradient on any replica; *any: at least one of them. */
+static int
+share_used(fsdpc_unit *unit, bool *any)
+{
+    int status = FSDPC_OK;
+    int count = unit->layout->param_count;
+    float *bits = fsdpc_mem_calloc((size_t)count, sizeof *bits);
+    if (!bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
+    }
+    for (int i = 0; i < count; i++) {
+        bits[i] = unit->used[i];
+    }
+    FSDPC_GOTO(
+        fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
+        done);
+    *any = false;
+    for (int i = 0; i < count; i++) {
+        unit->used[i] = bits[i] > 0;
+        *any = *any || unit->used[i];
+    }
+done:
+    fsdpc_mem_free(bits);
+    return status;
+}
+
+static int
+sum_partials(fsdpc_unit *unit)
+{
+    if (!unit->partial_any) {
+        FSDPC_TRY(fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes));
+    }
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            FSDPC_TRY(
+                fsdpc_comm_all_reduce(unit->replicate, (char *)unit->partial + seg->grad_offset,
+                                      seg->piece_numel, seg->accumulate, FSDPC_SUM, unit->name));
+        }
+    }
+    return fsdpc_grad_take_pieces(unit, unit->partial, true);
+}
+
+int
+fsdpc_unit_reduce_replicas(fsdpc_unit *unit)
+{
+    bool any = false;
+    /* A device that queues has done it behind each unit's reduction. */
+    bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
+    if (!unit->replicate || unit->layout->trainable_count == 0 || unit->hooked || queued) {
+        return FSDPC_OK;
+    }
+    int status = share_used(unit, &any);
+    if (status == FSDPC_OK && any) {
+        status = sum_partials(unit);
+    }
+    unit->partial_any = false;
+    return status == FSDPC_OK
+               ? FSDPC_OK
+               : fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+}
