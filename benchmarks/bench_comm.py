@@ -1,19 +1,20 @@
-"""Times fsdpc's collectives against memory speed and against gloo, in the same run.
+"""Times a unit's exchange over shared memory against memory speed and against gloo, in one run.
 
     python benchmarks/bench_comm.py
     python benchmarks/bench_comm.py --sizes 64k,64m --rounds 5 --json out.json
 
-Sizes are those of the whole buffer: what all_gather leaves, what the others take.
+Sizes are those of the whole unit or buffer: what all_gather leaves, what the others take.
 Per size and operation there are these ways, timed in turn within each round (another first each
 round), so that a way and the floor it is divided by see the same machine within milliseconds:
 
 floor    The bytes that the operation cannot avoid, moved by NumPy on all ranks at once without
          any communication: for all_gather a copy of the rank's own piece, for reduce_scatter of
-         two ranks STREAM add (c = a + b, float32) over arrays of one piece, for all_reduce the same
-         over whole buffers.
-direct   fsdpc on memory that the ranks share, as its units use it. all_gather includes the copy of
-         the rank's own piece into the shared buffer, by fsdpc's kernel.
-staged   fsdpc on private memory.
+         two ranks STREAM add (c = a + b, float32) over arrays of one piece.
+direct   The exchange of a unit of one float32 parameter, in a tree of this unit alone
+         (FlatParameter.gather and .release, .reduce). all_gather: the ranks' shards become the full
+         parameter in a slot. reduce_scatter: each rank packs its full gradient into its reduce slot
+         (a copy that the floor does not contain) and sums its slice of all slots.
+staged   Comm.all_gather and the others on private memory: what ranks exchange outside of units.
 gloo     torch.distributed on the same private memory.
 
 A time is that of the slower rank, from a barrier on. Ratios are taken within a round; medians and
@@ -51,43 +52,46 @@ def parse_size(text: str) -> int:
     return int(text[:-1]) * {"k": 1 << 10, "m": MIB}[text[-1].lower()]
 
 
+def make_unit(comm: Any, numel: int) -> Any:
+    """A unit of one parameter, gathered once, so that its slots are there. Collective."""
+    from fsdpc import _C
+
+    spec = ("weight", numel, "float32", "float32", "float32", True)
+    flat = _C.FlatParameter("unit", comm, [spec], divide=comm.world)
+    flat.shard[:] = 1
+    flat.gather()
+    flat.release()
+    return flat
+
+
 def make_ways(comm: Any, size: int) -> list[Way]:
     """All calls of one size. Collective."""
     import torch
     import torch.distributed as dist
 
-    from fsdpc import _C
-
     piece = size // 4 // WORLD
     own = slice(comm.rank * piece, (comm.rank + 1) * piece)
-    shared = comm.buffer(size, common=True).view().view(np.float32)
-    parts = comm.buffer(size).view().view(np.float32)
     private = np.ones(size // 4, np.float32)
     shard, spare, third = (np.ones(piece, np.float32) for _ in range(3))
-    whole, other = np.ones(size // 4, np.float32), np.ones(size // 4, np.float32)
-    shared[own] = 1
-    parts[:] = 1
+    whole = np.ones(size // 4, np.float32)
     tensor = torch.from_numpy(private)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    flat = make_unit(comm, size // 4)
 
-    def gather_direct() -> None:
-        _C.kernel_cast(shared[own], "float32", shard, "float32")  # as a unit does, without the cast
-        comm.all_gather(shared)
+    def gather_unit() -> None:
+        flat.gather()
+        flat.release()
 
     return [
         ("all_gather", "floor", lambda: np.copyto(spare, shard)),
-        ("all_gather", "direct", gather_direct),
+        ("all_gather", "direct", gather_unit),
         ("all_gather", "staged", lambda: comm.all_gather(private)),
         ("all_gather", "gloo", lambda: gather(tensor, tensor[own])),
         ("reduce_scatter", "floor", lambda: np.add(shard, spare, out=third)),
-        ("reduce_scatter", "direct", lambda: comm.reduce_scatter(parts)),
+        ("reduce_scatter", "direct", lambda: flat.reduce([whole])),
         ("reduce_scatter", "staged", lambda: comm.reduce_scatter(private)),
         ("reduce_scatter", "gloo", lambda: scatter(tensor[own], tensor)),
-        ("all_reduce", "floor", lambda: np.add(private, whole, out=other)),
-        ("all_reduce", "direct", lambda: comm.all_reduce(parts)),
-        ("all_reduce", "staged", lambda: comm.all_reduce(private)),
-        ("all_reduce", "gloo", lambda: dist.all_reduce(tensor)),
     ]
 
 
@@ -132,8 +136,7 @@ def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     for size in sizes:
         seconds = time_size(comm, size, rounds)
         rows += [
-            describe(size, operation, seconds)
-            for operation in ("all_gather", "reduce_scatter", "all_reduce")
+            describe(size, operation, seconds) for operation in ("all_gather", "reduce_scatter")
         ]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))

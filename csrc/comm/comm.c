@@ -411,31 +411,3 @@ fsdpc_comm_is_symmetric(const fsdpc_comm *comm)
 {
     return comm->ops->is_symmetric && comm->ops->is_symmetric(comm);
 }
-
-/* --- buffers -------------------------------------------------------------------------------- */
-
-int
-fsdpc_comm_buffer_new(fsdpc_comm *comm, size_t bytes, bool common, fsdpc_comm_buffer **out)
-{
-    *out = NULL;
-    FSDPC_TRY(fsdpc_comm_check(comm));
-    if (!comm->ops->buffer_new) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                           "a communicator of kind \"%s\" has no shared memory", comm->ops->kind);
-    }
-    return comm->ops->buffer_new(comm, bytes, common, out);
-}
-
-void
-fsdpc_comm_buffer_free(fsdpc_comm_buffer *buffer)
-{
-    if (buffer) {
-        fsdpc_comm_shm_buffer_free(buffer);
-    }
-}
-
-void *
-fsdpc_comm_buffer_view(const fsdpc_comm_buffer *buffer, int rank)
-{
-    return buffer->base + (buffer->common ? 0 : (size_t)rank * buffer->bytes);
-}

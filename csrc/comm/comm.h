@@ -128,14 +128,4 @@ int fsdpc_comm_host_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fs
 int fsdpc_comm_host_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root,
                               const char *what);
 
-/* Zero-copy collectives: memory that all ranks of an "shm" group see. A shared buffer has `bytes`
- * per rank; view(r) is rank r's part in this process. In-place collectives on it copy nothing that
- * they need not: all_gather on part `common` is a barrier; reduce_scatter reads the peers' parts.
- * Other kinds: FSDPC_E_UNAVAILABLE. Collective (allocation order is agreed). */
-typedef struct fsdpc_comm_buffer fsdpc_comm_buffer;
-int fsdpc_comm_buffer_new(fsdpc_comm *comm, size_t bytes, bool common, fsdpc_comm_buffer **out);
-void fsdpc_comm_buffer_free(fsdpc_comm_buffer *buffer);
-/* common: the one part (rank ignored). */
-void *fsdpc_comm_buffer_view(const fsdpc_comm_buffer *buffer, int rank);
-
 #endif

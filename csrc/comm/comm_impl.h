@@ -32,8 +32,6 @@ typedef struct fsdpc_comm_ops {
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): nothing to end */
     void (*close)(fsdpc_comm *comm);                              /* (optional): nothing to end */
     fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* (optional): NULL */
-    int (*buffer_new)(fsdpc_comm *comm, size_t bytes, bool common,
-                      fsdpc_comm_buffer **out); /* (optional): FSDPC_E_UNAVAILABLE */
     /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that
      * the host does not see; without it those take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
@@ -56,20 +54,6 @@ struct fsdpc_comm {
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
-
-/* Only the "shm" kind makes buffers. */
-struct fsdpc_comm_buffer {
-    fsdpc_comm *comm;
-    fsdpc_comm_buffer *next;
-    bool common;
-    uint64_t id;      /* the same on all ranks */
-    uint64_t offset;  /* in the segment */
-    size_t bytes;     /* of one part, whole pages */
-    size_t all_bytes; /* of the mapping */
-    char *base;
-};
-/* Takes the buffer out of its communicator's list and frees it. */
-void fsdpc_comm_shm_buffer_free(fsdpc_comm_buffer *buffer);
 
 /* The first failure stays: later ones do not replace it. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);

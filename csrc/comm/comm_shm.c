@@ -1,58 +1,102 @@
 /* The communicator of the ranks of one host: rounds over staging memory in the shared segment.
  *
- * Private buffers are copied through the stage chunk by chunk; memory made by
- * fsdpc_comm_buffer_new is used where it lies (comm_shm_direct.c). All sums run over the ranks in
- * order, whatever the path, so results do not depend on it.
+ * Buffers are copied through the stage chunk by chunk. All sums run over the ranks in order. Units
+ * share memory instead and copy nothing here (exchange_shared.c).
+ *
+ * A round is: write what the others need, meet, read what they wrote. Staging memory has two halves
+ * used in turn; a rank that writes a half for round k + 2 has met the others in round k + 1, which
+ * they entered after reading round k. So one barrier a round is enough.
  */
+#include <stdalign.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/comm_shm_impl.h"
+#include "comm/comm_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
 
-/* From here on an all_reduce among more than two ranks splits the work instead of repeating it. */
-enum { SPLIT_BYTES = 64 * 1024 };
+enum {
+    STAGE_BYTES = 512 * 1024, /* of one half: small enough to stay in a cache */
+    TILE_NUMEL = 64 * 1024,   /* sums of 16-bit types go through F32 in tiles */
+    /* From here on an all_reduce among more than two ranks splits the work instead of repeating it. */
+    SPLIT_BYTES = 64 * 1024,
+};
+
+enum shm_call_op {
+    CALL_ALL_GATHER = 1,
+    CALL_REDUCE_SCATTER,
+    CALL_ALL_REDUCE,
+    CALL_BROADCAST,
+    CALL_BARRIER,
+};
+
+/* The call of a rank, compared in every round: ranks that call different collectives get an error
+ * instead of each other's bytes. */
+typedef struct shm_call {
+    uint16_t op;
+    uint16_t dtype;
+    uint32_t detail; /* root or reduction */
+    uint64_t count;  /* bytes or elements */
+} shm_call;
+
+typedef struct shm_call_line {
+    alignas(128) shm_call halves[2];
+} shm_call_line;
+
+typedef struct shm_group {
+    fsdpc_comm base;
+    fsdpc_shm *shm;
+    uint32_t round;
+    void *map;
+    size_t map_bytes;
+    shm_call_line *calls; /* one line per rank */
+    char *stage;          /* 2 halves per rank */
+    float *tile;
+} shm_group;
+
+static shm_group *
+group_of(fsdpc_comm *comm)
+{
+    return (shm_group *)comm;
+}
 
 /* --- rounds --------------------------------------------------------------------------------- */
 
 static char *
-stage_of(const fsdpc_comm_shm_group *self, int rank)
+stage_of(const shm_group *self, int rank)
 {
     size_t half = (size_t)rank * 2 + (self->round & 1);
-    return self->stage + half * FSDPC_STAGE_BYTES;
+    return self->stage + half * STAGE_BYTES;
 }
 
 static bool
-same_call(const fsdpc_call *a, const fsdpc_call *b)
+same_call(const shm_call *a, const shm_call *b)
 {
-    return a->op == b->op && a->dtype == b->dtype && a->detail == b->detail &&
-           a->count == b->count && a->place == b->place;
+    return a->op == b->op && a->dtype == b->dtype && a->detail == b->detail && a->count == b->count;
 }
 
 static void
-describe_call(const fsdpc_call *call, char *text, size_t bytes)
+describe_call(const shm_call *call, char *text, size_t bytes)
 {
-    static const char *const names[] = {"nothing",   "all_gather", "reduce_scatter", "all_reduce",
-                                        "broadcast", "barrier",    "new buffer"};
-    static const char *const details[] = {"", "", "", ", reduction ", ", root ", "", ", common "};
-    size_t op = call->op <= FSDPC_CALL_BUFFER ? call->op : 0;
-    bool reduces = op == FSDPC_CALL_REDUCE_SCATTER || op == FSDPC_CALL_ALL_REDUCE;
+    static const char *const names[] = {"nothing",    "all_gather", "reduce_scatter",
+                                        "all_reduce", "broadcast",  "barrier"};
+    static const char *const details[] = {"", "", "", ", reduction ", ", root ", ""};
+    size_t op = call->op <= CALL_BARRIER ? call->op : 0;
+    bool reduces = op == CALL_REDUCE_SCATTER || op == CALL_ALL_REDUCE;
     char detail[16] = "";
     if (details[op][0]) {
         snprintf(detail, sizeof detail, "%u", call->detail);
     }
-    snprintf(text, bytes, "%s(%llu %s%s%s%s)", names[op], (unsigned long long)call->count,
-             reduces ? fsdpc_dtype_name((fsdpc_dtype)call->dtype) : "bytes", details[op], detail,
-             call->place ? ", in shared memory" : "");
+    snprintf(text, bytes, "%s(%llu %s%s%s)", names[op], (unsigned long long)call->count,
+             reduces ? fsdpc_dtype_name((fsdpc_dtype)call->dtype) : "bytes", details[op], detail);
 }
 
 static int
-check_calls(const fsdpc_comm_shm_group *self, int half, const char *what)
+check_calls(const shm_group *self, int half, const char *what)
 {
-    const fsdpc_call *first = &self->calls[0].halves[half];
+    const shm_call *first = &self->calls[0].halves[half];
     for (int rank = 1; rank < self->base.world; rank++) {
-        const fsdpc_call *other = &self->calls[rank].halves[half];
+        const shm_call *other = &self->calls[rank].halves[half];
         if (!same_call(first, other)) {
             char here[128], there[128];
             describe_call(first, here, sizeof here);
@@ -65,29 +109,15 @@ check_calls(const fsdpc_comm_shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
+/* Publishes `call` with what this rank has written, waits for all, and checks that all call the same. */
 static int
-first_refusal(const fsdpc_comm_shm_group *self, int half)
-{
-    for (int rank = 0; rank < self->base.world; rank++) {
-        if (self->calls[rank].halves[half].verdict != FSDPC_OK) {
-            return rank;
-        }
-    }
-    return -1;
-}
-
-int
-fsdpc_comm_shm_meet(fsdpc_comm_shm_group *self, const fsdpc_call *call, const char *what,
-                    int *verdicts)
+meet(shm_group *self, const shm_call *call, const char *what)
 {
     int half = (int)(self->round & 1);
     fsdpc_wait wait = {.op = what, .unit = ""};
     self->calls[self->base.rank].halves[half] = *call;
     FSDPC_TRY(fsdpc_shm_barrier(self->shm, &wait));
     FSDPC_TRY(check_calls(self, half, what));
-    if (verdicts) {
-        *verdicts = first_refusal(self, half);
-    }
     self->round++;
     return FSDPC_OK;
 }
@@ -96,15 +126,14 @@ fsdpc_comm_shm_meet(fsdpc_comm_shm_group *self, const fsdpc_call *call, const ch
 
 /* Through F32 in tiles: the sum is rounded once, at the end. */
 static int
-sum_narrow(fsdpc_comm_shm_group *self, char *dst, const void *const *src, fsdpc_dtype dtype,
-           int64_t n)
+sum_narrow(shm_group *self, char *dst, const void *const *src, fsdpc_dtype dtype, int64_t n)
 {
     int world = self->base.world;
     fsdpc_device *device = self->base.device;
     const void *from[FSDPC_SHM_MAX_RANKS];
     int64_t item = (int64_t)fsdpc_dtype_bytes(dtype);
-    for (int64_t at = 0; at < n; at += FSDPC_TILE_NUMEL) {
-        int64_t part = n - at < FSDPC_TILE_NUMEL ? n - at : FSDPC_TILE_NUMEL;
+    for (int64_t at = 0; at < n; at += TILE_NUMEL) {
+        int64_t part = n - at < TILE_NUMEL ? n - at : TILE_NUMEL;
         for (int rank = 0; rank < world; rank++) {
             from[rank] = (const char *)src[rank] + at * item;
         }
@@ -116,9 +145,10 @@ sum_narrow(fsdpc_comm_shm_group *self, char *dst, const void *const *src, fsdpc_
     return FSDPC_OK;
 }
 
-int
-fsdpc_comm_shm_combine(fsdpc_comm_shm_group *self, void *dst, const void *const *src,
-                       fsdpc_dtype dtype, enum fsdpc_op op, int64_t n)
+/* dst[i] = reduction over all ranks' src[rank][i], in rank order. dst may be this rank's source. */
+static int
+combine(shm_group *self, void *dst, const void *const *src, fsdpc_dtype dtype, enum fsdpc_op op,
+        int64_t n)
 {
     if (op != FSDPC_SUM) {
         fsdpc_comm_extreme(dst, src, self->base.world, dtype, n, op == FSDPC_MAX);
@@ -131,27 +161,23 @@ fsdpc_comm_shm_combine(fsdpc_comm_shm_group *self, void *dst, const void *const 
                                false);
 }
 
-/* --- collectives on private memory ---------------------------------------------------------- */
+/* --- collectives ------------------------------------------------------------------------ */
 
 static int
 all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
-    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    shm_group *self = group_of(comm);
     size_t world = (size_t)comm->world;
-    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, piece_bytes * world);
-    if (shared) {
-        return fsdpc_comm_shm_direct_gather(self, shared, buffer, piece_bytes, what);
-    }
-    fsdpc_call call = {.op = FSDPC_CALL_ALL_GATHER, .count = piece_bytes};
+    shm_call call = {.op = CALL_ALL_GATHER, .count = piece_bytes};
     char *all = buffer;
-    for (size_t at = 0; at < piece_bytes; at += FSDPC_STAGE_BYTES) {
-        size_t n = piece_bytes - at < FSDPC_STAGE_BYTES ? piece_bytes - at : FSDPC_STAGE_BYTES;
+    for (size_t at = 0; at < piece_bytes; at += STAGE_BYTES) {
+        size_t n = piece_bytes - at < STAGE_BYTES ? piece_bytes - at : STAGE_BYTES;
         uint32_t round = self->round;
         memcpy(stage_of(self, comm->rank), all + (size_t)comm->rank * piece_bytes + at, n);
-        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
+        FSDPC_TRY(meet(self, &call, what));
         for (size_t i = 1; i < world; i++) {
             size_t peer = ((size_t)comm->rank + i) % world;
-            const char *half = self->stage + (peer * 2 + (round & 1)) * FSDPC_STAGE_BYTES;
+            const char *half = self->stage + (peer * 2 + (round & 1)) * STAGE_BYTES;
             memcpy(all + peer * piece_bytes + at, half, n);
         }
     }
@@ -160,7 +186,7 @@ all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 
 /* Copies part [at, at + n) of all pieces but this rank's into the stage, a slot for each. */
 static void
-stage_pieces(fsdpc_comm_shm_group *self, const char *all, size_t piece_bytes, size_t at, size_t n,
+stage_pieces(shm_group *self, const char *all, size_t piece_bytes, size_t at, size_t n,
              size_t slot_bytes)
 {
     char *stage = stage_of(self, self->base.rank);
@@ -175,18 +201,14 @@ static int
 reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
                const char *what)
 {
-    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    shm_group *self = group_of(comm);
     size_t item = fsdpc_dtype_bytes(dtype);
     size_t world = (size_t)comm->world;
     size_t rank = (size_t)comm->rank;
     size_t piece = (size_t)piece_numel * item;
-    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, piece * world);
-    if (shared) {
-        return fsdpc_comm_shm_direct_scatter(self, shared, buffer, piece_numel, dtype, what);
-    }
-    fsdpc_call call = {
-        .op = FSDPC_CALL_REDUCE_SCATTER, .dtype = (uint16_t)dtype, .count = (uint64_t)piece_numel};
-    size_t slot = FSDPC_STAGE_BYTES / world / 64 * 64;
+    shm_call call = {
+        .op = CALL_REDUCE_SCATTER, .dtype = (uint16_t)dtype, .count = (uint64_t)piece_numel};
+    size_t slot = STAGE_BYTES / world / 64 * 64;
     for (size_t at = 0; at < piece; at += slot) {
         const void *src[FSDPC_SHM_MAX_RANKS];
         size_t n = piece - at < slot ? piece - at : slot;
@@ -195,30 +217,30 @@ reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype 
         for (size_t i = 0; i < world; i++) {
             src[i] = i == rank ? own : stage_of(self, (int)i) + rank * slot;
         }
-        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
-        FSDPC_TRY(fsdpc_comm_shm_combine(self, own, src, dtype, FSDPC_SUM, (int64_t)(n / item)));
+        FSDPC_TRY(meet(self, &call, what));
+        FSDPC_TRY(combine(self, own, src, dtype, FSDPC_SUM, (int64_t)(n / item)));
     }
     return FSDPC_OK;
 }
 
 /* One chunk; every rank computes all of it. */
 static int
-reduce_whole(fsdpc_comm_shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype,
-             enum fsdpc_op op, const fsdpc_call *call, const char *what)
+reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
+             const shm_call *call, const char *what)
 {
     const void *src[FSDPC_SHM_MAX_RANKS];
     memcpy(stage_of(self, self->base.rank), chunk, (size_t)n * fsdpc_dtype_bytes(dtype));
     for (int i = 0; i < self->base.world; i++) {
         src[i] = i == self->base.rank ? chunk : stage_of(self, i);
     }
-    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
-    return fsdpc_comm_shm_combine(self, chunk, src, dtype, op, n);
+    FSDPC_TRY(meet(self, call, what));
+    return combine(self, chunk, src, dtype, op, n);
 }
 
 /* One chunk; each rank computes its slice, a second round spreads the results. */
 static int
-reduce_split(fsdpc_comm_shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype,
-             enum fsdpc_op op, const fsdpc_call *call, const char *what)
+reduce_split(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
+             const shm_call *call, const char *what)
 {
     const void *src[FSDPC_SHM_MAX_RANKS];
     const char *results[FSDPC_SHM_MAX_RANKS];
@@ -231,13 +253,13 @@ reduce_split(fsdpc_comm_shm_group *self, char *chunk, int64_t n, fsdpc_dtype dty
     for (int i = 0; i < world; i++) {
         src[i] = (i == rank ? chunk : stage_of(self, i)) + begin;
     }
-    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
-    FSDPC_TRY(fsdpc_comm_shm_combine(self, chunk + begin, src, dtype, op, (end - begin) / item));
+    FSDPC_TRY(meet(self, call, what));
+    FSDPC_TRY(combine(self, chunk + begin, src, dtype, op, (end - begin) / item));
     memcpy(stage_of(self, (int)rank) + begin, chunk + begin, (size_t)(end - begin));
     for (int i = 0; i < world; i++) {
         results[i] = stage_of(self, i);
     }
-    FSDPC_TRY(fsdpc_comm_shm_meet(self, call, what, NULL));
+    FSDPC_TRY(meet(self, call, what));
     for (int64_t i = 0; i < world; i++) {
         int64_t from = n * i / world * item;
         int64_t to = n * (i + 1) / world * item;
@@ -252,18 +274,14 @@ static int
 all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
            const char *what)
 {
-    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
+    shm_group *self = group_of(comm);
     int64_t item = (int64_t)fsdpc_dtype_bytes(dtype);
-    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, (size_t)(numel * item));
-    if (shared) {
-        return fsdpc_comm_shm_direct_reduce(self, shared, buffer, numel, dtype, op, what);
-    }
-    fsdpc_call call = {.op = FSDPC_CALL_ALL_REDUCE,
-                       .dtype = (uint16_t)dtype,
-                       .detail = (uint32_t)op,
-                       .count = (uint64_t)numel};
+    shm_call call = {.op = CALL_ALL_REDUCE,
+                     .dtype = (uint16_t)dtype,
+                     .detail = (uint32_t)op,
+                     .count = (uint64_t)numel};
     bool split = comm->world > 2 && numel * item > SPLIT_BYTES;
-    int64_t chunk = FSDPC_STAGE_BYTES / item;
+    int64_t chunk = STAGE_BYTES / item;
     for (int64_t at = 0; at < numel; at += chunk) {
         int64_t n = numel - at < chunk ? numel - at : chunk;
         char *part = (char *)buffer + at * item;
@@ -276,19 +294,15 @@ all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enu
 static int
 broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
 {
-    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
-    fsdpc_comm_buffer *shared = fsdpc_comm_shm_find(self, buffer, bytes);
-    if (shared) {
-        return fsdpc_comm_shm_direct_broadcast(self, shared, buffer, bytes, root, what);
-    }
-    fsdpc_call call = {.op = FSDPC_CALL_BROADCAST, .detail = (uint32_t)root, .count = bytes};
-    for (size_t at = 0; at < bytes; at += FSDPC_STAGE_BYTES) {
-        size_t n = bytes - at < FSDPC_STAGE_BYTES ? bytes - at : FSDPC_STAGE_BYTES;
+    shm_group *self = group_of(comm);
+    shm_call call = {.op = CALL_BROADCAST, .detail = (uint32_t)root, .count = bytes};
+    for (size_t at = 0; at < bytes; at += STAGE_BYTES) {
+        size_t n = bytes - at < STAGE_BYTES ? bytes - at : STAGE_BYTES;
         char *stage = stage_of(self, root);
         if (comm->rank == root) {
             memcpy(stage, (char *)buffer + at, n);
         }
-        FSDPC_TRY(fsdpc_comm_shm_meet(self, &call, what, NULL));
+        FSDPC_TRY(meet(self, &call, what));
         if (comm->rank != root) {
             memcpy((char *)buffer + at, stage, n);
         }
@@ -299,15 +313,15 @@ broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *wh
 static int
 barrier(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_call call = {.op = FSDPC_CALL_BARRIER};
-    return fsdpc_comm_shm_meet(fsdpc_comm_shm_of(comm), &call, what, NULL);
+    shm_call call = {.op = CALL_BARRIER};
+    return meet(group_of(comm), &call, what);
 }
 
 static int
 agree(fsdpc_comm *comm, const char *text, const char *what)
 {
     fsdpc_wait wait = {.op = what, .unit = ""};
-    return fsdpc_shm_agree(fsdpc_comm_shm_of(comm)->shm, text, &wait);
+    return fsdpc_shm_agree(group_of(comm)->shm, text, &wait);
 }
 
 /* --- life ----------------------------------------------------------------------------------- */
@@ -315,28 +329,25 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
 static void
 abort_group(fsdpc_comm *comm, const char *text)
 {
-    fsdpc_shm_abort(fsdpc_comm_shm_of(comm)->shm, text);
+    fsdpc_shm_abort(group_of(comm)->shm, text);
 }
 
 static void
 close_group(fsdpc_comm *comm)
 {
-    fsdpc_shm_leave(fsdpc_comm_shm_of(comm)->shm);
+    fsdpc_shm_leave(group_of(comm)->shm);
 }
 
 static fsdpc_shm *
 segment(const fsdpc_comm *comm)
 {
-    return ((const fsdpc_comm_shm_group *)comm)->shm;
+    return ((const shm_group *)comm)->shm;
 }
 
 static void
 release(fsdpc_comm *comm)
 {
-    fsdpc_comm_shm_group *self = fsdpc_comm_shm_of(comm);
-    for (fsdpc_comm_buffer *buffer = self->buffers; buffer; buffer = buffer->next) {
-        buffer->comm = NULL; /* outlives the group: its memory stays mapped */
-    }
+    shm_group *self = group_of(comm);
     fsdpc_shm_unmap(self->map, self->map_bytes);
     fsdpc_shm_free(self->shm);
     fsdpc_mem_free(self->tile);
@@ -354,17 +365,16 @@ static const fsdpc_comm_ops shm_ops = {
     .abort = abort_group,
     .close = close_group,
     .segment = segment,
-    .buffer_new = fsdpc_comm_shm_buffer_new,
     .free = release,
 };
 
 static int
-map_stage(fsdpc_comm_shm_group *self, int world)
+map_stage(shm_group *self, int world)
 {
     uint64_t offset;
     void *map;
     size_t calls = fsdpc_round_up((size_t)world * sizeof *self->calls, fsdpc_shm_page_bytes());
-    size_t stage = (size_t)world * 2 * FSDPC_STAGE_BYTES;
+    size_t stage = (size_t)world * 2 * STAGE_BYTES;
     FSDPC_TRY(fsdpc_shm_alloc(self->shm, calls + stage, false, &offset));
     FSDPC_TRY(fsdpc_shm_map(self->shm, offset, calls + stage, NULL, &map));
     self->map = map;
@@ -384,8 +394,8 @@ fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, doub
         return fsdpc_error(FSDPC_E_INVAL, "device %s has no memory that ranks of a host can share",
                            fsdpc_device_name(device));
     }
-    fsdpc_comm_shm_group *self = fsdpc_mem_calloc(1, sizeof *self);
-    float *tile = fsdpc_mem_calloc(FSDPC_TILE_NUMEL, sizeof *tile);
+    shm_group *self = fsdpc_mem_calloc(1, sizeof *self);
+    float *tile = fsdpc_mem_calloc(TILE_NUMEL, sizeof *tile);
     if (!self || !tile) {
         fsdpc_mem_free(tile);
         fsdpc_mem_free(self);

@@ -184,7 +184,6 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->state_error);
     Py_VISIT(state->out_of_memory_error);
     Py_VISIT(state->comm_type);
-    Py_VISIT(state->comm_buffer_type);
     Py_VISIT(state->unit_type);
     Py_VISIT(state->tree_type);
     Py_VISIT(state->hook_type);
@@ -211,7 +210,6 @@ module_clear(PyObject *module)
     Py_CLEAR(state->state_error);
     Py_CLEAR(state->out_of_memory_error);
     Py_CLEAR(state->comm_type);
-    Py_CLEAR(state->comm_buffer_type);
     Py_CLEAR(state->unit_type);
     Py_CLEAR(state->tree_type);
     Py_CLEAR(state->hook_type);

@@ -1,4 +1,4 @@
-/* The communicators: every collective against plain loops, failures, shared buffers, callbacks. */
+/* The communicators: every collective against plain loops, failures, callbacks. */
 #include <math.h>
 
 #include "comm/comm.h"
@@ -111,7 +111,7 @@ check_range(const void *buffer, fsdpc_dtype dtype, enum fsdpc_op op, int world, 
     atomic_fetch_add(&test_checks, 1);
 }
 
-/* --- collectives on a buffer, private or shared ------------------------------------------------- */
+/* --- collectives ------------------------------------------------------------------------------ */
 
 static void
 try_all_gather(fsdpc_comm *comm, unsigned char *buffer, size_t piece)
@@ -186,32 +186,9 @@ try_all(fsdpc_comm *comm, void *buffer, size_t room, size_t types)
 }
 
 static void
-try_common(fsdpc_comm *comm, fsdpc_comm_buffer *common)
-{
-    int world = fsdpc_comm_world(comm), rank = fsdpc_comm_rank(comm);
-    int *all = fsdpc_comm_buffer_view(common, 0);
-    CHECK(fsdpc_comm_buffer_view(common, world - 1) == all);
-    for (int i = 1; i < 50; i++) {
-        all[rank] = i * 10 + rank;
-        REQUIRE_OK(fsdpc_comm_all_gather(comm, all, sizeof *all, "gather"));
-        for (int k = 0; k < world; k++) {
-            CHECK_INT(all[k], i * 10 + k);
-        }
-        REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
-    }
-    if (rank == world - 1) {
-        all[world] = 77;
-    }
-    REQUIRE_OK(fsdpc_comm_broadcast(comm, &all[world], 4, world - 1, "states"));
-    CHECK_INT(all[world], 77);
-    REQUIRE_OK(fsdpc_comm_barrier(comm, "left"));
-}
-
-static void
 shm_rank(int rank, ranks_run *run)
 {
     fsdpc_comm *comm;
-    fsdpc_comm_buffer *parts, *common;
     size_t room = (size_t)run->world * LARGEST * 8;
     REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
     CHECK_STR(fsdpc_comm_kind(comm), "shm");
@@ -221,16 +198,8 @@ shm_rank(int rank, ranks_run *run)
     void *private = malloc(room);
     REQUIRE(private != NULL);
     try_all(comm, private, room, run->threads ? 2 : ALL_TYPES);
-    REQUIRE_OK(fsdpc_comm_buffer_new(comm, room, false, &parts));
-    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 4096, true, &common));
-    try_all(comm, fsdpc_comm_buffer_view(parts, rank), room, run->threads ? 2 : ALL_TYPES);
-    try_common(comm, common);
     free(private);
-    fsdpc_comm_buffer_free(parts);
     fsdpc_comm_free(comm);
-    /* A buffer outlives its group. */
-    ((char *)fsdpc_comm_buffer_view(common, rank))[rank] = 1;
-    fsdpc_comm_buffer_free(common);
 }
 
 static void
@@ -280,7 +249,6 @@ static void
 one_rank_has_nothing_to_do(void)
 {
     fsdpc_comm *comm;
-    fsdpc_comm_buffer *buffer;
     float x[4] = {1, 2, 3, 4};
     REQUIRE_OK(fsdpc_comm_self(device, &comm));
     CHECK_STR(fsdpc_comm_kind(comm), "self");
@@ -294,8 +262,6 @@ one_rank_has_nothing_to_do(void)
     for (int i = 0; i < 4; i++) {
         CHECK(x[i] == (float)(i + 1));
     }
-    CHECK_ERROR(fsdpc_comm_buffer_new(comm, 10, true, &buffer), FSDPC_E_UNAVAILABLE, "self");
-    CHECK(buffer == NULL);
 
     CHECK_ERROR(fsdpc_comm_all_gather(comm, NULL, 4, "unit b"), FSDPC_E_INVAL, "unit b");
     CHECK_ERROR(fsdpc_comm_reduce_scatter(comm, x, -1, FSDPC_F32, "u"), FSDPC_E_INVAL, "-1");
@@ -316,7 +282,6 @@ one_rank_has_nothing_to_do(void)
     CHECK_ERROR(fsdpc_comm_all_gather(comm, x, 4, NULL), FSDPC_E_COMM, "no more");
     fsdpc_comm_free(comm);
     fsdpc_comm_free(NULL);
-    fsdpc_comm_buffer_free(NULL);
 }
 
 /* --- failures in a group -------------------------------------------------------------------------- */
@@ -487,90 +452,6 @@ disagreement_breaks_nothing(void)
     ranks_free(run);
 }
 
-/* --- shared buffers -------------------------------------------------------------------------------- */
-
-static uint64_t
-file_blocks(void)
-{
-    /* The segment is the only memfd of this process. */
-    uint64_t blocks = 0;
-    for (int fd = 0; fd < 64; fd++) {
-        char path[64], target[64] = "";
-        struct stat file;
-        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-        if (readlink(path, target, sizeof target - 1) > 0 && strstr(target, "memfd:fsdpc") &&
-            fstat(fd, &file) == 0) {
-            blocks += (uint64_t)file.st_blocks;
-        }
-    }
-    return blocks;
-}
-
-static void
-make_buffers(int rank, ranks_run *run)
-{
-    fsdpc_comm *comm;
-    fsdpc_comm_buffer *buffer, *big;
-    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
-    for (int i = 0; i < 5; i++) {
-        REQUIRE_OK(fsdpc_comm_buffer_new(comm, 8 << 20, false, &buffer));
-        CHECK(file_blocks() * 512 >= (uint64_t)run->world * (8 << 20));
-        ((char *)fsdpc_comm_buffer_view(buffer, rank))[5] = (char)rank;
-        REQUIRE_OK(fsdpc_comm_barrier(comm, "written"));
-        for (int k = 0; k < run->world; k++) {
-            CHECK_INT(((char *)fsdpc_comm_buffer_view(buffer, k))[5], k);
-        }
-        REQUIRE_OK(fsdpc_comm_barrier(comm, "read"));
-        fsdpc_comm_buffer_free(buffer);
-        REQUIRE_OK(fsdpc_comm_barrier(comm, "freed"));
-        CHECK(file_blocks() * 512 < 8 << 20);
-    }
-    /* Too much is an error on every rank and breaks nothing. */
-    CHECK_ERROR(fsdpc_comm_buffer_new(comm, (size_t)1 << 42, true, &big), FSDPC_E_NOMEM, "MiB");
-    CHECK_ERROR(fsdpc_comm_buffer_new(comm, SIZE_MAX, false, &big), FSDPC_E_NOMEM, "");
-    CHECK(big == NULL);
-    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 0, true, &buffer));
-    REQUIRE_OK(fsdpc_comm_barrier(comm, "still sound"));
-    fsdpc_comm_buffer_free(buffer);
-    /* Summing one copy of all would be nonsense. */
-    REQUIRE_OK(fsdpc_comm_buffer_new(comm, 64, true, &buffer));
-    CHECK_ERROR(fsdpc_comm_all_reduce(comm, fsdpc_comm_buffer_view(buffer, 0), 4, FSDPC_F32,
-                                      FSDPC_SUM, "norm"),
-                FSDPC_E_INVAL, "common");
-    fsdpc_comm_buffer_free(buffer);
-    fsdpc_comm_free(comm);
-}
-
-static void
-buffers_come_and_go(void)
-{
-    for (int world = 1; world <= 3; world++) {
-        ranks_run *run = ranks_new(world);
-        ranks_start(run, make_buffers);
-        ranks_free(run);
-    }
-}
-
-static void
-ask_for_another_size(int rank, ranks_run *run)
-{
-    fsdpc_comm *comm;
-    fsdpc_comm_buffer *buffer;
-    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
-    CHECK_ERROR(fsdpc_comm_buffer_new(comm, rank ? 4096 : 8192, true, &buffer), FSDPC_E_MISMATCH,
-                "new buffer(8192 bytes");
-    CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_MISMATCH, "new buffer");
-    fsdpc_comm_free(comm);
-}
-
-static void
-buffers_of_different_sizes_are_noticed(void)
-{
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, ask_for_another_size);
-    ranks_free(run);
-}
-
 /* --- callbacks --------------------------------------------------------------------------------------- */
 
 typedef struct carrier {
@@ -721,16 +602,13 @@ make_local_ones(void *argument)
     carrier self = {0};
     fsdpc_comm_callbacks calls = callbacks_of(&self);
     fsdpc_comm *alone = NULL, *called = NULL, *shared = NULL;
-    fsdpc_comm_buffer *buffer = NULL;
     int status = FSDPC_OK;
     FSDPC_GOTO(fsdpc_comm_self(device, &alone), end);
     self.inner = alone;
     FSDPC_GOTO(fsdpc_comm_c10d(device, 0, 1, &calls, &called), end);
     FSDPC_GOTO(fsdpc_comm_agree(called, "text", "x"), end);
     FSDPC_GOTO(fsdpc_comm_shm(device, 0, 1, "alone", 5, &shared), end);
-    FSDPC_GOTO(fsdpc_comm_buffer_new(shared, 100, false, &buffer), end);
 end:
-    fsdpc_comm_buffer_free(buffer);
     fsdpc_comm_free(shared);
     fsdpc_comm_free(called);
     fsdpc_comm_free(alone);
@@ -750,8 +628,6 @@ main(void)
     the_deadline_names_the_missing();
     an_abort_reaches_the_others(false);
     disagreement_breaks_nothing();
-    buffers_come_and_go();
-    buffers_of_different_sizes_are_noticed();
     callbacks_carry_everything();
     a_failed_callback_breaks_the_communicator();
     /* Threads last: forking after them is not safe. */

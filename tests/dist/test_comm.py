@@ -111,26 +111,6 @@ def test_other_types_travel_bit_for_bit(rank, world, kind):
     assert flags.tolist() == [True, True]
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("common", [False, True])
-def test_buffers_are_shared(rank, world, common):
-    comm = connect("shm")
-    buffer = comm.buffer(1000 * world * 4, common=common)
-    mine = buffer.view().view(np.float32).reshape(world, 1000)
-    if common:
-        mine[rank] = rank + 1
-        comm.all_gather(mine.reshape(-1))
-        assert mine.mean(axis=1).tolist() == [r + 1 for r in range(world)]
-        assert np.shares_memory(buffer.view(0), buffer.view(world - 1))
-    else:
-        mine[:] = rank + 1
-        comm.barrier()
-        for r in range(world):
-            assert (buffer.view(r).view(np.float32) == r + 1).all()
-        comm.reduce_scatter(mine.reshape(-1))
-        assert (mine[rank] == sum(range(1, world + 1))).all()
-
-
 @ranks(2)
 def test_gil_is_free_while_waiting(rank, world):
     comm = connect("shm")

@@ -32,7 +32,7 @@ from fsdpc import _C
 BATCH = 250
 SHORT_S = 0.08  # the deadline of every communicator made here
 STUCK_S = 60.0  # without a further call: a hang, even on a busy machine
-TYPES = (_C.Comm, _C.CommBuffer, _C.FlatParameter, _C.Tree, _C.Hook)
+TYPES = (_C.Comm, _C.FlatParameter, _C.Tree, _C.Hook)
 SYSTEM_ERROR_STATUS = 77
 
 
@@ -67,7 +67,7 @@ class Caller:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.pool = {kind: [] for kind in ("comm", "buffer", "flat", "tree", "hook", "plan")}
+        self.pool = {kind: [] for kind in ("comm", "flat", "tree", "hook", "plan")}
 
     # --- objects -----------------------------------------------------------------------------
 
@@ -106,10 +106,6 @@ class Caller:
                 raise comm
             self.keep("comm", comm)
         return made
-
-    def new_buffer(self) -> Any:
-        comm = _C.Comm.shm(0, 1, self.name(), SHORT_S)
-        return self.keep("buffer", comm.buffer(self.rng.choice([0, 1, 64, 5000])))
 
     def new_flat(self) -> Any:
         specs = self.rng.choice(values.ALL_SPECS)
@@ -402,13 +398,11 @@ class Caller:
         self.method("comm", name, array, *extra, what="w")
 
     def call_comm_other(self) -> None:
-        name = self.rng.choice(["barrier", "agree", "abort", "fail", "close", "staged", "buffer"])
-        args = {"barrier": [], "close": [], "staged": [0], "buffer": [64, False]}.get(name, ["t"])
+        name = self.rng.choice(["barrier", "agree", "abort", "fail", "close", "staged"])
+        args = {"barrier": [], "close": [], "staged": [0]}.get(name, ["t"])
         if name in ("abort", "fail", "close") and self.rng.random() < 0.7:
             return
-        made = self.method("comm", name, *args)
-        if isinstance(made, _C.CommBuffer):
-            self.keep("buffer", made)
+        self.method("comm", name, *args)
 
     def call_attributes(self) -> None:
         owner = self.some(self.rng.choice([k for k in self.pool if k != "plan"]))
@@ -439,10 +433,6 @@ class Caller:
         if self.rng.random() < 0.05:
             delattr(owner, name)
         setattr(owner, name, value)
-
-    def call_buffer_view(self) -> None:
-        view = self.method("buffer", "view", 0)
-        view[:1] = 3
 
     def call_functions(self) -> None:
         name = self.rng.choice(
@@ -649,7 +639,7 @@ class Caller:
             found += [r for r in gc.get_referents(o) if isinstance(r, TYPES)]
         if found:
             one = self.rng.choice(found)
-            kinds = zip(TYPES, ["comm", "buffer", "flat", "tree", "hook"], strict=True)
+            kinds = zip(TYPES, ["comm", "flat", "tree", "hook"], strict=True)
             self.keep(next(kind for type_, kind in kinds if type(one) is type_), one)
             self.log(f"found {type(one).__name__}")
 

@@ -37,7 +37,6 @@ typedef struct fsdpc_py_module_state {
     PyObject *state_error;
     PyObject *out_of_memory_error;
     PyTypeObject *comm_type;
-    PyTypeObject *comm_buffer_type;
     PyTypeObject *unit_type;
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;

@@ -103,28 +103,6 @@ comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(buffer_doc, "buffer($self, bytes, common=False)\n--\n\n"
-                         "Memory of `bytes` a rank (`common`: one part for all) that every rank\n"
-                         "sees, on which collectives copy nothing they need not. Collective;\n"
-                         "NotImplementedError unless kind is 'shm'.");
-
-static PyObject *
-comm_buffer(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
-{
-    fsdpc_comm *comm = NULL;
-    size_t bytes = 0;
-    bool common = false;
-    const fsdpc_py_arg table[] = {
-        {"bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &bytes},
-        {"common", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &common},
-    };
-    if (fsdpc_py_comm_get(self, &comm) < 0 ||
-        fsdpc_py_args("buffer", table, 2, values, count, keywords) < 0) {
-        return NULL;
-    }
-    return fsdpc_py_comm_buffer_new(self, bytes, common);
-}
-
 /* Of those in other files. */
 
 PyDoc_STRVAR(self__doc,
@@ -214,7 +192,6 @@ static PyMethodDef comm_methods[] = {
     FAST(agree, fsdpc_py_comm_agree, 0),
     FAST(abort, comm_abort, 0),
     FAST(fail, comm_fail, 0),
-    FAST(buffer, comm_buffer, 0),
     {"close", comm_close, METH_NOARGS, close_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -339,8 +316,5 @@ fsdpc_py_comm_exec(PyObject *module)
 {
     fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
     fsdpc_py_module_state *state = fsdpc_py_state(module);
-    if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
-        return -1;
-    }
-    return fsdpc_py_comm_buffer_exec(module);
+    return fsdpc_py_add_type(module, &comm_spec, &state->comm_type);
 }

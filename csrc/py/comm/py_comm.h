@@ -1,4 +1,4 @@
-/* The Python types Comm and CommBuffer, as far as other C files need them. */
+/* The Python type Comm, as far as other C files need them. */
 #ifndef FSDPC_PY_COMM_H
 #define FSDPC_PY_COMM_H
 
@@ -34,10 +34,7 @@ extern PyMethodDef fsdpc_py_nccl_methods[];
 /* Comm.staged(device). */
 PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
 
-/* Adds both types to the module and points fsdpc_shm_interrupt_check at the signal check. */
+/* Adds the type to the module and points fsdpc_shm_interrupt_check at the signal check. */
 int fsdpc_py_comm_exec(PyObject *module);
-/* Adds CommBuffer; called by the former. Makes a buffer for Comm.buffer(). */
-int fsdpc_py_comm_buffer_exec(PyObject *module);
-PyObject *fsdpc_py_comm_buffer_new(PyObject *comm, size_t bytes, bool common);
 
 #endif
