@@ -10,8 +10,6 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-#define LOOK_S 0.1 /* between looks for Ctrl-C */
-
 static nccl_comm *
 of(fsdpc_comm *comm)
 {
@@ -110,41 +108,6 @@ static void
 close_comm(fsdpc_comm *comm)
 {
     fsdpc_nccl_part(of(comm));
-}
-
-/* NCCL still knows its name. Kept where it can be found. */
-static void
-leave_behind(nccl_comm *comm)
-{
-    static _Atomic(nccl_comm *) left;
-    comm->next_left = atomic_exchange(&left, comm);
-}
-
-void
-fsdpc_nccl_dispose(nccl_comm *comm)
-{
-    (void)fsdpc_nccl_use_context(comm);
-    fsdpc_nccl_delist_all(comm);
-    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
-        if (comm->ring[i].event) {
-            (void)comm->driver->event_destroy(comm->ring[i].event);
-        }
-    }
-    if (comm->staging) {
-        (void)comm->driver->stream_destroy(comm->staging);
-    }
-    if (comm->scratch) {
-        (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
-        (void)comm->driver->host_free(comm->pinned);
-    }
-    pthread_cond_destroy(&comm->told);
-    pthread_mutex_destroy(&comm->lock);
-    pthread_mutex_destroy(&comm->calls);
-    if (comm->left_behind) {
-        leave_behind(comm);
-    } else {
-        fsdpc_mem_free(comm);
-    }
 }
 
 static void

@@ -91,6 +91,7 @@ typedef struct fsdpc_nccl_order {
     fsdpc_cu_stream stream; /* NULL: the communicator's */
 } fsdpc_nccl_order;
 
+/* comm_nccl_common.c */
 double fsdpc_nccl_now_s(void);
 void fsdpc_nccl_nap(int us);
 /* The calling thread may have no CUDA context. */

@@ -7,7 +7,6 @@
  * abort_wanted.
  */
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -27,59 +26,7 @@ enum {
     PARTING_S = 5,
 };
 
-bool
-fsdpc_nccl_is_forked(const nccl_comm *comm)
-{
-    return comm->owner != getpid();
-}
-
-double
-fsdpc_nccl_now_s(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
-void
-fsdpc_nccl_nap(int us)
-{
-    struct timespec time = {.tv_nsec = (long)us * 1000};
-    nanosleep(&time, NULL);
-}
-
-int
-fsdpc_nccl_use_context(const nccl_comm *comm)
-{
-    fsdpc_cu_context current = NULL;
-    FSDPC_TRY(fsdpc_cuda_check(comm->driver, comm->driver->ctx_get_current(&current),
-                               "the thread's CUDA context"));
-    if (current == comm->context) {
-        return FSDPC_OK;
-    }
-    return fsdpc_cuda_check(comm->driver, comm->driver->ctx_set_current(comm->context),
-                            "setting the thread's CUDA context");
-}
-
-/* --- failing ------------------------------------------------------------------------------------ */
-
-void
-fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
-{
-    char text[FSDPC_COMM_TEXT_BYTES];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    fsdpc_comm_break(&comm->base, status, text);
-    if (fsdpc_nccl_is_forked(comm)) {
-        return;
-    }
-    atomic_store(&comm->abort_wanted, true);
-    pthread_mutex_lock(&comm->lock);
-    pthread_cond_broadcast(&comm->told);
-    pthread_mutex_unlock(&comm->lock);
-}
+/* --- looking for failures ----------------------------------------------------------------------- */
 
 static void
 look_at_time(nccl_comm *comm)
@@ -172,6 +119,41 @@ end_nccl(nccl_comm *comm)
     pthread_mutex_unlock(&comm->calls);
     if (handle) {
         (void)comm->nccl->abort(handle);
+    }
+}
+
+/* NCCL still knows its name. Kept where it can be found. */
+static void
+leave_behind(nccl_comm *comm)
+{
+    static _Atomic(nccl_comm *) left;
+    comm->next_left = atomic_exchange(&left, comm);
+}
+
+void
+fsdpc_nccl_dispose(nccl_comm *comm)
+{
+    (void)fsdpc_nccl_use_context(comm);
+    fsdpc_nccl_delist_all(comm);
+    for (int i = 0; i < FSDPC_NCCL_RING; i++) {
+        if (comm->ring[i].event) {
+            (void)comm->driver->event_destroy(comm->ring[i].event);
+        }
+    }
+    if (comm->staging) {
+        (void)comm->driver->stream_destroy(comm->staging);
+    }
+    if (comm->scratch) {
+        (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
+        (void)comm->driver->host_free(comm->pinned);
+    }
+    pthread_cond_destroy(&comm->told);
+    pthread_mutex_destroy(&comm->lock);
+    pthread_mutex_destroy(&comm->calls);
+    if (comm->left_behind) {
+        leave_behind(comm);
+    } else {
+        fsdpc_mem_free(comm);
     }
 }
 

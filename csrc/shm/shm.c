@@ -1,4 +1,4 @@
-/* The shared segment's life: creation, the failure word, departure. See shm.h and shm_impl.h.
+/* The shared segment's life: creation and departure. See shm.h and shm_impl.h.
  *
  * Creation has two phases, so that all ranks succeed or all fail: they meet (everyone has the
  * memfd and the pidfds), each sets itself up, then all confirm. Only after that may a rank wait.
@@ -28,118 +28,7 @@ enum { SPINS = 2000, NAME_BYTES = 90 };
 
 _Static_assert(sizeof(fsdpc_shm_control) <= FIRST_OFFSET, "the control area must fit before data");
 
-int
-fsdpc_shm_rank(const fsdpc_shm *shm)
-{
-    return shm->rank;
-}
-
-int
-fsdpc_shm_world(const fsdpc_shm *shm)
-{
-    return shm->world;
-}
-
-double
-fsdpc_shm_timeout(const fsdpc_shm *shm)
-{
-    return shm->timeout_s;
-}
-
-/* --- failure -------------------------------------------------------------------------------- */
-
-static _Atomic int forks;
 static _Atomic uint64_t serials;
-static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
-
-static void
-count_fork(void)
-{
-    atomic_fetch_add(&forks, 1);
-    fsdpc_shm_turn_forked();
-}
-
-static void
-watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, count_fork);
-}
-
-/* Counting forks costs a load where getpid() would cost a system call in every barrier. */
-static bool
-is_owner(const fsdpc_shm *shm)
-{
-    return shm->forks == atomic_load_explicit(&forks, memory_order_relaxed);
-}
-
-int
-fsdpc_shm_usable(const fsdpc_shm *shm)
-{
-    if (!is_owner(shm)) {
-        return fsdpc_error(FSDPC_E_STATE,
-                           "the group of rank %d (pid %d) is used in a forked child (pid %d); "
-                           "make a group of its own there",
-                           shm->rank, (int)shm->owner, (int)getpid());
-    }
-    return FSDPC_OK;
-}
-
-static void
-wake_all(fsdpc_shm *shm)
-{
-    fsdpc_shm_control *control = shm->control;
-    atomic_fetch_add(&control->broadcast, 1);
-    fsdpc_shm_wake(&control->broadcast);
-    /* The one word that all ranks may sleep on where sleeping on two words is impossible. */
-    fsdpc_shm_wake(&control->barrier_done);
-}
-
-void
-fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank)
-{
-    uint32_t none = 0;
-    uint32_t failure = kind << 16 | (uint32_t)rank;
-    atomic_compare_exchange_strong(&shm->control->failure, &none, failure);
-    wake_all(shm);
-}
-
-int
-fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
-{
-    uint32_t failure = atomic_load_explicit(&shm->control->failure, memory_order_acquire);
-    if (failure == 0) {
-        return FSDPC_OK;
-    }
-    int rank = (int)(failure & 0xffff);
-    int pid = (int)atomic_load(&shm->control->slots[rank].pid);
-    char op[FSDPC_SHM_WAIT_TEXT];
-    fsdpc_shm_describe(what, op, sizeof op);
-    if (failure >> 16 == FSDPC_SHM_ABORTED) {
-        return fsdpc_error(FSDPC_E_PEER,
-                           "rank %d (pid %d) gave up while this rank (%d) was in %s; it said: %s",
-                           rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
-    }
-    return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
-                       rank, pid, shm->rank, op);
-}
-
-void
-fsdpc_shm_abort(fsdpc_shm *shm, const char *text)
-{
-    /* Once per rank: the text must not change after it has been published. */
-    if (!is_owner(shm) || atomic_exchange(&shm->aborting, 1)) {
-        return;
-    }
-    char *kept = shm->control->blocks[shm->rank].abort_text;
-    snprintf(kept, FSDPC_SHM_ABORT_BYTES, "%s", text && text[0] ? text : "(no reason given)");
-    fsdpc_shm_fail(shm, FSDPC_SHM_ABORTED, shm->rank);
-}
-
-bool
-fsdpc_shm_left(const fsdpc_shm *shm, int rank)
-{
-    return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
-}
 
 /* --- creation ------------------------------------------------------------------------------- */
 
@@ -182,8 +71,7 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     shm->world = world;
     shm->timeout_s = timeout_s;
     shm->owner = getpid();
-    pthread_once(&forks_once, watch_forks);
-    shm->forks = atomic_load(&forks);
+    shm->forks = fsdpc_shm_forks();
     shm->who = fsdpc_shm_who();
     shm->place = -1;
     shm->serial = atomic_fetch_add(&serials, 1);
@@ -317,9 +205,9 @@ void
 fsdpc_shm_leave(fsdpc_shm *shm)
 {
     /* A forked child holds copies of the descriptors and mappings, but is not the rank. */
-    if (is_owner(shm) && shm->control) {
+    if (fsdpc_shm_is_owner(shm) && shm->control) {
         atomic_store(&shm->control->slots[shm->rank].left, 1);
-        wake_all(shm);
+        fsdpc_shm_wake_all(shm);
     }
 }
 
@@ -331,7 +219,7 @@ fsdpc_shm_free(fsdpc_shm *shm)
     }
     fsdpc_shm_leave(shm);
     fsdpc_shm_turn_part(shm);
-    if (is_owner(shm)) {
+    if (fsdpc_shm_is_owner(shm)) {
         fsdpc_shm_watch_stop(shm);
     }
     fsdpc_shm_peers_close(shm);

@@ -40,8 +40,7 @@ void fsdpc_shm_free(fsdpc_shm *shm);
  * others still hold the segment. Local; memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);
 
-int fsdpc_shm_rank(const fsdpc_shm *shm);
-int fsdpc_shm_world(const fsdpc_shm *shm);
+/* Seconds: the deadline of every wait. */
 double fsdpc_shm_timeout(const fsdpc_shm *shm);
 
 /* Hands out `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
@@ -76,8 +75,6 @@ void fsdpc_shm_wake(_Atomic uint32_t *word);
 /* Now plus the segment's timeout. */
 int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
 int64_t fsdpc_shm_now_ns(void);
-/* Spins that a wait should make before sleeping; 0 when ranks outnumber cores. */
-int fsdpc_shm_spins(const fsdpc_shm *shm);
 
 /* FSDPC_OK, or FSDPC_E_PEER / FSDPC_E_STATE with text when a rank died or the group was aborted. A
  * rank that left in good order (fsdpc_shm_free) does not count here, only in waits for it. */
@@ -95,11 +92,6 @@ int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *m
 
 /* FSDPC_E_PEER: `rank` has left in good order although it is needed. */
 int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
-
-/* A rank is `blocked` while it waits for others inside fsdpc_shm_wait_word. The counter grows at
- * each begin and each end of such a wait: odd while blocked. Others use it to see that they wait
- * for a rank that itself waits. */
-uint32_t fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank);
 
 /* --- waits that a rank may also end by itself: [Note: turns] in shm_turn.c --------------------- */
 

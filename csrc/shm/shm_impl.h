@@ -8,7 +8,8 @@
  * Every word of the control area that two ranks may touch at once is a C11 atomic. The text blocks
  * are plain bytes, published by an atomic (the failure word, or a barrier).
  *
- * Files: shm.c lifecycle, failure state and mapping; shm_rendezvous.c meeting of the ranks;
+ * Files: shm_state.c clock, failure word, forks; shm.c lifecycle; shm_map.c mapping;
+ * shm_rendezvous.c and shm_host.c meeting of the ranks;
  * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree; shm_turn.c waits
  * that a rank may end by itself.
  */
@@ -35,7 +36,8 @@ enum { FSDPC_SHM_DEAD = 1, FSDPC_SHM_ABORTED = 2 };
 
 typedef struct fsdpc_shm_slot {
     alignas(128) _Atomic uint32_t barrier_seq; /* barriers entered */
-    _Atomic uint32_t blocked_seq;
+    _Atomic uint32_t
+        blocked_seq; /* begins and ends of waits inside fsdpc_shm_wait_word: odd while blocked */
     _Atomic uint32_t left;
     _Atomic int32_t pid;
     _Atomic int32_t who;                         /* fsdpc_shm_who() */
@@ -78,7 +80,7 @@ struct fsdpc_shm {
     pid_t owner;
     int forks; /* of this process when made: a forked child must not speak for its parent */
     int fd;    /* the memfd */
-    int spins;
+    int spins; /* of a wait before it sleeps; 0 when ranks outnumber cores */
     fsdpc_shm_control *control;
     uint64_t file_bytes, next_offset;
     fsdpc_shm_peer *peers;
@@ -109,7 +111,13 @@ extern int (*fsdpc_shm_munmap)(void *, size_t);
 /* Ranks that are threads of one process are told apart by this; getpid() otherwise. */
 extern int (*fsdpc_shm_who)(void);
 
-/* shm.c */
+/* shm_state.c */
+/* Forks between the first process that made a segment and this one. */
+int fsdpc_shm_forks(void);
+/* False in a forked child of the rank. */
+bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
+/* Every sleeper of the segment looks again. */
+void fsdpc_shm_wake_all(fsdpc_shm *shm);
 /* FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
 /* First failure wins; wakes everybody. */
@@ -129,10 +137,9 @@ int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
 /* shm_turn.c. join: when all members have noted who they are; part: before the control area goes.
- * forked: in a forked child. */
+*/
 void fsdpc_shm_turn_join(fsdpc_shm *shm);
 void fsdpc_shm_turn_part(fsdpc_shm *shm);
-void fsdpc_shm_turn_forked(void);
 
 /* shm_wait.c. Writes what this rank does into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);

@@ -73,11 +73,19 @@ own_pid(void)
 
 int (*fsdpc_shm_who)(void) = own_pid;
 
-void
-fsdpc_shm_turn_forked(void)
+static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
+
+/* Another thread may have held the lock at the fork. */
+static void
+renew_lock(void)
 {
-    /* Another thread may have held it at the fork. */
     pthread_mutex_init(&joined.lock, NULL);
+}
+
+static void
+watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, renew_lock);
 }
 
 /* --- which segments a process is in ----------------------------------------------------------- */
@@ -129,6 +137,7 @@ set_relations(int index)
 void
 fsdpc_shm_turn_join(fsdpc_shm *shm)
 {
+    pthread_once(&forks_once, watch_forks);
     pthread_mutex_lock(&joined.lock);
     for (int i = 0; i < FSDPC_SHM_GROUPS && shm->place < 0; i++) {
         if (!joined.of[i]) {

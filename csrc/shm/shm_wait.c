@@ -35,43 +35,6 @@ int (*fsdpc_shm_interrupt_check)(void);
 bool fsdpc_shm_without_waitv;
 static _Atomic int waitv_missing;
 
-int64_t
-fsdpc_shm_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-int64_t
-fsdpc_shm_deadline(const fsdpc_shm *shm)
-{
-    return fsdpc_shm_now_ns() + (int64_t)(shm->timeout_s * 1e9);
-}
-
-int
-fsdpc_shm_spins(const fsdpc_shm *shm)
-{
-    return shm->spins;
-}
-
-void
-fsdpc_shm_wake(_Atomic uint32_t *word)
-{
-    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
-}
-
-void
-fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
-{
-    const char *op = what && what->op && what->op[0] ? what->op : "a wait";
-    if (what && what->unit && what->unit[0]) {
-        snprintf(text, bytes, "%s of unit %s", op, what->unit);
-    } else {
-        snprintf(text, bytes, "%s", op);
-    }
-}
-
 void
 fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what)
 {
@@ -200,12 +163,6 @@ fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64
     int status = sleep_slice(shm, word, seen, deadline_ns, what);
     end_blocked(shm);
     return status;
-}
-
-uint32_t
-fsdpc_shm_blocked_seq(const fsdpc_shm *shm, int rank)
-{
-    return atomic_load(&shm->control->slots[rank].blocked_seq);
 }
 
 /* --- texts ---------------------------------------------------------------------------------- */

@@ -1,0 +1,152 @@
+/* The state of a segment that all files of the folder rest on: the clock, the failure word, who has
+ * left, and whether this process is the rank or a forked child of it.
+ */
+#include <linux/futex.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/status.h"
+#include "shm/shm_impl.h"
+
+/* --- time and waking ------------------------------------------------------------------------ */
+
+int64_t
+fsdpc_shm_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+int64_t
+fsdpc_shm_deadline(const fsdpc_shm *shm)
+{
+    return fsdpc_shm_now_ns() + (int64_t)(shm->timeout_s * 1e9);
+}
+
+void
+fsdpc_shm_wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+void
+fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
+{
+    const char *op = what && what->op && what->op[0] ? what->op : "a wait";
+    if (what && what->unit && what->unit[0]) {
+        snprintf(text, bytes, "%s of unit %s", op, what->unit);
+    } else {
+        snprintf(text, bytes, "%s", op);
+    }
+}
+
+double
+fsdpc_shm_timeout(const fsdpc_shm *shm)
+{
+    return shm->timeout_s;
+}
+
+/* --- forks ---------------------------------------------------------------------------------- */
+
+static _Atomic int forks;
+static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
+
+static void
+count_fork(void)
+{
+    atomic_fetch_add(&forks, 1);
+}
+
+static void
+watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+/* Counting forks costs a load where getpid() would cost a system call in every barrier. */
+int
+fsdpc_shm_forks(void)
+{
+    pthread_once(&forks_once, watch_forks);
+    return atomic_load_explicit(&forks, memory_order_relaxed);
+}
+
+bool
+fsdpc_shm_is_owner(const fsdpc_shm *shm)
+{
+    return shm->forks == fsdpc_shm_forks();
+}
+
+/* --- failure -------------------------------------------------------------------------------- */
+
+int
+fsdpc_shm_usable(const fsdpc_shm *shm)
+{
+    if (!fsdpc_shm_is_owner(shm)) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "the group of rank %d (pid %d) is used in a forked child (pid %d); "
+                           "make a group of its own there",
+                           shm->rank, (int)shm->owner, (int)getpid());
+    }
+    return FSDPC_OK;
+}
+
+void
+fsdpc_shm_wake_all(fsdpc_shm *shm)
+{
+    fsdpc_shm_control *control = shm->control;
+    atomic_fetch_add(&control->broadcast, 1);
+    fsdpc_shm_wake(&control->broadcast);
+    /* The one word that all ranks may sleep on where sleeping on two words is impossible. */
+    fsdpc_shm_wake(&control->barrier_done);
+}
+
+void
+fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank)
+{
+    uint32_t none = 0;
+    uint32_t failure = kind << 16 | (uint32_t)rank;
+    atomic_compare_exchange_strong(&shm->control->failure, &none, failure);
+    fsdpc_shm_wake_all(shm);
+}
+
+int
+fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    uint32_t failure = atomic_load_explicit(&shm->control->failure, memory_order_acquire);
+    if (failure == 0) {
+        return FSDPC_OK;
+    }
+    int rank = (int)(failure & 0xffff);
+    int pid = (int)atomic_load(&shm->control->slots[rank].pid);
+    char op[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, op, sizeof op);
+    if (failure >> 16 == FSDPC_SHM_ABORTED) {
+        return fsdpc_error(FSDPC_E_PEER,
+                           "rank %d (pid %d) gave up while this rank (%d) was in %s; it said: %s",
+                           rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
+    }
+    return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
+                       rank, pid, shm->rank, op);
+}
+
+void
+fsdpc_shm_abort(fsdpc_shm *shm, const char *text)
+{
+    /* Once per rank: the text must not change after it has been published. */
+    if (!fsdpc_shm_is_owner(shm) || atomic_exchange(&shm->aborting, 1)) {
+        return;
+    }
+    char *kept = shm->control->blocks[shm->rank].abort_text;
+    snprintf(kept, FSDPC_SHM_ABORT_BYTES, "%s", text && text[0] ? text : "(no reason given)");
+    fsdpc_shm_fail(shm, FSDPC_SHM_ABORTED, shm->rank);
+}
+
+bool
+fsdpc_shm_left(const fsdpc_shm *shm, int rank)
+{
+    return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
+}
