@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # `import combinations`
 sys.path.insert(0, str(HERE / "simgpu"))  # `import simgpu`
 sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
@@ -38,12 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random ranks are late before random modules, autograd nodes and optimizer steps, "
         "drawn from the seed; no result may change",
     )
+    parser.addoption(
+        "--combinations",
+        choices=["all", "pairs", "each"],
+        default=os.environ.get("FSDPC_TEST_COMBINATIONS", "all"),
+        help="which items of a test of several ranks run: the product of its axes, items in which "
+        "every two values of two axes occur together, or items in which every value occurs",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from conformance_table import Table
 
     config.pluginmanager.register(Table())
+    os.environ["FSDPC_TEST_COMBINATIONS"] = config.getoption("--combinations")  # for the harness
     if config.getoption("--jitter") is not None:
         os.environ["FSDPC_TEST_JITTER"] = config.getoption("--jitter")  # for the harness
     if config.getoption("--gpu") == "sim":
@@ -54,15 +63,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FSDPC_TEST_GPU"] = "sim"  # for the harness
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m: the choice is among what those leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--gpu") != "sim":
-        return
-    from applies import reason_to_skip
+    if config.getoption("--gpu") == "sim":
+        from applies import reason_to_skip
 
-    for item in items:
-        reason = reason_to_skip(item.path.relative_to(HERE).as_posix(), item.name)
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=f"simulated GPU: {reason}"))
+        for item in items:
+            reason = reason_to_skip(item.path.relative_to(HERE).as_posix(), item.name)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=f"simulated GPU: {reason}"))
+    from combinations import choose
+
+    kept = choose(items, config.getoption("--combinations"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -131,7 +131,14 @@ class Cases:
                 said = case.fsdpc_does if WORKS in case.fsdpc else worst(ours)
                 note_difference(case.title, worst(theirs), said)
 
+        for test in (test_torch, test_fsdpc):
+            test.case_of = self.case_of  # type: ignore[attr-defined]  for ../combinations.py
         return test_torch, test_fsdpc
+
+    def case_of(self, name: str) -> tuple[str, dict[str, str]]:
+        """A case's function, and its row of that function's axes."""
+        case = self.cases[name]
+        return case.function, {axis: label(value) for axis, value in case.arguments.items()}
 
     def check(self, name: str, library: str, records: list[Record]) -> None:
         """The stated outcome: a value or an exception on all ranks; what goes wrong, hangs or dies

@@ -1,0 +1,91 @@
+"""Which combinations of a test's axes run: `pytest --combinations pairs`.
+
+A test of several ranks that is parametrised by several axes (world size, strategy, use_orig_params, ...)
+has the product of them as its items. `pairs` keeps items such that every two values of two axes still run
+together somewhere, `each` such that every value of every axis runs; `all`, which is the default, keeps the
+product. The choice depends on nothing but the items, so it is the same in every process and on every day.
+
+Rows of one parametrize call are one axis, however many arguments they hold: none is left out.
+One rank exchanges nothing: an item on one rank stands for its world size, not for its other values,
+wherever the test also runs on several.
+
+`subset` does the same for a product inside a test: it follows $FSDPC_TEST_COMBINATIONS, which the
+option sets for the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+MODES = {"all": 0, "pairs": 2, "each": 1}  # how many axes must have all their values together
+VARIABLE = "FSDPC_TEST_COMBINATIONS"
+
+Row = dict[str, Hashable]  # axis -> value
+Goal = tuple[tuple[str, Hashable], ...]  # values that must occur together
+
+
+def goals(row: Row, size: int, alone: bool) -> set[Goal]:
+    """What a row covers: its values, `size` at a time; with `alone` only those with the world size."""
+    size = min(size, len(row))
+    found = set(itertools.combinations(row.items(), size))
+    return {goal for goal in found if any(axis == "world" for axis, _ in goal)} if alone else found
+
+
+def cover(rows: Sequence[Row], size: int) -> list[int]:
+    """Numbers of rows that together cover what all rows cover: greedy, the first of equals."""
+    several = any(row.get("world") != "1" for row in rows)
+    covered = [goals(row, size, several and row.get("world") == "1") for row in rows]
+    missing: set[Goal] = set().union(*covered)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: (len(covered[i] & missing), -i))
+        chosen.append(best)
+        missing -= covered[best]
+    return sorted(chosen)
+
+
+def subset(product: Iterable[tuple[Any, ...]], mode: str | None = None) -> list[tuple[Any, ...]]:
+    """The tuples of a product, or those among them that the mode asks for."""
+    values = list(product)
+    size = MODES[mode or os.environ.get(VARIABLE, "all")]
+    if not size:
+        return values
+    rows = [{str(axis): repr(value) for axis, value in enumerate(row)} for row in values]
+    return [values[i] for i in cover(rows, size)]
+
+
+def axes_of(item: Any) -> tuple[Hashable, Row] | None:
+    """A test of several ranks, and the values of its axes in this item; None for any other item."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return None
+    case_of = getattr(item.function, "case_of", None)  # of tests/conformance
+    if case_of is not None:
+        function, arguments = case_of(**callspec.params)
+        return (item.path, item.originalname, function), arguments
+    ids = getattr(callspec, "_idlist", ())  # one for each of the parametrize calls
+    calls = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    if "world" not in calls or len(calls) != len(ids):
+        return None
+    row = {str(call): i for call, i in zip(calls, ids, strict=True)}
+    return (item.path, item.cls, item.originalname), row
+
+
+def choose(items: Sequence[Any], mode: str) -> list[Any]:
+    """The items that run, in their order."""
+    if mode == "all":
+        return list(items)
+    groups: dict[Hashable, list[tuple[int, Row]]] = {}
+    kept = []
+    for number, item in enumerate(items):
+        found = axes_of(item)
+        if found is None or item.get_closest_marker("skip"):
+            kept.append(number)
+        else:
+            groups.setdefault(found[0], []).append((number, found[1]))
+    for group in groups.values():
+        kept += [group[i][0] for i in cover([row for _, row in group], MODES[mode])]
+    return [items[number] for number in sorted(kept)]
