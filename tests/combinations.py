@@ -1,13 +1,14 @@
 """Which combinations of a test's axes run: `pytest --combinations pairs`.
 
-A test of several ranks that is parametrised by several axes (world size, strategy, use_orig_params, ...)
-has the product of them as its items. `pairs` keeps items such that every two values of two axes still run
-together somewhere, `each` such that every value of every axis runs; `all`, which is the default, keeps the
-product. The choice depends on nothing but the items, so it is the same in every process and on every day.
+A test of several ranks that is parametrised by several axes (world size, strategy,
+use_orig_params, ...) has the product of the axes as its items. `pairs` keeps items in which every
+two values of two axes still occur together, `each` keeps items in which every value of every axis
+occurs, and `all`, the default, keeps the product. The choice depends on the items alone, so every
+process and every day choose the same.
 
-Rows of one parametrize call are one axis, however many arguments they hold: none is left out.
-One rank exchanges nothing: an item on one rank stands for its world size, not for its other values,
-wherever the test also runs on several.
+The rows of one parametrize call are one axis, however many arguments they hold: no row is left out.
+One rank exchanges nothing: where a test runs on several ranks as well, an item on one rank counts
+for its world size and for nothing else.
 
 `subset` does the same for a product inside a test: it follows $FSDPC_TEST_COMBINATIONS, which the
 option sets for the ranks.
@@ -28,7 +29,7 @@ Goal = tuple[tuple[str, Hashable], ...]  # values that must occur together
 
 
 def goals(row: Row, size: int, alone: bool) -> set[Goal]:
-    """What a row covers: its values, `size` at a time; with `alone` only those with the world size."""
+    """What a row covers: `size` values at a time; with `alone` only those with the world size."""
     size = min(size, len(row))
     found = set(itertools.combinations(row.items(), size))
     return {goal for goal in found if any(axis == "world" for axis, _ in goal)} if alone else found
