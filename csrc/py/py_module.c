@@ -17,41 +17,6 @@
 #include "py/probe/py_kernels.h"
 #include "py/unit/py_layout.h"
 
-static fsdpc_py_module_state *current_state;
-
-fsdpc_py_module_state *
-fsdpc_py_state(PyObject *module)
-{
-    return PyModule_GetState(module);
-}
-
-fsdpc_py_module_state *
-fsdpc_py_current(void)
-{
-    return current_state;
-}
-
-bool
-fsdpc_py_finalizing(void)
-{
-#if PY_VERSION_HEX >= 0x030D0000
-    return !Py_IsInitialized() || Py_IsFinalizing();
-#else
-    return !Py_IsInitialized() || _Py_IsFinalizing();
-#endif
-}
-
-int
-fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    *slot = (PyTypeObject *)type;
-    return PyModule_AddType(module, *slot);
-}
-
 /* --- exceptions ------------------------------------------------------------------------------ */
 
 /* Adds fsdpc.<name> with one or two bases; the state owns *slot. */
@@ -119,7 +84,7 @@ refuse_second(void)
         PyErr_SetString(PyExc_ImportError, "fsdpc._C does not support sub-interpreters");
         return -1;
     }
-    if (current_state != NULL) {
+    if (fsdpc_py_current() != NULL) {
         PyErr_SetString(PyExc_ImportError, "fsdpc._C is already loaded in this process");
         return -1;
     }
@@ -139,6 +104,16 @@ static PyMethodDef layout_methods[] = {
 };
 
 static int
+add_engine(PyObject *module)
+{
+    if (fsdpc_py_make_names() < 0 || fsdpc_py_flat_exec(module) < 0 ||
+        fsdpc_py_tree_exec(module) < 0) {
+        return -1;
+    }
+    return fsdpc_py_hook_exec(module);
+}
+
+static int
 add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
@@ -149,7 +124,7 @@ add_parts(PyObject *module)
             return -1;
         }
     }
-    return fsdpc_py_comm_exec(module) < 0 ? -1 : fsdpc_py_engine_exec(module);
+    return fsdpc_py_comm_exec(module) < 0 ? -1 : add_engine(module);
 }
 
 static int
@@ -162,9 +137,9 @@ module_exec(PyObject *module)
         return -1;
     }
     fsdpc_py_module_state *state = fsdpc_py_state(module);
-    current_state = state;
+    fsdpc_py_set_current(state);
     if (add_names(state) < 0 || add_exceptions(module, state) < 0 || add_parts(module) < 0) {
-        current_state = NULL;
+        fsdpc_py_set_current(NULL);
         return -1;
     }
     return 0;
@@ -200,8 +175,8 @@ module_clear(PyObject *module)
     if (state == NULL) {
         return 0;
     }
-    if (current_state == state) {
-        current_state = NULL;
+    if (fsdpc_py_current() == state) {
+        fsdpc_py_set_current(NULL);
     }
     Py_CLEAR(state->comm_error);
     Py_CLEAR(state->peer_error);

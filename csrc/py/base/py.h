@@ -25,7 +25,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 
-/* --- module state ---------------------------------------------------------------------------- */
+/* --- module state (py_state.c) --------------------------------------------------------------- */
 
 enum { FSDPC_PY_TENSOR_TYPES = 4 };
 
@@ -40,7 +40,8 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *unit_type;
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
-    PyObject *name_is_neg; /* interned str */
+    vectorcallfunc hook_call; /* of its objects */
+    PyObject *name_is_neg;    /* interned str */
     PyObject *name_is_conj;
     PyObject
         *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
@@ -54,11 +55,29 @@ typedef struct fsdpc_py_module_state {
 fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
 /* The state of the one loaded module; NULL before its start and after its end. */
 fsdpc_py_module_state *fsdpc_py_current(void);
+/* Set when the module starts, NULL when it ends. */
+void fsdpc_py_set_current(fsdpc_py_module_state *state);
 /* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
  * and stores a reference in *slot (a member of the module state, which owns it). */
 int fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 /* True when the interpreter is going down and the GIL must not be asked for any more. */
 bool fsdpc_py_finalizing(void);
+
+/* --- callbacks (py_state.c) ------------------------------------------------------------------ */
+
+/* +1 before Python code that runs in the middle of a core call of this thread, -1 after; and
+ * whether such code is running. */
+void fsdpc_py_core_calls_python(int more);
+bool fsdpc_py_is_in_core(void);
+/* Around a callback into Python from a thread with or without the GIL: an exception that was set
+ * before stays the first one. FSDPC_E_STATE while the interpreter shuts down. */
+typedef struct fsdpc_py_entered {
+    PyGILState_STATE gil;
+    PyObject *type, *value, *trace;
+} fsdpc_py_entered;
+int fsdpc_py_callback_enter(fsdpc_py_entered *self);
+/* Gives `status` back. */
+int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
 
 /* --- errors (py_status.c) ---------------------------------------------------------------------*/
 
@@ -72,8 +91,6 @@ PyObject *fsdpc_py_raise(int status);
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
 /* Calls a callable without arguments, which the call may take out of its place. 0 or -1. */
 int fsdpc_py_call(PyObject *callable);
-/* +1 before Python code that runs in the middle of a core call, -1 after (py_gate.c). */
-void fsdpc_py_core_calls_python(int more);
 /* For waits, without the GIL: runs Python's signal handlers (on the main thread, elsewhere it does
  * nothing). Non-zero if one raised; that stays set and is found by fsdpc_py_raise. */
 int fsdpc_py_check_signals(void);

@@ -67,29 +67,6 @@ call(const target *to, const char *method, void *buffer, size_t bytes, PyObject 
     return status;
 }
 
-int
-fsdpc_py_callback_enter(fsdpc_py_entered *self)
-{
-    if (fsdpc_py_finalizing()) {
-        return fsdpc_error(FSDPC_E_STATE, "the interpreter is shutting down");
-    }
-    self->gil = PyGILState_Ensure();
-    fsdpc_py_core_calls_python(1);
-    PyErr_Fetch(&self->type, &self->value, &self->trace);
-    return FSDPC_OK;
-}
-
-int
-fsdpc_py_callback_leave(fsdpc_py_entered *self, int status)
-{
-    if (self->type != NULL) {
-        PyErr_Restore(self->type, self->value, self->trace);
-    }
-    fsdpc_py_core_calls_python(-1);
-    PyGILState_Release(self->gil);
-    return status;
-}
-
 static int
 all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
 {

@@ -9,46 +9,6 @@
 #include <stddef.h>
 #include <structmember.h>
 
-typedef struct comm_object {
-    PyObject_HEAD
-    fsdpc_comm *comm;
-    PyObject *callbacks; /* borrowed from the communicator, for the garbage collector */
-    PyObject *weak_references;
-    bool closed;
-} comm_object;
-
-int
-fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out)
-{
-    const fsdpc_py_module_state *state = fsdpc_py_current();
-    if (state == NULL || !Py_IS_TYPE(object, state->comm_type)) {
-        PyErr_Format(PyExc_TypeError, "expected a fsdpc._C.Comm, not %.100s",
-                     Py_TYPE(object)->tp_name);
-        return -1;
-    }
-    comm_object *self = (comm_object *)object;
-    if (self->closed) {
-        fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "the communicator is closed"));
-        return -1;
-    }
-    *out = self->comm;
-    return 0;
-}
-
-PyObject *
-fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks)
-{
-    PyTypeObject *comm_type = (PyTypeObject *)type;
-    comm_object *self = (comm_object *)comm_type->tp_alloc(comm_type, 0);
-    if (self == NULL) {
-        fsdpc_comm_free(comm);
-        return NULL;
-    }
-    self->comm = comm;
-    self->callbacks = callbacks;
-    return (PyObject *)self;
-}
-
 /* --- methods --------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(abort_doc, "abort($self, text)\n--\n\n"
@@ -63,7 +23,7 @@ comm_abort(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *
     if (fsdpc_py_args("abort", table, 1, values, count, keywords) < 0) {
         return NULL;
     }
-    fsdpc_comm_abort(((comm_object *)self)->comm, text);
+    fsdpc_comm_abort(((fsdpc_py_comm *)self)->comm, text);
     Py_RETURN_NONE;
 }
 
@@ -80,7 +40,7 @@ comm_fail(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *k
     if (fsdpc_py_args("fail", table, 1, values, count, keywords) < 0) {
         return NULL;
     }
-    fsdpc_comm_fail(((comm_object *)self)->comm, FSDPC_E_PEER, text);
+    fsdpc_comm_fail(((fsdpc_py_comm *)self)->comm, FSDPC_E_PEER, text);
     Py_RETURN_NONE;
 }
 
@@ -93,7 +53,7 @@ PyDoc_STRVAR(close_doc,
 static PyObject *
 comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
-    comm_object *self = (comm_object *)object;
+    fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     if (!self->closed) {
         self->closed = true;
         Py_BEGIN_ALLOW_THREADS
@@ -203,25 +163,25 @@ static PyMethodDef comm_methods[] = {
 static PyObject *
 comm_rank(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyLong_FromLong(fsdpc_comm_rank(((comm_object *)self)->comm));
+    return PyLong_FromLong(fsdpc_comm_rank(((fsdpc_py_comm *)self)->comm));
 }
 
 static PyObject *
 comm_world(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyLong_FromLong(fsdpc_comm_world(((comm_object *)self)->comm));
+    return PyLong_FromLong(fsdpc_comm_world(((fsdpc_py_comm *)self)->comm));
 }
 
 static PyObject *
 comm_kind(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString(fsdpc_comm_kind(((comm_object *)self)->comm));
+    return PyUnicode_FromString(fsdpc_comm_kind(((fsdpc_py_comm *)self)->comm));
 }
 
 static PyObject *
 comm_device(PyObject *self, void *Py_UNUSED(closure))
 {
-    const fsdpc_device *device = fsdpc_comm_device(((comm_object *)self)->comm);
+    const fsdpc_device *device = fsdpc_comm_device(((fsdpc_py_comm *)self)->comm);
     int ordinal = fsdpc_device_get_caps(device)->ordinal;
     return ordinal < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(ordinal);
 }
@@ -230,14 +190,14 @@ comm_device(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *
 comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
 {
-    fsdpc_comm *comm = ((comm_object *)self)->comm;
+    fsdpc_comm *comm = ((fsdpc_py_comm *)self)->comm;
     return PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(comm)));
 }
 
 static PyObject *
 comm_closed(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(((comm_object *)self)->closed);
+    return PyBool_FromLong(((fsdpc_py_comm *)self)->closed);
 }
 
 static PyGetSetDef comm_getset[] = {
@@ -257,7 +217,7 @@ static PyGetSetDef comm_getset[] = {
 static PyObject *
 comm_repr(PyObject *object)
 {
-    const comm_object *self = (comm_object *)object;
+    const fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     return PyUnicode_FromFormat("<fsdpc Comm %s, rank %d of %d%s>", fsdpc_comm_kind(self->comm),
                                 fsdpc_comm_rank(self->comm), fsdpc_comm_world(self->comm),
                                 self->closed ? ", closed" : "");
@@ -267,14 +227,14 @@ static int
 comm_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((comm_object *)object)->callbacks);
+    Py_VISIT(((fsdpc_py_comm *)object)->callbacks);
     return 0;
 }
 
 static void
 comm_dealloc(PyObject *object)
 {
-    comm_object *self = (comm_object *)object;
+    fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     if (self->weak_references != NULL) {
@@ -287,7 +247,7 @@ comm_dealloc(PyObject *object)
 }
 
 static PyMemberDef comm_members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(comm_object, weak_references), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fsdpc_py_comm, weak_references), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -305,7 +265,7 @@ static PyType_Slot comm_slots[] = {
 
 static PyType_Spec comm_spec = {
     .name = "fsdpc._C.Comm",
-    .basicsize = sizeof(comm_object),
+    .basicsize = sizeof(fsdpc_py_comm),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
              Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = comm_slots,

@@ -14,16 +14,6 @@ int fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out);
  * (see py_c10d.c) and own a reference to it, which fsdpc_comm_free gives back through `release`. */
 int fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out);
 
-/* Around a callback into Python from a thread with or without the GIL: an exception that was set
- * before stays the first one. FSDPC_E_STATE while the interpreter shuts down. */
-typedef struct fsdpc_py_entered {
-    PyGILState_STATE gil;
-    PyObject *type, *value, *trace;
-} fsdpc_py_entered;
-int fsdpc_py_callback_enter(fsdpc_py_entered *self);
-/* Gives `status` back. */
-int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
-
 /* A Comm object over `comm`, which it takes over, even on failure. `callbacks` (or NULL) is what the
  * communicator keeps, for the garbage collector. */
 PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks);

@@ -1,8 +1,16 @@
-/* The methods of Comm that are not in py_comm.c; its documentation strings, there, say what they do. */
+/* A Comm object, and the methods of Comm that are not in py_comm.c (their docstrings are there). */
 #ifndef FSDPC_PY_COMM_IMPL_H
 #define FSDPC_PY_COMM_IMPL_H
 
 #include "py/comm/py_comm.h"
+
+typedef struct fsdpc_py_comm {
+    PyObject_HEAD
+    fsdpc_comm *comm;
+    PyObject *callbacks; /* borrowed from the communicator, for the garbage collector */
+    PyObject *weak_references;
+    bool closed;
+} fsdpc_py_comm;
 
 typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ssize_t count,
                                   PyObject *keywords);

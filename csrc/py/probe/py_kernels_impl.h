@@ -18,6 +18,8 @@ typedef struct fsdpc_py_buffer {
     int64_t n;
 } fsdpc_py_buffer;
 
+/* --- py_kernels_buffer.c --------------------------------------------------------------------- */
+
 /* A table's name; "cuda:N": that GPU, and this thread's work for it goes on torch's current stream;
  * NULL: the CPU device. -1 with an exception. */
 int fsdpc_py_kernels_find(const char *name, fsdpc_py_kernels *out);
@@ -31,7 +33,8 @@ PyObject *fsdpc_py_kernels_finish(int status);
 #define FSDPC_PY_KEYWORDS(function) \
     (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
 
-/* In py_kernels_device.c. */
+/* --- py_kernels_device.c --------------------------------------------------------------------- */
+
 PyObject *fsdpc_py_kernel_pack_plan(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *fsdpc_py_kernel_pack(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *fsdpc_py_kernel_scale_by(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);

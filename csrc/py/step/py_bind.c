@@ -331,3 +331,13 @@ fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
     flat->installed = 0;
     return put_back(flat);
 }
+
+int
+fsdpc_py_end_hold(fsdpc_py_flat *flat)
+{
+    if (!flat->hold_installed) {
+        return 0;
+    }
+    flat->hold_installed = false;
+    return fsdpc_py_uninstall(flat);
+}

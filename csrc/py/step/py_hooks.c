@@ -13,7 +13,7 @@
  *   input_done    for units without trainable parameters: the gradient of the input exists.
  *   end           after backward: units with partial gradients, the ranks' common end, .grad.
  *
- * py_hooks_forward.c, py_hooks_backward.c and py_hooks_end.c hold what each does.
+ * py_hooks_forward.c, py_hooks_begin.c, py_hooks_backward.c and py_hooks_end.c hold what each does.
  *
  * The GIL is let go around everything that copies, casts or waits; a release is a few stores and
  * keeps it.
@@ -23,37 +23,6 @@
 #include <structmember.h>
 
 #include <stddef.h>
-
-int
-fsdpc_py_checked(int status)
-{
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
-}
-
-int
-fsdpc_py_call_truth(PyObject *function)
-{
-    PyObject *result = PyObject_CallNoArgs(function);
-    if (!result) {
-        return -1;
-    }
-    int truth = PyObject_IsTrue(result);
-    Py_DECREF(result);
-    return truth;
-}
-
-PyObject *
-fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind)
-{
-    if (!self->again) {
-        self->again = fsdpc_py_hook_new(kind, self->owner, -1);
-    }
-    return self->again;
-}
 
 /* --- the type -------------------------------------------------------------------------------- */
 
@@ -193,20 +162,6 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywo
     return out ? out : Py_NewRef(Py_None);
 }
 
-PyObject *
-fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param)
-{
-    PyTypeObject *type = fsdpc_py_current()->hook_type;
-    fsdpc_py_hook *self = (fsdpc_py_hook *)type->tp_alloc(type, 0);
-    if (self) {
-        self->call = hook_call;
-        self->kind = kind;
-        self->param = param;
-        self->owner = Py_NewRef(owner);
-    }
-    return (PyObject *)self;
-}
-
 static int
 hook_traverse(fsdpc_py_hook *self, visitproc visit, void *arg)
 {
@@ -272,5 +227,7 @@ static PyType_Spec spec = {
 int
 fsdpc_py_hook_exec(PyObject *module)
 {
-    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->hook_type);
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    state->hook_call = hook_call;
+    return fsdpc_py_add_type(module, &spec, &state->hook_type);
 }

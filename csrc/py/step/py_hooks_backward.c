@@ -35,51 +35,6 @@ model_is_gone(const fsdpc_py_flat *flat)
     return -1;
 }
 
-bool
-fsdpc_py_in_backward(const fsdpc_py_tree *tree)
-{
-    return fsdpc_tree_in_backward(tree->tree) && tree->end_pending;
-}
-
-/* torch keeps the end hook until it has called it, or until the backward has failed. */
-static int
-queue_end(fsdpc_py_tree *tree)
-{
-    PyObject *end = fsdpc_py_hook_new(FSDPC_HOOK_END, (PyObject *)tree, -1);
-    PyObject *result = end ? PyObject_CallOneArg(tree->queue_callback, end) : NULL;
-    tree->end_pending = result ? end : NULL;
-    Py_XDECREF(result);
-    Py_XDECREF(end);
-    return result ? 0 : -1;
-}
-
-int
-fsdpc_py_begin_backward(fsdpc_py_tree *tree)
-{
-    if (fsdpc_tree_in_backward(tree->tree)) {
-        if (tree->end_pending) {
-            return 0;
-        }
-        if (fsdpc_py_clear_broken_backward(tree) < 0) {
-            return -1;
-        }
-    }
-    for (int i = 0; i < tree->count; i++) {
-        tree->units[i]->open_calls = 0;
-        tree->units[i]->unseen = false;
-        if (fsdpc_py_carry_frozen(tree->units[i]) < 0 ||
-            fsdpc_py_look_for_step(tree->units[i]) < 0) {
-            return -1;
-        }
-    }
-    tree->backward++;
-    tree->twice = false;
-    tree->sums = tree->count == 0 || tree->units[0]->sync;
-    int status;
-    FSDPC_PY_CORE(status, fsdpc_tree_begin_backward(tree->tree));
-    return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);
-}
-
 /* See [Note: a second backward]. */
 static int
 look_for_second(fsdpc_py_flat *flat)
@@ -127,16 +82,6 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     }
     flat->hold_installed = true;
     return fsdpc_py_install(flat);
-}
-
-int
-fsdpc_py_end_hold(fsdpc_py_flat *flat)
-{
-    if (!flat->hold_installed) {
-        return 0;
-    }
-    flat->hold_installed = false;
-    return fsdpc_py_uninstall(flat);
 }
 
 /* --- sending --------------------------------------------------------------------------------- */

@@ -31,7 +31,7 @@ typedef struct fsdpc_py_hook {
         Py_END_ALLOW_THREADS              \
     } while (0)
 
-/* --- py_hooks.c ------------------------------------------------------------------------------ */
+/* --- py_hook.c ------------------------------------------------------------------------------- */
 
 /* 0, or -1 with the exception of a status. */
 int fsdpc_py_checked(int status);
@@ -50,10 +50,20 @@ int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t 
 int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
                           PyObject **out);
 
-/* --- py_hooks_backward.c --------------------------------------------------------------------- */
+/* --- py_hooks_begin.c ------------------------------------------------------------------------ */
 
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
+
+/* --- py_hooks_broken.c ----------------------------------------------------------------------- */
+
+/* A unit's record of the backward is empty again. */
+void fsdpc_py_forget_backward(fsdpc_py_flat *flat);
+/* A backward has raised: what it leaves in a unit is dropped, as far as that goes without the peers. */
+int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
+
+/* --- py_hooks_backward.c --------------------------------------------------------------------- */
+
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
@@ -62,8 +72,6 @@ bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 /* The unit has all gradients that it will get for now. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
-/* Sharded parameters are shown again, if gathered ones were for this backward. */
-int fsdpc_py_end_hold(fsdpc_py_flat *flat);
 /* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 /* Raises: a gradient of this parameter was computed while the unit was not gathered. -1. */
@@ -72,7 +80,5 @@ int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);
 /* --- py_hooks_end.c -------------------------------------------------------------------------- */
 
 int fsdpc_py_end_backward(fsdpc_py_tree *tree);
-/* A backward has raised: what it leaves in a unit is dropped, as far as that goes without the peers. */
-int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 
 #endif

@@ -160,28 +160,6 @@ parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
     return result;
 }
 
-static PyObject *
-tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
-{
-    fsdpc_py_tree *self = (fsdpc_py_tree *)type->tp_alloc(type, 0);
-    if (!self) {
-        return NULL;
-    }
-    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
-    if (parse_tree(self, args, keywords) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    for (int i = 0; i < self->count; i++) {
-        fsdpc_py_flat *flat = self->units[i];
-        flat->tree = (fsdpc_py_tree *)Py_NewRef(self);
-        flat->id = i;
-        self->backward = flat->backward > self->backward ? flat->backward : self->backward;
-    }
-    PyObject_GC_Track(self);
-    return (PyObject *)self;
-}
-
 static int
 tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
 {
@@ -246,6 +224,23 @@ tree_clear(fsdpc_py_tree *self)
     return 0;
 }
 
+/* Lets the units go and frees what the tree has; it is not in use. */
+static void
+close_now(PyObject *object)
+{
+    fsdpc_py_tree *self = (fsdpc_py_tree *)object;
+    Py_INCREF(self);
+    for (int i = 0; i < self->count; i++) {
+        /* A unit may be in another tree by now. */
+        if (self->units[i]->tree == self && (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
+                                             fsdpc_py_uninstall_all(self->units[i]) < 0)) {
+            PyErr_Clear();
+        }
+    }
+    tree_clear(self);
+    Py_DECREF(self);
+}
+
 static void
 tree_dealloc(fsdpc_py_tree *self)
 {
@@ -255,6 +250,29 @@ tree_dealloc(fsdpc_py_tree *self)
     fsdpc_mem_free(self->units);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+static PyObject *
+tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    fsdpc_py_tree *self = (fsdpc_py_tree *)type->tp_alloc(type, 0);
+    if (!self) {
+        return NULL;
+    }
+    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
+    self->gate.late = close_now;
+    if (parse_tree(self, args, keywords) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (int i = 0; i < self->count; i++) {
+        fsdpc_py_flat *flat = self->units[i];
+        flat->tree = (fsdpc_py_tree *)Py_NewRef(self);
+        flat->id = i;
+        self->backward = flat->backward > self->backward ? flat->backward : self->backward;
+    }
+    PyObject_GC_Track(self);
+    return (PyObject *)self;
 }
 
 /* 0, or -1 with StateError after close(). */
@@ -473,21 +491,6 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
     return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
 
-void
-fsdpc_py_tree_close_now(fsdpc_py_tree *self)
-{
-    Py_INCREF(self);
-    for (int i = 0; i < self->count; i++) {
-        /* A unit may be in another tree by now. */
-        if (self->units[i]->tree == self && (fsdpc_py_set_in_pass(self->units[i], false) < 0 ||
-                                             fsdpc_py_uninstall_all(self->units[i]) < 0)) {
-            PyErr_Clear();
-        }
-    }
-    tree_clear(self);
-    Py_DECREF(self);
-}
-
 /* Called by the garbage collector's way, too, at any moment of a step: then it is put off. */
 static PyObject *
 tree_close(fsdpc_py_tree *self, PyObject *unused)
@@ -496,7 +499,7 @@ tree_close(fsdpc_py_tree *self, PyObject *unused)
     if (fsdpc_py_tree_in_use(self)) {
         self->closes = self->late_work = true;
     } else {
-        fsdpc_py_tree_close_now(self);
+        close_now((PyObject *)self);
     }
     Py_RETURN_NONE;
 }

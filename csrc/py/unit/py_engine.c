@@ -1,10 +1,12 @@
-/* The engine's types and the strings that they share. */
+/* What the files of the engine's types share: strings, and the questions that each asks of a unit. */
 #include "py/unit/py_engine.h"
+
+#include "unit/unit_impl.h"
 
 fsdpc_py_names fsdpc_py_name;
 
-static int
-make_names(void)
+int
+fsdpc_py_make_names(void)
 {
     struct {
         PyObject **slot;
@@ -35,11 +37,51 @@ make_names(void)
     return 0;
 }
 
+/* --- a unit ---------------------------------------------------------------------------------- */
+
 int
-fsdpc_py_engine_exec(PyObject *module)
+fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
 {
-    if (make_names() < 0 || fsdpc_py_flat_exec(module) < 0 || fsdpc_py_tree_exec(module) < 0) {
+    if (!PyObject_TypeCheck(object, fsdpc_py_current()->unit_type)) {
+        PyErr_Format(PyExc_TypeError, "expected a FlatParameter, got %.100s",
+                     Py_TYPE(object)->tp_name);
         return -1;
     }
-    return fsdpc_py_hook_exec(module);
+    *out = (fsdpc_py_flat *)object;
+    return 0;
+}
+
+fsdpc_py_place
+fsdpc_py_full_place(const fsdpc_py_flat *flat)
+{
+    return fsdpc_py_place_of(flat->unit->device);
+}
+
+fsdpc_py_place
+fsdpc_py_own_place(const fsdpc_py_flat *flat)
+{
+    return flat->unit->offload ? fsdpc_py_host : fsdpc_py_place_of(flat->unit->device);
+}
+
+int
+fsdpc_py_enter(const fsdpc_py_flat *flat)
+{
+    return fsdpc_py_enter_device(flat->unit->device);
+}
+
+int
+fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
+{
+    long index = PyLong_AsLong(object);
+    int count = fsdpc_unit_layout(self->unit)->param_count;
+    if (index == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (index < 0 || index >= count) {
+        PyErr_Format(PyExc_IndexError, "unit %s has %d parameters, there is no number %ld",
+                     fsdpc_unit_name(self->unit), count, index);
+        return -1;
+    }
+    *out = (int)index;
+    return 0;
 }

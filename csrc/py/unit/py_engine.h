@@ -11,7 +11,8 @@
 /* Who is inside; see py_gate.c. */
 typedef struct fsdpc_py_gate {
     unsigned long thread;
-    int depth; /* how often that thread has come in */
+    int depth;                      /* how often that thread has come in */
+    void (*late)(PyObject *object); /* does what was put off */
 } fsdpc_py_gate;
 
 /* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
@@ -123,42 +124,9 @@ typedef struct fsdpc_py_names {
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
-/* --- py_gate.c ------------------------------------------------------------------------------- */
+/* --- py_engine.c ----------------------------------------------------------------------------- */
 
-/* What a thread is inside of: references to both, either may be NULL. */
-typedef struct fsdpc_py_use {
-    fsdpc_py_flat *flat;
-    fsdpc_py_tree *tree;
-} fsdpc_py_use;
-
-/* Before anything that reaches the core: waits, with a deadline, until no other thread is inside the
- * unit (and its tree), or the tree. StateError. What was begun is to be ended. */
-int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
-int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
-/* Does what was put off while the unit or tree was in use. Keeps the exception that is set. */
-void fsdpc_py_end_use(fsdpc_py_use *use);
-/* The same for the unit alone, without waiting, and without a reference. */
-int fsdpc_py_try_flat(fsdpc_py_flat *flat);
-void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
-/* True if some thread, perhaps this one, is inside. */
-bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
-bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
-
-/* --- py_tree.c ------------------------------------------------------------------------------- */
-
-/* Lets the units go and frees what the tree has; it is not in use. */
-void fsdpc_py_tree_close_now(fsdpc_py_tree *tree);
-
-/* py_clip.c */
-PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *keywords);
-
-int fsdpc_py_engine_exec(PyObject *module);
-int fsdpc_py_flat_exec(PyObject *module);
-int fsdpc_py_tree_exec(PyObject *module);
-int fsdpc_py_hook_exec(PyObject *module);
-
-/* --- py_flat.c ------------------------------------------------------------------------------- */
+int fsdpc_py_make_names(void);
 
 /* 0, or -1 with TypeError. Borrowed. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
@@ -172,6 +140,40 @@ fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
 fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
 /* See fsdpc_py_enter_device. */
 int fsdpc_py_enter(const fsdpc_py_flat *flat);
+
+/* --- py_gate.c ------------------------------------------------------------------------------- */
+
+/* What a thread is inside of: references to both, either may be NULL. */
+typedef struct fsdpc_py_use {
+    fsdpc_py_flat *flat;
+    fsdpc_py_tree *tree;
+} fsdpc_py_use;
+
+/* Before anything that reaches the core: waits, with a deadline, until no other thread is inside the
+ * unit (and its tree), or the tree. StateError. What was begun is to be ended. */
+int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
+int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
+/* Does what was put off while the unit or tree was in use, by the gates' `late`. Keeps the exception
+ * that is set. */
+void fsdpc_py_end_use(fsdpc_py_use *use);
+/* The same for the unit alone, without waiting, and without a reference. */
+int fsdpc_py_try_flat(fsdpc_py_flat *flat);
+void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
+/* True if some thread, perhaps this one, is inside. */
+bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
+bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
+
+/* --- py_clip.c ------------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+
+/* --- the types ------------------------------------------------------------------------------- */
+
+/* Add them to the module. */
+int fsdpc_py_flat_exec(PyObject *module);
+int fsdpc_py_tree_exec(PyObject *module);
+int fsdpc_py_hook_exec(PyObject *module);
 
 /* py_flat_getset.c */
 extern PyGetSetDef fsdpc_py_flat_getset[];
@@ -232,6 +234,8 @@ void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 int fsdpc_py_install(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* Sharded parameters are shown again, if gathered ones were for the backward in progress. */
+int fsdpc_py_end_hold(fsdpc_py_flat *flat);
 /* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
 int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
@@ -322,7 +326,7 @@ int fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 /* `argument` is a fsdpc_py_flat: 1 if the tensor's memory is the unit's gathered range. */
 int fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
 
-/* --- py_hooks.c ------------------------------------------------------------------------------ */
+/* --- py_hook.c ------------------------------------------------------------------------------- */
 
 enum fsdpc_py_hook_kind {
     FSDPC_HOOK_PRE_FORWARD,
@@ -334,12 +338,15 @@ enum fsdpc_py_hook_kind {
 };
 /* `owner` is a flat parameter, or a tree for FSDPC_HOOK_END. */
 PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param);
+
+/* --- py_hooks_forward.c ---------------------------------------------------------------------- */
+
 /* The forward broke off inside this unit. */
 int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
-/* py_hooks_backward.c: a backward of the tree is in progress, in whatever thread. One that has failed
+/* py_hooks_begin.c: a backward of the tree is in progress, in whatever thread. One that has failed
  * is over: torch has dropped its end hook. */
 bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
-/* py_hooks_end.c: a backward that has failed and waits for this: the peers are told, and what the ranks
+/* py_hooks_broken.c: clears away a backward that has failed: the peers get their message, and what the ranks
  * still sum of it changes no gradient that the user has touched since. Waits for the other ranks. */
 int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
 

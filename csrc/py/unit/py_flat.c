@@ -16,53 +16,6 @@
 #include "py/unit/py_layout.h"
 #include "unit/unit_impl.h"
 
-int
-fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
-{
-    if (!PyObject_TypeCheck(object, fsdpc_py_current()->unit_type)) {
-        PyErr_Format(PyExc_TypeError, "expected a FlatParameter, got %.100s",
-                     Py_TYPE(object)->tp_name);
-        return -1;
-    }
-    *out = (fsdpc_py_flat *)object;
-    return 0;
-}
-
-fsdpc_py_place
-fsdpc_py_full_place(const fsdpc_py_flat *flat)
-{
-    return fsdpc_py_place_of(flat->unit->device);
-}
-
-fsdpc_py_place
-fsdpc_py_own_place(const fsdpc_py_flat *flat)
-{
-    return flat->unit->offload ? fsdpc_py_host : fsdpc_py_place_of(flat->unit->device);
-}
-
-int
-fsdpc_py_enter(const fsdpc_py_flat *flat)
-{
-    return fsdpc_py_enter_device(flat->unit->device);
-}
-
-int
-fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
-{
-    long index = PyLong_AsLong(object);
-    int count = fsdpc_unit_layout(self->unit)->param_count;
-    if (index == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (index < 0 || index >= count) {
-        PyErr_Format(PyExc_IndexError, "unit %s has %d parameters, there is no number %ld",
-                     fsdpc_unit_name(self->unit), count, index);
-        return -1;
-    }
-    *out = (int)index;
-    return 0;
-}
-
 /* --- life ------------------------------------------------------------------------------------ */
 
 static int
@@ -101,6 +54,13 @@ done:
     return result;
 }
 
+/* At the gate: see flat_unbind. */
+static void
+unbind_late(PyObject *self)
+{
+    fsdpc_py_flat_unbind((fsdpc_py_flat *)self);
+}
+
 static PyObject *
 flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
@@ -120,6 +80,7 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
     self->id = -1;
+    self->gate.late = unbind_late;
     self->sync = true;
     self->shard_comm = Py_NewRef(comm);
     self->replicate_comm = replicate == Py_None ? NULL : Py_NewRef(replicate);

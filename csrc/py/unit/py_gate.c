@@ -3,7 +3,8 @@
  * The core is for one thread, and its calls let go of the GIL. So each method and hook that reaches
  * the core goes through the gate of its unit and, where it has one, its tree. The same thread may
  * come again (a hook calls Python, which calls a method); another one waits, with a deadline. What
- * would free things in use is put off until the last user has left.
+ * would free things in use is put off until the last user has left: a function that the unit or tree
+ * has left at its gate then does it.
  *
  * A callback of a collective and a signal handler run in the middle of a core call: for them every
  * gate is shut.
@@ -19,14 +20,7 @@
 enum { NESTED_S = 5, UNKNOWN_S = 600 };
 #define LONGEST_NAP_NS 2000000
 
-static _Thread_local int inside;  /* gates that this thread has gone through and not left */
-static _Thread_local int in_core; /* Python code that runs in the middle of a core call */
-
-void
-fsdpc_py_core_calls_python(int more)
-{
-    in_core += more;
-}
+static _Thread_local int inside; /* gates that this thread has gone through and not left */
 
 static bool
 is_shut(const fsdpc_py_gate *gate)
@@ -94,7 +88,7 @@ wait_a_little(wait *self, const fsdpc_unit *unit, const char *name)
 static int
 check_outside(const char *name)
 {
-    return in_core == 0
+    return !fsdpc_py_is_in_core()
                ? 0
                : refuse(name, "called from the middle of a collective of this thread (a callback "
                               "or a signal handler); call it when the collective is over");
@@ -168,7 +162,7 @@ fsdpc_py_leave_flat(fsdpc_py_flat *flat)
 {
     flat->gate.depth--;
     if (flat->unbinds && !fsdpc_py_flat_in_use(flat)) {
-        fsdpc_py_flat_unbind(flat);
+        flat->gate.late((PyObject *)flat);
     }
 }
 
@@ -179,11 +173,11 @@ finish_tree(fsdpc_py_tree *tree)
     tree->late_work = false;
     for (int i = 0; i < tree->count; i++) {
         if (tree->units[i]->unbinds) {
-            fsdpc_py_flat_unbind(tree->units[i]);
+            tree->units[i]->gate.late((PyObject *)tree->units[i]);
         }
     }
     if (tree->closes) {
-        fsdpc_py_tree_close_now(tree);
+        tree->gate.late((PyObject *)tree);
     }
 }
 

@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
 
 typedef struct hooks {

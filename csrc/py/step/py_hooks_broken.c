@@ -1,0 +1,144 @@
+/* A backward that has failed: what its units drop at once, and what waits for the other ranks. */
+#include "py/step/py_hooks_impl.h"
+
+#include <string.h>
+
+void
+fsdpc_py_forget_backward(fsdpc_py_flat *flat)
+{
+    memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
+    flat->arrived_count = flat->open_calls = 0;
+    flat->prepared = flat->entered = flat->complete = flat->unseen = false;
+}
+
+/* [Note: touched gradients] When a backward has broken off, a unit's gradients of some ranks may lie
+ * in reduce slots. They are summed when the peers are here for it, at the next pass at the latest, into
+ * the shard gradient, which holds then what an unsharded model's would: part of the failed backward. But
+ * a user who has cleared or changed .grad in place since must find it as it was left. So the versions of
+ * these tensors are noted when the backward breaks off, and what has another one by then, or was
+ * not looked at, gets its values back afterwards. */
+
+static int
+look_at_broken(fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        seen->broken = seen->grad ? fsdpc_py_grad_version(seen) : -1;
+        if (seen->grad && seen->broken < 0) {
+            return -1;
+        }
+    }
+    /* What waits of it (no_sync) goes when the user clears what stands for it. */
+    return flat->unit->local_any && !flat->shown ? fsdpc_py_note_waiting(flat) : 0;
+}
+
+int
+fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
+{
+    fsdpc_py_drop_held(flat);
+    return fsdpc_py_end_hold(flat) < 0 || fsdpc_py_clear_full_grads(flat, true) < 0
+               ? -1
+               : look_at_broken(flat);
+}
+
+/* 1: the user has done something to the gradient since; -1 with an exception. */
+static int
+was_touched(const fsdpc_py_seen *seen)
+{
+    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    if (!grad) {
+        return -1;
+    }
+    int touched = grad != Py_None;
+    if (touched && grad == seen->grad && seen->broken >= 0) {
+        const void *data;
+        long version = fsdpc_py_grad_version(seen);
+        touched = version < 0 || fsdpc_py_torch_data(grad, &data) < 0
+                      ? -1
+                      : version != seen->broken || data != seen->grad_data;
+    }
+    Py_DECREF(grad);
+    return touched;
+}
+
+/* Adds (gradient, copy) of those to the list. They are all the unit's own tensors afterwards. */
+static int
+keep_touched(fsdpc_py_flat *flat, PyObject *list)
+{
+    for (int i = 0; i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        int touched = seen->grad && !flat->shown ? was_touched(seen) : 0;
+        if (touched < 0) {
+            return -1;
+        }
+        seen->touched = touched > 0;
+    }
+    flat->prepared = false;
+    int result = fsdpc_py_prepare_grads(flat);
+    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
+        fsdpc_py_seen *seen = &flat->seen[i];
+        if (seen->touched) {
+            PyObject *copy = PyObject_CallMethod(seen->grad, "clone", NULL);
+            PyObject *pair = copy ? PyTuple_Pack(2, seen->grad, copy) : NULL;
+            result = pair ? PyList_Append(list, pair) : -1;
+            Py_XDECREF(pair);
+            Py_XDECREF(copy);
+        }
+        seen->broken = -1;
+    }
+    return result;
+}
+
+static int
+give_back_touched(PyObject *list)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);
+        PyObject *done =
+            PyObject_CallMethod(PyTuple_GET_ITEM(pair, 0), "copy_", "O", PyTuple_GET_ITEM(pair, 1));
+        if (!done) {
+            return -1;
+        }
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+static int
+put_away(fsdpc_py_tree *tree, PyObject *touched)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_drop_held(tree->units[i]);
+        /* A forward around a broken autograd.grad goes on with what its modules show. */
+        bool runs = tree->tree->nodes[i].running > 0;
+        if ((runs ? fsdpc_py_end_hold(tree->units[i]) : fsdpc_py_uninstall_all(tree->units[i])) <
+                0 ||
+            fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
+            keep_touched(tree->units[i], touched) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
+{
+    PyObject *touched = PyList_New(0);
+    int result = -1, status;
+    if (!touched || put_away(tree, touched) < 0) {
+        goto done;
+    }
+    FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, tree->sums));
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_forget_backward(tree->units[i]);
+        memset(tree->units[i]->unit->used, 0,
+               (size_t)fsdpc_unit_layout(tree->units[i]->unit)->param_count);
+    }
+    if (fsdpc_py_checked(status) == 0 && give_back_touched(touched) == 0) {
+        result = fsdpc_py_mark_all(tree);
+    }
+done:
+    Py_XDECREF(touched);
+    return result;
+}
