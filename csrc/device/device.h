@@ -132,7 +132,7 @@ int fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout
  * queries is in no profiler's trace. */
 int64_t fsdpc_device_waits(const fsdpc_device *device);
 
-/* --- host memory and copies (device_stream.c) ------------------------------------------------------ */
+/* --- host memory and copies (device_memory.c) ------------------------------------------------------ */
 
 /* Zeroed host memory that the device reaches by itself; FSDPC_E_NOMEM. */
 int fsdpc_device_host_alloc(fsdpc_device *device, size_t bytes, void **out);
@@ -149,7 +149,7 @@ int fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, si
 /* Within the device's memory; the two do not overlap. */
 int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes);
 
-/* --- addresses and pieces of memory (device_stream.c) -----------------------------------------------
+/* --- addresses and pieces of memory (device_memory.c) -----------------------------------------------
  *
  * What an arena (arena.h) is made of: an address is reserved once, and pieces of memory are shown
  * behind it; one piece may be shown behind several. For devices without host memory:
@@ -216,7 +216,7 @@ int fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *t
 int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
                            const void *base, const fsdpc_pack_source *sources, double scale);
 
-/* --- norms that stay on the device (device_stream.c) ------------------------------------------------
+/* --- norms that stay on the device (device_norm.c) --------------------------------------------------
  *
  * For devices that queue: FSDPC_E_UNAVAILABLE elsewhere, where fsdpc_device_norm2 is at once. A part
  * is FSDPC_NORM_PART_BYTES of device memory; how many an array of n elements leaves is a function of

@@ -61,7 +61,7 @@ fsdpc_cuda_address(const void *pointer)
     return (fsdpc_cu_ptr)(uintptr_t)pointer;
 }
 
-/* device_cuda.c */
+/* device_cuda_context.c */
 
 /* Makes the device's context this thread's: threads of autograd may have none. */
 int fsdpc_cuda_enter(const struct fsdpc_cuda *cuda);

@@ -2,7 +2,7 @@
  *
  * An exchange serves the units of one tree that share one communicator. Three kinds:
  *
- * shared  The ranks of a host see one set of slots (exchange_shared*.c, exchange_reduce.c). A gather
+ * shared  The ranks of a host see one set of slots (exchange_shared*.c, exchange_shared_reduce.c). A gather
  *         is "every rank casts its piece into the slot"; a rank that is early also casts the pieces
  *         of late ones, straight out of their master shards, so nobody waits for a rank that does
  *         not come: ranks may ask for different units in different order. Gradients are packed

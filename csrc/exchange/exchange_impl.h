@@ -65,8 +65,12 @@ void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_
 /* Under poison, in host memory: this rank reads NaN through the unit's range until the range is
  * unveiled (arena.h). */
 int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
+/* The unit's gathered values become NaN. */
+int fsdpc_exchange_poison(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* "wire", "stream": the unit's slot holds values of another unit that are still wanted. */
+bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */
-int fsdpc_exchange_fill(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
-                        int64_t n);
+int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
+                              int64_t begin, int64_t n);
 
 #endif

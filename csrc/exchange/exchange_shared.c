@@ -1,5 +1,5 @@
 /* Ranks of one host, which see one set of slots: set-up, the beginning and the end of a forward.
- * Gathering is in exchange_shared_gather.c, reducing in exchange_reduce.c.
+ * Gathering is in exchange_shared_gather.c, reducing in exchange_shared_reduce.c.
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/mem.h"

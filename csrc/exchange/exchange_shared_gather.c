@@ -131,8 +131,8 @@ fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
     const fsdpc_segment *seg = &unit->layout->segments[s];
     int64_t begin = (int64_t)chunk * chunk_numel(seg);
     int64_t left = seg->piece_numel - begin;
-    return fsdpc_exchange_fill(x, unit, s, r, begin,
-                               left < chunk_numel(seg) ? left : chunk_numel(seg));
+    return fsdpc_exchange_cast_piece(x, unit, s, r, begin,
+                                     left < chunk_numel(seg) ? left : chunk_numel(seg));
 }
 
 /* Casts what nobody has claimed of rank r's piece. */

@@ -101,7 +101,7 @@ void fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot);
  * that the other one wants: prefetched units are let go before any wait. */
 int fsdpc_shared_drop_prefetched(fsdpc_exchange *x);
 
-/* --- exchange_reduce.c ----------------------------------------------------------------------- */
+/* --- exchange_shared_reduce.c ----------------------------------------------------------------------- */
 
 int fsdpc_shared_reduce_open(fsdpc_exchange *x);
 /* `last`: no rank uses the memory any more. */

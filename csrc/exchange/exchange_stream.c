@@ -193,40 +193,6 @@ close_streams(fsdpc_exchange *x)
     x->streams = NULL;
 }
 
-int
-fsdpc_stream_check(const fsdpc_exchange *x)
-{
-    const fsdpc_comm *seen = NULL;
-    FSDPC_TRY(fsdpc_comm_check(x->comm));
-    FSDPC_TRY(fsdpc_comm_check(x->streams->reduce_comm));
-    for (int u = 0; u < x->unit_count && x->streams->replicas; u++) {
-        fsdpc_comm *replicate = x->units[u]->replicate;
-        if (replicate && replicate != seen) {
-            FSDPC_TRY(fsdpc_comm_check(fsdpc_comm_for_reductions(replicate)));
-            seen = replicate;
-        }
-    }
-    return FSDPC_OK;
-}
-
-int
-fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
-{
-    int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
-        status = fsdpc_comm_look(x->comm, event, what);
-        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_stream_check(x));
-    }
-    return status;
-}
-
-int
-fsdpc_stream_settle(fsdpc_exchange *x, const char *what)
-{
-    FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->settled));
-    return fsdpc_stream_await_host(x, x->streams->settled, what);
-}
-
 /* --- gather ---------------------------------------------------------------------------------- */
 
 static int
@@ -294,13 +260,6 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit)
 }
 
 static bool
-slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
-{
-    int other = x->slot_unit[unit->slot];
-    return other >= 0 && other != unit->id && x->units[other]->begun;
-}
-
-static bool
 slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     return x->slot_unit[unit->slot] == unit->id && x->slot_tag[unit->slot] == x->tag;
@@ -327,7 +286,7 @@ map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 static int
 start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (slot_is_in_use(x, unit)) {
+    if (fsdpc_exchange_slot_is_in_use(x, unit)) {
         FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
         FSDPC_TRY(settle(x, unit));
         FSDPC_TRY(map_spare(x, unit));
@@ -361,7 +320,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
     struct fsdpc_streams *s = x->streams;
     if (!unit->begun) {
-        if (!wait && slot_is_in_use(x, unit)) {
+        if (!wait && fsdpc_exchange_slot_is_in_use(x, unit)) {
             return FSDPC_OK;
         }
         FSDPC_TRY(start(x, unit));
@@ -397,11 +356,7 @@ rest(fsdpc_exchange *x)
 static int
 poison(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
-        FSDPC_TRY(fsdpc_device_poison(unit->device, (char *)unit->range.address + seg->full_offset,
-                                      seg->compute, seg->piece_numel * x->world));
-    }
+    FSDPC_TRY(fsdpc_exchange_poison(x, unit));
     x->slot_unit[unit->slot] = -1;
     return FSDPC_OK;
 }

@@ -77,7 +77,8 @@ cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
     if (!s->gathers[unit->id]) {
         return layout->segment_count == 0
                    ? FSDPC_OK
-                   : fsdpc_exchange_fill(x, unit, 0, x->rank, 0, layout->segments[0].piece_numel);
+                   : fsdpc_exchange_cast_piece(x, unit, 0, x->rank, 0,
+                                               layout->segments[0].piece_numel);
     }
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];

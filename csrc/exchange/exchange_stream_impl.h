@@ -86,6 +86,9 @@ struct fsdpc_streams {
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 int fsdpc_stream_end(fsdpc_exchange *x);
 int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what);
+
+/* --- exchange_stream_wait.c ------------------------------------------------------------------- */
+
 /* The failure of a communicator that the exchange uses, replicas' among them. */
 int fsdpc_stream_check(const fsdpc_exchange *x);
 /* The host waits for the event, for as long as the collectives before it have: until one of their

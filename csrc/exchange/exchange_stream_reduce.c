@@ -67,8 +67,7 @@ pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffe
         return fsdpc_grad_direct(unit, grads, unit->used);
     }
     memset(s->mask, 0, (size_t)unit->layout->param_count);
-    FSDPC_TRY((x->world > 1 ? fsdpc_grad_pack : fsdpc_grad_widen)(unit, grads, buffer,
-                                                                              s->mask));
+    FSDPC_TRY((x->world > 1 ? fsdpc_grad_pack : fsdpc_grad_widen)(unit, grads, buffer, s->mask));
     for (int i = 0; i < unit->layout->param_count; i++) {
         unit->used[i] |= s->mask[i];
     }

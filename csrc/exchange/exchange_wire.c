@@ -130,7 +130,7 @@ gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
     FSDPC_TRY(compare_turns(x, unit, false, what));
     for (int s = 0; s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
-        FSDPC_TRY(fsdpc_exchange_fill(x, unit, s, x->rank, 0, seg->piece_numel));
+        FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
         if (x->world > 1) {
             FSDPC_TRY(fsdpc_comm_all_gather(
                 x->comm, (char *)unit->range.address + seg->full_offset,
@@ -138,13 +138,6 @@ gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
         }
     }
     return FSDPC_OK;
-}
-
-static bool
-slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
-{
-    int other = x->slot_unit[unit->slot];
-    return other >= 0 && other != unit->id && x->units[other]->begun;
 }
 
 static int
@@ -155,7 +148,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
-    if (slot_is_in_use(x, unit)) {
+    if (fsdpc_exchange_slot_is_in_use(x, unit)) {
         FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
         FSDPC_TRY(gather_segments(x, unit));

@@ -53,6 +53,14 @@ fsdpc_range_init(fsdpc_range *range, size_t bytes)
     return FSDPC_OK;
 }
 
+int
+fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes)
+{
+    return fsdpc_device_get_caps(device)->host_memory
+               ? fsdpc_range_init(range, bytes)
+               : fsdpc_arena_device_range_init(device, range, bytes);
+}
+
 void
 fsdpc_range_fini(fsdpc_range *range)
 {
@@ -78,6 +86,16 @@ fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out)
     arena->shm = shm;
     arena->file = -1;
     *out = arena;
+    return FSDPC_OK;
+}
+
+int
+fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out)
+{
+    FSDPC_TRY(fsdpc_arena_new(NULL, out));
+    if (!fsdpc_device_get_caps(device)->host_memory) {
+        (*out)->device = device;
+    }
     return FSDPC_OK;
 }
 

@@ -12,11 +12,8 @@
 #include "base/status.h"
 
 int
-fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes)
+fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t bytes)
 {
-    if (fsdpc_device_get_caps(device)->host_memory) {
-        return fsdpc_range_init(range, bytes);
-    }
     memset(range, 0, sizeof *range);
     range->slot = -1;
     range->bytes = fsdpc_round_up(bytes ? bytes : 1, fsdpc_device_grain(device));
@@ -38,16 +35,6 @@ fsdpc_arena_device_range_fini(fsdpc_range *range)
     }
     memset(range, 0, sizeof *range);
     range->slot = -1;
-}
-
-int
-fsdpc_arena_new_on(fsdpc_device *device, fsdpc_arena **out)
-{
-    FSDPC_TRY(fsdpc_arena_new(NULL, out));
-    if (!fsdpc_device_get_caps(device)->host_memory) {
-        (*out)->device = device;
-    }
-    return FSDPC_OK;
 }
 
 int

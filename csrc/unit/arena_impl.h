@@ -23,6 +23,7 @@ struct fsdpc_arena {
 };
 
 /* arena_device.c: the part of each call that touches memory. */
+int fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t bytes);
 void fsdpc_arena_device_range_fini(fsdpc_range *range);
 int fsdpc_arena_device_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot);
 void fsdpc_arena_device_drop(fsdpc_arena *arena);

@@ -76,7 +76,7 @@ char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dty
 char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
                            size_t *item);
 
-/* --- unit.c, unit_thaw.c --------------------------------------------------------------------- */
+/* --- unit_memory.c, unit_thaw.c --------------------------------------------------------------- */
 
 /* Memory of grad, grad_out and partial, by the layout. What was made before a failure stays. */
 int fsdpc_unit_make_grads(fsdpc_unit *unit);

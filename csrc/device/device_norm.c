@@ -1,0 +1,83 @@
+/* Norms that stay on the device, for devices that queue. */
+#include "device/device_impl.h"
+
+#include <float.h>
+
+#include "base/status.h"
+
+static int
+check_queues(const fsdpc_device *device)
+{
+    return device->caps.asynchronous
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_UNAVAILABLE,
+                             "device %s does not queue its work: take norms with norm2",
+                             device->i->name);
+}
+
+int64_t
+fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n)
+{
+    return device->i->norm_parts ? device->i->norm_parts(n) : 0;
+}
+
+int
+fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n, double p,
+                       void *parts)
+{
+    FSDPC_TRY(check_queues(device));
+    FSDPC_TRY(fsdpc_device_check_scale(src, type, n));
+    if (!(p > 0) || p > DBL_MAX || !parts || n == 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: order %g of %lld elements into %p", p,
+                           (long long)n, parts);
+    }
+    return device->i->norm_into(device->context, src, type, n, p, parts);
+}
+
+int
+fsdpc_device_reduce_norm(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
+                         const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,
+                         double scale, bool add, void *parts)
+{
+    FSDPC_TRY(check_queues(device));
+    FSDPC_TRY(fsdpc_device_check_reduce(acc, acc_type, src, src_count, src_type, n));
+    if (!parts) {
+        return fsdpc_error(FSDPC_E_INVAL, "reduce: no place for the parts of the norm");
+    }
+    return device->i->reduce_norm(device->context, acc, acc_type, src, src_count, src_type, n,
+                                  scale, add, parts);
+}
+
+int
+fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
+                        void *total)
+{
+    FSDPC_TRY(check_queues(device));
+    if (count < 0 || (count > 0 && !parts) || !total) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: a total of %lld parts", (long long)count);
+    }
+    return device->i->norm_total(device->context, parts, count, add, total);
+}
+
+int
+fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, double max_norm,
+                         double *out)
+{
+    FSDPC_TRY(check_queues(device));
+    if (!total || !out || !(p > 0)) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: the order %g is not positive", p);
+    }
+    return device->i->clip_factor(device->context, total, p, max_norm, out);
+}
+
+int
+fsdpc_device_scale_by(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n,
+                      const double *factor)
+{
+    FSDPC_TRY(check_queues(device));
+    FSDPC_TRY(fsdpc_device_check_scale(x, type, n));
+    if (!factor) {
+        return fsdpc_error(FSDPC_E_INVAL, "scale: the factor is NULL");
+    }
+    return n ? device->i->scale_by(device->context, x, type, n, factor) : FSDPC_OK;
+}

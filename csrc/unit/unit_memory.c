@@ -1,0 +1,80 @@
+/* Where things lie in a unit's memory, and the memory of its gradients. */
+#include "unit/unit_impl.h"
+
+#include "base/status.h"
+
+char *
+fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    *dtype = unit->grad_out ? seg->storage : seg->accumulate;
+    return unit->grad_out ? (char *)unit->grad_out + seg->shard_offset
+                          : (char *)unit->grad + seg->grad_offset;
+}
+
+char *
+fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    fsdpc_dtype dtype = seg->storage;
+    char *piece = which == FSDPC_MASTER ? (char *)unit->master + seg->shard_offset
+                                        : fsdpc_unit_seen_grad(unit, segment, &dtype);
+    *item = fsdpc_dtype_bytes(dtype);
+    return piece;
+}
+
+static void *
+part(const fsdpc_unit *unit, enum fsdpc_which which, int param, int64_t *length)
+{
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    *length = span.length;
+    size_t item;
+    char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
+    return piece + (size_t)span.piece_begin * item;
+}
+
+void *
+fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    return part(unit, FSDPC_MASTER, param, length);
+}
+
+void *
+fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    return part(unit, FSDPC_GRAD, param, length);
+}
+
+fsdpc_dtype
+fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
+{
+    fsdpc_dtype dtype;
+    fsdpc_unit_seen_grad(unit, unit->layout->params[param].segment, &dtype);
+    return dtype;
+}
+
+static bool
+sees_other_grads(const fsdpc_layout *layout)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].trainable &&
+            layout->segments[s].storage != layout->segments[s].accumulate) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int
+fsdpc_unit_make_grads(fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = unit->layout;
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->grad_bytes, &unit->grad));
+    if (sees_other_grads(layout)) {
+        FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->shard_bytes, &unit->grad_out));
+    }
+    if (unit->replicate) {
+        FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->partial));
+    }
+    return FSDPC_OK;
+}
