@@ -61,15 +61,12 @@ def scale_by(dtype: str) -> Kernel:
     return Kernel(2 * ITEM[dtype], make)
 
 
-def reduce(count: int, src: str, add: bool, norm: bool = False) -> Kernel:
-    """acc = (src[0] + ...) * 0.5, or that added to acc; with `norm` its parts, too."""
+def reduce(count: int, src: str, add: bool) -> Kernel:
+    """acc = (src[0] + ...) * 0.5, or that added to acc."""
 
     def make(memory: Memory) -> Call:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
-        parts = None
-        if norm:
-            parts = torch.zeros(1024, 3, dtype=torch.float64, device=acc.device)
-        return _bind(_C.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU, parts)
+        return _bind(_C.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU)
 
     return Kernel(count * ITEM[src] + (8 if add else 4), make)
 
@@ -127,8 +124,6 @@ KERNELS: dict[str, Kernel] = {
     "pack, one transposed": pack("bfloat16", "bfloat16", transposed=True),
     "reduce f32": reduce(1, "float32", add=False),
     "reduce bf16, add": reduce(1, "bfloat16", add=True),
-    "reduce f32, norm": reduce(1, "float32", add=False, norm=True),
-    "reduce bf16, add, norm": reduce(1, "bfloat16", add=True, norm=True),
     "reduce 4 x bf16": reduce(4, "bfloat16", add=False),
     "norm f32": norm2("float32"),
     "norm bf16": norm2("bfloat16"),

@@ -142,7 +142,6 @@ def kernel_reduce(
     scale: float = 1.0,
     add: bool = False,
     kernels: str | None = None,
-    parts: _Array | None = None,
 ) -> None: ...
 def kernel_pack_plan(
     targets: Sequence[tuple[int, int, str]], bytes: int, kernels: str | None = None

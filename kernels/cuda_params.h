@@ -105,13 +105,11 @@ fsdpc_cuda_norm_blocks(int64_t n)
     return blocks < 1 ? 1 : blocks > most ? most : blocks;
 }
 
-/* r = src[0] + src[1] + ...; acc = add ? acc + r * scale : r * scale. NULL sources are skipped.
- * `partials` not NULL: block b leaves squares, largest and flag of what it stored in partials[b]. */
+/* r = src[0] + src[1] + ...; acc = add ? acc + r * scale : r * scale. NULL sources are skipped. */
 typedef struct fsdpc_cuda_reduce_params {
     void *acc;
     int64_t n;
     double scale;
-    fsdpc_cuda_norm_value *partials;
     int acc_type, src_type, src_count, add;
     const void *src[FSDPC_CUDA_REDUCE_SOURCES];
 } fsdpc_cuda_reduce_params;

@@ -240,22 +240,18 @@ add_group(group<typename item<A>::raw, reduction<S, A>::COUNT> &added,
 template <int S, int A>
 static __device__ __forceinline__ typename item<A>::raw
 finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
-       typename item<A>::raw added, squares<typename item<A>::value> *seen)
+       typename item<A>::raw added)
 {
     typedef typename item<A>::raw target;
     const target scale = (target)p.scale;
     const target term = scale == 1 ? added : product(added, scale);
-    const target value = p.add ? sum(before, term) : term;
-    if (p.partials) {
-        seen->add(value);
-    }
-    return value;
+    return p.add ? sum(before, term) : term;
 }
 
 template <int S, int A>
 static __device__ void
 reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
-             squares<typename item<A>::value> *seen, int64_t lane, int64_t lanes)
+             int64_t lane, int64_t lanes)
 {
     typedef typename item<A>::raw target;
     target *acc = (target *)p.acc;
@@ -272,14 +268,14 @@ reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
                 first = false;
             }
         }
-        acc[i] = finish<S, A>(p, p.add ? acc[i] : 0, added, seen);
+        acc[i] = finish<S, A>(p, p.add ? acc[i] : 0, added);
     }
 }
 
 template <int S, int A>
 static __device__ void
 reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
-              squares<typename item<A>::value> *seen, int64_t lane, int64_t lanes)
+              int64_t lane, int64_t lanes)
 {
     typedef typename item<S>::raw source;
     typedef typename item<A>::raw target;
@@ -330,8 +326,7 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
             if (g + k * lanes < groups) {
 #pragma unroll
                 for (int i = 0; i < COUNT; i++) {
-                    added[k].item[i] =
-                        finish<S, A>(p, before[k].item[i], added[k].item[i], seen);
+                    added[k].item[i] = finish<S, A>(p, before[k].item[i], added[k].item[i]);
                 }
                 added[k].store((target *)p.acc + begin + (g + k * lanes) * COUNT);
             }
@@ -340,14 +335,13 @@ reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
 }
 
 template <int S, int A>
-static __device__ fsdpc_cuda_norm_value
+static __device__ void
 reduce_span(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
 {
     typedef reduction<S, A> pair;
-    squares<typename item<A>::value> seen;
     if constexpr (S == FSDPC_F64 || A == FSDPC_F64) {
-        reduce_items<S, A>(p, 0, p.n, &seen, lane, lanes);
-        return seen.norm();
+        reduce_items<S, A>(p, 0, p.n, lane, lanes);
+        return;
     }
     const int64_t head = head_items(p.acc, sizeof(typename pair::target), p.n);
     bool aligned = on_boundary((const typename pair::target *)p.acc + head);
@@ -357,21 +351,20 @@ reduce_span(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
         aligned = aligned && (!src || on_boundary(src + head));
     }
     const int64_t groups = aligned ? (p.n - head) / pair::COUNT : 0;
-    reduce_items<S, A>(p, 0, head, &seen, lane, lanes);
-    reduce_groups<S, A>(p, head, groups, &seen, lane, lanes);
-    reduce_items<S, A>(p, head + groups * pair::COUNT, p.n, &seen, lane, lanes);
-    return seen.norm();
+    reduce_items<S, A>(p, 0, head, lane, lanes);
+    reduce_groups<S, A>(p, head, groups, lane, lanes);
+    reduce_items<S, A>(p, head + groups * pair::COUNT, p.n, lane, lanes);
 }
 
 template <int A>
-static __device__ fsdpc_cuda_norm_value
+static __device__ void
 reduce_any(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
 {
     switch (p.src_type) {
-    case FSDPC_F32: return reduce_span<FSDPC_F32, A>(p, lane, lanes);
-    case FSDPC_BF16: return reduce_span<FSDPC_BF16, A>(p, lane, lanes);
-    case FSDPC_F16: return reduce_span<FSDPC_F16, A>(p, lane, lanes);
-    default: return reduce_span<FSDPC_F64, A>(p, lane, lanes);
+    case FSDPC_F32: reduce_span<FSDPC_F32, A>(p, lane, lanes); break;
+    case FSDPC_BF16: reduce_span<FSDPC_BF16, A>(p, lane, lanes); break;
+    case FSDPC_F16: reduce_span<FSDPC_F16, A>(p, lane, lanes); break;
+    default: reduce_span<FSDPC_F64, A>(p, lane, lanes); break;
     }
 }
 
@@ -381,10 +374,9 @@ fsdpc_cuda_reduce(const __grid_constant__ fsdpc_cuda_reduce_params p)
 {
     const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
-    const fsdpc_cuda_norm_value norm = p.acc_type == FSDPC_F64
-                                           ? reduce_any<FSDPC_F64>(p, lane, lanes)
-                                           : reduce_any<FSDPC_F32>(p, lane, lanes);
-    if (p.partials) {
-        add_block(&norm, &p.partials[blockIdx.x]);
+    if (p.acc_type == FSDPC_F64) {
+        reduce_any<FSDPC_F64>(p, lane, lanes);
+    } else {
+        reduce_any<FSDPC_F32>(p, lane, lanes);
     }
 }

@@ -50,7 +50,7 @@ enum {
 enum {
     FSDPC_CU_STREAM_NON_BLOCKING = 1,
     FSDPC_CU_EVENT_DISABLE_TIMING = 2,
-    FSDPC_CU_HOST_PORTABLE = 1, /* of cuMemHostAlloc and cuMemHostRegister */
+    FSDPC_CU_HOST_PORTABLE = 1, /* of cuMemHostAlloc */
     FSDPC_CU_MEMORY_PINNED = 1,
     FSDPC_CU_HANDLE_POSIX = 1,
     FSDPC_CU_LOCATION_DEVICE = 1,
@@ -129,8 +129,6 @@ typedef struct fsdpc_cu_access {
     X(mem_free, "cuMemFree", 12000, true, (fsdpc_cu_ptr))                                       \
     X(host_alloc, "cuMemHostAlloc", 12000, true, (void **, size_t, unsigned))                   \
     X(host_free, "cuMemFreeHost", 12000, true, (void *))                                        \
-    X(host_register, "cuMemHostRegister", 12000, true, (void *, size_t, unsigned))              \
-    X(host_unregister, "cuMemHostUnregister", 12000, true, (void *))                            \
     X(copy_to_device, "cuMemcpyHtoDAsync", 12000, true,                                         \
       (fsdpc_cu_ptr, const void *, size_t, fsdpc_cu_stream))                                    \
     X(copy_to_host, "cuMemcpyDtoHAsync", 12000, true,                                           \

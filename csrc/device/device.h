@@ -49,9 +49,7 @@ const fsdpc_device_caps *fsdpc_device_get_caps(const fsdpc_device *device);
 /* Zeroed, aligned to 4096 (2 MiB and huge pages where the kernel gives them, from 2 MiB on).
  * `bytes` 0 gives NULL. FSDPC_E_NOMEM. */
 int fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out);
-/* The same from the device itself, whatever the allocator: for memory that collectives register. */
-int fsdpc_device_alloc_own(fsdpc_device *device, size_t bytes, void **out);
-/* `bytes` as given to alloc or alloc_own. NULL is allowed. The host waits until the device has done
+/* `bytes` as given to alloc. NULL is allowed. The host waits until the device has done
  * what this thread's current, the default and the device's own streams hold. */
 void fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes);
 
@@ -137,9 +135,6 @@ int64_t fsdpc_device_waits(const fsdpc_device *device);
 /* Zeroed host memory that the device reaches by itself; FSDPC_E_NOMEM. */
 int fsdpc_device_host_alloc(fsdpc_device *device, size_t bytes, void **out);
 void fsdpc_device_host_free(fsdpc_device *device, void *block, size_t bytes);
-/* The same for memory that exists already, in whole pages. */
-int fsdpc_device_host_register(fsdpc_device *device, void *block, size_t bytes);
-void fsdpc_device_host_unregister(fsdpc_device *device, void *block);
 /* Host memory stays as it is until the copy is done. */
 int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
 int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
@@ -227,10 +222,6 @@ int64_t fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n);
 /* Leaves sum of |x|^p in `parts`, with p 2 the largest and whether all are finite, too. p > 0, finite. */
 int fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n,
                            double p, void *parts);
-/* As reduce; and the norm of what acc holds then, left in `parts`. */
-int fsdpc_device_reduce_norm(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
-                             const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,
-                             double scale, bool add, void *parts);
 /* *total (one part) = the sum of parts; with `add` on top of what it holds. */
 int fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
                             void *total);

@@ -177,20 +177,6 @@ fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out)
                   : device->i->alloc(device->context, bytes, out);
 }
 
-int
-fsdpc_device_alloc_own(fsdpc_device *device, size_t bytes, void **out)
-{
-    *out = NULL;
-    if (bytes == 0) {
-        return FSDPC_OK;
-    }
-    int status = device->i->alloc(device->context, bytes, out);
-    if (status == FSDPC_E_DEVMEM && fsdpc_device_trim(device)) {
-        status = device->i->alloc(device->context, bytes, out);
-    }
-    return status;
-}
-
 /* Out of the list; NULL: the device's own. */
 static struct fsdpc_block *
 take_block(fsdpc_device *device, const void *address)

@@ -97,8 +97,6 @@ int fsdpc_cuda_alloc(void *context, size_t bytes, void **out);
 void fsdpc_cuda_free(void *context, void *block, size_t bytes);
 int fsdpc_cuda_host_alloc(void *context, size_t bytes, void **out);
 void fsdpc_cuda_host_free(void *context, void *block);
-int fsdpc_cuda_host_register(void *context, void *block, size_t bytes);
-void fsdpc_cuda_host_unregister(void *context, void *block);
 int fsdpc_cuda_copy_in(void *context, void *dst, const void *host, size_t bytes);
 int fsdpc_cuda_copy_out(void *context, void *host, const void *src, size_t bytes);
 int fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes);
@@ -139,9 +137,6 @@ int fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const
 int fsdpc_cuda_norm2(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
 int fsdpc_cuda_norm_p(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                       double *out);
-int fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
-                           int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
-                           void *parts);
 int fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                          void *parts);
 int fsdpc_cuda_norm_total(void *context, const void *parts, int64_t count, bool add, void *total);

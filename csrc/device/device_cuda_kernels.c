@@ -216,23 +216,6 @@ fsdpc_cuda_accumulate_any(void *context, void *acc, fsdpc_dtype acc_type, const 
 }
 
 int
-fsdpc_cuda_reduce_norm(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
-                       int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
-                       void *parts)
-{
-    fsdpc_cuda_reduce_params params = {.acc = acc,
-                                       .n = n,
-                                       .scale = scale,
-                                       .partials = parts,
-                                       .acc_type = (int)acc_type,
-                                       .src_type = (int)src_type,
-                                       .add = add};
-    FSDPC_TRY(fill_reduce(&params, src, src_count));
-    return fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_reduce, fsdpc_cuda_norm_blocks(n),
-                             &params);
-}
-
-int
 fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
                        fsdpc_dtype seen_type, int64_t n)
 {

@@ -233,29 +233,6 @@ fsdpc_cuda_host_free(void *context, void *block)
     give_back(context, "giving pinned memory back", give_pinned, block, 0);
 }
 
-int
-fsdpc_cuda_host_register(void *context, void *block, size_t bytes)
-{
-    const struct fsdpc_cuda *cuda = context;
-    FSDPC_TRY(fsdpc_cuda_enter(cuda));
-    FSDPC_CU(cuda, host_register(block, bytes, FSDPC_CU_HOST_PORTABLE),
-             "pinning %zu bytes of host memory", bytes);
-    return FSDPC_OK;
-}
-
-static void
-unpin(const struct fsdpc_cuda *cuda, void *block, size_t bytes)
-{
-    (void)bytes;
-    (void)cuda->driver->host_unregister(block);
-}
-
-void
-fsdpc_cuda_host_unregister(void *context, void *block)
-{
-    give_back(context, "giving pinned memory back", unpin, block, 0);
-}
-
 /* --- copies and fills ------------------------------------------------------------------------------ */
 
 int

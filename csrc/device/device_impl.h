@@ -61,8 +61,6 @@ typedef struct fsdpc_device_i {
     int (*drain)(void *context, const char *what);
     int (*host_alloc)(void *context, size_t bytes, void **out);
     void (*host_free)(void *context, void *block);
-    int (*host_register)(void *context, void *block, size_t bytes);
-    void (*host_unregister)(void *context, void *block);
     int (*copy_in)(void *context, void *dst, const void *host, size_t bytes);
     int (*copy_out)(void *context, void *host, const void *src, size_t bytes);
     int (*copy)(void *context, void *dst, const void *src, size_t bytes);
@@ -80,9 +78,6 @@ typedef struct fsdpc_device_i {
     int64_t (*norm_parts)(int64_t n);
     int (*norm_into)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                      void *parts);
-    int (*reduce_norm)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
-                       int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add,
-                       void *parts);
     int (*norm_total)(void *context, const void *parts, int64_t count, bool add, void *total);
     int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
     int (*scale_by)(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);

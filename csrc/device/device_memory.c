@@ -31,22 +31,6 @@ fsdpc_device_host_free(fsdpc_device *device, void *block, size_t bytes)
     }
 }
 
-int
-fsdpc_device_host_register(fsdpc_device *device, void *block, size_t bytes)
-{
-    return device->i->host_register && bytes
-               ? device->i->host_register(device->context, block, bytes)
-               : FSDPC_OK;
-}
-
-void
-fsdpc_device_host_unregister(fsdpc_device *device, void *block)
-{
-    if (device->i->host_unregister && block) {
-        device->i->host_unregister(device->context, block);
-    }
-}
-
 static int
 check_copy(size_t bytes, const void *a, const void *b)
 {

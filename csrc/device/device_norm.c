@@ -35,20 +35,6 @@ fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, 
 }
 
 int
-fsdpc_device_reduce_norm(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
-                         const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,
-                         double scale, bool add, void *parts)
-{
-    FSDPC_TRY(check_queues(device));
-    FSDPC_TRY(fsdpc_device_check_reduce(acc, acc_type, src, src_count, src_type, n));
-    if (!parts) {
-        return fsdpc_error(FSDPC_E_INVAL, "reduce: no place for the parts of the norm");
-    }
-    return device->i->reduce_norm(device->context, acc, acc_type, src, src_count, src_type, n,
-                                  scale, add, parts);
-}
-
-int
 fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
                         void *total)
 {

@@ -310,12 +310,6 @@ fsdpc_tree_is_held(const fsdpc_tree *tree, int unit)
     return tree->nodes[unit].held;
 }
 
-enum fsdpc_phase
-fsdpc_tree_phase(const fsdpc_tree *tree)
-{
-    return tree->phase;
-}
-
 uint64_t
 fsdpc_tree_backwards(const fsdpc_tree *tree)
 {

@@ -80,7 +80,6 @@ void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
-enum fsdpc_phase fsdpc_tree_phase(const fsdpc_tree *tree);
 uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 

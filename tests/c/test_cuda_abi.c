@@ -45,8 +45,6 @@ prototypes_are_the_drivers(void)
     SAME_TYPE(mem_free, cuMemFree);
     SAME_TYPE(host_alloc, cuMemHostAlloc);
     SAME_TYPE(host_free, cuMemFreeHost);
-    SAME_TYPE(host_register, cuMemHostRegister);
-    SAME_TYPE(host_unregister, cuMemHostUnregister);
     SAME_TYPE(copy_to_device, cuMemcpyHtoDAsync);
     SAME_TYPE(copy_to_host, cuMemcpyDtoHAsync);
     SAME_TYPE(copy, cuMemcpyDtoDAsync);
@@ -111,7 +109,6 @@ values_are_the_drivers(void)
     CHECK_INT(FSDPC_CU_CAPTURE_RELAXED, CU_STREAM_CAPTURE_MODE_RELAXED);
     CHECK_INT(FSDPC_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
     CHECK_INT(FSDPC_CU_HOST_PORTABLE, CU_MEMHOSTALLOC_PORTABLE);
-    CHECK_INT(FSDPC_CU_HOST_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE);
     CHECK_INT(FSDPC_CU_MEMORY_PINNED, CU_MEM_ALLOCATION_TYPE_PINNED);
     CHECK_INT(FSDPC_CU_HANDLE_POSIX, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     CHECK_INT(FSDPC_CU_LOCATION_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE);

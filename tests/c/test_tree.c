@@ -86,7 +86,6 @@ static int
 forward(model *m, bool grad)
 {
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
-    CHECK_INT(fsdpc_tree_phase(m->tree), FSDPC_PHASE_FORWARD);
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
     for (int i = 0; i < UNITS - 1; i++) {
         int u = child(m, i);
@@ -154,7 +153,6 @@ backward(model *m, int step, bool sync)
     FSDPC_TRY(sync ? send_due(m, step, true) : FSDPC_OK);
     FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
     CHECK(!fsdpc_tree_in_backward(m->tree));
-    CHECK_INT(fsdpc_tree_phase(m->tree), FSDPC_PHASE_IDLE);
     return FSDPC_OK;
 }
 

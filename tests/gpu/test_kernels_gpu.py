@@ -153,23 +153,6 @@ def test_norm(place, dtype):
             assert _C.kernel_norm2(placed(source, place, 0), dtype, GPU)[2] is True
 
 
-def test_reduce_leaves_the_norm(place):
-    """Squares, the largest magnitude and the flag of what was stored, in parts on the device."""
-    for n, bad in itertools.product(SIZES, (False, True)):
-        sources = [numbers(n, "bfloat16", seed=s, wild=False) for s in range(2)]
-        if bad:
-            sources[0][n // 3] = torch.inf
-        acc = torch.zeros(n, device=place)
-        parts = torch.zeros(1024, 3, dtype=torch.float64, device=place)
-        there = [one.to(place) for one in sources]
-        _C.kernel_reduce(acc, "float32", there, "bfloat16", 0.5, False, GPU, parts)
-        got, want = parts.cpu(), acc.cpu().double()
-        assert bool((got[:, 2].view(torch.int64) != 0).any()) is bad
-        if not bad:
-            assert float(got[:, 0].sum()) == pytest.approx(float(want.square().sum()), rel=1e-12)
-            assert float(got[:, 1].max()) == float(want.abs().max())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 def test_scale_by_a_number_on_the_device(place, dtype, factor):
@@ -291,9 +274,6 @@ def test_refusals(place, device):
         _C.kernel_cast(tensor[1:], "float32", tensor, "float32", 2.0, GPU)
     with pytest.raises(BufferError):
         _C.kernel_cast(tensor[::2], "float32", tensor[::2], "float32", 2.0, GPU)
-    parts = torch.zeros(2, dtype=torch.float64, device=place)
-    with pytest.raises(ValueError, match="parts"):
-        _C.kernel_reduce(tensor, "float32", [tensor], "float32", 1.0, False, GPU, parts)
     if not device.dry:
         with pytest.raises(BufferError, match="host memory"):
             _C.kernel_cast(tensor, "float32", tensor.cpu(), "float32", 2.0, GPU)

@@ -108,6 +108,7 @@ declare_pack(simgpu_task *task, const void *params, const simgpu_launch *launch)
 static bool
 declare_reduce(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
+    (void)launch;
     const fsdpc_cuda_reduce_params *p = params;
     const size_t bytes = bytes_of(p->n, p->acc_type);
     for (int s = 0; s < p->src_count; s++) {
@@ -116,8 +117,7 @@ declare_reduce(simgpu_task *task, const void *params, const simgpu_launch *launc
         }
     }
     return (!p->add || simgpu_task_read(task, p->acc, bytes)) &&
-           simgpu_task_write(task, p->acc, bytes) &&
-           (!p->partials || simgpu_task_write(task, p->partials, partial_bytes(launch)));
+           simgpu_task_write(task, p->acc, bytes);
 }
 
 static bool

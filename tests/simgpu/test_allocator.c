@@ -158,8 +158,6 @@ slots_find_what_the_cache_keeps(void)
     CHECK_ERROR(fsdpc_device_piece_new(gpu, 40 * grain, &piece), FSDPC_E_DEVMEM, "device memory");
     CHECK_INT(c.trims, 2);
     set(NULL);
-    CHECK_ERROR(fsdpc_device_alloc_own(gpu, 40 * grain, &block), FSDPC_E_DEVMEM, "device memory");
-    CHECK_INT(c.trims, 2);
     simgpu_get_options()->memory_bytes = before;
     nothing_is_wrong();
 }

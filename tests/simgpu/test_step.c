@@ -166,9 +166,11 @@ reduce(engine *e, int unit, const float *act)
     CHECK_INT(fsdpc_comm_reduce_scatter(e->reduces, e->sums[s], PIECE, FSDPC_F32, "reduce"),
               FSDPC_OK);
     const void *own = e->sums[s] + e->rank * PIECE;
-    CHECK_INT(fsdpc_device_reduce_norm(e->device, e->grads + unit * PIECE, FSDPC_F32, &own, 1,
-                                       FSDPC_F32, PIECE, 1, true,
-                                       e->parts + unit * FSDPC_NORM_PART_BYTES),
+    CHECK_INT(fsdpc_device_reduce(e->device, e->grads + unit * PIECE, FSDPC_F32, &own, 1, FSDPC_F32,
+                                  PIECE, 1, true),
+              FSDPC_OK);
+    CHECK_INT(fsdpc_device_norm_into(e->device, e->grads + unit * PIECE, FSDPC_F32, PIECE, 2,
+                                     e->parts + unit * FSDPC_NORM_PART_BYTES),
               FSDPC_OK);
     CHECK_INT(fsdpc_device_record(e->device, e->reduced[s]), FSDPC_OK);
     on(e, NULL);

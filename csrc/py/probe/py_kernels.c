@@ -145,7 +145,6 @@ struct reduction {
     int count;
     fsdpc_dtype src_dtype;
     fsdpc_py_kernels kernels;
-    fsdpc_py_buffer parts; /* no owner: not asked for */
     double scale;
     bool add;
 };
@@ -190,39 +189,15 @@ close_reduction(struct reduction *reduction)
         fsdpc_py_buffer_close(&reduction->sources[s]);
     }
     fsdpc_py_buffer_close(&reduction->acc);
-    fsdpc_py_buffer_close(&reduction->parts);
     fsdpc_mem_free(reduction->sources);
     fsdpc_mem_free(reduction->list);
-}
-
-/* float64, three for each part. */
-static int
-open_parts(PyObject *parts, struct reduction *out)
-{
-    if (parts == Py_None) {
-        return 0;
-    }
-    if (out->kernels.device == NULL) {
-        PyErr_SetString(PyExc_ValueError, "only a GPU leaves parts of a norm");
-        return -1;
-    }
-    if (fsdpc_py_buffer_open(parts, "float64", true, &out->kernels, &out->parts) < 0) {
-        return -1;
-    }
-    const int64_t wanted = 3 * fsdpc_device_norm_parts(out->kernels.device, out->acc.n);
-    if (out->parts.n < wanted) {
-        PyErr_Format(PyExc_ValueError, "parts need %lld float64, not %lld", (long long)wanted,
-                     (long long)out->parts.n);
-        return -1;
-    }
-    return 0;
 }
 
 static int
 open_reduction(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
                struct reduction *reduction)
 {
-    PyObject *acc = NULL, *src = NULL, *parts = Py_None;
+    PyObject *acc = NULL, *src = NULL;
     const char *acc_dtype = NULL, *src_dtype = NULL, *kernels = NULL;
     const fsdpc_py_arg table[] = {
         {"acc", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &acc},
@@ -232,13 +207,12 @@ open_reduction(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
         {"scale", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &reduction->scale},
         {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &reduction->add},
         {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
-        {"parts", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &parts},
     };
     reduction->scale = 1.0;
-    if (fsdpc_py_args("kernel_reduce", table, 8, args, count, keywords) < 0 ||
+    if (fsdpc_py_args("kernel_reduce", table, 7, args, count, keywords) < 0 ||
         fsdpc_py_kernels_find(kernels, &reduction->kernels) < 0 ||
         fsdpc_py_buffer_open(acc, acc_dtype, true, &reduction->kernels, &reduction->acc) < 0 ||
-        check_arithmetic(&reduction->acc, true) < 0 || open_parts(parts, reduction) < 0) {
+        check_arithmetic(&reduction->acc, true) < 0) {
         return -1;
     }
     int status = fsdpc_dtype_from_name(src_dtype, &reduction->src_dtype);
@@ -252,11 +226,6 @@ open_reduction(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
 static int
 run_reduction(const struct reduction *r)
 {
-    if (r->parts.view.owner != NULL) {
-        return fsdpc_device_reduce_norm(r->kernels.device, r->acc.view.data, r->acc.dtype, r->list,
-                                        r->count, r->src_dtype, r->acc.n, r->scale, r->add,
-                                        r->parts.view.data);
-    }
     if (r->kernels.table == NULL) {
         return fsdpc_device_reduce(r->kernels.device, r->acc.view.data, r->acc.dtype, r->list,
                                    r->count, r->src_dtype, r->acc.n, r->scale, r->add);
@@ -390,11 +359,9 @@ PyMethodDef fsdpc_py_kernel_methods[] = {
      "kernel_accumulate(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
      "dst[i] += src[i] * scale."},
     {"kernel_reduce", FSDPC_PY_KEYWORDS(kernel_reduce),
-     "kernel_reduce(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None, "
-     "parts=None)\n--\n\n"
-     "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped.\n"
-     "On a GPU parts, float64 there, takes the norm of acc in parts of three: squares' sum,\n"
-     "largest magnitude, an int64 that is not 0 where something is not finite."},
+     "kernel_reduce(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None)"
+     "\n--\n\n"
+     "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped."},
     {"kernel_norm2", FSDPC_PY_KEYWORDS(kernel_norm2),
      "kernel_norm2(src, dtype, kernels=None)\n--\n\n"
      "Returns (sum of squares, largest magnitude, whether any element is not finite)."},
