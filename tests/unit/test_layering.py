@@ -48,26 +48,6 @@ NOT_YET_PRIVATE = {
     ("csrc/py/step", "exchange/exchange_impl.h"),
     ("csrc/py/probe", "unit/unit_impl.h"),
 }
-# A file uses another one when it names what the other one defines. Files that use each other in a
-# circle belong together: a table and the files that fill it. Nothing else is to be listed here.
-ALLOWED_CIRCLES = [
-    frozenset(f"{name}.c" for name in names.split())
-    for names in (
-        "arena arena_device",
-        "comm comm_shm comm_shm_direct",
-        "comm_nccl comm_nccl_host comm_nccl_issue comm_nccl_register comm_nccl_ring "
-        "comm_nccl_watch",
-        "device_alloc device_stream",
-        "device_cuda device_cuda_kernels device_cuda_memory device_cuda_pack device_cuda_slots "
-        "device_cuda_stream",
-        "exchange exchange_reduce exchange_shared exchange_shared_gather exchange_shared_wait "
-        "exchange_stream exchange_stream_gather exchange_stream_offload exchange_stream_reduce "
-        "exchange_stream_slots exchange_stream_turns exchange_wire",
-        "grad grad_queue unit unit_thaw",
-        "shm shm_host shm_map shm_message shm_rendezvous shm_sync shm_turn shm_wait shm_watch",
-    )
-]
-
 Rule = Callable[[str, str], Iterator[str]]
 
 
@@ -241,20 +221,12 @@ def test_rules_leave_the_innocent_alone(rule: Rule) -> None:
 def test_no_circles_among_files() -> None:
     uses = file_uses(SOURCES)
     assert "py_state.c" in uses["py_status.c"] and "status.c" in uses["shm.c"]
-    for circle in circles(uses):
-        lines = [f"{file} -> {', '.join(sorted(uses[file] & circle))}" for file in sorted(circle)]
-        lines.insert(0, "a circle of files; move what they share to a file below them:")
-        assert any(circle <= allowed for allowed in ALLOWED_CIRCLES), "\n  ".join(lines)
-
-
-@pytest.mark.parametrize("allowed", ALLOWED_CIRCLES, ids=min)
-def test_allowed_circles_exist(allowed: frozenset[str]) -> None:
-    found = circles(file_uses(SOURCES))
-    left = sorted(file for circle in found if circle <= allowed for file in circle)
-    assert allowed in found, (
-        f"good: {sorted(allowed - set(left))} left this circle. Take them out of ALLOWED_CIRCLES "
-        f"in this test (files still in a circle: {left or 'none, remove the entry'})"
-    )
+    found = [
+        f"{file} -> {', '.join(sorted(uses[file] & circle))}"
+        for circle in circles(uses)
+        for file in sorted(circle)
+    ]
+    assert not found, "files in a circle; move what they share below them:\n" + "\n".join(found)
 
 
 def test_circles_find_what_is_planted() -> None:
