@@ -25,15 +25,16 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     for (int i = 0; i < plan->unit_count; i++) {
         fsdpc_unit *unit = plan->units[i];
-        unit->id = i;
+        fsdpc_unit_use(unit)->id = i;
         /* An exchange before this one may have ended in the middle of a pass. */
-        unit->refs = unit->floor = 0;
-        unit->begun = unit->ready = false;
-        unit->posted = unit->consumed = 0;
+        fsdpc_unit_use(unit)->refs = fsdpc_unit_use(unit)->floor = 0;
+        fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
+        fsdpc_unit_use(unit)->posted = fsdpc_unit_use(unit)->consumed = 0;
         x->units[i] = unit;
         x->trace_ids[i] = plan->unit_ids[i];
         /* One rank rounds nothing to the type in which gradients would travel. */
-        size_t bytes = x->world > 1 ? unit->layout->reduce_bytes : unit->layout->grad_bytes;
+        size_t bytes = x->world > 1 ? fsdpc_unit_layout(unit)->reduce_bytes
+                                    : fsdpc_unit_layout(unit)->grad_bytes;
         bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
         x->sum_reduce_bytes += bytes;
         x->max_reduce_bytes = bytes > x->max_reduce_bytes ? bytes : x->max_reduce_bytes;
@@ -52,9 +53,10 @@ make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     for (int i = 0; i < x->unit_count; i++) {
         fsdpc_unit *unit = x->units[i];
-        unit->slot = unit->direct ? -1 : plan->slot_of[i];
-        if (!unit->direct) {
-            FSDPC_TRY(fsdpc_arena_bind(x->arena, &unit->range, unit->slot));
+        fsdpc_unit_use(unit)->slot = fsdpc_unit_is_direct(unit) ? -1 : plan->slot_of[i];
+        if (!fsdpc_unit_is_direct(unit)) {
+            FSDPC_TRY(
+                fsdpc_arena_bind(x->arena, fsdpc_unit_range(unit), fsdpc_unit_use(unit)->slot));
         }
     }
     return FSDPC_OK;
@@ -155,28 +157,28 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
 static int
 explain(int status, const char *op, const fsdpc_unit *unit)
 {
-    if (status == FSDPC_OK || strstr(fsdpc_error_text(), unit->name)) {
+    if (status == FSDPC_OK || strstr(fsdpc_error_text(), fsdpc_unit_name(unit))) {
         return status;
     }
-    return fsdpc_error_prepend(status, "%s of unit %s", op, unit->name);
+    return fsdpc_error_prepend(status, "%s of unit %s", op, fsdpc_unit_name(unit));
 }
 
 int
 fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (unit->refs > 0) {
-        unit->refs++;
+    if (fsdpc_unit_use(unit)->refs > 0) {
+        fsdpc_unit_use(unit)->refs++;
         fsdpc_exchange_note(x, FSDPC_TRACE_JOIN, unit, 0);
         return FSDPC_OK;
     }
     x->copied_bytes = 0;
-    if (!unit->direct) {
+    if (!fsdpc_unit_is_direct(unit)) {
         int status = x->ops->gather(x, unit, true);
         if (status != FSDPC_OK) {
             return explain(status, "gather", unit);
         }
     }
-    unit->refs = 1;
+    fsdpc_unit_use(unit)->refs = 1;
     fsdpc_exchange_note(x, FSDPC_TRACE_GATHER, unit, x->copied_bytes);
     return FSDPC_OK;
 }
@@ -184,7 +186,8 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 int
 fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (unit->refs > 0 || unit->begun || unit->direct) {
+    if (fsdpc_unit_use(unit)->refs > 0 || fsdpc_unit_use(unit)->begun ||
+        fsdpc_unit_is_direct(unit)) {
         return FSDPC_OK;
     }
     x->copied_bytes = 0;
@@ -192,7 +195,7 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
     if (status != FSDPC_OK) {
         return explain(status, "prefetch", unit);
     }
-    if (unit->begun) {
+    if (fsdpc_unit_use(unit)->begun) {
         fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
     }
     return FSDPC_OK;
@@ -201,18 +204,19 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 static int
 let_go(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    unit->refs = 0;
+    fsdpc_unit_use(unit)->refs = 0;
     fsdpc_exchange_note(x, FSDPC_TRACE_RELEASE, unit, 0);
-    return unit->direct ? FSDPC_OK : x->ops->release(x, unit);
+    return fsdpc_unit_is_direct(unit) ? FSDPC_OK : x->ops->release(x, unit);
 }
 
 int
 fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (unit->refs <= 0) {
-        return fsdpc_error(FSDPC_E_STATE, "unit %s is released but was not gathered", unit->name);
+    if (fsdpc_unit_use(unit)->refs <= 0) {
+        return fsdpc_error(FSDPC_E_STATE, "unit %s is released but was not gathered",
+                           fsdpc_unit_name(unit));
     }
-    if (--unit->refs > 0) {
+    if (--fsdpc_unit_use(unit)->refs > 0) {
         return FSDPC_OK;
     }
     return let_go(x, unit);
@@ -221,13 +225,19 @@ fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
 int
 fsdpc_unit_refs(const fsdpc_unit *unit)
 {
-    return unit->refs;
+    return fsdpc_unit_use(unit)->refs;
+}
+
+void
+fsdpc_unit_set_floor(fsdpc_unit *unit, int refs)
+{
+    fsdpc_unit_use(unit)->floor = refs;
 }
 
 int
 fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    if (unit->layout->trainable_count == 0) {
+    if (fsdpc_unit_layout(unit)->trainable_count == 0) {
         return FSDPC_OK;
     }
     return explain(x->ops->reduce(x, unit, grads), "reduce", unit);
@@ -254,9 +264,10 @@ fsdpc_exchange_drop(fsdpc_exchange *x)
     int status = FSDPC_OK;
     for (int i = 0; i < x->unit_count; i++) {
         fsdpc_unit *unit = x->units[i];
-        if (unit->floor > 0 && unit->refs >= unit->floor) {
-            unit->refs = unit->floor;
-        } else if (unit->refs > 0 || unit->begun) {
+        if (fsdpc_unit_use(unit)->floor > 0 &&
+            fsdpc_unit_use(unit)->refs >= fsdpc_unit_use(unit)->floor) {
+            fsdpc_unit_use(unit)->refs = fsdpc_unit_use(unit)->floor;
+        } else if (fsdpc_unit_use(unit)->refs > 0 || fsdpc_unit_use(unit)->begun) {
             FSDPC_KEEP(let_go(x, unit));
         }
     }
@@ -284,7 +295,7 @@ fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
 {
     size_t largest = 0;
     for (int i = 0; i < x->unit_count; i++) {
-        size_t bytes = x->units[i]->direct ? 0 : x->units[i]->range.bytes;
+        size_t bytes = fsdpc_unit_is_direct(x->units[i]) ? 0 : fsdpc_unit_range(x->units[i])->bytes;
         largest = bytes > largest ? bytes : largest;
     }
     return largest;
@@ -326,6 +337,24 @@ fsdpc_exchange_spare_count(const fsdpc_exchange *x)
     return fsdpc_arena_spare_count(x->arena);
 }
 
+fsdpc_comm *
+fsdpc_exchange_comm(const fsdpc_exchange *x)
+{
+    return x->comm;
+}
+
+int
+fsdpc_exchange_unit_count(const fsdpc_exchange *x)
+{
+    return x->unit_count;
+}
+
+fsdpc_unit *
+fsdpc_exchange_unit(const fsdpc_exchange *x, int id)
+{
+    return x->units[id];
+}
+
 const char *
 fsdpc_exchange_kind(const fsdpc_exchange *x)
 {
@@ -335,6 +364,7 @@ fsdpc_exchange_kind(const fsdpc_exchange *x)
 int
 fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
 {
-    return x->ops->announce && x->world > 1 ? x->ops->announce(x, unit ? unit->id : -1, param)
-                                            : FSDPC_OK;
+    return x->ops->announce && x->world > 1
+               ? x->ops->announce(x, unit ? fsdpc_unit_use(unit)->id : -1, param)
+               : FSDPC_OK;
 }

@@ -63,6 +63,8 @@ int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* One reference less; at zero the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
 int fsdpc_unit_refs(const fsdpc_unit *unit);
+/* References that fsdpc_exchange_drop leaves. */
+void fsdpc_unit_set_floor(fsdpc_unit *unit, int refs);
 
 /* This rank's gradients of a unit are complete for now: packs and sends them; what follows a first
  * time in the same backward is added up here and sent by fsdpc_exchange_end. The sum
@@ -75,7 +77,7 @@ bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, unit's `used`
  * bytes tell which parameters got a gradient on some rank. Every rank calls it. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
-/* Drops prefetches and references, but for unit->floor of each unit's (see tree_impl.h). Local. */
+/* Drops prefetches and references, but for fsdpc_unit_use(unit)->floor of each unit's (see tree_impl.h). Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 
 /* Kind "stream": puts the ranks' `piece_bytes` of device memory side by side (rank r's is at r *
@@ -91,6 +93,12 @@ size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
+/* Into the trace; unit NULL: of none. */
+void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
+                         uint64_t bytes);
+fsdpc_comm *fsdpc_exchange_comm(const fsdpc_exchange *exchange);
+int fsdpc_exchange_unit_count(const fsdpc_exchange *exchange);
+fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
 /* Between passes: this rank is about to give a parameter that was frozen so far memory for a gradient,

@@ -3,7 +3,7 @@
 #define FSDPC_EXCHANGE_IMPL_H
 
 #include "exchange/exchange.h"
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 struct fsdpc_exchange_i {
     const char *kind;
@@ -13,7 +13,7 @@ struct fsdpc_exchange_i {
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
     int (*rest)(fsdpc_exchange *x);  /* (optional) nothing is in flight */
     int (*leave)(fsdpc_exchange *x); /* (optional) nothing to wait for */
-    /* Makes the unit readable, or with wait false starts it if possible (unit->begun). */
+    /* Makes the unit readable, or with wait false starts it if possible (fsdpc_unit_use(unit)->begun). */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
@@ -60,8 +60,6 @@ bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* FSDPC_E_MISMATCH: rank `who` trains a parameter from now on (unit -1: of another exchange) and rank
  * `other` does not. */
 int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
-void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
-                         uint64_t bytes);
 /* Under poison, in host memory: this rank reads NaN through the unit's range until the range is
  * unveiled (arena.h). */
 int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);

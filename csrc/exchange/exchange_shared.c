@@ -65,8 +65,9 @@ plan_ctl(fsdpc_exchange *x, int slot_count, size_t *slots_at, size_t *posts_at, 
     *posts_at = at;
     for (int u = 0; u < x->unit_count; u++) {
         s->post_offset[u] = at - *posts_at;
-        s->post_stride[u] = fsdpc_round_up(
-            sizeof(struct fsdpc_post_ctl) + (size_t)x->units[u]->layout->param_count, 64);
+        s->post_stride[u] = fsdpc_round_up(sizeof(struct fsdpc_post_ctl) +
+                                               (size_t)fsdpc_unit_layout(x->units[u])->param_count,
+                                           64);
         at += s->post_stride[u] * (size_t)x->world;
     }
     *acks_at = at;
@@ -106,7 +107,7 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         }
     }
     for (int u = 0; x->poison && u < x->unit_count; u++) {
-        if (!x->units[u]->direct) {
+        if (!fsdpc_unit_is_direct(x->units[u])) {
             FSDPC_TRY(fsdpc_exchange_veil(x, x->units[u]));
         }
     }

@@ -115,8 +115,8 @@ static uint32_t
 chunks_of_unit(const fsdpc_unit *unit)
 {
     uint32_t total = 0;
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        total += chunks_of_segment(&unit->layout->segments[s]);
+    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
+        total += chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s]);
     }
     return total;
 }
@@ -125,10 +125,10 @@ static int
 fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
 {
     int s = 0;
-    while (chunk >= chunks_of_segment(&unit->layout->segments[s])) {
-        chunk -= chunks_of_segment(&unit->layout->segments[s++]);
+    while (chunk >= chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s])) {
+        chunk -= chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s++]);
     }
-    const fsdpc_segment *seg = &unit->layout->segments[s];
+    const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
     int64_t begin = (int64_t)chunk * chunk_numel(seg);
     int64_t left = seg->piece_numel - begin;
     return fsdpc_exchange_cast_piece(x, unit, s, r, begin,
@@ -192,12 +192,12 @@ static enum hold
 hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, uint32_t chunks,
             bool may_claim)
 {
-    bool same = slot->unit == unit->id && slot->tag == x->tag;
+    bool same = slot->unit == fsdpc_unit_use(unit)->id && slot->tag == x->tag;
     if (!same && (slot->holders > 0 || !may_claim)) {
         return BUSY;
     }
     if (!same) {
-        slot->unit = unit->id;
+        slot->unit = fsdpc_unit_use(unit)->id;
         slot->tag = x->tag;
         slot->total = chunks * (uint32_t)x->world;
         atomic_store(&slot->done, 0);
@@ -214,7 +214,7 @@ int
 fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->begun && x->units[u]->refs == 0) {
+        if (fsdpc_unit_use(x->units[u])->begun && fsdpc_unit_use(x->units[u])->refs == 0) {
             FSDPC_TRY(fsdpc_shared_release(x, x->units[u]));
         }
     }
@@ -318,8 +318,8 @@ gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     int status = FSDPC_OK;
     struct fsdpc_shared_wait wait;
-    FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
-    fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+    FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
     fsdpc_shared_wait_begin(x, &wait, "gather", unit);
     uint32_t chunks = chunks_of_unit(unit);
     for (int k = 0; k < x->world; k++) {
@@ -336,7 +336,7 @@ gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
             FSDPC_GOTO(fill_chunk(x, unit, r, chunk), done);
         }
     }
-    unit->begun = unit->ready = true;
+    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = true;
 done:
     fsdpc_shared_wait_end(x, &wait, unit);
     return status;
@@ -345,21 +345,21 @@ done:
 int
 fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
 {
-    struct fsdpc_slot_ctl *slot = slot_ctl(x, unit->slot);
-    fsdpc_wait what = {.op = "gather", .unit = unit->name};
+    struct fsdpc_slot_ctl *slot = slot_ctl(x, fsdpc_unit_use(unit)->slot);
+    fsdpc_wait what = {.op = "gather", .unit = fsdpc_unit_name(unit)};
     FSDPC_TRY(fsdpc_shm_check(x->shm, &what));
-    if (!unit->begun) {
+    if (!fsdpc_unit_use(unit)->begun) {
         bool busy;
         FSDPC_TRY(take_hold(x, unit, slot, may_wait, &busy));
         if (busy) {
             return may_wait ? gather_spare(x, unit) : FSDPC_OK;
         }
-        unit->begun = true;
-        FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
+        fsdpc_unit_use(unit)->begun = true;
+        FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));
     }
-    if (!unit->ready && !unit->range.spare) {
+    if (!fsdpc_unit_use(unit)->ready && !fsdpc_unit_is_spare(unit)) {
         FSDPC_TRY(complete(x, unit, slot, may_wait));
-        unit->ready = may_wait;
+        fsdpc_unit_use(unit)->ready = may_wait;
     }
     return FSDPC_OK;
 }
@@ -369,16 +369,16 @@ fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
 int
 fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    unit->begun = unit->ready = false;
-    if (unit->range.spare) {
-        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
+    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
+    if (fsdpc_unit_is_spare(unit)) {
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));
         return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
     }
     if (x->poison) {
         FSDPC_TRY(fsdpc_exchange_veil(x, unit));
     }
-    struct fsdpc_slot_ctl *slot = slot_ctl(x, unit->slot);
-    fsdpc_wait what = {.op = "release", .unit = unit->name};
+    struct fsdpc_slot_ctl *slot = slot_ctl(x, fsdpc_unit_use(unit)->slot);
+    fsdpc_wait what = {.op = "release", .unit = fsdpc_unit_name(unit)};
     FSDPC_TRY(lock_slot(x, slot, &what));
     slot_held(x, slot)[x->rank] = 0;
     bool last = --slot->holders == 0;

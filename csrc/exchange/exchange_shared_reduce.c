@@ -67,7 +67,7 @@ round_is_complete(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     for (int r = 0; r < x->world; r++) {
         const struct fsdpc_rank_ctl *ctl = &x->shared->ranks[r];
-        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) < round &&
+        if (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) < round &&
             atomic_load(round == round_tag(x, 1) ? &ctl->first : &ctl->ended) <= x->backwards) {
             return false;
         }
@@ -90,23 +90,23 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     const void *sources[FSDPC_SHM_MAX_RANKS];
     bool own = false;
     for (int r = 0; r < x->world; r++) {
-        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, r);
+        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r);
         bool present = atomic_load(&post->round) == round;
         sources[r] = present ? slot_memory(x, r, (int)post->slot) : NULL;
         own = own || (present && r == x->rank);
-        for (int i = 0; present && i < unit->layout->param_count; i++) {
-            unit->used[i] |= post_used(post)[i];
+        if (present) {
+            fsdpc_unit_add_used(unit, post_used(post));
         }
     }
     FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
     for (int r = 0; r < x->world; r++) {
         if (sources[r]) {
-            acknowledge(x, r, (int)fsdpc_shared_post(x, unit->id, r)->slot);
+            acknowledge(x, r, (int)fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->slot);
         }
     }
-    unit->consumed++;
+    fsdpc_unit_use(unit)->consumed++;
     fsdpc_exchange_note(x, own ? FSDPC_TRACE_REDUCE : FSDPC_TRACE_ABSENT, unit,
-                        unit->layout->reduce_bytes);
+                        fsdpc_unit_layout(unit)->reduce_bytes);
     return FSDPC_OK;
 }
 
@@ -114,7 +114,7 @@ static bool
 anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     for (int r = 0; r < x->world; r++) {
-        if (atomic_load(&fsdpc_shared_post(x, unit->id, r)->round) == round) {
+        if (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) == round) {
             return true;
         }
     }
@@ -129,8 +129,8 @@ progress(fsdpc_exchange *x)
     bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        while (unit->consumed < unit->posted || absent_too) {
-            uint64_t round = round_tag(x, unit->consumed + 1);
+        while (fsdpc_unit_use(unit)->consumed < fsdpc_unit_use(unit)->posted || absent_too) {
+            uint64_t round = round_tag(x, fsdpc_unit_use(unit)->consumed + 1);
             if (!anyone_posted(x, unit, round) || !round_is_complete(x, unit, round)) {
                 break;
             }
@@ -152,8 +152,9 @@ slot_is_free(fsdpc_exchange *x, int slot)
 static bool
 previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
-    return atomic_load(&post->round) == 0 || x->shared->slot_user[post->slot] != unit->id ||
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, x->rank);
+    return atomic_load(&post->round) == 0 ||
+           x->shared->slot_user[post->slot] != fsdpc_unit_use(unit)->id ||
            slot_is_free(x, (int)post->slot);
 }
 
@@ -189,8 +190,8 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
                 goto done;
             }
             if (fsdpc_shared_must_act(x, &wait, way)) {
-                *slot = x->reduce_slots + unit->id;
-                x->shared->over_used[unit->id] = true;
+                *slot = x->reduce_slots + fsdpc_unit_use(unit)->id;
+                x->shared->over_used[fsdpc_unit_use(unit)->id] = true;
                 goto done;
             }
         }
@@ -207,14 +208,14 @@ post(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     int slot;
     FSDPC_TRY(acquire_slot(x, unit, &slot));
-    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, unit->id, x->rank);
+    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, x->rank);
     FSDPC_TRY(fsdpc_grad_pack(unit, grads, slot_memory(x, x->rank, slot), post_used(post)));
-    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
-    x->shared->slot_user[slot] = unit->id;
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    x->shared->slot_user[slot] = fsdpc_unit_use(unit)->id;
     atomic_store(ack(x, x->rank, slot), 0);
     post->slot = (uint32_t)slot;
-    unit->posted++;
-    atomic_store(&post->round, round_tag(x, unit->posted));
+    fsdpc_unit_use(unit)->posted++;
+    atomic_store(&post->round, round_tag(x, fsdpc_unit_use(unit)->posted));
     fsdpc_shared_notify(x);
     return progress(x);
 }
@@ -222,7 +223,8 @@ post(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 int
 fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    return unit->posted == 0 ? post(x, unit, grads) : fsdpc_grad_keep_local(unit, grads);
+    return fsdpc_unit_use(unit)->posted == 0 ? post(x, unit, grads)
+                                             : fsdpc_grad_keep_local(unit, grads);
 }
 
 /* --- the end of a backward ------------------------------------------------------------------- */
@@ -242,7 +244,7 @@ static void
 forget_rounds(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        x->units[u]->posted = x->units[u]->consumed = 0;
+        fsdpc_unit_use(x->units[u])->posted = fsdpc_unit_use(x->units[u])->consumed = 0;
     }
 }
 
@@ -258,7 +260,8 @@ discard_overflow(fsdpc_exchange *x)
         }
         s->over_used[u] = false;
         uint64_t at = s->over_offset + s->over_stride * (uint64_t)x->rank + s->over_at[u];
-        size_t bytes = fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        size_t bytes =
+            fsdpc_round_up(fsdpc_unit_layout(x->units[u])->reduce_bytes, fsdpc_shm_page_bytes());
         if (bytes > 0) { /* a unit whose parameters have no elements */
             FSDPC_TRY(fsdpc_shm_discard(x->shm, at, bytes));
         }
@@ -272,7 +275,8 @@ post_what_waits(fsdpc_exchange *x, uint64_t times)
 {
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        if (unit->local_any && unit->posted == times && !unit->hooked) {
+        if (fsdpc_unit_has_local(unit) && fsdpc_unit_use(unit)->posted == times &&
+            !fsdpc_unit_is_hooked(unit)) {
             FSDPC_TRY(post(x, unit, NULL));
         }
     }
@@ -374,7 +378,7 @@ fsdpc_shared_reduce_open(fsdpc_exchange *x)
     size_t at = 0;
     for (int u = 0; u < x->unit_count; u++) {
         s->over_at[u] = at;
-        at += fsdpc_round_up(x->units[u]->layout->reduce_bytes, fsdpc_shm_page_bytes());
+        at += fsdpc_round_up(fsdpc_unit_layout(x->units[u])->reduce_bytes, fsdpc_shm_page_bytes());
     }
     return map_reduce_memory(x);
 }

@@ -38,7 +38,8 @@ fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const
                         const fsdpc_unit *unit)
 {
     (void)x;
-    *wait = (struct fsdpc_shared_wait){.what = {.op = op, .unit = unit ? unit->name : ""}};
+    *wait =
+        (struct fsdpc_shared_wait){.what = {.op = op, .unit = unit ? fsdpc_unit_name(unit) : ""}};
 }
 
 static void

@@ -33,7 +33,7 @@ open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_layout *layout = x->units[u]->layout;
+        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
         most = layout->param_count > most ? layout->param_count : most;
         s->bit_count += layout->param_count;
         FSDPC_TRY(fsdpc_device_event_new(s->device, &s->fillings[u].done));
@@ -69,8 +69,8 @@ fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
 {
     float *bits = s->bits;
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
-            *bits++ = x->units[u]->layout->params[i].trainable_index >= 0;
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
+            *bits++ = fsdpc_unit_layout(x->units[u])->params[i].trainable_index >= 0;
         }
     }
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->all, s->bits, bytes));
@@ -224,8 +224,8 @@ await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
         FSDPC_TRY(fsdpc_device_wait(s->device, s->masters));
         s->masters_awaited = true;
     }
-    struct fsdpc_reader *reader = &s->readers[unit->slot];
-    if (unit->range.spare || !reader->pending) {
+    struct fsdpc_reader *reader = &s->readers[fsdpc_unit_use(unit)->slot];
+    if (fsdpc_unit_is_spare(unit) || !reader->pending) {
         return FSDPC_OK;
     }
     reader->pending = false;
@@ -239,7 +239,7 @@ static int
 fill_on_stream(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
-    struct fsdpc_filling *filling = &s->fillings[unit->id];
+    struct fsdpc_filling *filling = &s->fillings[fsdpc_unit_use(unit)->id];
     FSDPC_TRY(fsdpc_stream_turn(x, unit, false));
     FSDPC_TRY(await_slot(s, unit));
     FSDPC_TRY(fsdpc_stream_fill(x, unit));
@@ -262,14 +262,15 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit)
 static bool
 slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    return x->slot_unit[unit->slot] == unit->id && x->slot_tag[unit->slot] == x->tag;
+    return x->slot_unit[fsdpc_unit_use(unit)->slot] == fsdpc_unit_use(unit)->id &&
+           x->slot_tag[fsdpc_unit_use(unit)->slot] == x->tag;
 }
 
 /* Before other memory comes behind an address, whatever was queued must be done with the old. */
 static int
 settle(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    return fsdpc_stream_settle(x, unit->name);
+    return fsdpc_stream_settle(x, fsdpc_unit_name(unit));
 }
 
 /* Spare memory is zeroed on the current stream: that of the gather which writes it next. */
@@ -278,7 +279,7 @@ map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     fsdpc_stream *caller = fsdpc_device_use(s->device, s->gather);
-    int status = fsdpc_arena_spare(x->arena, &unit->range);
+    int status = fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit));
     fsdpc_device_use(s->device, caller);
     return status;
 }
@@ -290,15 +291,15 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
         FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
         FSDPC_TRY(settle(x, unit));
         FSDPC_TRY(map_spare(x, unit));
-        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
         FSDPC_TRY(fill(x, unit));
     } else if (!slot_shows(x, unit)) {
-        x->slot_unit[unit->slot] = -1;
+        x->slot_unit[fsdpc_unit_use(unit)->slot] = -1;
         FSDPC_TRY(fill(x, unit));
-        x->slot_unit[unit->slot] = unit->id;
-        x->slot_tag[unit->slot] = x->tag;
+        x->slot_unit[fsdpc_unit_use(unit)->slot] = fsdpc_unit_use(unit)->id;
+        x->slot_tag[fsdpc_unit_use(unit)->slot] = x->tag;
     }
-    unit->begun = true;
+    fsdpc_unit_use(unit)->begun = true;
     return FSDPC_OK;
 }
 
@@ -319,15 +320,16 @@ static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
     struct fsdpc_streams *s = x->streams;
-    if (!unit->begun) {
+    if (!fsdpc_unit_use(unit)->begun) {
         if (!wait && fsdpc_exchange_slot_is_in_use(x, unit)) {
             return FSDPC_OK;
         }
         FSDPC_TRY(start(x, unit));
     }
-    if (wait && !unit->ready) {
-        FSDPC_TRY(await_values(s, &s->fillings[unit->id], s->capture));
-        unit->ready = true;
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (wait && !use->ready) {
+        FSDPC_TRY(await_values(s, &s->fillings[use->id], s->capture));
+        use->ready = true;
     }
     return FSDPC_OK;
 }
@@ -342,7 +344,8 @@ rest(fsdpc_exchange *x)
     uint64_t capture = 0;
     for (int u = 0; u < x->unit_count; u++) {
         const struct fsdpc_filling *filling = &s->fillings[u];
-        if (!x->units[u]->begun || x->units[u]->ready) {
+        const struct fsdpc_unit_use *use = fsdpc_unit_use(x->units[u]);
+        if (!use->begun || use->ready) {
             continue;
         }
         FSDPC_TRY(fsdpc_device_capture(s->device, &capture));
@@ -357,7 +360,7 @@ static int
 poison(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     FSDPC_TRY(fsdpc_exchange_poison(x, unit));
-    x->slot_unit[unit->slot] = -1;
+    x->slot_unit[fsdpc_unit_use(unit)->slot] = -1;
     return FSDPC_OK;
 }
 
@@ -365,20 +368,21 @@ static int
 release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
-    bool unread = unit->begun && !unit->ready;
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    bool unread = use->begun && !use->ready;
     int status = unread ? rest(x) : FSDPC_OK;
-    unit->begun = unit->ready = false;
+    use->begun = use->ready = false;
     FSDPC_TRY(status);
-    if (unit->range.spare) {
+    if (fsdpc_unit_is_spare(unit)) {
         FSDPC_TRY(settle(x, unit));
-        return fsdpc_arena_restore(x->arena, &unit->range);
+        return fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit));
     }
     if (x->poison) {
         FSDPC_TRY(poison(x, unit));
     } else if (unread) {
         return FSDPC_OK; /* the slot's last user is the gather, whose stream is in order */
     }
-    struct fsdpc_reader *reader = &s->readers[unit->slot];
+    struct fsdpc_reader *reader = &s->readers[use->slot];
     reader->pending = true;
     reader->stream = fsdpc_device_current(s->device);
     reader->capture = s->capture;

@@ -11,10 +11,11 @@ static int
 plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
 {
     int status = FSDPC_OK;
-    const fsdpc_layout *layout = unit->layout;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     fsdpc_pack_target *targets = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof *targets);
     if (!targets) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s", unit->name);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s",
+                           fsdpc_unit_name(unit));
     }
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];
@@ -45,9 +46,9 @@ fsdpc_stream_gather_open(fsdpc_exchange *x)
     }
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        const size_t count = (size_t)unit->layout->segment_count;
+        const size_t count = (size_t)fsdpc_unit_layout(unit)->segment_count;
         most = count > most ? count : most;
-        if (!unit->direct && count > 1) {
+        if (!fsdpc_unit_is_direct(unit) && count > 1) {
             FSDPC_TRY(plan_unit(x, unit, &s->gathers[u]));
         }
     }
@@ -73,8 +74,8 @@ static int
 cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
-    const fsdpc_layout *layout = unit->layout;
-    if (!s->gathers[unit->id]) {
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    if (!s->gathers[fsdpc_unit_use(unit)->id]) {
         return layout->segment_count == 0
                    ? FSDPC_OK
                    : fsdpc_exchange_cast_piece(x, unit, 0, x->rank, 0,
@@ -82,12 +83,12 @@ cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
     }
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];
-        s->pieces[i] = (fsdpc_pack_source){.data = (char *)unit->master + seg->shard_offset,
-                                           .dtype = seg->storage};
+        s->pieces[i] = (fsdpc_pack_source){
+            .data = (char *)fsdpc_unit_master(unit) + seg->shard_offset, .dtype = seg->storage};
         x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
     }
-    return fsdpc_device_pack_onto(s->device, s->gathers[unit->id], unit->range.address, NULL,
-                                  s->pieces, 1.0);
+    return fsdpc_device_pack_onto(s->device, s->gathers[fsdpc_unit_use(unit)->id],
+                                  fsdpc_unit_full(unit), NULL, s->pieces, 1.0);
 }
 
 int
@@ -95,12 +96,13 @@ fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     char what[FSDPC_STREAM_WHAT_BYTES];
-    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(cast_pieces(x, unit));
     char *values = fsdpc_stream_address(x, unit);
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
+    for (int i = 0; i < fsdpc_unit_layout(unit)->segment_count; i++) {
+        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[i];
         s->parts[i] = (fsdpc_comm_part){values + seg->full_offset, seg->piece_numel, seg->compute};
     }
-    return fsdpc_comm_all_gather_parts(x->comm, s->parts, unit->layout->segment_count, what);
+    return fsdpc_comm_all_gather_parts(x->comm, s->parts, fsdpc_unit_layout(unit)->segment_count,
+                                       what);
 }

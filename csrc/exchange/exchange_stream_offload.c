@@ -16,9 +16,9 @@ fsdpc_stream_offload_open(fsdpc_exchange *x)
     s->all_offloaded = true;
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        any = any || unit->offload;
-        s->all_offloaded =
-            s->all_offloaded && (unit->offload || unit->layout->trainable_count == 0);
+        any = any || fsdpc_unit_is_offloaded(unit);
+        s->all_offloaded = s->all_offloaded && (fsdpc_unit_is_offloaded(unit) ||
+                                                fsdpc_unit_layout(unit)->trainable_count == 0);
     }
     return any ? fsdpc_device_event_new(s->device, &s->copied) : FSDPC_OK;
 }
@@ -28,7 +28,7 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
 {
     int count = 0;
     for (int u = 0; u < x->unit_count; u++) {
-        count += x->units[u]->in_flight[which];
+        count += fsdpc_unit_in_flight(x->units[u], which) != NULL;
     }
     return count;
 }
@@ -39,8 +39,9 @@ join_hooked(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        if (unit->hooked && unit->in_flight[FSDPC_GRAD]) {
-            FSDPC_TRY(fsdpc_device_wait(x->streams->device, unit->touched[FSDPC_GRAD]));
+        fsdpc_event *summed = fsdpc_unit_in_flight(unit, FSDPC_GRAD);
+        if (fsdpc_unit_is_hooked(unit) && summed) {
+            FSDPC_TRY(fsdpc_device_wait(x->streams->device, summed));
         }
     }
     return FSDPC_OK;
@@ -75,7 +76,8 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
     FSDPC_TRY(status);
     FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, "the sums of offloaded gradients"));
     for (int u = 0; u < x->unit_count; u++) {
-        fsdpc_unit_settled(x->units[u]);
+        fsdpc_unit_settled(x->units[u], FSDPC_MASTER);
+        fsdpc_unit_settled(x->units[u], FSDPC_GRAD);
     }
     return FSDPC_OK;
 }
@@ -94,7 +96,7 @@ fsdpc_stream_offload_leave(fsdpc_exchange *x)
     FSDPC_TRY(status);
     FSDPC_TRY(fsdpc_stream_await_host(x, s->copied, "the gathers of offloaded parameters"));
     for (int u = 0; u < x->unit_count; u++) {
-        x->units[u]->in_flight[FSDPC_MASTER] = false;
+        fsdpc_unit_settled(x->units[u], FSDPC_MASTER);
     }
     return FSDPC_OK;
 }

@@ -16,8 +16,8 @@ scatter(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *wha
 {
     int count = 0;
     struct fsdpc_streams *s = x->streams;
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
+    for (int i = 0; i < fsdpc_unit_layout(unit)->segment_count; i++) {
+        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[i];
         if (seg->trainable) {
             s->parts[count++] =
                 (fsdpc_comm_part){buffer + seg->reduce_offset, seg->piece_numel, seg->reduce};
@@ -31,7 +31,7 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
 {
     struct fsdpc_streams *s = x->streams;
     char what[FSDPC_STREAM_WHAT_BYTES];
-    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
+    snprintf(what, sizeof what, "reduce of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
     FSDPC_TRY(fsdpc_stream_turn(x, unit, true));
     if (x->world > 1) {
@@ -56,7 +56,8 @@ await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *
     if (fsdpc_exchange_packs(x, unit)) {
         return slot->busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
     }
-    return unit->posted > 1 ? fsdpc_device_wait(s->device, s->slots[last].summed) : FSDPC_OK;
+    return fsdpc_unit_use(unit)->posted > 1 ? fsdpc_device_wait(s->device, s->slots[last].summed)
+                                            : FSDPC_OK;
 }
 
 static int
@@ -64,13 +65,11 @@ pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffe
 {
     struct fsdpc_streams *s = x->streams;
     if (!fsdpc_exchange_packs(x, unit)) {
-        return fsdpc_grad_direct(unit, grads, unit->used);
+        return fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit));
     }
-    memset(s->mask, 0, (size_t)unit->layout->param_count);
+    memset(s->mask, 0, (size_t)fsdpc_unit_layout(unit)->param_count);
     FSDPC_TRY((x->world > 1 ? fsdpc_grad_pack : fsdpc_grad_widen)(unit, grads, buffer, s->mask));
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        unit->used[i] |= s->mask[i];
-    }
+    fsdpc_unit_add_used(unit, s->mask);
     return FSDPC_OK;
 }
 
@@ -84,12 +83,12 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     slot->busy = true;
     FSDPC_TRY(pack(x, unit, grads, slot->buffer));
     FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
-    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
     int status = sum_on_stream(x, unit, slot);
     fsdpc_device_use(s->device, caller);
     s->sent++;
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     return status;
 }
 
@@ -97,14 +96,14 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 static bool
 stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    return !unit->replicate && !fsdpc_exchange_packs(x, unit);
+    return !fsdpc_unit_replicate(unit) && !fsdpc_exchange_packs(x, unit);
 }
 
 static int
 keep(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+    FSDPC_TRY(fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->grad_bytes);
     return FSDPC_OK;
 }
 
@@ -114,7 +113,8 @@ fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
     if (stays_here(x, unit)) {
         return keep(x, unit, grads);
     }
-    return unit->posted++ > 0 ? fsdpc_grad_keep_local(unit, grads) : send(x, unit, grads);
+    return fsdpc_unit_use(unit)->posted++ > 0 ? fsdpc_grad_keep_local(unit, grads)
+                                              : send(x, unit, grads);
 }
 
 /* --- the end of backward ----------------------------------------------------------------------- */
@@ -124,8 +124,9 @@ used_all(const fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        for (int i = 0; i < unit->layout->param_count; i++) {
-            if (unit->layout->params[i].trainable_index >= 0 && !unit->used[i]) {
+        for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
+            if (fsdpc_unit_layout(unit)->params[i].trainable_index >= 0 &&
+                !fsdpc_unit_used(unit)[i]) {
                 return false;
             }
         }
@@ -137,8 +138,8 @@ static void
 write_bits(const fsdpc_exchange *x, float *bits)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
-            *bits++ = x->units[u]->used[i];
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
+            *bits++ = fsdpc_unit_used(x->units[u])[i];
         }
     }
 }
@@ -147,8 +148,8 @@ static void
 read_bits(fsdpc_exchange *x, const float *bits)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
-            x->units[u]->used[i] = *bits++ > 0;
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
+            fsdpc_unit_used(x->units[u])[i] = *bits++ > 0;
         }
     }
 }
@@ -214,13 +215,13 @@ await_sums(fsdpc_exchange *x)
 static int
 send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (unit->hooked) {
+    if (fsdpc_unit_is_hooked(unit)) {
         return FSDPC_OK;
     }
     if (stays_here(x, unit)) {
-        return unit->local_any ? keep(x, unit, NULL) : FSDPC_OK;
+        return fsdpc_unit_has_local(unit) ? keep(x, unit, NULL) : FSDPC_OK;
     }
-    return unit->posted > 1 ? send(x, unit, NULL) : FSDPC_OK;
+    return fsdpc_unit_use(unit)->posted > 1 ? send(x, unit, NULL) : FSDPC_OK;
 }
 
 int
@@ -231,7 +232,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
         FSDPC_TRY(send_kept(x, unit));
-        unit->posted = 0;
+        fsdpc_unit_use(unit)->posted = 0;
     }
     if ((x->world > 1 || s->replicas) && s->bit_count > 0) {
         fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);

@@ -12,11 +12,11 @@
 static int
 sum_over_replicas(const fsdpc_unit *unit, char *buffer, bool wide, const char *what)
 {
-    fsdpc_comm *comm = fsdpc_comm_for_reductions(unit->replicate);
-    for (int i = 0; i < unit->layout->segment_count; i++) {
-        const fsdpc_segment *seg = &unit->layout->segments[i];
-        const size_t skip =
-            (size_t)seg->piece_numel * (size_t)unit->rank * fsdpc_dtype_bytes(seg->reduce);
+    fsdpc_comm *comm = fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit));
+    for (int i = 0; i < fsdpc_unit_layout(unit)->segment_count; i++) {
+        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[i];
+        const size_t skip = (size_t)seg->piece_numel * (size_t)fsdpc_unit_rank(unit) *
+                            fsdpc_dtype_bytes(seg->reduce);
         char *piece = buffer + (wide ? seg->grad_offset : seg->reduce_offset + skip);
         if (seg->trainable) {
             FSDPC_TRY(fsdpc_comm_all_reduce(comm, piece, seg->piece_numel,
@@ -41,12 +41,12 @@ travels_wide(const fsdpc_layout *layout)
 int
 fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what)
 {
-    const bool wide = unit->world == 1;
-    if (unit->replicate && !wide && !travels_wide(unit->layout)) {
+    const bool wide = fsdpc_comm_world(fsdpc_unit_comm(unit)) == 1;
+    if (fsdpc_unit_replicate(unit) && !wide && !travels_wide(fsdpc_unit_layout(unit))) {
         FSDPC_TRY(fsdpc_grad_widen_pieces(unit, buffer));
         return fsdpc_stream_sum_partial(unit, what);
     }
-    if (unit->replicate) {
+    if (fsdpc_unit_replicate(unit)) {
         FSDPC_TRY(sum_over_replicas(unit, buffer, wide, what));
     }
     return fsdpc_grad_take_pieces(unit, buffer, wide);
@@ -55,9 +55,8 @@ fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what)
 int
 fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what)
 {
-    FSDPC_TRY(sum_over_replicas(unit, unit->partial, true, what));
-    unit->partial_any = false;
-    return fsdpc_grad_take_pieces(unit, unit->partial, true);
+    FSDPC_TRY(sum_over_replicas(unit, fsdpc_unit_partial(unit), true, what));
+    return fsdpc_grad_take_partial(unit);
 }
 
 /* --- used bits --------------------------------------------------------------------------------- */
@@ -69,10 +68,10 @@ fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what)
     struct fsdpc_streams *s = x->streams;
     float *bits = s->device_bits;
     for (int u = 0; u < x->unit_count;) {
-        fsdpc_comm *replicate = x->units[u]->replicate;
+        fsdpc_comm *replicate = fsdpc_unit_replicate(x->units[u]);
         int64_t count = 0;
-        for (; u < x->unit_count && x->units[u]->replicate == replicate; u++) {
-            count += x->units[u]->layout->param_count;
+        for (; u < x->unit_count && fsdpc_unit_replicate(x->units[u]) == replicate; u++) {
+            count += fsdpc_unit_layout(x->units[u])->param_count;
         }
         if (replicate) {
             FSDPC_TRY(fsdpc_comm_all_reduce(fsdpc_comm_for_reductions(replicate), bits, count,
@@ -87,7 +86,7 @@ bool
 fsdpc_stream_has_replicas(const fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->replicate) {
+        if (fsdpc_unit_replicate(x->units[u])) {
             return true;
         }
     }

@@ -55,6 +55,8 @@ fsdpc_stream_slots_close(fsdpc_exchange *x)
 char *
 fsdpc_stream_address(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    void *own = unit->range.spare ? NULL : fsdpc_arena_slot_address(x->arena, unit->slot);
-    return own ? own : unit->range.address;
+    void *own = fsdpc_unit_is_spare(unit)
+                    ? NULL
+                    : fsdpc_arena_slot_address(x->arena, fsdpc_unit_use(unit)->slot);
+    return own ? own : fsdpc_unit_full(unit);
 }

@@ -35,7 +35,8 @@ most_ranks(const fsdpc_exchange *x)
     int most = x->world;
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        int replicas = unit->replicate ? fsdpc_comm_world(unit->replicate) : 1;
+        int replicas =
+            fsdpc_unit_replicate(unit) ? fsdpc_comm_world(fsdpc_unit_replicate(unit)) : 1;
         most = replicas > most ? replicas : most;
     }
     return most;
@@ -121,7 +122,7 @@ name_turn(const fsdpc_exchange *x, uint32_t turn, char *text, size_t bytes)
     uint32_t id = turn / 4;
     if (id < (uint32_t)x->unit_count) {
         snprintf(text, bytes, "the %s of unit %s%s", turn & REDUCES ? "reduce" : "gather",
-                 x->units[id]->name, turn & SPARE ? " into spare memory" : "");
+                 fsdpc_unit_name(x->units[id]), turn & SPARE ? " into spare memory" : "");
     } else {
         snprintf(text, bytes, "%s", turn == END ? "the end of backward" : "another pass");
     }
@@ -169,12 +170,13 @@ compare_all(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, uint64_t wor
 {
     char what[FSDPC_STREAM_WHAT_BYTES];
     snprintf(what, sizeof what, "comparing the order of units before the %s of unit %s",
-             reduce ? "reduce" : "gather", unit ? unit->name : "(none: the end of backward)");
+             reduce ? "reduce" : "gather",
+             unit ? fsdpc_unit_name(unit) : "(none: the end of backward)");
     if (x->world > 1) {
         FSDPC_TRY(compare(x, reduce ? x->streams->reduce_comm : x->comm, word, what));
     }
-    return reduce && unit && unit->replicate
-               ? compare(x, fsdpc_comm_for_reductions(unit->replicate), word, what)
+    return reduce && unit && fsdpc_unit_replicate(unit)
+               ? compare(x, fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit)), word, what)
                : FSDPC_OK;
 }
 
@@ -201,11 +203,12 @@ fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
 {
     const struct fsdpc_streams *s = x->streams;
     /* What is recorded runs again in its own order. */
-    if (s->turns.off || s->capture != 0 || (x->world == 1 && !(reduce && unit->replicate))) {
+    if (s->turns.off || s->capture != 0 ||
+        (x->world == 1 && !(reduce && fsdpc_unit_replicate(unit)))) {
         return FSDPC_OK;
     }
-    uint32_t turn = (uint32_t)unit->id * 4 + (reduce ? REDUCES : 0);
-    if (!reduce && unit->range.spare && fsdpc_comm_registers(x->comm)) {
+    uint32_t turn = (uint32_t)fsdpc_unit_use(unit)->id * 4 + (reduce ? REDUCES : 0);
+    if (!reduce && fsdpc_unit_is_spare(unit) && fsdpc_comm_registers(x->comm)) {
         turn |=
             SPARE; /* it is not registered: either so on all ranks, or NCCL does different things */
     }

@@ -9,7 +9,7 @@ fsdpc_stream_check(const fsdpc_exchange *x)
     FSDPC_TRY(fsdpc_comm_check(x->comm));
     FSDPC_TRY(fsdpc_comm_check(x->streams->reduce_comm));
     for (int u = 0; u < x->unit_count && x->streams->replicas; u++) {
-        fsdpc_comm *replicate = x->units[u]->replicate;
+        fsdpc_comm *replicate = fsdpc_unit_replicate(x->units[u]);
         if (replicate && replicate != seen) {
             FSDPC_TRY(fsdpc_comm_check(fsdpc_comm_for_reductions(replicate)));
             seen = replicate;

@@ -94,7 +94,7 @@ compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char
     if (!turns) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
     }
-    int32_t own = unit->id * 2 + (reduce ? 1 : 0);
+    int32_t own = fsdpc_unit_use(unit)->id * 2 + (reduce ? 1 : 0);
     for (int r = 0; r < x->world; r++) {
         turns[r] = own;
     }
@@ -113,8 +113,8 @@ compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char
             "rank %d is at the %s of unit %s while rank %d is at the %s of unit %s: the ranks run "
             "different units. If a module chooses by data what it runs, mark it with "
             "fsdpc.mark_data_dependent(module), so that every rank gathers all units below it",
-            x->rank, reduce ? "reduce" : "gather", unit->name, r,
-            turns[r] % 2 ? "reduce" : "gather", x->units[other]->name);
+            x->rank, reduce ? "reduce" : "gather", fsdpc_unit_name(unit), r,
+            turns[r] % 2 ? "reduce" : "gather", fsdpc_unit_name(x->units[other]));
         break;
     }
 done:
@@ -126,14 +126,14 @@ static int
 gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "gather of unit %s", unit->name);
+    snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(compare_turns(x, unit, false, what));
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
+    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
+        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
         FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
         if (x->world > 1) {
             FSDPC_TRY(fsdpc_comm_all_gather(
-                x->comm, (char *)unit->range.address + seg->full_offset,
+                x->comm, (char *)fsdpc_unit_full(unit) + seg->full_offset,
                 (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute), what));
         }
     }
@@ -144,30 +144,31 @@ static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
     /* Nothing would be gained: the collective blocks. */
-    if (!wait || unit->ready) {
+    if (!wait || fsdpc_unit_use(unit)->ready) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_arena_unveil(x->arena, &unit->range));
+    FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));
     if (fsdpc_exchange_slot_is_in_use(x, unit)) {
-        FSDPC_TRY(fsdpc_arena_spare(x->arena, &unit->range));
-        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, unit->range.bytes);
+        FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
+        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
         FSDPC_TRY(gather_segments(x, unit));
-    } else if (x->slot_unit[unit->slot] != unit->id || x->slot_tag[unit->slot] != x->tag) {
-        x->slot_unit[unit->slot] = -1;
+    } else if (x->slot_unit[fsdpc_unit_use(unit)->slot] != fsdpc_unit_use(unit)->id ||
+               x->slot_tag[fsdpc_unit_use(unit)->slot] != x->tag) {
+        x->slot_unit[fsdpc_unit_use(unit)->slot] = -1;
         FSDPC_TRY(gather_segments(x, unit));
-        x->slot_unit[unit->slot] = unit->id;
-        x->slot_tag[unit->slot] = x->tag;
+        x->slot_unit[fsdpc_unit_use(unit)->slot] = fsdpc_unit_use(unit)->id;
+        x->slot_tag[fsdpc_unit_use(unit)->slot] = x->tag;
     }
-    unit->begun = unit->ready = true;
+    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = true;
     return FSDPC_OK;
 }
 
 static int
 release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    unit->begun = unit->ready = false;
-    if (unit->range.spare) {
-        FSDPC_TRY(fsdpc_arena_restore(x->arena, &unit->range));
+    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
+    if (fsdpc_unit_is_spare(unit)) {
+        FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));
     }
     return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
 }
@@ -184,14 +185,13 @@ static int
 pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     int status = FSDPC_OK;
-    uint8_t *bits = fsdpc_mem_calloc((size_t)unit->layout->param_count, 1);
+    uint8_t *bits = fsdpc_mem_calloc((size_t)fsdpc_unit_layout(unit)->param_count, 1);
     if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s",
+                           fsdpc_unit_name(unit));
     }
     FSDPC_GOTO(fsdpc_grad_pack(unit, grads, x->reduce_buffer, bits), done);
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        unit->used[i] |= bits[i];
-    }
+    fsdpc_unit_add_used(unit, bits);
 done:
     fsdpc_mem_free(bits);
     return status;
@@ -202,13 +202,13 @@ static int
 send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "reduce of unit %s", unit->name);
-    unit->posted++;
+    snprintf(what, sizeof what, "reduce of unit %s", fsdpc_unit_name(unit));
+    fsdpc_unit_use(unit)->posted++;
     FSDPC_TRY(compare_turns(x, unit, true, what));
     FSDPC_TRY(pack(x, unit, grads));
-    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, unit->layout->reduce_bytes);
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
+        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
         if (seg->trainable) {
             FSDPC_TRY(fsdpc_comm_reduce_scatter(x->comm,
                                                 (char *)x->reduce_buffer + seg->reduce_offset,
@@ -216,7 +216,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
         }
     }
     FSDPC_TRY(take_sums(x, unit));
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->reduce_bytes);
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     return FSDPC_OK;
 }
 
@@ -224,11 +224,11 @@ static int
 reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     if (x->world == 1) {
-        FSDPC_TRY(fsdpc_grad_direct(unit, grads, unit->used));
-        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, unit->layout->grad_bytes);
+        FSDPC_TRY(fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit)));
+        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->grad_bytes);
         return FSDPC_OK;
     }
-    if (unit->posted > 0) {
+    if (fsdpc_unit_use(unit)->posted > 0) {
         return fsdpc_grad_keep_local(unit, grads);
     }
     return send(x, unit, grads);
@@ -242,25 +242,25 @@ share_used(fsdpc_exchange *x, bool *again)
     int status = FSDPC_OK;
     size_t count = (size_t)x->unit_count, at = 0;
     for (int u = 0; u < x->unit_count; u++) {
-        count += (size_t)x->units[u]->layout->param_count;
+        count += (size_t)fsdpc_unit_layout(x->units[u])->param_count;
     }
     float *bits = fsdpc_mem_calloc(count, sizeof *bits);
     if (!bits) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for %zu used bits", count);
     }
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
-            bits[at++] = x->units[u]->used[i];
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
+            bits[at++] = fsdpc_unit_used(x->units[u])[i];
         }
-        bits[at++] = x->units[u]->local_any && !x->units[u]->hooked;
+        bits[at++] = fsdpc_unit_has_local(x->units[u]) && !fsdpc_unit_is_hooked(x->units[u]);
     }
     FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
                                      "used bits at the end of backward"),
                done);
     at = 0;
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < x->units[u]->layout->param_count; i++) {
-            x->units[u]->used[i] = bits[at++] > 0;
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
+            fsdpc_unit_used(x->units[u])[i] = bits[at++] > 0;
         }
         if (bits[at++] > 0) {
             *again = true;
@@ -276,7 +276,7 @@ static int
 end_alone(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (x->units[u]->local_any && !x->units[u]->hooked) {
+        if (fsdpc_unit_has_local(x->units[u]) && !fsdpc_unit_is_hooked(x->units[u])) {
             FSDPC_TRY(reduce(x, x->units[u], NULL));
         }
     }
@@ -294,7 +294,7 @@ end(fsdpc_exchange *x)
         FSDPC_TRY(share_used(x, &again));
     }
     for (int u = 0; u < x->unit_count; u++) {
-        x->units[u]->posted = 0;
+        fsdpc_unit_use(x->units[u])->posted = 0;
     }
     return FSDPC_OK;
 }

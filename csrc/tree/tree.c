@@ -53,7 +53,7 @@ make_exchange(fsdpc_tree *tree, int first)
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units"), done);
     }
     for (int i = first; i < tree->count; i++) {
-        if (tree->nodes[i].unit->shard == tree->nodes[first].unit->shard) {
+        if (fsdpc_unit_comm(tree->nodes[i].unit) == fsdpc_unit_comm(tree->nodes[first].unit)) {
             units[count] = tree->nodes[i].unit;
             members[count++] = i;
         }
@@ -159,7 +159,7 @@ fsdpc_tree_publish_tag(fsdpc_tree *tree)
 void
 fsdpc_tree_set_floor(struct fsdpc_node *node)
 {
-    node->unit->floor = node->running + (node->kept && node->held ? 1 : 0);
+    fsdpc_unit_set_floor(node->unit, node->running + (node->kept && node->held ? 1 : 0));
 }
 
 void
@@ -179,7 +179,8 @@ fsdpc_tree_drop(fsdpc_tree *tree)
     for (int i = 0; i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
         node->held = node->kept = false;
-        node->running = node->unit->floor = 0;
+        node->running = 0;
+        fsdpc_unit_set_floor(node->unit, 0);
     }
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_KEEP(fsdpc_exchange_drop(tree->exchanges[i]));
@@ -267,11 +268,11 @@ fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     /* A forward inside a backward is a recomputation: its backward follows at once. */
-    bool keep = grad && (!node->unit->reshard || tree->in_backward);
+    bool keep = grad && (!fsdpc_unit_reshards(node->unit) || tree->in_backward);
     int status = forward_over(tree, node);
-    if (keep && !node->held && node->unit->refs > 0) {
+    if (keep && !node->held && fsdpc_unit_refs(node->unit) > 0) {
         node->held = true;
-    } else if (node->unit->refs > 0) {
+    } else if (fsdpc_unit_refs(node->unit) > 0) {
         FSDPC_KEEP(fsdpc_exchange_release(node->exchange, node->unit));
     }
     return status;
@@ -296,7 +297,7 @@ fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit)
     struct fsdpc_node *node = &tree->nodes[unit];
     int floor = node->held ? 1 : 0;
     int status = forward_over(tree, node);
-    if (node->unit->refs > floor) {
+    if (fsdpc_unit_refs(node->unit) > floor) {
         FSDPC_KEEP(fsdpc_exchange_release(node->exchange, node->unit));
     }
     return status;
@@ -308,6 +309,24 @@ bool
 fsdpc_tree_is_held(const fsdpc_tree *tree, int unit)
 {
     return tree->nodes[unit].held;
+}
+
+bool
+fsdpc_tree_is_running(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].running > 0;
+}
+
+bool
+fsdpc_tree_any_order(const fsdpc_tree *tree, int unit)
+{
+    return fsdpc_exchange_any_order(tree->nodes[unit].exchange);
+}
+
+void
+fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t bytes)
+{
+    fsdpc_exchange_note(tree->nodes[unit].exchange, op, tree->nodes[unit].unit, bytes);
 }
 
 uint64_t
@@ -339,11 +358,10 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         out->reduce_slots += fsdpc_exchange_reduce_slots(x);
     }
     for (int i = 0; i < tree->count; i++) {
-        const fsdpc_unit *unit = tree->nodes[i].unit;
-        out->master_bytes += unit->layout->shard_bytes;
-        out->grad_bytes += unit->layout->grad_bytes * (unit->partial ? 2 : 1) +
-                           (unit->grad_out ? unit->layout->shard_bytes : 0) + unit->retired_bytes;
-        out->local_bytes += unit->local ? unit->local_bytes : 0;
+        const fsdpc_unit_memory memory = fsdpc_unit_get_memory(tree->nodes[i].unit);
+        out->master_bytes += memory.master;
+        out->grad_bytes += memory.grad;
+        out->local_bytes += memory.local;
     }
 }
 

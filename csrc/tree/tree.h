@@ -80,6 +80,12 @@ void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
+/* Forwards of the unit have begun and not ended. */
+bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
+/* fsdpc_exchange_any_order of the unit's exchange. */
+bool fsdpc_tree_any_order(const fsdpc_tree *tree, int unit);
+/* Into the trace, as the unit's. */
+void fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t bytes);
 uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 

@@ -92,13 +92,14 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 static bool
 goes_in_turn(const struct fsdpc_node *node)
 {
-    return node->unit->hooked || !fsdpc_exchange_any_order(node->exchange);
+    return fsdpc_unit_is_hooked(node->unit) || !fsdpc_exchange_any_order(node->exchange);
 }
 
 static bool
 awaits_turn(const struct fsdpc_node *node)
 {
-    return !node->reduced && node->unit->layout->trainable_count > 0 && goes_in_turn(node);
+    return !node->reduced && fsdpc_unit_layout(node->unit)->trainable_count > 0 &&
+           goes_in_turn(node);
 }
 
 /* The agreed order of a wire and of communication hooks: last forward first; units that did not run
@@ -166,7 +167,7 @@ fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit)
 void
 fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked)
 {
-    tree->nodes[unit].unit->hooked = hooked;
+    fsdpc_unit_set_hooked(tree->nodes[unit].unit, hooked);
     tree->takes_turns = tree->takes_turns || hooked;
 }
 

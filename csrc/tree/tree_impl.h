@@ -3,7 +3,7 @@
 #define FSDPC_TREE_IMPL_H
 
 #include "tree/tree.h"
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 struct fsdpc_node {
     fsdpc_unit *unit;

@@ -5,7 +5,6 @@
  * NCCL's sum would do for squares, but its maximum may drop a NaN; and one order gives all ranks the
  * same bits.
  */
-#include "exchange/exchange_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
 #include "tree/tree_impl.h"
@@ -30,11 +29,11 @@ make_room(fsdpc_tree *tree, struct fsdpc_norm_room *room)
     for (int i = 0; i < tree->exchange_count; i++) {
         const fsdpc_exchange *x = tree->exchanges[i];
         int64_t own = 0;
-        for (int u = 0; u < x->unit_count; u++) {
-            own += fsdpc_unit_norm_room(x->units[u]);
+        for (int u = 0; u < fsdpc_exchange_unit_count(x); u++) {
+            own += fsdpc_unit_norm_room(fsdpc_exchange_unit(x, u));
         }
         parts = larger(parts, own);
-        ranks = larger(ranks, x->world);
+        ranks = larger(ranks, fsdpc_comm_world(fsdpc_exchange_comm(x)));
     }
     room->bytes = (size_t)(parts + ranks + 1) * FSDPC_NORM_PART_BYTES;
     FSDPC_TRY(fsdpc_device_alloc(room->device, room->bytes, &block));
@@ -54,7 +53,7 @@ open_room(fsdpc_tree *tree)
     if (!room) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a norm");
     }
-    room->device = tree->nodes[0].unit->device;
+    room->device = fsdpc_unit_device(tree->nodes[0].unit);
     int status = make_room(tree, room);
     if (status != FSDPC_OK) {
         fsdpc_mem_free(room);
@@ -97,13 +96,14 @@ measure_group(const fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan, fsdpc_ex
     const struct fsdpc_norm_room *room = tree->norm_room;
     int64_t count;
     FSDPC_TRY(measure_units(tree, plan, x, &count));
-    if (x->world == 1) {
+    if (fsdpc_comm_world(fsdpc_exchange_comm(x)) == 1) {
         return fsdpc_device_norm_total(room->device, room->parts, count, add, room->total);
     }
-    char *own = room->ranks + x->rank * FSDPC_NORM_PART_BYTES;
+    char *own = room->ranks + fsdpc_comm_rank(fsdpc_exchange_comm(x)) * FSDPC_NORM_PART_BYTES;
     FSDPC_TRY(fsdpc_device_norm_total(room->device, room->parts, count, false, own));
     FSDPC_TRY(fsdpc_exchange_share(x, room->ranks, FSDPC_NORM_PART_BYTES, "norm of gradients"));
-    return fsdpc_device_norm_total(room->device, room->ranks, x->world, add, room->total);
+    return fsdpc_device_norm_total(room->device, room->ranks,
+                                   fsdpc_comm_world(fsdpc_exchange_comm(x)), add, room->total);
 }
 
 static int
@@ -111,10 +111,11 @@ check_device(const fsdpc_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         const fsdpc_unit *unit = tree->nodes[i].unit;
-        if (!fsdpc_device_get_caps(unit->device)->asynchronous || unit->offload) {
+        if (!fsdpc_device_get_caps(fsdpc_unit_device(unit))->asynchronous ||
+            fsdpc_unit_is_offloaded(unit)) {
             return fsdpc_error(FSDPC_E_UNAVAILABLE,
                                "unit %s has its gradients in host memory: take its norm there",
-                               unit->name);
+                               fsdpc_unit_name(unit));
         }
     }
     return tree->count > 0 ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "norm: no units");

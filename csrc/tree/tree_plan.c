@@ -36,12 +36,12 @@ assign(const fsdpc_tree *tree, struct fsdpc_slot_plan *plan, const int *members,
 {
     for (int m = 0; m < count; m++) {
         const struct fsdpc_node *node = &tree->nodes[members[m]];
-        size_t bytes = fsdpc_unit_is_direct(node->unit) ? 0 : node->unit->range.bytes;
+        size_t bytes = fsdpc_unit_is_direct(node->unit) ? 0 : fsdpc_unit_range(node->unit)->bytes;
         if (fsdpc_unit_is_direct(node->unit)) {
             plan->slot_of[m] = -1;
             continue;
         }
-        if (!node->unit->reshard) {
+        if (!fsdpc_unit_reshards(node->unit)) {
             use_slot(plan, m, plan->slot_count++, bytes);
             continue;
         }

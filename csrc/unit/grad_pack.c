@@ -406,6 +406,13 @@ fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide)
 }
 
 int
+fsdpc_grad_take_partial(fsdpc_unit *unit)
+{
+    unit->partial_any = false;
+    return fsdpc_grad_take_pieces(unit, unit->partial, true);
+}
+
+int
 fsdpc_grad_widen_pieces(fsdpc_unit *unit, const void *buffer)
 {
     FSDPC_TRY(fsdpc_grad_open(unit));

@@ -89,8 +89,6 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     if (!unit) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name);
     }
-    unit->id = -1;
-    unit->slot = -1;
     unit->range.slot = -1;
     unit->shard = options->shard;
     unit->replicate = options->replicate;
@@ -101,9 +99,11 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->reshard = options->reshard;
     unit->offload = options->offload;
     unit->name = fsdpc_mem_strdup(options->name);
-    if (!unit->name) {
+    unit->use = fsdpc_mem_calloc(1, sizeof *unit->use);
+    if (!unit->name || !unit->use) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);
     }
+    unit->use->id = unit->use->slot = -1;
     FSDPC_GOTO(fsdpc_unit_open_own(unit), fail);
     size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
     FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
@@ -157,6 +157,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_mem_free(unit->used);
     fsdpc_mem_free(unit->local_used);
     fsdpc_mem_free(unit->local_offset);
+    fsdpc_mem_free(unit->use);
     fsdpc_mem_free(unit->name);
     fsdpc_mem_free(unit);
 }

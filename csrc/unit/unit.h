@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "comm/comm.h"
+#include "unit/arena.h"
 #include "unit/layout.h"
 
 typedef struct fsdpc_unit fsdpc_unit;
@@ -56,6 +57,8 @@ void *fsdpc_unit_full(const fsdpc_unit *unit);
 /* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
+/* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
+char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
 /* True when master shard and shard gradient lie in host memory that the unit's device reaches by itself:
  * the processor may touch them when the unit is settled. */
 bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
@@ -127,5 +130,58 @@ int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
 int fsdpc_unit_reduce_replicas(fsdpc_unit *unit);
 /* Before sums are added to: what was changed in the seen gradient goes into the sum. */
 int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
+
+/* --- for exchanges and the tree ---------------------------------------------------------------- */
+
+/* What an exchange keeps of a unit; nothing else writes it. */
+struct fsdpc_unit_use {
+    int id; /* index in the exchange, -1 */
+    int slot;
+    int refs;
+    int floor;                 /* references that fsdpc_exchange_drop leaves */
+    bool ready;                /* all values are in place */
+    bool begun;                /* holds its slot, values may be incomplete (prefetch) */
+    uint64_t posted, consumed; /* rounds of reduction in this backward */
+};
+struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
+
+fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
+fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */
+bool fsdpc_unit_reshards(const fsdpc_unit *unit);
+/* The addresses of the gathered values; fsdpc_unit_full without those of direct units. */
+fsdpc_range *fsdpc_unit_range(fsdpc_unit *unit);
+bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* memory of its own is behind them, no slot */
+/* First byte of rank r's master shard; NULL where this process does not see it. */
+const char *fsdpc_unit_peer_master(const fsdpc_unit *unit, int r);
+
+/* The caller sums its gradients over the ranks (fsdpc_unit_take_sums). */
+bool fsdpc_unit_is_hooked(const fsdpc_unit *unit);
+void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
+/* Gradients of this rank wait to be sent (no_sync, or a unit that was sent before). */
+bool fsdpc_unit_has_local(const fsdpc_unit *unit);
+/* This rank has a gradient of the parameter that waits so. */
+bool fsdpc_unit_used_locally(const fsdpc_unit *unit, int param);
+/* The next sum is added to the shard gradient, or replaces it. Set before each backward; true after its
+ * first sum. */
+void fsdpc_unit_set_add(fsdpc_unit *unit, bool add);
+/* One byte per parameter: some rank contributed a gradient since the last backward ended. */
+uint8_t *fsdpc_unit_used(const fsdpc_unit *unit);
+void fsdpc_unit_add_used(fsdpc_unit *unit, const uint8_t *bits);
+void fsdpc_unit_clear_used(fsdpc_unit *unit);
+/* Sums over the shard group before they are summed over replicas, NULL without replicas. */
+void *fsdpc_unit_partial(const fsdpc_unit *unit);
+
+/* Work that uses own values has been queued on the current stream: offloaded units remember it. */
+int fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which);
+/* The event behind such work, NULL when the host has seen its end. */
+fsdpc_event *fsdpc_unit_in_flight(const fsdpc_unit *unit, enum fsdpc_which which);
+/* The host has seen the end of all that was queued for them. */
+void fsdpc_unit_settled(fsdpc_unit *unit, enum fsdpc_which which);
+
+/* Bytes of a unit on this rank, beside its gathered range. */
+typedef struct fsdpc_unit_memory {
+    size_t master, grad, local;
+} fsdpc_unit_memory;
+fsdpc_unit_memory fsdpc_unit_get_memory(const fsdpc_unit *unit);
 
 #endif

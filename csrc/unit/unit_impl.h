@@ -1,9 +1,8 @@
-/* What the files of a unit, grad.c and the exchanges see of a unit. */
+/* What the files of a unit share. */
 #ifndef FSDPC_UNIT_IMPL_H
 #define FSDPC_UNIT_IMPL_H
 
-#include "unit/arena.h"
-#include "unit/unit.h"
+#include "unit/grad.h"
 
 struct fsdpc_unit {
     char *name;
@@ -60,18 +59,9 @@ struct fsdpc_unit {
     fsdpc_range range;
     bool direct;
 
-    /* Exchange bookkeeping. */
-    int id; /* index in its exchange */
-    int slot;
-    int refs;
-    int floor;                 /* references that fsdpc_exchange_drop leaves */
-    bool ready;                /* all values are in place */
-    bool begun;                /* holds its slot, values may be incomplete (prefetch) */
-    uint64_t posted, consumed; /* rounds of reduction in this backward */
+    struct fsdpc_unit_use *use; /* its exchange's; zeros, id and slot -1 before there is one */
 };
 
-/* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
-char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
 /* This rank's piece of a segment, and the size of its elements. */
 char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
                            size_t *item);
@@ -89,10 +79,6 @@ void fsdpc_unit_close_own(fsdpc_unit *unit);
 /* Zeroed memory for own values. */
 int fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out);
 void fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes);
-/* Work that uses own values has been queued on the current stream. */
-int fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which);
-/* The host has seen the end of all that was queued. */
-void fsdpc_unit_settled(fsdpc_unit *unit);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 
@@ -105,33 +91,12 @@ struct fsdpc_grad_target {
 struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);
 /* The factor behind the last sum. */
 double fsdpc_grad_last_scale(const fsdpc_unit *unit);
-/* Sums this rank's pieces: sources[r] is rank r's reduce buffer or NULL if it has nothing. */
-int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
 
 /* --- grad_pack.c ----------------------------------------------------------------------------- */
 
-/* Makes the plans of a step; every call below does where they are missing. */
-int fsdpc_grad_open(fsdpc_unit *unit);
 void fsdpc_grad_close(fsdpc_unit *unit);
 /* Where the gradient of parameter i starts in `local`. */
 char *fsdpc_grad_local_at(const fsdpc_unit *unit, int param);
 int fsdpc_grad_make_local(fsdpc_unit *unit);
-/* Adds gradients into `local` (made on first use) instead of sending them. NULL: there are none. */
-int fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads);
-/* Forgets gradients that wait in `local` for one parameter (the user cleared them). */
-void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
-/* Writes gradients (plus what waits in `local`, which is emptied) into a reduce buffer in reduce
- * dtype; absent ones become zeros. bits[i] = 1 for parameters with a gradient. grads may be NULL
- * (only `local`). */
-int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* One rank: the same, into a buffer that is laid out like the shard gradient. */
-int fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* One rank, no wire: gradients go straight into fsdpc_grad_target; bits are only added. */
-int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
-/* The shard gradient takes this rank's pieces of a reduce buffer (`wide`: of a buffer laid out like the
- * shard gradient) after the last sum: divided, added if unit->add. */
-int fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide);
-/* `partial` becomes this rank's pieces of a reduce buffer. */
-int fsdpc_grad_widen_pieces(fsdpc_unit *unit, const void *buffer);
 
 #endif

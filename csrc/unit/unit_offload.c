@@ -67,10 +67,16 @@ fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which)
     return fsdpc_device_record(unit->device, unit->touched[which]);
 }
 
-void
-fsdpc_unit_settled(fsdpc_unit *unit)
+fsdpc_event *
+fsdpc_unit_in_flight(const fsdpc_unit *unit, enum fsdpc_which which)
 {
-    unit->in_flight[FSDPC_MASTER] = unit->in_flight[FSDPC_GRAD] = false;
+    return unit->in_flight[which] ? unit->touched[which] : NULL;
+}
+
+void
+fsdpc_unit_settled(fsdpc_unit *unit, enum fsdpc_which which)
+{
+    unit->in_flight[which] = false;
 }
 
 int

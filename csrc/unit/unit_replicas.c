@@ -43,7 +43,7 @@ sum_partials(fsdpc_unit *unit)
                                       seg->piece_numel, seg->accumulate, FSDPC_SUM, unit->name));
         }
     }
-    return fsdpc_grad_take_pieces(unit, unit->partial, true);
+    return fsdpc_grad_take_partial(unit);
 }
 
 int

@@ -148,7 +148,7 @@ set_trainable(fsdpc_unit *unit, const fsdpc_segment *was, const uint8_t *more, u
 static int
 check_thaw(const fsdpc_unit *unit, const uint8_t *segments)
 {
-    if (unit->refs > 0 || unit->begun) {
+    if (unit->use->refs > 0 || unit->use->begun) {
         return fsdpc_error(FSDPC_E_STATE, "unit %s is gathered: its gradients cannot be laid anew",
                            unit->name);
     }

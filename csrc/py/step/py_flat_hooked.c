@@ -7,6 +7,7 @@
 #include "exchange/exchange_impl.h"
 #include "base/mem.h"
 #include "tree/tree_impl.h"
+#include "unit/unit_impl.h"
 
 PyObject *
 fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure)

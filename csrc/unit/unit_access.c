@@ -1,0 +1,114 @@
+/* What exchanges and the tree read and set of a unit. */
+#include <string.h>
+
+#include "unit/unit_impl.h"
+
+struct fsdpc_unit_use *
+fsdpc_unit_use(const fsdpc_unit *unit)
+{
+    return unit->use;
+}
+
+fsdpc_device *
+fsdpc_unit_device(const fsdpc_unit *unit)
+{
+    return unit->device;
+}
+
+fsdpc_comm *
+fsdpc_unit_replicate(const fsdpc_unit *unit)
+{
+    return unit->replicate;
+}
+
+bool
+fsdpc_unit_reshards(const fsdpc_unit *unit)
+{
+    return unit->reshard;
+}
+
+fsdpc_range *
+fsdpc_unit_range(fsdpc_unit *unit)
+{
+    return &unit->range;
+}
+
+bool
+fsdpc_unit_is_spare(const fsdpc_unit *unit)
+{
+    return unit->range.spare;
+}
+
+const char *
+fsdpc_unit_peer_master(const fsdpc_unit *unit, int r)
+{
+    return unit->peers[r];
+}
+
+bool
+fsdpc_unit_is_hooked(const fsdpc_unit *unit)
+{
+    return unit->hooked;
+}
+
+void
+fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked)
+{
+    unit->hooked = hooked;
+}
+
+bool
+fsdpc_unit_has_local(const fsdpc_unit *unit)
+{
+    return unit->local_any;
+}
+
+bool
+fsdpc_unit_used_locally(const fsdpc_unit *unit, int param)
+{
+    return unit->local_used[param];
+}
+
+void
+fsdpc_unit_set_add(fsdpc_unit *unit, bool add)
+{
+    unit->add = add;
+}
+
+uint8_t *
+fsdpc_unit_used(const fsdpc_unit *unit)
+{
+    return unit->used;
+}
+
+void
+fsdpc_unit_add_used(fsdpc_unit *unit, const uint8_t *bits)
+{
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        unit->used[i] |= bits[i];
+    }
+}
+
+void
+fsdpc_unit_clear_used(fsdpc_unit *unit)
+{
+    memset(unit->used, 0, (size_t)unit->layout->param_count);
+}
+
+void *
+fsdpc_unit_partial(const fsdpc_unit *unit)
+{
+    return unit->partial;
+}
+
+fsdpc_unit_memory
+fsdpc_unit_get_memory(const fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = unit->layout;
+    return (fsdpc_unit_memory){
+        .master = layout->shard_bytes,
+        .grad = layout->grad_bytes * (unit->partial ? 2 : 1) +
+                (unit->grad_out ? layout->shard_bytes : 0) + unit->retired_bytes,
+        .local = unit->local ? unit->local_bytes : 0,
+    };
+}
