@@ -100,7 +100,8 @@ check_pieces(const fsdpc_device *device)
 {
     return device->i->reserve
                ? FSDPC_OK
-               : fsdpc_error(FSDPC_E_UNAVAILABLE, "device %s has no pieces of memory: map files",
+               : fsdpc_error(FSDPC_E_UNAVAILABLE,
+                             "device %s has no memory pieces to map: use a memory file",
                              device->i->name);
 }
 

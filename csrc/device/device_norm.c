@@ -40,7 +40,9 @@ fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, 
 {
     FSDPC_TRY(check_queues(device));
     if (count < 0 || (count > 0 && !parts) || !total) {
-        return fsdpc_error(FSDPC_E_INVAL, "norm: a total of %lld parts", (long long)count);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "norm: cannot total %lld parts: a negative count or a NULL buffer",
+                           (long long)count);
     }
     return device->i->norm_total(device->context, parts, count, add, total);
 }

@@ -125,7 +125,9 @@ check_source(const fsdpc_pack_target *target, const fsdpc_pack_source *source, i
         return FSDPC_OK;
     }
     if (!floats && (target->dtype != FSDPC_BYTES || source->dtype != FSDPC_BYTES || scale != 1.0)) {
-        return fsdpc_error(FSDPC_E_INVAL, "pack: source %d is %s, its target %s, the scale %g",
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "pack: source %d is %s, its target %s, the scale %g: only floats are "
+                           "converted or scaled",
                            index, fsdpc_dtype_name(source->dtype), fsdpc_dtype_name(target->dtype),
                            scale);
     }
@@ -133,8 +135,9 @@ check_source(const fsdpc_pack_target *target, const fsdpc_pack_source *source, i
         return FSDPC_OK;
     }
     if (source->ndim < 0 || source->ndim > FSDPC_KERNEL_MAX_DIMS) {
-        return fsdpc_error(FSDPC_E_INVAL, "pack: source %d has %d dimensions, at most %d are known",
-                           index, source->ndim, FSDPC_KERNEL_MAX_DIMS);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "pack: source %d has %d dimensions, at most %d are supported", index,
+                           source->ndim, FSDPC_KERNEL_MAX_DIMS);
     }
     for (int d = 0; d < source->ndim; d++) {
         numel *= source->shape[d];
@@ -253,7 +256,8 @@ check_adding(const fsdpc_pack_plan *plan, const void *base, int index)
 {
     return base && plan->bases
                ? FSDPC_OK
-               : fsdpc_error(FSDPC_E_INVAL, "pack: source %d has no base to be added to", index);
+               : fsdpc_error(FSDPC_E_INVAL, "pack: source %d is to be added, but it has no base",
+                             index);
 }
 
 int

@@ -1,4 +1,4 @@
-/* What both kinds of exchange have in common: references, slots, trace. See exchange.h. */
+/* What all three kinds of exchange have in common: set-up, references, counts. See exchange.h. */
 #include "exchange/exchange.h"
 
 #include <string.h>

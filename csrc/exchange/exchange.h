@@ -1,19 +1,19 @@
-/* Who brings which bytes where: gathering units' values and reducing their gradients.
+/* Gathering units' values and reducing their gradients over the ranks of one communicator.
  *
  * An exchange serves the units of one tree that share one communicator. Three kinds:
  *
- * shared  The ranks of a host see one set of slots (exchange_shared*.c, exchange_shared_reduce.c). A gather
- *         is "every rank casts its piece into the slot"; a rank that is early also casts the pieces
- *         of late ones, straight out of their master shards, so nobody waits for a rank that does
- *         not come: ranks may ask for different units in different order. Gradients are packed
+ * shared  The ranks of a host see one set of slots (exchange_shared*.c). A gather
+ *         casts every rank's piece into the slot. A rank that is early also casts the pieces of late
+ *         ranks, straight out of their master shards, so that no rank waits for another one to reach
+ *         the same unit: ranks may gather different units in different order. Gradients are packed
  *         into this rank's reduce slot, and every rank sums its own slice of all of them.
  * wire    Each rank has its own slots and the communicator's collectives carry the values
- *         (exchange_wire.c). Units must be asked for in the same order on all ranks.
+ *         (exchange_wire.c). All ranks must gather and reduce units in the same order.
  * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
- *         queued, and the caller's stream waits for what it needs.
+ *         queued, and the caller's stream waits for the events it depends on.
  *
- * Time is told by tags: (number of finished synchronised backwards) << FSDPC_TAG_BITS | (root
- * forwards since). A rank's master shard does not change while its tag stands.
+ * A tag names a pass: (finished synchronised backwards) << FSDPC_TAG_BITS | (root forwards since). A
+ * rank's master shard does not change while the rank is in the pass of one tag.
  */
 #ifndef FSDPC_EXCHANGE_H
 #define FSDPC_EXCHANGE_H
@@ -49,16 +49,16 @@ void fsdpc_exchange_free(fsdpc_exchange *exchange);
 void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
 /* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
-/* The outermost forward has ended or broken off, whatever follows: what was prefetched and not used
- * stays, and is ordered before what the caller does next to its masters. Local. */
+/* The outermost forward has ended or failed, whatever follows: prefetched values that were not used
+ * stay, and their gather is ordered before the caller's next write to its masters. Local. */
 int fsdpc_exchange_rest(fsdpc_exchange *exchange);
-/* A forward that no backward follows has ended on this rank. Returns when the other ranks have
- * ended theirs (or wait for this rank elsewhere): from then on this rank may change its masters. */
+/* A forward without a backward has ended on this rank. Returns when the other ranks have ended theirs
+ * (or wait for this rank elsewhere): then this rank may change its master shard. */
 int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 
 /* One more reference to the unit's values; returns when they are readable. */
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
-/* Starts a gather if that needs no waiting; no reference is taken. */
+/* Starts a gather if that needs no wait, else is a no-op; takes no reference. */
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* One reference less; at zero the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
@@ -66,23 +66,22 @@ int fsdpc_unit_refs(const fsdpc_unit *unit);
 /* References that fsdpc_exchange_drop leaves. */
 void fsdpc_unit_set_floor(fsdpc_unit *unit, int refs);
 
-/* This rank's gradients of a unit are complete for now: packs and sends them; what follows a first
- * time in the same backward is added up here and sent by fsdpc_exchange_end. The sum
- * arrives in the shard gradient at the latest in fsdpc_exchange_end. grads[i] per parameter, NULL:
- * only what waits from no_sync. Sources may be freed on return. */
+/* Packs and sends this rank's gradients of a unit. Gradients of a second call in the same backward are
+ * accumulated on this rank and sent by fsdpc_exchange_end. The shard gradient holds the sum when
+ * fsdpc_exchange_end has returned, or earlier. grads[i] per parameter; NULL: only gradients kept under
+ * no_sync. The sources may be freed on return. */
 int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdpc_tensor *grads);
 /* True if units may be reduced in any order; false if all ranks must call reduce for every
  * trainable unit, first calls in one order. */
 bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
-/* End of a synchronised backward: all sums are in the shard gradients afterwards, unit's `used`
- * bytes tell which parameters got a gradient on some rank. Every rank calls it. */
+/* End of a synchronised backward: all sums are in the shard gradients afterwards, fsdpc_unit_used
+ * tells which parameters got a gradient on some rank. Collective. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
-/* Drops prefetches and references, but for fsdpc_unit_use(unit)->floor of each unit's (see tree_impl.h). Local. */
+/* Drops prefetches, and references down to each unit's floor (fsdpc_unit_set_floor). Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 
-/* Kind "stream": puts the ranks' `piece_bytes` of device memory side by side (rank r's is at r *
- * piece_bytes, this rank's own is there already), behind what the caller's stream holds and before
- * what it gets; the host does not wait. Collective. */
+/* Kind "stream": an in-place all-gather of `piece_bytes` of device memory per rank (rank r's piece is at
+ * r * piece_bytes), in the order of the caller's stream, without a host sync. Collective. */
 int fsdpc_exchange_share(fsdpc_exchange *exchange, void *buffer, size_t piece_bytes,
                          const char *what);
 
@@ -93,7 +92,7 @@ size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
-/* Into the trace; unit NULL: of none. */
+/* Adds an entry to the trace; unit NULL: an entry of no unit. */
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
                          uint64_t bytes);
 fsdpc_comm *fsdpc_exchange_comm(const fsdpc_exchange *exchange);
@@ -101,9 +100,9 @@ int fsdpc_exchange_unit_count(const fsdpc_exchange *exchange);
 fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
-/* Between passes: this rank is about to give a parameter that was frozen so far memory for a gradient,
- * for which all ranks must meet (unit NULL: one of another exchange). A rank that goes on instead ends
- * with FSDPC_E_MISMATCH, and so does this one. Nothing is announced where ranks cannot tell. */
+/* Between passes: this rank is about to allocate a gradient for a parameter that was frozen, which is
+ * collective (unit NULL: a unit of another exchange). If another rank begins a pass instead, both fail
+ * with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
 
 #endif

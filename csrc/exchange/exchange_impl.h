@@ -1,4 +1,4 @@
-/* The exchange's insides: common part and the table that each kind fills. */
+/* The inside of an exchange: the common part, and the table of functions that each kind fills. */
 #ifndef FSDPC_EXCHANGE_IMPL_H
 #define FSDPC_EXCHANGE_IMPL_H
 
@@ -11,9 +11,10 @@ struct fsdpc_exchange_i {
     int (*open)(fsdpc_exchange *x, const fsdpc_exchange_plan *plan);
     void (*close)(fsdpc_exchange *x);
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
-    int (*rest)(fsdpc_exchange *x);  /* (optional) nothing is in flight */
-    int (*leave)(fsdpc_exchange *x); /* (optional) nothing to wait for */
-    /* Makes the unit readable, or with wait false starts it if possible (fsdpc_unit_use(unit)->begun). */
+    int (*rest)(fsdpc_exchange *x);  /* (optional) default: nothing is in flight */
+    int (*leave)(fsdpc_exchange *x); /* (optional) default: no wait */
+    /* Makes the unit's values readable; with `wait` false starts a prefetch if that needs no wait
+     * (`begun` of the unit's use says whether it did). */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
@@ -26,7 +27,7 @@ struct fsdpc_exchange_i {
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
-    fsdpc_shm *shm; /* NULL for "wire" */
+    fsdpc_shm *shm; /* "shared": the segment of its ranks; NULL for the other kinds */
     int rank, world;
     fsdpc_unit **units;
     int *trace_ids;
@@ -37,7 +38,7 @@ struct fsdpc_exchange {
     uint64_t tag;
     uint64_t backwards; /* synchronised backwards finished */
     bool poison, trust_order;
-    bool in_turn; /* "stream": one rank keeps the order, too, for its sums over replicas */
+    bool in_turn; /* "stream" with replicas: the order of units matters on one rank as well */
     int reduce_slots;
     size_t max_reduce_bytes, sum_reduce_bytes;
     fsdpc_trace *trace;
@@ -54,18 +55,17 @@ extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
 extern const struct fsdpc_exchange_i fsdpc_exchange_wire;
 extern const struct fsdpc_exchange_i fsdpc_exchange_stream;
 
-/* Whether gradients (of this unit, NULL: of any) go through a reduce slot: one rank's do not, but to host
- * memory, so that the caller's stream does not wait for the bus. */
+/* True if gradients (of this unit; NULL: of any unit) are staged in a reduce slot: world > 1, or the unit
+ * is offloaded (a copy over PCIe must not block the caller's stream). */
 bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* FSDPC_E_MISMATCH: rank `who` trains a parameter from now on (unit -1: of another exchange) and rank
- * `other` does not. */
+/* FSDPC_E_MISMATCH: rank `who` has unfrozen a parameter (unit -1: of another exchange), rank `other` has
+ * not. */
 int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
-/* Under poison, in host memory: this rank reads NaN through the unit's range until the range is
- * unveiled (arena.h). */
+/* With `poison`, in host memory: until fsdpc_arena_unveil this rank reads NaN through the unit's range. */
 int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
 /* The unit's gathered values become NaN. */
 int fsdpc_exchange_poison(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* "wire", "stream": the unit's slot holds values of another unit that are still wanted. */
+/* "wire", "stream": the unit's slot holds the values of another unit that is in use. */
 bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */
 int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,

@@ -8,10 +8,10 @@
 
 struct fsdpc_rank_ctl {
     _Atomic uint64_t ready; /* tag for which this rank's masters are final */
-    _Atomic uint64_t first; /* synchronised backwards of which no unit's first post is to come */
+    _Atomic uint64_t first; /* synchronised backwards in which all first posts of units are made */
     _Atomic uint64_t ended; /* synchronised backwards whose gradients are all posted */
-    _Atomic uint64_t left;  /* tag of its last forward that no backward follows */
-    /* 1 + tag of the last pass before this rank gives parameters gradients, or 0; and one of these:
+    _Atomic uint64_t left;  /* tag of its last forward without a backward */
+    /* 1 + tag of the last pass before this rank unfreezes parameters, or 0; and one of the parameters:
      * unit << 32 | parameter, UINT64_MAX if unknown. */
     _Atomic uint64_t thaws, thawed;
     char pad[64 - 48];
@@ -53,39 +53,39 @@ struct fsdpc_shared {
     int next_base;
     int *slot_user; /* unit in each of this rank's reduce slots, -1 */
     bool *over_used;
-    int64_t patience_ns; /* of a wait for memory */
+    int64_t patience_ns; /* how long a wait for a slot lasts before private memory is used */
 };
 
 /* --- exchange_shared_wait.c ------------------------------------------------------------------ */
 
-/* Wakes whoever waits for a change. */
+/* Wakes all ranks that wait for a change. */
 void fsdpc_shared_notify(fsdpc_exchange *x);
-/* A wait: begin once; look, examine, and step if nothing could be done, again and again; end. */
+/* A wait is: begin; then in a loop look, examine, and (without progress) step; then end. */
 struct fsdpc_shared_wait {
     fsdpc_wait what;
     fsdpc_shm_view view;
     int64_t start_ns, deadline_ns;
     int64_t quiet_ns,
-        used_ns; /* since when others may have done nothing; what they had used then */
+        used_ns; /* since when the other ranks may be idle; their processor time then */
     bool waiting;
 };
 void fsdpc_shared_wait_open(fsdpc_exchange *x);
 void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
                              const fsdpc_unit *unit);
 void fsdpc_shared_look(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
-/* True when this rank is to take its way out: nobody else can end this wait, or (WAY_PRIVATE) it has
- * lasted too long for that to be likely. */
+/* True when this rank must use its fallback: no other rank can end this wait, or (WAY_PRIVATE) the wait
+ * has lasted so long that none is likely to. */
 bool fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
-/* Sleeps until something has changed since the look, at most a few ms; `way`: what this rank does
- * when it must act. Errors as fsdpc_shm_wait_word. */
+/* Sleeps until a change since the look, at most a few ms; `way`: this rank's fallback when it must act.
+ * Errors as fsdpc_shm_wait_word. */
 int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            const fsdpc_unit *unit);
-/* A wait for memory, not yet ended, has got what it was for. */
+/* A wait for a slot, not yet ended, was successful: the patience grows. */
 void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
-/* The deadline has passed: the ranks that are not waiting themselves are the late ones. */
+/* The deadline has passed: names the ranks that do not wait themselves as late. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
 int fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param);
 
@@ -95,13 +95,13 @@ int fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait);
 int fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit);
 /* Bytes from one slot's record to the next. */
 size_t fsdpc_shared_slot_stride(int world);
-/* Its record says that it holds no unit. */
+/* Marks the slot as empty. */
 void fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot);
-/* A rank that is ahead must not wait for one behind it while it holds, ahead of need, the very slot
- * that the other one wants: prefetched units are let go before any wait. */
+/* Releases prefetched units before any wait: a rank must not wait for a rank behind it while its prefetch
+ * occupies the slot that the other rank needs. */
 int fsdpc_shared_drop_prefetched(fsdpc_exchange *x);
 
-/* --- exchange_shared_reduce.c ----------------------------------------------------------------------- */
+/* --- exchange_shared_reduce.c ---------------------------------------------------------------- */
 
 int fsdpc_shared_reduce_open(fsdpc_exchange *x);
 /* `last`: no rank uses the memory any more. */

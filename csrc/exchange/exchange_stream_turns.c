@@ -140,7 +140,8 @@ explain(const fsdpc_exchange *x, const struct fsdpc_turns *t, int rank, int othe
         "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
         "every rank gathers all units below it",
         rank, mine, other, theirs,
-        (uint32_t)t->pinned[rank] == (uint32_t)t->pinned[other] ? ", after other turns" : "");
+        (uint32_t)t->pinned[rank] == (uint32_t)t->pinned[other] ? ", after different units before"
+                                                                : "");
 }
 
 /* On the current stream, that of the communicator. */
@@ -237,7 +238,7 @@ look(fsdpc_exchange *x)
     }
     int status = fsdpc_error(FSDPC_E_MISMATCH,
                              "rank %d: in the last backward or the forwards before it the ranks %s "
-                             "units in different order: what came of it is wrong. If a module "
+                             "units in different order: the results are invalid. If a module "
                              "chooses by data what it runs, mark it with "
                              "fsdpc.mark_data_dependent(module)",
                              x->rank, got[0] == -got[1] ? "reduced" : "gathered");

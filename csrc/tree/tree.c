@@ -9,6 +9,8 @@
 #include "base/status.h"
 #include "tree/tree_impl.h"
 
+/* A prefetch of depth n needs n + 1 slots per level: with fewer, the slot of the unit ahead is still in use
+ * and the prefetch is a silent no-op. Two slots allow a depth of 1. */
 enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2 };
 
 /* --- set-up ---------------------------------------------------------------------------------- */

@@ -1,9 +1,9 @@
 /* A tree of units: when each is gathered, held, reduced and released.
  *
- * The tree knows the order of events of a training step and nothing of the objects of any language
- * above it. References are counted: a unit may be entered any number of times before a backward,
+ * The tree implements the order of events of a training step, independent of any language above it.
+ * References are counted: a unit may be entered any number of times before a backward,
  * backward may run twice, a forward may run inside a backward (activation checkpointing), and a
- * pass that broke off is cleared away when the next one begins.
+ * pass that failed is cleaned up when the next one begins.
  *
  *   forward_enter  gathers, notes the order, prefetches the next unit
  *   forward_leave  releases, or (unit kept after forward, or forward inside backward) holds
@@ -39,43 +39,44 @@ void fsdpc_tree_free(fsdpc_tree *tree);
 
 /* Drops every reference, whatever is in progress. Local. */
 int fsdpc_tree_drop(fsdpc_tree *tree);
-/* Outside of any forward and backward: a new pass begins; what an earlier one left is dropped. */
+/* Outside of any forward and backward: begins a pass and drops references that a failed one has left. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
 /* The outermost forward has ended and no backward will follow. May wait for other ranks. */
 int fsdpc_tree_end_forward(fsdpc_tree *tree);
-/* The forward broke off inside this unit. */
+/* The forward failed inside this unit. */
 int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
 /* Idempotent within one backward. */
 int fsdpc_tree_begin_backward(fsdpc_tree *tree);
 int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
 /* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
 int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
-/* The hold of this backward outlives it, until one ends that nobody asks this for, or a pass begins. */
+/* The unit stays gathered after this backward (retain_graph), until a backward ends without this call or
+ * a pass begins. */
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
 /* Drops the hold without gradients (frozen units). */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
-/* The next unit that must be reduced now, or -1. at_end: nothing more will become complete. */
+/* The next unit that must be reduced now, or -1. at_end: no further unit will become complete. */
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 /* Reduces the unit that next_due named. */
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
-/* The caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when its turn comes, on
- * any exchange; whether it had its turn in this backward (more gradients of it are kept until the
- * end); and that it has had it now. */
+/* With `hooked` the caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when next_due
+ * names the unit, on any exchange. set_reduced: the caller has done so; was_reduced: in this backward
+ * (later gradients of the unit are kept until the end). */
 void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
 bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
-/* A backward has failed: what only it holds goes, so that peers need not wait for it. Local. */
+/* A backward has failed: drops its references, so that peers need not wait for this rank. Local. */
 int fsdpc_tree_backward_broke(fsdpc_tree *tree);
-/* Also clears a backward that broke off: with `sync` other ranks learn that no more will come. */
+/* Also cleans up a failed backward: with `sync` the other ranks see that this rank sends no more. */
 int fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync);
 
-/* Units that run on some ranks only must not move the others' collectives: with `defer` all
- * reductions that match by order wait for the end of backward. */
+/* For units that run on some ranks only: with `defer` all reductions that match by order are made at the
+ * end of backward, so that the order of collectives is the same on all ranks. */
 void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
@@ -84,7 +85,7 @@ bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
 bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
 /* fsdpc_exchange_any_order of the unit's exchange. */
 bool fsdpc_tree_any_order(const fsdpc_tree *tree, int unit);
-/* Into the trace, as the unit's. */
+/* Adds an entry of the unit to the trace. */
 void fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t bytes);
 uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
@@ -98,7 +99,7 @@ typedef struct fsdpc_tree_clip_plan {
     int64_t extra_count;
     double *out; /* on the device: the norm, the factor */
 } fsdpc_tree_clip_plan;
-/* On a device with streams, without a wait of the host: the norm of all gradients over all ranks; each
+/* On a device with streams, without a host sync: the norm of all gradients over all ranks; each
  * unit's counts once however many replicas it has. Collective, between steps. Allocates when called
  * first. FSDPC_E_UNAVAILABLE where gradients are in host memory: see fsdpc_unit_grad_norm. */
 int fsdpc_tree_clip(fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan);
@@ -115,7 +116,7 @@ typedef struct fsdpc_tree_memory {
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
-/* "shared", "wire" or "mixed". */
+/* "shared", "wire", "stream"; "none" without units; "mixed" if the exchanges differ. */
 const char *fsdpc_tree_kind(const fsdpc_tree *tree);
 
 #endif

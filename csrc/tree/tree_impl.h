@@ -1,4 +1,4 @@
-/* The insides of a tree, shared by tree*.c. */
+/* The inside of a tree, for tree*.c. */
 #ifndef FSDPC_TREE_IMPL_H
 #define FSDPC_TREE_IMPL_H
 
@@ -9,8 +9,8 @@ struct fsdpc_node {
     fsdpc_unit *unit;
     fsdpc_exchange *exchange;
     int depth;
-    bool held;     /* one reference is kept until the unit's backward is done */
-    bool kept;     /* the hold outlives its backward: a second one goes through its graph */
+    bool held;     /* the tree holds one reference until the unit's backward is done */
+    bool kept;     /* held also after the backward, for a second one (retain_graph) */
     int running;   /* forwards of it that have begun and not ended */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
@@ -40,14 +40,14 @@ struct fsdpc_tree {
 };
 
 /* tree.c */
-/* What the end of a backward must leave: forwards in progress around it, and kept holds. */
+/* Sets the references that the end of a backward leaves: forwards in progress, and kept holds. */
 void fsdpc_tree_set_floor(struct fsdpc_node *node);
 /* Kept holds become ordinary ones. */
 void fsdpc_tree_forget_kept(fsdpc_tree *tree);
 /* Some unit's forward has begun and not ended. */
 bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
-/* Tells the exchanges which pass begins: this rank's masters are final for it. */
+/* Begins a pass on all exchanges: this rank's master shards are final for its tag. */
 int fsdpc_tree_publish_tag(fsdpc_tree *tree);
 
 /* tree_norm.c */

@@ -113,9 +113,10 @@ check_device(const fsdpc_tree *tree)
         const fsdpc_unit *unit = tree->nodes[i].unit;
         if (!fsdpc_device_get_caps(fsdpc_unit_device(unit))->asynchronous ||
             fsdpc_unit_is_offloaded(unit)) {
-            return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                               "unit %s has its gradients in host memory: take its norm there",
-                               fsdpc_unit_name(unit));
+            return fsdpc_error(
+                FSDPC_E_UNAVAILABLE,
+                "unit %s has its gradients in host memory: compute their norm on the CPU",
+                fsdpc_unit_name(unit));
         }
     }
     return tree->count > 0 ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "norm: no units");

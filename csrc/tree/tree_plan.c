@@ -2,7 +2,7 @@
  *
  * Units of one nesting level that are released after forward share K slots in turn; a unit that
  * stays gathered has one to itself. A slot is as large as its largest unit. Everything follows from
- * the list of units, so all ranks (and the memory planner) come to the same plan.
+ * the list of units, so that all ranks compute the same plan.
  */
 #include <string.h>
 

@@ -3,7 +3,7 @@
  * A range is an address for life: a unit's gathered parameters are always found there. Behind the
  * ranges stand a few slots (memory in a file that can be mapped many times); several ranges may
  * show the same slot, and the exchange makes sure that only one of them is in use at a time. When
- * two live units need one slot, a range gets private memory behind it for a while (spare).
+ * two units in use need the same slot, private memory is mapped behind one range for a while (spare).
  *
  *   range of unit 1  [=====]--.            .--[=====]  range of unit 3
  *   range of unit 2  [===]----+- slot 0  <-'
@@ -30,7 +30,7 @@ typedef struct fsdpc_range {
     size_t bytes;  /* whole pages, or grains of the device */
     int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
     bool spare;    /* private memory is mapped at the moment */
-    bool veiled;   /* private memory that stands for nothing is mapped, see fsdpc_arena_veil */
+    bool veiled;   /* private memory is mapped for debugging, see fsdpc_arena_veil */
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
@@ -40,9 +40,9 @@ typedef struct fsdpc_arena fsdpc_arena;
 
 /* Reserves addresses; no memory is used. bytes 0 is rounded up to one page. */
 int fsdpc_range_init(fsdpc_range *range, size_t bytes);
-/* The same on any device; there what is not bound cannot be read. */
+/* The same on any device; in device memory an unbound range cannot be read. */
 int fsdpc_range_init_on(fsdpc_device *device, fsdpc_range *range, size_t bytes);
-/* Gives the addresses back: nothing may refer to them any more. Safe on a zeroed range. */
+/* Gives the addresses back: no pointer into the range is valid any more. Safe on a zeroed range. */
 void fsdpc_range_fini(fsdpc_range *range);
 
 /* `shm` (borrowed, may be NULL) is where slots are made. */
@@ -74,9 +74,9 @@ int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
 int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
 
-/* For debugging, in host memory only: puts private memory behind a range that is not in use, so that
- * nothing of a slot can be read through the range, whoever fills the slot meanwhile. The caller writes
- * the pattern. unveil shows the bound slot again; both do nothing when done already. */
+/* For debugging, in host memory only: maps private memory behind a range that is not in use, so that no
+ * value of a slot can be read through the range while other units use the slot. The caller writes the
+ * pattern. unveil maps the bound slot again. A second call of either is a no-op. */
 int fsdpc_arena_veil(fsdpc_range *range);
 int fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range);
 

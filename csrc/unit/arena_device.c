@@ -87,8 +87,8 @@ fsdpc_arena_device_spare(fsdpc_range *range)
     fsdpc_piece *piece;
     if (!fsdpc_device_get_caps(range->device)->virtual_memory) {
         return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                           "two units need one slot at the same time, and this GPU has no virtual "
-                           "memory management to help one of them out");
+                           "two units need one gather slot at the same time, and this GPU has no "
+                           "virtual memory management to map a spare one");
     }
     FSDPC_TRY(fsdpc_device_piece_new(range->device, range->bytes, &piece));
     int status = replace(range, piece);

@@ -3,16 +3,15 @@
  * The parameters of a unit are grouped into segments of equal (storage, compute, reduce dtype,
  * trainable). Inside a segment they lie end to end in the order given, each starting at an
  * `align_bytes` boundary of every dtype that a parameter may have. A segment is cut into `world`
- * equal pieces; piece r belongs to rank r. A cut may go through a parameter. Where the cuts are
- * depends on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
- * segment may become trainable later; everything but the gradient buffers stays then.
+ * equal pieces; piece r belongs to rank r. A cut may go through a parameter. The cuts
+ * depend on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
+ * segment may become trainable later; only the layout of the gradient buffers changes then.
  *
  *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
  *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
  *   |<- piece 0 -> |<piece 1>|
  *
- * Offsets in elements hold for every dtype; each buffer has its own byte offset per segment. The
- * same function serves the runtime and the memory planner, so that both agree to the byte.
+ * Offsets in elements hold for every dtype; each buffer has its own byte offset per segment.
  */
 #ifndef FSDPC_LAYOUT_H
 #define FSDPC_LAYOUT_H
@@ -77,8 +76,8 @@ typedef struct fsdpc_span {
  * 0) is a layout of zero bytes. */
 int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
                        size_t align_bytes, fsdpc_layout **out);
-/* Another choice of trainable segments, one byte each: places and cuts stay as they are, offsets in
- * gradient buffers and trainable_index move. FSDPC_BYTES stays frozen (checked by assert only). */
+/* Sets which segments are trainable, one byte each: offsets and cuts of values are unchanged, offsets in
+ * gradient buffers and trainable_index change. FSDPC_BYTES stays frozen (checked by assert only). */
 void fsdpc_layout_set_trainable(fsdpc_layout *layout, const uint8_t *trainable);
 /* NULL is allowed. */
 void fsdpc_layout_free(fsdpc_layout *layout);

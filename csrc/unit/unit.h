@@ -2,7 +2,7 @@
  *
  * A unit owns its master shard (in the shared segment where ranks share a host, so that a peer may
  * read it), its shard gradient (private, accumulate dtype) and the address range of its gathered
- * values. It knows nothing of time: who gathers when is the exchange's and the tree's matter.
+ * values. When it is gathered and reduced is up to the exchange and the tree.
  */
 #ifndef FSDPC_UNIT_H
 #define FSDPC_UNIT_H
@@ -23,7 +23,8 @@ typedef struct fsdpc_unit_options {
     fsdpc_comm *replicate; /* borrowed, NULL without replicas */
     double divide;         /* gradients are divided by this, once: [Note: divided once] in grad.c */
     bool reshard;          /* released after forward, gathered again for backward */
-    bool offload; /* this rank's own values lie in host memory; nothing more where all does */
+    bool
+        offload; /* master shard and shard gradient lie in host memory; a no-op on the CPU device */
 } fsdpc_unit_options;
 
 /* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
@@ -37,15 +38,15 @@ typedef struct fsdpc_tensor {
 
 enum fsdpc_which { FSDPC_MASTER = 0, FSDPC_GRAD = 1 };
 
-/* Collective over options->shard (memory is laid out alike on all ranks; the caller has compared
- * descriptions before). The master shard is zeroed. */
+/* Collective over options->shard: the layout is the same on all ranks (the caller has compared the
+ * descriptions). The master shard is zeroed. */
 int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs, int count,
                    fsdpc_unit **out);
 /* Local. Tensors over its memory must be gone. NULL is allowed. */
 void fsdpc_unit_free(fsdpc_unit *unit);
 
 const char *fsdpc_unit_name(const fsdpc_unit *unit);
-/* Its place in the tree is known later than the unit itself. */
+/* A unit is made before its name in the tree is known. */
 int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
@@ -57,45 +58,47 @@ void *fsdpc_unit_full(const fsdpc_unit *unit);
 /* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
-/* The gradient that is seen from outside: first byte of this rank's piece of a segment. */
+/* First byte of this rank's piece of a segment in the gradient that the optimizer sees. */
 char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
-/* True when master shard and shard gradient lie in host memory that the unit's device reaches by itself:
- * the processor may touch them when the unit is settled. */
+/* True when master shard and shard gradient lie in pinned host memory: the CPU may access them after
+ * fsdpc_unit_settle. */
 bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
-/* The host waits until the device has done with the unit's own values. A synchronised backward and a
- * forward that no backward follows end so; every call below that touches own values begins so. */
+/* Host sync: waits until the device's work on master shard and shard gradient is done (offloaded units;
+ * else a no-op). A synchronised backward and a forward without a backward end with it; every call below
+ * that accesses them begins with it. */
 int fsdpc_unit_settle(fsdpc_unit *unit);
 /* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
 
-/* Room for gradients of more segments, one byte each; values and gradients stay, and every pointer of
- * before to a gradient still points at memory, which is no longer the unit's gradient. Local, but the
- * shard group and the replicas do the same. The unit is in no exchange. FSDPC_E_STATE while it is
- * gathered, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; the unit is then as before. */
+/* Makes further segments trainable (one byte per segment): allocates their gradients. Values and
+ * gradients are kept; old pointers to gradients stay valid memory, but are no longer the unit's gradient.
+ * Local, but all ranks of the shard group and all replicas must call it. The unit is in no exchange.
+ * FSDPC_E_STATE while the unit is gathered, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; on an
+ * error the unit is unchanged. */
 int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
 
-/* dtype of the gradients that grad_part, read and write deal in: storage, or accumulate if equal. */
+/* dtype of the gradients of grad_part, read and write: storage, or accumulate if equal. */
 fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
-/* After a backward: brings the seen gradients up to date where they are narrower than the sums. */
+/* After a backward: casts the sums to the gradients that the optimizer sees, where those are narrower. */
 int fsdpc_unit_finish_grad(fsdpc_unit *unit);
 
-/* The caller's buffers are on the device or the host's, `place` says which. On a device that queues,
- * what comes from its own memory is copied in the current stream's order; for all else the host
- * waits until it is done, so that a buffer of the host may be freed on return. Not for steps.
+/* `place` says whether the caller's buffers are in device or host memory. On a device that queues, copies
+ * within device memory are asynchronous, in the order of the current stream; all other copies end with a
+ * host sync, so that a host buffer may be freed on return. Not for use in a step.
  *
- * Local: takes this rank's part out of a full, contiguous parameter (dtypes as for read). */
+ * Local: copies this rank's part of a full, contiguous parameter (dtypes as for read). */
 int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
                      enum fsdpc_place place);
 /* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
- * fsdpc_unit_grad_dtype) with whole parameters; NULL entries are skipped, also on some ranks only.
- * Beside them no rank holds more than FSDPC_UNIT_SCRATCH_BYTES. */
+ * fsdpc_unit_grad_dtype) with whole parameters; NULL entries are skipped, and may differ between ranks.
+ * Scratch memory per rank is at most FSDPC_UNIT_SCRATCH_BYTES. */
 int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full,
                     enum fsdpc_place place);
 enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
 
-/* A parameter in equal blocks: rank r deals with elements [r * block[i], (r + 1) * block[i]) of
- * parameter i, as far as there are such; data[i] is where they are or go, contiguous, storage dtype
- * (NULL where the rank has none). block[i] is equal on all ranks; 0: the parameter is skipped.
+/* A parameter in equal blocks: rank r reads or writes elements [r * block[i], (r + 1) * block[i]) of
+ * parameter i, clipped to its end; data[i] is their contiguous buffer in storage dtype (NULL where the
+ * rank has none). block[i] is equal on all ranks; 0: the parameter is skipped.
  * Collective over the shard group, master values only, scratch memory as for read. */
 int64_t fsdpc_unit_block_length(const fsdpc_unit *unit, int param, int64_t block);
 int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data,
@@ -107,40 +110,41 @@ int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *
 /* Sum of squares and maximum of this rank's part of the gradients of the parameters with
  * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */
 int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
-/* The same on a device with streams, without a look by the host: *count parts of a norm (device.h) are
- * left in `parts`, which has room for fsdpc_unit_norm_room of them; and gradients times *factor, on
- * the device. */
+/* The same on a device with streams, without a host sync: writes *count parts of a norm (device.h) to
+ * `parts`, which has room for fsdpc_unit_norm_room of them. scale_by multiplies gradients by *factor, a
+ * number on the device. */
 int64_t fsdpc_unit_norm_room(const fsdpc_unit *unit);
 int fsdpc_unit_norm_parts(fsdpc_unit *unit, const uint8_t *mask, double p, void *parts,
                           int64_t *count);
 int fsdpc_unit_scale_by(fsdpc_unit *unit, const uint8_t *mask, const double *factor);
 int fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor);
 int fsdpc_unit_zero_grad(fsdpc_unit *unit, int param);
-/* Multiplies the sum and the seen gradient of one parameter. */
+/* Multiplies the sum and the visible gradient of one parameter. */
 int fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor);
 /* Replaces the accumulated gradient of this rank's part of a parameter; `values` has its length. */
 int fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtype dtype);
-/* Gradients summed over the ranks by somebody else (a communication hook) are added to the shard
- * gradient as they are, or replace it: sums[s] is this rank's piece of segment s, contiguous, of
+/* Gradients that a communication hook has summed over the ranks are added to the shard gradient
+ * undivided, or replace it: sums[s] is this rank's piece of segment s, contiguous, of
  * any floating dtype; entries of frozen segments are not read. */
 int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
-/* Collective over the replicas, if there are any: the shard gradient takes the sum over them of what
- * the shard group has summed. Which parameters got a gradient is shared first; a unit that nobody ran
- * costs no more than its bits. Nothing on a device that queues, where the exchange does it. */
+/* Collective over the replicas, if there are any: sums the sums of the shard groups into the shard
+ * gradient. The used bits are all-reduced first; a unit that no rank ran sends nothing else. A no-op on a
+ * device that queues, where the exchange does the same. */
 int fsdpc_unit_reduce_replicas(fsdpc_unit *unit);
-/* Before sums are added to: what was changed in the seen gradient goes into the sum. */
+/* Before a backward that adds to the sum: the sum takes the values that the user has changed in the
+ * visible gradient. */
 int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 
 /* --- for exchanges and the tree ---------------------------------------------------------------- */
 
-/* What an exchange keeps of a unit; nothing else writes it. */
+/* Bookkeeping of the unit's exchange, which alone writes to it. */
 struct fsdpc_unit_use {
     int id; /* index in the exchange, -1 */
     int slot;
     int refs;
     int floor;                 /* references that fsdpc_exchange_drop leaves */
     bool ready;                /* all values are in place */
-    bool begun;                /* holds its slot, values may be incomplete (prefetch) */
+    bool begun;                /* the slot is taken; the gather may be in flight (prefetch) */
     uint64_t posted, consumed; /* rounds of reduction in this backward */
 };
 struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
@@ -148,21 +152,22 @@ struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */
 bool fsdpc_unit_reshards(const fsdpc_unit *unit);
-/* The addresses of the gathered values; fsdpc_unit_full without those of direct units. */
+/* The address range of the gathered values; zeros for a direct unit. */
 fsdpc_range *fsdpc_unit_range(fsdpc_unit *unit);
-bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* memory of its own is behind them, no slot */
-/* First byte of rank r's master shard; NULL where this process does not see it. */
+bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* mapped to spare memory, not to its slot */
+/* First byte of rank r's master shard; NULL where it is not mapped into this process. */
 const char *fsdpc_unit_peer_master(const fsdpc_unit *unit, int r);
 
-/* The caller sums its gradients over the ranks (fsdpc_unit_take_sums). */
+/* A communication hook sums the unit's gradients over the ranks (fsdpc_unit_take_sums). */
 bool fsdpc_unit_is_hooked(const fsdpc_unit *unit);
 void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
-/* Gradients of this rank wait to be sent (no_sync, or a unit that was sent before). */
+/* Gradients of this rank are kept locally until they are sent (no_sync, or a second gradient of a unit
+ * that was sent in this backward). */
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
-/* This rank has a gradient of the parameter that waits so. */
+/* Such a gradient of one parameter. */
 bool fsdpc_unit_used_locally(const fsdpc_unit *unit, int param);
-/* The next sum is added to the shard gradient, or replaces it. Set before each backward; true after its
- * first sum. */
+/* Whether the next sum is added to the shard gradient or replaces it. Set before each backward; true
+ * after the first sum in it. */
 void fsdpc_unit_set_add(fsdpc_unit *unit, bool add);
 /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
 uint8_t *fsdpc_unit_used(const fsdpc_unit *unit);
@@ -171,11 +176,12 @@ void fsdpc_unit_clear_used(fsdpc_unit *unit);
 /* Sums over the shard group before they are summed over replicas, NULL without replicas. */
 void *fsdpc_unit_partial(const fsdpc_unit *unit);
 
-/* Work that uses own values has been queued on the current stream: offloaded units remember it. */
+/* Work on master shard or shard gradient has been queued on the current stream: an offloaded unit records
+ * its event. */
 int fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which);
-/* The event behind such work, NULL when the host has seen its end. */
+/* The event of such work, NULL when none is in flight. */
 fsdpc_event *fsdpc_unit_in_flight(const fsdpc_unit *unit, enum fsdpc_which which);
-/* The host has seen the end of all that was queued for them. */
+/* The host has waited for such work. */
 void fsdpc_unit_settled(fsdpc_unit *unit, enum fsdpc_which which);
 
 /* Bytes of a unit on this rank, beside its gathered range. */

@@ -12,14 +12,14 @@ struct fsdpc_unit {
     int rank, world;
     double divide; /* [Note: divided once] in grad.c */
     bool reshard;
-    bool hooked; /* the caller sums its gradients over the ranks (fsdpc_unit_take_sums) */
+    bool hooked; /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
 
-    /* Where this rank's own values (master, grad, grad_out) are worked on outside of the step's streams:
-     * `device`, or the CPU when they are offloaded. */
+    /* The device of operations on master, grad and grad_out outside of the step's streams: `device`, or
+     * the CPU for an offloaded unit. */
     fsdpc_device *own_device;
     bool offload;
     fsdpc_event *touched[2]; /* the device's last use of masters and of gradients, by fsdpc_which */
-    bool in_flight[2];       /* the host has not waited for it */
+    bool in_flight[2];       /* the host has not waited for the event */
 
     /* Master shards. With a shared segment all ranks' shards are mapped and peers[r] is rank r's;
      * otherwise only peers[rank] is set. */
@@ -31,7 +31,7 @@ struct fsdpc_unit {
 
     void *grad; /* this rank's shard gradient, accumulate dtype */
     /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL when no
-     * parameter's storage is narrower than its accumulate dtype: then `grad` itself is seen. */
+     * parameter's storage is narrower than its accumulate dtype: then the optimizer sees `grad`. */
     void *grad_out;
     /* Sum over the shard group before it is summed over replicas; NULL without replicas. */
     void *partial;
@@ -50,7 +50,7 @@ struct fsdpc_unit {
 
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
-    /* This rank's contributions that wait in `local`. */
+    /* One byte per parameter: `local` holds a gradient of it. */
     uint8_t *local_used;
     /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
      * true after the first sum of a backward. */
@@ -59,7 +59,7 @@ struct fsdpc_unit {
     fsdpc_range range;
     bool direct;
 
-    struct fsdpc_unit_use *use; /* its exchange's; zeros, id and slot -1 before there is one */
+    struct fsdpc_unit_use *use; /* zeros, id and slot -1 until there is an exchange */
 };
 
 /* This rank's piece of a segment, and the size of its elements. */
@@ -68,7 +68,7 @@ char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int s
 
 /* --- unit_memory.c, unit_thaw.c --------------------------------------------------------------- */
 
-/* Memory of grad, grad_out and partial, by the layout. What was made before a failure stays. */
+/* Allocates grad, grad_out and partial by the layout. After a failure the caller frees the others. */
 int fsdpc_unit_make_grads(fsdpc_unit *unit);
 void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
@@ -76,13 +76,13 @@ void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
 int fsdpc_unit_open_own(fsdpc_unit *unit);
 void fsdpc_unit_close_own(fsdpc_unit *unit);
-/* Zeroed memory for own values. */
+/* Zeroed memory for master shard and gradients. */
 int fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out);
 void fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 
-/* Where the sum over the shard group goes: into the shard gradient, or with replicas into `partial`. */
+/* The destination of the sum over the shard group: the shard gradient, or with replicas `partial`. */
 struct fsdpc_grad_target {
     void *sum;
     bool *add;    /* onto what `sum` holds; true after the first sum */

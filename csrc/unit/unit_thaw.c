@@ -149,7 +149,8 @@ static int
 check_thaw(const fsdpc_unit *unit, const uint8_t *segments)
 {
     if (unit->use->refs > 0 || unit->use->begun) {
-        return fsdpc_error(FSDPC_E_STATE, "unit %s is gathered: its gradients cannot be laid anew",
+        return fsdpc_error(FSDPC_E_STATE,
+                           "unit %s is gathered: its gradient buffers cannot be reallocated",
                            unit->name);
     }
     for (int s = 0; s < unit->layout->segment_count; s++) {
