@@ -1,4 +1,4 @@
-/* Sums of gradients, norms, and the factor of a clip, without a look by the host.
+/* Sums of gradients, norms, and the factor of a clip, without a host sync.
  *
  * Squares are added in double: by each thread over its elements, then by one tree per block, then
  * over the blocks, each in an order that the number of elements fixes (and the address modulo 16).
@@ -7,7 +7,7 @@
 
 /* --- norms ---------------------------------------------------------------------------------------- */
 
-/* What one thread has seen. Of float64: */
+/* One thread's sum of squares and largest value. Of float64: */
 template <typename VALUE> struct squares {
     double sum, max;
     bool nonfinite;
@@ -63,7 +63,7 @@ add_norm(fsdpc_cuda_norm_value *norm, const fsdpc_cuda_norm_value *other)
     }
 }
 
-/* The whole block comes here; *out is written by its first thread. */
+/* Called by all threads of the block; its first thread writes *out. */
 static __device__ void
 add_block(const fsdpc_cuda_norm_value *own, fsdpc_cuda_norm_value *out)
 {

@@ -169,7 +169,7 @@ fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const 
     if (result == FSDPC_CU_NOT_INITIALIZED) {
         return fsdpc_error(status_of(result), "%s: %s", what, FORKED);
     }
-    /* Both leave NULL behind for a number that the driver does not know. */
+    /* Both give NULL for an unknown number. */
     (void)driver->error_name(result, &name);
     (void)driver->error_string(result, &text);
     return fsdpc_error(status_of(result), "%s: %s (%u): %s", what,

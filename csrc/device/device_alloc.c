@@ -1,8 +1,8 @@
-/* Memory of a device: its own, or an allocator's that was set.
+/* Memory of a device: its own, or a foreign allocator's.
  *
- * A block remembers its allocator, so that it goes back there though another is set by then. An
- * allocator is kept until the last block is back. Callbacks run without the lock: they may take
- * locks of their own (an interpreter's).
+ * A block has a reference to its allocator and is freed by it, also after another one was set. An
+ * allocator lives until its last block is freed. Callbacks run without the lock: they may take locks of
+ * their own (an interpreter's).
  */
 #include "device/device_impl.h"
 
@@ -13,7 +13,7 @@
 
 enum { ZEROING_TIMEOUT_S = 300 };
 
-/* An allocator, and who refers to it: the device, its blocks, calls that are on their way. */
+/* A reference-counted allocator: the device, its blocks and calls in progress hold references. */
 struct fsdpc_source {
     fsdpc_allocator table;
     int refs;
@@ -30,7 +30,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* --- allocators ---------------------------------------------------------------------------------- */
 
-/* The device's, with a reference; NULL: none is set. */
+/* The device's allocator, with a reference; NULL: none is set. */
 static struct fsdpc_source *
 take_source(fsdpc_device *device)
 {
@@ -99,7 +99,7 @@ fsdpc_device_foreign_bytes(const fsdpc_device *device)
 
 /* --- blocks --------------------------------------------------------------------------------------- */
 
-/* The host waits, so that the block is zero for every stream. */
+/* With a host sync, so that the block is zero for every stream. */
 static int
 zero(fsdpc_device *device, void *block, size_t bytes)
 {
@@ -127,7 +127,7 @@ fill_block(fsdpc_device *device, struct fsdpc_block *block)
     return zero(device, block->address, block->bytes);
 }
 
-/* What may still be in use stays for ever: better than to take it away. */
+/* A block that may still be in use is leaked rather than freed. */
 static void
 give_back(fsdpc_device *device, struct fsdpc_block *block)
 {
@@ -177,7 +177,7 @@ fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out)
                   : device->i->alloc(device->context, bytes, out);
 }
 
-/* Out of the list; NULL: the device's own. */
+/* Removes a block from the list; NULL: the block is the device's own. */
 static struct fsdpc_block *
 take_block(fsdpc_device *device, const void *address)
 {

@@ -39,7 +39,7 @@ struct cpu {
 
 /* --- memory -------------------------------------------------------------------------------- */
 
-/* Maps more than needed and gives back what lies before and after the aligned block. */
+/* Maps more than needed and unmaps the parts before and after the aligned block. */
 static int
 map_aligned(size_t bytes, size_t align, void **out)
 {
@@ -78,7 +78,8 @@ cpu_alloc(void *context, size_t bytes, void **out)
         return map_aligned(mapped_bytes(bytes), PAGE_BYTES, out);
     }
     FSDPC_TRY(map_aligned(mapped_bytes(bytes), HUGE_BYTES, out));
-    (void)madvise(*out, mapped_bytes(bytes), MADV_HUGEPAGE); /* a wish: small pages do as well */
+    (void)madvise(*out, mapped_bytes(bytes),
+                  MADV_HUGEPAGE); /* best effort: small pages work as well */
     return FSDPC_OK;
 }
 

@@ -8,7 +8,7 @@
 
 #include "base/mem.h"
 
-/* Less than this much of a granule would be wasted by a piece of its own. */
+/* Smaller blocks would waste most of a granule. */
 static bool
 is_mapped(const struct fsdpc_cuda *cuda, size_t bytes)
 {
@@ -85,7 +85,7 @@ has_entries(const fsdpc_cuda_driver *d)
            d->mem_unmap && d->mem_set_access && d->mem_granularity;
 }
 
-/* What an arena does: a piece behind one address, and its beginning behind another, too. */
+/* Tries the mappings of an arena: a piece behind one address, and its beginning behind a second one. */
 static bool
 shows_twice(const struct fsdpc_cuda *cuda)
 {
@@ -107,7 +107,7 @@ shows_twice(const struct fsdpc_cuda *cuda)
     return works;
 }
 
-/* Attributes alone say too much on parts of a GPU (MIG) and in sandboxes: it is tried. */
+/* On MIG instances and in sandboxes the attributes promise too much, so a mapping is tried. */
 static bool
 maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
 {
@@ -118,7 +118,7 @@ maps(struct fsdpc_cuda *cuda, int handle_types, unsigned char rdma_capable)
            cuda->granule > 0 && shows_twice(cuda);
 }
 
-/* Handles and RDMA are what collectives want of memory that they register; the rest goes without. */
+/* Shareable handles and RDMA are for memory that collectives register; other memory does not need them. */
 static bool
 try_virtual_memory(struct fsdpc_cuda *cuda)
 {
@@ -176,8 +176,8 @@ fsdpc_cuda_alloc(void *context, size_t bytes, void **out)
     return FSDPC_OK;
 }
 
-/* Gives memory back by `give` when the GPU has done with it. What is in use stays for ever if the GPU
- * does not come to an end, or while the current stream is captured: better than to take it away. */
+/* Frees memory by `give` after a host sync. Memory that may be in use, because the GPU does not finish or
+ * the current stream is captured, is leaked rather than freed. */
 static void
 give_back(struct fsdpc_cuda *cuda, const char *what,
           void (*give)(const struct fsdpc_cuda *, void *, size_t), void *block, size_t bytes)

@@ -1,10 +1,10 @@
 /* Many tensors into one buffer by one launch.
  *
- * What never changes, where each tensor goes, lies in device memory from the start (a plan). Where
- * the tensors are travels with the launch; a list that is too long for that, or strides, go through
- * a stage: pinned memory that is copied to its twin on the device by the same stream. Stages are
- * used again when an event says that the launch has read them; the host never waits for one. What a
- * captured launch reads stays its own: the graph copies it again each time it runs.
+ * The destinations of the tensors are constant and lie in device memory from the start (a plan). Their
+ * sources are parameters of the launch; a list that is too long for that, or strides, go through a stage:
+ * pinned memory that the same stream copies to device memory. A stage is reused when the event behind its
+ * launch is done; the host never waits for one. The stage of a captured launch is not reused: the graph
+ * copies the stage again each time it runs.
  */
 #include "device/device_cuda_impl.h"
 
@@ -146,7 +146,7 @@ static int
 give_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage, int status, bool again)
 {
     pthread_mutex_lock(&cuda->lock);
-    /* What failed half way may still be read: that stage is not used again. */
+    /* After a failure a launch may still read the stage: it is not reused. */
     stage->taken = status != FSDPC_OK || !again;
     pthread_mutex_unlock(&cuda->lock);
     return status;
@@ -271,7 +271,7 @@ fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan)
 
 /* --- sources ---------------------------------------------------------------------------------------- */
 
-/* *strided false: contiguous after all, as far as elements are concerned. */
+/* *strided false: the elements are contiguous in memory, whatever the strides. */
 static int
 look_at(const fsdpc_pack_source *source, fsdpc_kernel_view *view, bool *strided)
 {

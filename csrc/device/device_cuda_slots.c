@@ -7,12 +7,12 @@
 
 struct fsdpc_piece {
     size_t bytes;
-    _Atomic int holders;      /* its maker, and each address that shows it */
+    _Atomic int holders;      /* its owner, and each mapping */
     fsdpc_cu_handle physical; /* with virtual memory */
     void *block;              /* without */
 };
 
-/* A plain block is only ever shown at its own start, so any size will do. */
+/* A plain block has no mapping, so that any size will do. */
 enum { PLAIN_GRAIN = 512 };
 
 size_t

@@ -1,4 +1,4 @@
-/* Streams and events of the CUDA device, and the only place where the host waits for it. */
+/* Streams and events of the CUDA device, and the only place with host syncs. */
 #include "device/device_cuda_impl.h"
 
 #include <errno.h>
@@ -66,7 +66,7 @@ fsdpc_cuda_capture(void *context, uint64_t *id)
     return capture_of(cuda, fsdpc_cuda_current(cuda), id);
 }
 
-/* Asking for what was captured would spoil the capture. */
+/* A query of a captured event would invalidate the capture. */
 static int
 refuse_capture(const struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, const char *what)
 {
@@ -240,7 +240,7 @@ now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Queries and sleeps: a call of the driver that waits could never be left when a peer is gone. */
+/* Polls and sleeps: a blocking call of the driver would never return when a peer is gone. */
 static int
 query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, const char *what)
 {
@@ -265,7 +265,7 @@ query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, co
     }
 }
 
-/* Another thread's capture may be on its way: it must not end by our queries. */
+/* Another thread may be capturing: the queries here must not invalidate its capture. */
 int
 fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what)
 {

@@ -114,7 +114,7 @@ fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan)
     fsdpc_mem_free(plan);
 }
 
-/* Everything that a device may rely on. */
+/* The checks on which implementers of a device rely. */
 static int
 check_source(const fsdpc_pack_target *target, const fsdpc_pack_source *source, int index,
              double scale)
@@ -205,7 +205,7 @@ add_contiguous(fsdpc_device *device, char *dst, const fsdpc_pack_target *target,
                         : fsdpc_device_cast(device, dst, target->dtype, base, type, target->n, 1.0);
 }
 
-/* A strided tensor is copied in order first. */
+/* A strided tensor is packed into scratch memory first. */
 static int
 add_one(fsdpc_device *device, char *dst, const fsdpc_pack_target *target, const char *base,
         fsdpc_dtype type, const fsdpc_pack_source *source, double scale)

@@ -26,13 +26,13 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     for (int i = 0; i < plan->unit_count; i++) {
         fsdpc_unit *unit = plan->units[i];
         fsdpc_unit_use(unit)->id = i;
-        /* An exchange before this one may have ended in the middle of a pass. */
+        /* An earlier exchange of the unit may have been freed within a pass. */
         fsdpc_unit_use(unit)->refs = fsdpc_unit_use(unit)->floor = 0;
         fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
         fsdpc_unit_use(unit)->posted = fsdpc_unit_use(unit)->consumed = 0;
         x->units[i] = unit;
         x->trace_ids[i] = plan->unit_ids[i];
-        /* One rank rounds nothing to the type in which gradients would travel. */
+        /* One rank does not cast its gradients to the reduce dtype. */
         size_t bytes = x->world > 1 ? fsdpc_unit_layout(unit)->reduce_bytes
                                     : fsdpc_unit_layout(unit)->grad_bytes;
         bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
@@ -62,7 +62,7 @@ make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return FSDPC_OK;
 }
 
-/* What is made now needs the host; a capture would break inside the driver. */
+/* Set-up needs host syncs, which would fail inside the driver during a capture. */
 static int
 check_capture(const fsdpc_exchange_plan *plan)
 {
@@ -153,7 +153,7 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     return x->ops->leave(x);
 }
 
-/* Says what and where, unless the text does so already. */
+/* Prepends operation and unit, unless the text names the unit already. */
 static int
 explain(int status, const char *op, const fsdpc_unit *unit)
 {

@@ -25,8 +25,8 @@ fsdpc_exchange_poison(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Peers may still read the slot, so the pattern goes into private memory behind this rank's range:
- * what this rank reads too late is found whatever the peers do. */
+/* Peers may still read the slot, so the pattern goes to private memory behind this rank's range: a late
+ * read on this rank sees NaN whatever the peers do. */
 int
 fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -34,6 +34,8 @@ fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
     return fsdpc_exchange_poison(x, unit);
 }
 
+/* The cast of gathered values, piece by piece. A GPU unit with several dtypes is cast by one launch instead
+ * (exchange_stream_gather.c); a direct unit is never cast (needs_no_cast in unit.c). */
 int
 fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
                           int64_t n)

@@ -1,4 +1,4 @@
-/* Ranks of one host, which see one set of slots: set-up, the beginning and the end of a forward.
+/* Ranks of one host, which map the same slots: set-up, the beginning and the end of a forward.
  * Gathering is in exchange_shared_gather.c, reducing in exchange_shared_reduce.c.
  */
 #include "exchange/exchange_shared_impl.h"
@@ -30,8 +30,9 @@ all_left(const fsdpc_exchange *x)
     return true;
 }
 
-/* A late rank may still read this rank's masters for the forward that has ended here; they must not
- * change before it has. In a forward that a backward follows the end of that backward sees to it. */
+/* A late rank may still read this rank's master shard for the forward that has ended here, so the shard
+ * must not change before that rank's forward has ended. With a backward, the end of the backward waits for
+ * all ranks instead. */
 static int
 leave(fsdpc_exchange *x)
 {

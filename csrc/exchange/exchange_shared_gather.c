@@ -2,20 +2,20 @@
  *
  * Each slot has a small record in the segment: which unit it holds, for which tag, who holds it,
  * and how many chunks of each piece have been claimed and finished. A gather
- *   1. takes hold of the slot: joins if it shows this unit at this tag, claims it if nobody holds
- *      it, else waits (or, if everybody it waits for is itself waiting, uses private memory),
- *   2. casts its own piece chunk by chunk, then the chunks of other pieces that nobody has claimed
- *      and whose owner's masters are final for this tag,
- *   3. waits for chunks that others are casting.
- * So a rank depends on another one only for work in progress and for the owner having begun the
- * same pass; the order in which ranks ask for units does not matter. A release drops the hold; the
- * values stay and can be joined until someone needs the slot.
+ *   1. takes hold of the slot: joins if it shows this unit at this tag, claims it if no rank holds
+ *      it, else waits (or uses private memory, if every rank that it waits for waits as well),
+ *   2. casts its own piece chunk by chunk, then the unclaimed chunks of other pieces whose owner's
+ *      master shard is final for this tag,
+ *   3. waits for chunks that other ranks are casting.
+ * So a rank waits for another rank only while that one casts a chunk, or until the owner of a piece
+ * has begun the same pass; the order in which ranks gather units does not matter. A release drops
+ * the hold; other ranks can join the values until the slot is claimed for another unit.
  *
- * [Note: tags] A rank publishes its tag when it begins a root forward: its optimizer is done then.
- * If the owner of a piece is itself stuck waiting (ranks run different numbers of forwards), its
- * masters cannot change before this rank has come along, so an older tag of the same count of
- * backwards is as good. That is so only if nobody can go on with private memory: the owner may be
- * behind, and wait for a slot ([Note: turns] in shm_turn.c).
+ * [Note: tags] A rank publishes its tag when it begins a root forward, after its optimizer step. If
+ * the owner of a piece waits itself (ranks run different numbers of forwards), its master shard cannot
+ * change before this rank catches up, so an older tag with the same count of backwards will do. That
+ * holds only if no rank can continue with private memory: the owner may be behind, and wait for a slot
+ * ([Note: turns] in shm_turn.c).
  */
 #include <sched.h>
 
@@ -65,8 +65,7 @@ fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot)
     slot_ctl(x, slot)->unit = -1;
 }
 
-/* Critical sections are a few stores long; a rank that dies or stops inside one is found by the
- * checks here. */
+/* Critical sections are a few stores long; the checks here detect a rank that dies or stops in one. */
 static int
 lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what)
 {
@@ -135,7 +134,7 @@ fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
                                      left < chunk_numel(seg) ? left : chunk_numel(seg));
 }
 
-/* Casts what nobody has claimed of rank r's piece. */
+/* Casts the unclaimed chunks of rank r's piece. */
 static int
 fill_piece(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, int r, uint32_t chunks)
 {
@@ -172,7 +171,7 @@ all_final(fsdpc_exchange *x, bool older)
     return true;
 }
 
-/* Waits; but not for the masters of a rank that has left in good order. */
+/* Waits, or fails if it needs the master shard of a rank that has left in good order. */
 static int
 wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
 {
@@ -221,12 +220,12 @@ fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* *busy: the slot was not to be had (wait false), or only by private memory (wait true): waiting for
- * it cannot end by itself, as this rank holds it for another unit, or all others wait too.
+/* *busy: the slot is in use. With may_wait the caller must then use private memory: the wait could not end,
+ * because this rank holds the slot for another unit, or all other ranks wait as well.
  *
  * A slot is not claimed before every rank has begun this pass, unless all wait: a rank that is ahead
- * (nothing holds the ranks together inside no_sync) would hold it without being able to fill it,
- * while those behind need it for the pass before. */
+ * (no_sync does not synchronise the ranks) would hold a slot that it cannot fill, while ranks behind need
+ * the slot for the previous pass. */
 static int
 take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool may_wait,
           bool *busy)
@@ -237,7 +236,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
     uint32_t chunks = chunks_of_unit(unit);
     *busy = false;
     if (may_wait && slot_held(x, slot)[x->rank]) {
-        /* Perhaps only for a unit that was expected to come next. */
+        /* Perhaps this rank holds the slot only for a prefetch. */
         FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
     }
     for (;;) {
@@ -251,7 +250,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         enum hold hold = hold_locked(x, unit, slot, chunks, final || act);
         unlock_slot(slot);
         if (hold == CLAIMED && !final) {
-            fsdpc_shared_notify(x); /* Others may join now that may not claim. */
+            fsdpc_shared_notify(x); /* Ranks that may not claim the slot may join now. */
         }
         if (hold != BUSY) {
             fsdpc_shared_wait_was_worth(x, &wait);
@@ -271,7 +270,7 @@ done:
 
 /* --- gather ---------------------------------------------------------------------------------- */
 
-/* Whether an older tag would let this rank fill what nobody has claimed. */
+/* Whether with older tags this rank could fill unclaimed chunks. */
 static bool
 older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
 {
@@ -284,7 +283,7 @@ older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
     return false;
 }
 
-/* Fills what can be filled; with `all` other ranks' pieces too, until everything is in place. */
+/* Fills this rank's piece; with `all` also other ranks' pieces, until all values are in place. */
 static int
 complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool all)
 {

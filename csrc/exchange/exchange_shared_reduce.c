@@ -3,20 +3,20 @@
  * Each rank packs a unit's gradients into one of its own reduce slots and posts it. When all ranks
  * have posted a unit, every rank sums its own slice of all posts, in rank order and in the
  * accumulate dtype, so that two runs agree to the bit, and acknowledges; a slot whose post has been
- * acknowledged by all is free again. Nobody waits in the middle of a backward unless all its slots
- * are in flight. At the end of backward each rank says so ("ended"): what it has not posted by
- * then it did not run, and counts as absent.
+ * acknowledged by all is free again. A rank waits within a backward only when all its slots are in
+ * flight. At the end of backward each rank sets "ended": units that it has not posted by then it did
+ * not run, and its gradients of them count as absent.
  *
  *   rank 0  pack A | pack B        | pack C | ended
  *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
  *
- * A unit whose gradients become complete several times in one backward is posted twice at most:
- * what follows the first time is added up on this rank and posted at the end, once every rank has
- * said ("first") which units it has posted. So a rank never waits in the middle of a backward for
- * others to pass the same unit, which they may do later, or never.
+ * A unit whose gradients become complete several times in one backward is posted twice at most: later
+ * gradients are accumulated on this rank and posted at the end, after this rank has set "first" (all its
+ * first posts are made). So a rank never waits within a backward for another rank to reduce the same
+ * unit, which that rank may do later, or never.
  *
- * If all others wait too while a slot is needed (ranks run units in different order), the unit's
- * own overflow slot is used: sparse memory that is given back afterwards.
+ * If a rank needs a slot while all other ranks wait as well (ranks run units in different order), the
+ * rank uses the unit's overflow slot: sparse memory, whose pages are freed afterwards.
  */
 #include <string.h>
 
@@ -121,8 +121,8 @@ anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
     return false;
 }
 
-/* Sums what nobody will add to any more. Units that this rank did not run are looked at only once
- * it has said so: before, their rounds are not complete. */
+/* Sums all complete rounds. Units that this rank did not run are checked only after it has set "first":
+ * before, their rounds are not complete. */
 static int
 progress(fsdpc_exchange *x)
 {
@@ -248,7 +248,7 @@ forget_rounds(fsdpc_exchange *x)
     }
 }
 
-/* Overflow memory whose posts were all acknowledged goes back to the kernel. */
+/* Returns overflow memory to the kernel when all ranks have acknowledged its post. */
 static int
 discard_overflow(fsdpc_exchange *x)
 {
@@ -283,7 +283,7 @@ post_what_waits(fsdpc_exchange *x, uint64_t times)
     return FSDPC_OK;
 }
 
-/* Names who has not come when the deadline passes. */
+/* On a timeout: names the ranks that have not ended their backward. */
 static int
 name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
 {
@@ -297,7 +297,7 @@ name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
                                      : status;
 }
 
-/* Who has left in good order does not come any more. */
+/* A rank that has left in good order will not end this backward. */
 static int
 check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
 {

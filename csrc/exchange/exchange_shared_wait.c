@@ -1,17 +1,17 @@
-/* Waiting for other ranks of the host: for a change of anything that they share, with a deadline,
- * and with a way out when nobody can bring it about ([Note: turns] in shm_turn.c).
+/* Waits for other ranks of the host: for a change of shared state, with a deadline, and with a fallback
+ * when no rank can make that change ([Note: turns] in shm_turn.c).
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/status.h"
 
-/* Most that a wait sleeps before it examines anew what it is for. */
+/* The longest sleep before a wait examines its condition again. */
 static const int64_t slice_ns = 20000000;
 
-/* [Note: patience] A rank that waits for memory may wait for a rank that waits for it, out of sight:
- * in a collective of torch's inside a forward, in a group that this rank is not in. Private memory
- * is right at any time, so it is taken when the wait has lasted for a while in which no other rank
- * computed, and after ten times as long in any case. What happened once happens in each step, so the
- * next time comes sooner; a wait that ended by itself puts it off again. */
+/* [Note: patience] A rank that waits for a slot may wait for a rank that waits for this one outside of
+ * fsdpc: in a collective of torch's inside a forward, in another group. Private memory is always correct,
+ * so it is used when the wait has lasted for the patience without another rank computing, and after ten
+ * times the patience in any case. Such a deadlock repeats in each step, so it lowers the patience; a wait
+ * that ended by itself raises it. */
 static const int64_t patience_most_ns = 200000000, patience_least_ns = 1000000;
 enum { SOONER = 4, IN_ANY_CASE = 10 };
 
@@ -21,7 +21,7 @@ fsdpc_shared_notify(fsdpc_exchange *x)
     fsdpc_shm_notify(x->shm);
 }
 
-/* Of all other ranks together. */
+/* Processor time of all other ranks together. */
 static int64_t
 used_by_others(const fsdpc_exchange *x)
 {
@@ -82,8 +82,8 @@ fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param)
     return FSDPC_OK;
 }
 
-/* Another rank waits for all to give parameters gradients before a pass that this rank has begun
- * without: neither would end. */
+/* A deadlock: another rank waits for all ranks to unfreeze parameters before a pass that this rank has
+ * begun without unfreezing. */
 static int
 check_thaws(fsdpc_exchange *x)
 {

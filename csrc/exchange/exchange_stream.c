@@ -1,4 +1,4 @@
-/* Gathering and reducing on a device with streams (a GPU): the host only says what waits for what.
+/* Gathering and reducing on a device with streams (a GPU): the host only queues work and waits of streams.
  *
  *   gather stream   waits for the slot's last reader and for the optimizer, casts this rank's
  *                   pieces into their place in the slot, all-gathers in place       -> filled
@@ -12,9 +12,9 @@
  * values it uses, and at the end of a pass for those that were prefetched and not used.
  *
  * Gathers and reductions have communicators of their own, so that a gather never queues behind a
- * reduction. All ranks must ask in one order, as on a wire. Nothing is allocated and the host waits
- * for nothing in a step, with two exceptions that are counted: a spare mapping (two live units of
- * one slot), and a rank with parameters that it did not use, which must know whether others did.
+ * reduction. All ranks must gather and reduce in one order, as on a wire. A step has no allocation and no
+ * host sync, with two exceptions that are counted: a spare mapping (two live units of one slot), and a
+ * rank with unused parameters, which must know whether other ranks used them.
  */
 #include <string.h>
 
@@ -63,7 +63,7 @@ open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
     return fsdpc_stream_slots_open(x);
 }
 
-/* What a rank brings that used all of its parameters. */
+/* The used bits of a rank that used all of its parameters. */
 static int
 fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
 {
@@ -121,8 +121,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_bits(x, s);
 }
 
-/* The streams that slots were read on may be others than that of the thread which ends the exchange:
- * garbage is collected by any. */
+/* The streams of the slots' readers may differ from this thread's: any thread may collect garbage. */
 static void
 await_readers(struct fsdpc_streams *s)
 {
@@ -135,8 +134,7 @@ await_readers(struct fsdpc_streams *s)
     }
 }
 
-/* Memory goes back only when no stream uses it any more; a broken communicator's streams end by its
- * abort. */
+/* Memory is freed only when no stream uses it; the abort of a broken communicator ends its streams. */
 static void
 drain(struct fsdpc_streams *s)
 {
@@ -266,14 +264,14 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
            x->slot_tag[fsdpc_unit_use(unit)->slot] == x->tag;
 }
 
-/* Before other memory comes behind an address, whatever was queued must be done with the old. */
+/* Before an address is mapped to other memory, all queued work on the old memory must be done. */
 static int
 settle(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     return fsdpc_stream_settle(x, fsdpc_unit_name(unit));
 }
 
-/* Spare memory is zeroed on the current stream: that of the gather which writes it next. */
+/* Spare memory is zeroed on the current stream, so the gather stream, which writes to it next, is set. */
 static int
 map_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {

@@ -1,9 +1,9 @@
-/* A step of the "stream" exchange inside a capture: recorded into a graph that runs it later.
+/* A step of the "stream" exchange inside a capture: recorded into a graph that runs later.
  *
- * Addresses never change and nothing is allocated, so a step is a graph but for what the host does
- * in it. Events of other captures, or of none, mean nothing inside: whoever runs the graph puts it
- * behind the work before. When the caller's stream leaves a pass, both own streams lead back into
- * it, or the capture could not end. What the host must wait for is refused by name.
+ * Addresses never change and a step allocates nothing, so a step without host syncs can be captured.
+ * Events recorded outside of the capture are not waited for: the launch of the graph is ordered behind
+ * earlier work by its caller. At the end of a pass the caller's stream waits for both own streams, or
+ * the capture could not end. An operation that needs a host sync is refused by name.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -32,7 +32,7 @@ fsdpc_stream_join_capture(struct fsdpc_streams *s)
     if (s->capture == 0) {
         return FSDPC_OK;
     }
-    /* A stream that did nothing yet is not part of the capture. */
+    /* A stream without captured work is not part of the capture. */
     if (s->masters_awaited) {
         FSDPC_TRY(join(s, s->gather));
     }

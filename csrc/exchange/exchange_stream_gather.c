@@ -26,7 +26,7 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
             .dtype = seg->compute,
         };
     }
-    /* What lies between the pieces are the other ranks' pieces. */
+    /* The gaps between this rank's pieces are the other ranks' pieces: kept. */
     FSDPC_GOTO(fsdpc_device_pack_plan_onto(x->streams->device, targets, NULL, layout->segment_count,
                                            layout->full_bytes, true, out),
                done);

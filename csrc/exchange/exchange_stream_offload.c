@@ -1,9 +1,8 @@
-/* Where the host has to wait for the streams: units whose own values lie in host memory, because the
- * optimizer that follows runs on the processor (unit_offload.c).
+/* Host syncs for offloaded units: their optimizer runs on the CPU (unit_offload.c).
  *
- * One wait ends a synchronised backward, for all units at once: the reduce stream is told to wait for
- * the last read of a master, and the host waits for the reduce stream. It ends when the work is done
- * or when a communicator is found broken, whose own deadline each collective has.
+ * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
+ * of a master shard, and the host waits for the reduce stream. The wait fails when a communicator is
+ * broken; each collective has its deadline.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -33,7 +32,7 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
     return count;
 }
 
-/* Sums that are not made on the reduce stream: those of a communication hook. */
+/* Sums of communication hooks are not made on the reduce stream. */
 static int
 join_hooked(fsdpc_exchange *x)
 {

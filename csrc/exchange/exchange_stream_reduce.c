@@ -1,8 +1,8 @@
-/* The reducing half of the "stream" exchange (exchange_stream.c says what waits for what).
+/* The reducing half of the "stream" exchange (exchange_stream.c lists the waits).
  *
- * [Note: used bits] Which parameters got a gradient on some rank is summed up on the device behind
- * the last reduction and copied to pinned memory. A rank that used all of its parameters knows the
- * result without looking.
+ * [Note: used bits] Which parameters got a gradient on some rank is all-reduced on the device behind
+ * the last reduction and copied to pinned memory. For a rank that used all of its parameters the result
+ * is all ones, without a host sync.
  */
 #include <stdio.h>
 #include <string.h>
@@ -46,8 +46,8 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
     return fsdpc_device_record(s->device, slot->summed);
 }
 
-/* Where the caller's stream packs: into the next slot, or (one rank) into `partial`, which the unit's
- * own sum of this backward may still be reading. */
+/* The caller's stream packs into the next slot, or (one rank) into `partial`, which an earlier sum of the
+ * unit in this backward may still be reading: waits for the last reader. */
 static int
 await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *slot)
 {
@@ -92,7 +92,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return status;
 }
 
-/* Nobody to sum with, and no bus to cross: all is done by one launch on the caller's stream. */
+/* One rank, no replicas, not offloaded: one launch on the caller's stream does all. */
 static bool
 stays_here(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -194,7 +194,7 @@ share_used(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Later work on the caller's stream sees all sums: the reduce stream makes them in order. */
+/* Later work on the caller's stream waits for the last sum: the reduce stream makes them in order. */
 static int
 await_sums(fsdpc_exchange *x)
 {
@@ -206,12 +206,12 @@ await_sums(fsdpc_exchange *x)
     for (int i = 0; i < x->reduce_slots; i++) {
         s->slots[i].busy = false;
     }
-    /* Where all gradients are the host's, it waits itself, and that is enough. */
+    /* Where all gradients are offloaded, the host sync is enough. */
     return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
 }
 
-/* What was kept is sent where the unit was reduced more than once, with or without gradients: so ranks
- * that ran the same modules send alike. One rank alone sends what it has. */
+/* Local gradients are sent if the unit was reduced more than once, even if there are none: so ranks that
+ * ran the same modules make the same collectives. One rank alone sends only if there are some. */
 static int
 send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -249,7 +249,7 @@ fsdpc_stream_end(fsdpc_exchange *x)
 
 /* --- small things for all ranks ----------------------------------------------------------------- */
 
-/* On the reduce stream: its communicator then serves one stream only, in one order. */
+/* On the reduce stream, so that the communicator is used on one stream only, in one order. */
 int
 fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what)
 {

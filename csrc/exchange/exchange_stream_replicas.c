@@ -1,14 +1,14 @@
-/* Sums over replicas on the reduce stream, behind each unit's own reduce-scatter: every rank comes to
- * them in the same order, because every unit that trains is reduced in every backward.
+/* Sums over replicas on the reduce stream, behind each unit's reduce-scatter: in the same order on all
+ * ranks, because every trainable unit is reduced in every backward.
  *
- * Where gradients travel in the type in which they are summed, the rank's piece of the reduce slot is
- * summed over replicas where it lies, and one launch scales it and adds it to the shard gradient.
- * Otherwise the piece is widened into `partial` first: no replica's sum is rounded to the narrow type.
+ * If the reduce dtype is the accumulate dtype, the rank's piece is all-reduced over replicas in its reduce
+ * slot, and one launch divides it and adds it to the shard gradient. Otherwise the piece is cast to
+ * `partial` first, so that no replica's sum is rounded to the reduce dtype.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
 
-/* What an all-reduce over replicas sums, per segment. */
+/* One all-reduce per segment. */
 static int
 sum_over_replicas(const fsdpc_unit *unit, char *buffer, bool wide, const char *what)
 {
@@ -61,7 +61,7 @@ fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what)
 
 /* --- used bits --------------------------------------------------------------------------------- */
 
-/* One sum for each run of units with the same replicas. */
+/* One all-reduce for consecutive units with the same replicas. */
 int
 fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what)
 {

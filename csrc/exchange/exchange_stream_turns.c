@@ -1,11 +1,13 @@
-/* Do all ranks mean the same unit? Collectives match by order only, so a rank in another order would get
- * other values; and to compare each turn would make the host wait in every step.
+/* The check that all ranks gather and reduce units in the same order. Collectives match by order alone, so
+ * a rank in another order would get wrong values; a comparison before each collective would be a host sync
+ * in every step.
  *
- * A turn that follows turns as it did before is not compared: what the ranks agreed on once is kept as a
- * set of paths. A new turn is compared before it is sent, by a word from each rank that the host waits for:
- * in the first step, and where the order changes. Which of several known paths was taken is found out
- * later: a digest of it goes with the used bits, and is looked at when it has come, at the latest turns of
- * the next pass. Gathers and reductions are two sequences, because ranks may mix them differently.
+ * A turn is one collective in the sequence of a pass, a path the hash of all turns up to one. Paths on which
+ * the ranks have agreed once are kept in a set, and a turn on a known path is not compared. A turn on a new
+ * path is compared before its collective, by one word of each rank and a host sync: in the first step, and
+ * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
+ * used bits, and the host checks the digests when they have arrived, in the next pass. Gathers and reductions
+ * are two sequences, because ranks may interleave them differently.
  */
 #include <stdio.h>
 #include <string.h>
@@ -17,7 +19,8 @@
 enum { KNOWN = 8192, DIGEST_BITS = 24, START = 1, BEGIN = 1 << 30, END };
 enum { REDUCES = 1, SPARE = 2 };
 
-/* The digests of gathers and of reductions, each also with its sign turned: their largest and smallest. */
+/* The digests of gathers and of reductions, each also negated: one max-reduction gives maximum and minimum,
+ * which are equal if all ranks agree. */
 _Static_assert(FSDPC_STREAM_TURN_FLOATS == 4, "as it is written and read here");
 
 static uint64_t
@@ -96,7 +99,7 @@ is_known(const struct fsdpc_turns *t, uint64_t path)
     return false;
 }
 
-/* All ranks put in the same paths, so all forget at the same time. */
+/* All ranks insert the same paths, so all clear their sets at the same time. */
 static void
 learn(struct fsdpc_turns *t, uint64_t path)
 {
@@ -203,7 +206,7 @@ int
 fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
 {
     const struct fsdpc_streams *s = x->streams;
-    /* What is recorded runs again in its own order. */
+    /* A captured step repeats its own order. */
     if (s->turns.off || s->capture != 0 ||
         (x->world == 1 && !(reduce && fsdpc_unit_replicate(unit)))) {
         return FSDPC_OK;
@@ -211,7 +214,7 @@ fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
     uint32_t turn = (uint32_t)fsdpc_unit_use(unit)->id * 4 + (reduce ? REDUCES : 0);
     if (!reduce && fsdpc_unit_is_spare(unit) && fsdpc_comm_registers(x->comm)) {
         turn |=
-            SPARE; /* it is not registered: either so on all ranks, or NCCL does different things */
+            SPARE; /* spare memory is not registered: that must be so on all ranks, or NCCL's calls differ */
     }
     return take_turn(x, unit, reduce, turn);
 }
@@ -272,7 +275,8 @@ fsdpc_stream_turns_end(fsdpc_exchange *x)
     }
     /* The gathers of this step end with it. */
     t->path[1] = mix(t->path[1], t->path[0]);
-    if (x->world > 1) { /* replicas of one rank each compare their reductions alone */
+    if (x->world >
+        1) { /* with one rank per shard group only reductions are compared, over replicas */
         FSDPC_TRY(take_turn(x, NULL, true, END));
     }
     t->path[0] = t->path[1] = START;
@@ -309,7 +313,7 @@ fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits)
     }
     FSDPC_TRY(look(x));
     if (t->awaited) {
-        return FSDPC_OK; /* the host is far ahead: this one is left out, on this rank */
+        return FSDPC_OK; /* the last digests are still in flight: skips this check on this rank */
     }
     FSDPC_TRY(fsdpc_device_copy_out(s->device, t->digests->got, bits, sizeof t->digests->got));
     t->awaited = true;

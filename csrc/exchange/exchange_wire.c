@@ -2,9 +2,9 @@
  *
  * A gather casts this rank's pieces into their place in the slot and all-gathers each segment in
  * place; a reduce packs into one buffer and reduce-scatters it in place. Collectives match by order
- * only, so before each of them the ranks compare the unit they mean (one small all-gather): ranks
- * that took different turns get an error that names both units instead of wrong values. With one
- * rank nothing is sent.
+ * alone, so before each of them the ranks compare their units (one small all-gather): ranks at
+ * different units get an error that names both units instead of wrong values. With one rank there
+ * is no communication.
  */
 #include <stdio.h>
 #include <string.h>
@@ -39,8 +39,8 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
-/* A turn is 2 * unit, or one more for its reduction. Below zero: a parameter gets memory for a
- * gradient, whose number and unit are in it. */
+/* A turn is 2 * unit for a gather, 2 * unit + 1 for a reduction. Below zero: the unit and number of a
+ * parameter that is unfrozen. */
 enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
 
 static int32_t
@@ -50,7 +50,7 @@ thaw_turn(int unit, int param)
     return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
 }
 
-/* Of two ranks' turns one at least is a thaw, and the other is none. */
+/* One of two ranks unfreezes a parameter, the other does not. */
 static int
 thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
 {
@@ -82,7 +82,7 @@ done:
     return status;
 }
 
-/* All ranks must be about to do the same with the same unit. */
+/* Compares operation and unit of all ranks. */
 static int
 compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char *what)
 {
@@ -143,7 +143,7 @@ gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
 static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
-    /* Nothing would be gained: the collective blocks. */
+    /* No prefetch: the collective blocks. */
     if (!wait || fsdpc_unit_use(unit)->ready) {
         return FSDPC_OK;
     }
@@ -234,8 +234,8 @@ reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return send(x, unit, grads);
 }
 
-/* Which parameters got a gradient on any rank. What some rank kept back, because its unit had been
- * sent before, is sent now (*again: so the bits must be shared once more). */
+/* All-reduces which parameters got a gradient on any rank. Sends units of which some rank has kept
+ * gradients locally after the unit was sent (*again: the bits must then be all-reduced once more). */
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {

@@ -42,7 +42,7 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
     return FSDPC_OK;
 }
 
-/* One exchange for all units that share the communicator of units `first`. */
+/* One exchange for all units with the communicator of unit `first`. */
 static int
 make_exchange(fsdpc_tree *tree, int first)
 {
@@ -173,7 +173,7 @@ fsdpc_tree_forget_kept(fsdpc_tree *tree)
     }
 }
 
-/* Values gathered for an earlier pass may be out of date: every reference of it is dropped. */
+/* Values gathered for an earlier pass may be stale: drops every reference of it. */
 int
 fsdpc_tree_drop(fsdpc_tree *tree)
 {
@@ -285,7 +285,7 @@ fsdpc_tree_end_forward(fsdpc_tree *tree)
 {
     fsdpc_tree_forget_kept(tree);
     for (int i = 0; i < tree->exchange_count; i++) {
-        /* Prefetched units are not left to later passes. */
+        /* Prefetched units are released with their pass. */
         FSDPC_TRY(fsdpc_exchange_drop(tree->exchanges[i]));
         FSDPC_TRY(fsdpc_exchange_leave(tree->exchanges[i]));
     }

@@ -1,5 +1,5 @@
 /* The order of events of a training step: backward. A unit is gathered again, done when it has its
- * gradients, and reduced when that is due; the end brings all ranks together.
+ * gradients, and reduced when that is due; the end of a backward synchronises all ranks.
  */
 #include <string.h>
 
@@ -23,7 +23,7 @@ fsdpc_tree_begin_backward(fsdpc_tree *tree)
     }
     tree->in_backward = true;
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_BACKWARD);
-    /* Published again because a further backward may follow one that ended, without a forward. */
+    /* Published again: a second backward may follow the first one without a forward. */
     return fsdpc_tree_publish_tag(tree);
 }
 
@@ -88,7 +88,7 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 
 /* --- whose turn it is ------------------------------------------------------------------------ */
 
-/* Its reduction is a collective that matches by order only. */
+/* Its reduction is a collective that the ranks match by order alone. */
 static bool
 goes_in_turn(const struct fsdpc_node *node)
 {
@@ -102,8 +102,8 @@ awaits_turn(const struct fsdpc_node *node)
            goes_in_turn(node);
 }
 
-/* The agreed order of a wire and of communication hooks: last forward first; units that did not run
- * come last. What was put off goes in module order, whatever ran. */
+/* The order on a wire and with communication hooks, the same on all ranks: reverse forward order, then the
+ * units that did not run. Deferred reductions go in module order. */
 static int
 next_in_turn(fsdpc_tree *tree, bool at_end)
 {
@@ -126,7 +126,7 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
 {
     for (int i = 0; tree->complete_count > 0 && i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
-        /* A further time in one backward nothing is sent yet: no turn to wait for. */
+        /* A second reduction in one backward only accumulates locally: the order does not matter. */
         if (node->complete && (node->reduced || !goes_in_turn(node))) {
             return i;
         }

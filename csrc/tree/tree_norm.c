@@ -1,9 +1,9 @@
-/* The norm of all gradients, and clipping by it, without a look by the host.
+/* The norm of all gradients, and clipping by it, without a host sync.
  *
- * All on the caller's stream: each unit leaves parts of sums, end to end; one small launch adds up a
- * group's; the ranks of the group put their sums side by side and every one adds them in rank order.
- * NCCL's sum would do for squares, but its maximum may drop a NaN; and one order gives all ranks the
- * same bits.
+ * All on the caller's stream: each unit writes partial sums, end to end; one small launch adds those of a
+ * group; the ranks of the group all-gather their sums and add them in rank order. An all-reduce of NCCL
+ * would do for squares, but its maximum may drop a NaN; and the rank order gives the same bits on all
+ * ranks.
  */
 #include "base/mem.h"
 #include "base/status.h"

@@ -1,7 +1,7 @@
 /* Which slot each unit gets. Part of tree.c's set-up.
  *
  * Units of one nesting level that are released after forward share K slots in turn; a unit that
- * stays gathered has one to itself. A slot is as large as its largest unit. Everything follows from
+ * stays gathered has a slot of its own. A slot is as large as its largest unit. Everything follows from
  * the list of units, so that all ranks compute the same plan.
  */
 #include <string.h>

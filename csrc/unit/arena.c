@@ -115,7 +115,7 @@ fsdpc_arena_free(fsdpc_arena *arena)
     fsdpc_mem_free(arena);
 }
 
-/* Room in the private file, with its pages allocated so that a full memory shows here. */
+/* Extends the private file and allocates its pages, so that a lack of memory is an error here. */
 static int
 grow_private_file(fsdpc_arena *arena, size_t bytes, uint64_t *offset)
 {
@@ -235,7 +235,7 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     }
     FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
     range->slot = slot;
-    /* An arena before this one may have left private memory; it is unmapped now. */
+    /* An earlier arena may have left private memory mapped; the bind unmaps it. */
     range->spare = range->veiled = false;
     return FSDPC_OK;
 }

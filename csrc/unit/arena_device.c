@@ -22,7 +22,7 @@ fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t b
     return FSDPC_OK;
 }
 
-/* What cannot be hidden, because its work does not end, keeps its addresses. */
+/* If hide fails, because work is still in flight, the addresses stay reserved. */
 void
 fsdpc_arena_device_range_fini(fsdpc_range *range)
 {

@@ -1,7 +1,7 @@
-/* Sums of a unit's gradients, and what is asked of them and done to them after a backward.
+/* Sums of a unit's gradients, and the operations on them after a backward: norm, scale, set.
  *
- * [Note: divided once] Gradients are divided by `divide` behind their last sum: the one over the shard
- * group, or with replicas the one over them, so that no factor is rounded into a sum that goes on.
+ * [Note: divided once] Gradients are divided by `divide` behind their last sum, which is the sum over the shard
+ * group, or over replicas if there are any: no partial sum is rounded after a division.
  */
 #include <stdio.h>
 #include <string.h>

@@ -1,12 +1,11 @@
-/* A unit's gradients into buffers, all by one call: one launch on a device that queues.
+/* Packs all gradients of a unit into a buffer by one call: one launch on a device that queues.
  *
- * Gradients of one backward travel as one buffer with a layout that never changes: a parameter
- * without a gradient contributes zeros and an unset bit, so that sizes and counts of what is sent
- * do not depend on the data, and a parameter that no rank used keeps having no gradient.
+ * Gradients of one backward are sent as one buffer with a constant layout: a parameter without a gradient
+ * contributes zeros and an unset bit, so that the sizes of collectives do not depend on the data, and a
+ * parameter that no rank used has no gradient afterwards.
  *
- * The layout is laid down once in plans: into the reduce buffer, into `local` (no_sync), straight
- * into the shard gradient (one rank), and from the summed pieces into it. What waits in `local` is
- * the base that a plan adds to.
+ * The layout is kept in pack plans: to the reduce buffer, to `local` (no_sync), to the shard gradient (one
+ * rank), and from reduced pieces to the shard gradient. `local` is the base to which a plan adds.
  */
 #include <string.h>
 
@@ -115,7 +114,7 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
     for (; count < unit->layout->trainable_count; count++) {
         place(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
     }
-    /* Reduce buffers serve many units: what lies between parameters there must become zero. */
+    /* Reduce buffers serve many units: gaps between parameters must become zero. */
     FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes,
                                            kind == KEEP || kind == DIRECT, out),
                done);
@@ -244,7 +243,7 @@ source_of(const fsdpc_tensor *grad)
     };
 }
 
-/* This rank has a gradient of the parameter: a new one, or one that waits in `local`. */
+/* This rank has a gradient of the parameter: a new one, or one in `local`. */
 static bool
 contributes(const fsdpc_unit *unit, const fsdpc_tensor *grads, int param)
 {
@@ -260,7 +259,7 @@ fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
     for (int k = 0; grads && k < unit->layout->trainable_count; k++) {
         const int i = plans->order[k];
         plans->sources[k] = source_of(&grads[i]);
-        /* Without a gradient the place stays as it is. */
+        /* Without a new gradient `local` is unchanged. */
         plans->sources[k].add = unit->local_used[i] || !grads[i].data;
         any = any || grads[i].data;
     }
@@ -316,7 +315,8 @@ fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint
 
 /* --- one rank ---------------------------------------------------------------------------------- */
 
-/* What waits in `local`, or else the new gradients. True: new gradients are left for a second time. */
+/* The gradients in `local`, and new ones of the other parameters. True: some new gradients need a second
+ * pass, for parameters that have both. */
 static bool
 list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
 {
@@ -353,6 +353,12 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
     struct fsdpc_grad_plans *plans = unit->plans;
     if (!plans->direct) {
         return FSDPC_OK;
+    }
+    /* A GPU adds new gradients to `local` first, as fsdpc_grad_widen does, so that offloaded units get the
+     * same bits; the CPU adds in the order of arrival, as an unsharded model does. */
+    if (unit->local_any && grads && fsdpc_device_get_caps(unit->device)->asynchronous) {
+        FSDPC_TRY(fsdpc_grad_keep_local(unit, grads));
+        grads = NULL;
     }
     const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
     const bool left = list_first(unit, grads, *to.add, bits);

@@ -17,9 +17,9 @@
 static const int64_t MAX_UNIT_NUMEL = INT64_C(1) << 52;
 static const size_t MIN_ALIGN = 16, MAX_ALIGN = 1 << 21;
 
-/* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype there is
- * for such values, and so in every one. The compute and reduce dtypes do not matter: one unit is
- * cut alike in every precision, so that what is saved of its flat parameters fits all of them. */
+/* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype of such values,
+ * and so in every one. Independent of the compute and reduce dtypes: a unit has the same cuts in every
+ * precision, so that saved flat parameters fit all of them. */
 static int64_t
 align_items(const fsdpc_segment *segment, size_t align_bytes)
 {
@@ -85,7 +85,7 @@ belongs(const fsdpc_segment *segment, const fsdpc_param_spec *spec)
            segment->reduce == spec->reduce && segment->trainable == spec->trainable;
 }
 
-/* The gradient of a double parameter is kept in double, whatever crossed the wire. */
+/* The gradient of a double parameter is accumulated in double, whatever the reduce dtype. */
 static fsdpc_dtype
 accumulate_dtype(const fsdpc_param_spec *spec)
 {
@@ -146,8 +146,8 @@ cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
     layout->shard_bytes += piece * fsdpc_dtype_bytes(segment->storage);
 }
 
-/* What depends on which segments are trainable: the gradient buffers, the numbers of trainable
- * parameters. */
+/* The part of the layout that depends on which segments are trainable: gradient buffers, and the indices of
+ * trainable parameters. */
 static void
 lay_gradients(fsdpc_layout *layout)
 {

@@ -1,7 +1,6 @@
-/* Norm and scaling of a unit's gradients on a device that queues: nothing comes back to the host. One
- * launch for parameters that lie side by side, which are all of a segment when their sizes are multiples
- * of the alignment. What pads them is left alone: a factor that is NaN would stay in it for ever, because
- * gradients are set to zero parameter by parameter.
+/* Norm and scaling of a unit's gradients on a device that queues, without a host sync. One launch for
+ * adjacent parameters, which are all of a segment when their sizes are multiples of the alignment. Padding
+ * is not scaled: a NaN would stay in the padding for ever, because gradients are zeroed by parameter.
  */
 #include <math.h>
 

@@ -1,10 +1,10 @@
-/* A unit's own values in host memory (CPUOffload): master shard and shard gradient are pinned, the
- * device reaches them by their addresses, and the user's optimizer runs on the processor.
+/* CPU offload: master shard and shard gradient lie in pinned host memory, which the device accesses in
+ * place, and the user's optimizer runs on the CPU.
  *
- * The processor is one more stream that nothing waits for by itself. So what the device does with
- * own values leaves an event behind (fsdpc_unit_touch), and before the processor touches them the host
- * waits for it (fsdpc_unit_settle). The other way needs nothing: a launch sees what was written
- * before it. Ends of backwards wait once for all units.
+ * The CPU is like a stream that does not wait for the others. So the device's work on master shard and
+ * shard gradient is followed by an event (fsdpc_unit_touch), and the host waits for that event before the
+ * CPU accesses them (fsdpc_unit_settle). The other direction needs no wait: a kernel sees all writes made
+ * before its launch. The end of a backward waits once for all units.
  */
 #include <stdio.h>
 

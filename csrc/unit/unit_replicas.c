@@ -3,7 +3,7 @@
 #include "base/status.h"
 #include "unit/unit_impl.h"
 
-/* Which parameters got a gradient on any replica; *any: at least one of them. */
+/* All-reduces which parameters got a gradient on any replica; *any: at least one did. */
 static int
 share_used(fsdpc_unit *unit, bool *any)
 {
@@ -50,7 +50,7 @@ int
 fsdpc_unit_reduce_replicas(fsdpc_unit *unit)
 {
     bool any = false;
-    /* A device that queues has done it behind each unit's reduction. */
+    /* On a device that queues the sum follows each unit's reduction (exchange_stream_replicas.c). */
     bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
     if (!unit->replicate || unit->layout->trainable_count == 0 || unit->hooked || queued) {
         return FSDPC_OK;

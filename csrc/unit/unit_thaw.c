@@ -1,9 +1,9 @@
 /* Memory for gradients of segments that were frozen when the unit was made.
  *
- * Masters, cuts and the gathered range stay. The gradient buffers are made anew, because their
- * segments move; what they hold is copied. Tensors of the user may still lie over the old ones (a
- * view of a gradient that was kept), so these live as long as the unit: they are small, for the
- * usual frozen unit had no gradients at all.
+ * Master shards, cuts and the gathered range are unchanged. The gradient buffers are reallocated, because
+ * their segments move, and their contents are copied. The user may still have tensors over the old buffers
+ * (a view of a gradient), so those live as long as the unit: they are small, as a frozen unit usually has
+ * no gradients at all.
  */
 #include <string.h>
 
@@ -21,7 +21,7 @@ struct fsdpc_retired {
 struct buffers {
     void *grad, *grad_out, *partial, *local;
     size_t grad_bytes, local_bytes;
-    fsdpc_segment *segments; /* as they were */
+    fsdpc_segment *segments; /* of the old layout */
     size_t *local_offset;
 };
 
@@ -46,7 +46,7 @@ put_buffers(fsdpc_unit *unit, const struct buffers *b)
     unit->local_bytes = b->local_bytes;
 }
 
-/* Into the unit's own fields, by the layout as it is now. */
+/* Allocates the unit's buffers by the new layout. */
 static int
 make_new(fsdpc_unit *unit, const struct buffers *old)
 {
@@ -64,7 +64,7 @@ free_new(fsdpc_unit *unit)
     fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
 }
 
-/* The sums, and the gradients as they are seen where that is another buffer. */
+/* Copies the sums, and the visible gradients if they are another buffer. */
 static int
 copy_segment(fsdpc_unit *unit, const struct buffers *old, int s)
 {
@@ -98,7 +98,7 @@ copy_old(fsdpc_unit *unit, const struct buffers *old)
     return FSDPC_OK;
 }
 
-/* `room` has space for what is retired: this cannot fail. */
+/* Takes its list entry from `room`, so that it cannot fail. */
 static void
 retire(fsdpc_unit *unit, struct fsdpc_retired **room, void *block, size_t bytes)
 {

@@ -1,10 +1,10 @@
 /* A unit's values in and out: whole parameters, and parameters cut into one block per rank in
  * another way than the unit cuts them. See unit.h.
  *
- * Where ranks share a host, every master is mapped, and a rank copies exactly what it wants out of
- * (or into) all masters between two barriers: nobody needs room for more than that. A rank alone has
- * it all. Over a wire the same elements travel through a window of limited size, in the device's
- * memory; one stream fills it, gathers and empties it, so that it can be filled again at once.
+ * On one host every master shard is mapped, and a rank copies just the elements that it needs from (or
+ * to) all of them between two barriers, without scratch memory. A single rank has all values itself. Over a
+ * wire the same elements pass through a window of limited size in device memory; one stream fills the
+ * window, gathers and empties it, so that the window can be filled again at once.
  */
 #include <stdio.h>
 #include <string.h>
@@ -53,7 +53,7 @@ own_place(const fsdpc_unit *unit)
     return unit->offload ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
 }
 
-/* Queued, but for copies within host memory, where only the processor is at work. */
+/* Asynchronous, except for copies within host memory. */
 static int
 copy(const fsdpc_unit *unit, void *dst, enum fsdpc_place to, const void *src, enum fsdpc_place from,
      size_t bytes)
@@ -92,7 +92,7 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
 
 /* --- reading --------------------------------------------------------------------------------- */
 
-/* What a caller of read wants, and where it shall go. */
+/* The arguments of a read: parts of parameters and their destinations. */
 typedef struct reading {
     enum fsdpc_which which;
     enum fsdpc_place place;
@@ -109,7 +109,7 @@ typedef struct stretch {
     size_t item;
 } stretch;
 
-/* Copies what the parts want of a stretch. */
+/* Copies the intersection of a stretch with the wanted parts. */
 static int
 copy_out(const fsdpc_unit *unit, const stretch *from, const reading *to)
 {
@@ -154,8 +154,8 @@ read_mapped(fsdpc_unit *unit, const reading *to)
     return fsdpc_comm_barrier(unit->shard, to->what);
 }
 
-/* How many elements of each rank the window takes at once. What is worth it goes in two halves at
- * least, because what carries the bytes may hold a second copy of the window meanwhile. */
+/* Elements per rank in the window. A large read takes at least two windows, because the communicator may
+ * hold a second copy of the window meanwhile. */
 static int64_t
 window_length(const fsdpc_unit *unit, int64_t count, size_t item)
 {
@@ -283,7 +283,7 @@ fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data
     return status;
 }
 
-/* Copies what rank `r` owns of a part of parameter `param` into that rank's master. */
+/* Copies the elements of a part of `param` that rank `r` owns into that rank's master shard. */
 static int
 copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_place place)
 {
