@@ -1,4 +1,5 @@
 # make test      build, then all C and Python tests       make demo   train a small GPT on 2 ranks
+# make test-all  the same with all combinations of the tests' axes; see tests/README.md
 # make check     format, lint, layering: no tests         make bench  benchmarks against the peers
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
+.PHONY: default build test test-all pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
         simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
@@ -86,12 +87,19 @@ build: $(STAMPS)/extension
 test: build ctest simgpu pytest pytest-jitter simgpu-step
 	$(call say,C tests and Python tests passed)
 
-# Many tests wait for deadlines more than they compute. Each process holds torch in memory, so there are
-# four at most. PYTEST_JOBS= runs the tests one after the other.
-PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile
+# Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every pair
+# of values once, and each value once where tests are repeated under other conditions.
+COMBINATIONS := pairs
+REPEATED := each
+test-all:
+	@$(MAKE) test simgpu-py asan-py COMBINATIONS=all REPEATED=all
+
+# Some tests wait for deadlines while they compute nothing, so there is one process more than processors.
+# Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
+PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) --dist loadfile
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
-	@$(PY) -m pytest -q $(PYTEST_JOBS) tests $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) tests $(ARGS)
 
 # The tests whose graphs race most, with random ranks late at random places; `make test` does it once.
 SEED := 1
@@ -99,7 +107,7 @@ JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_fea
     tests/dist/test_with_checkpointing.py tests/dist/test_read_late.py)
 pytest-jitter: build
 	$(call say,Python tests with ranks late at random: seed $(SEED))
-	@$(PY) -m pytest -q $(PYTEST_JOBS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(REPEATED) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
 
 fuzz: build
 	$(call say,random models and training steps against unsharded copies)
@@ -192,9 +200,9 @@ SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
 simgpu-step: build simlibs
 	$(call say,training steps of the Python tests on the simulated GPU)
-	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) $(SIMGPU_STEP)
+	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) --combinations $(REPEATED) $(SIMGPU_STEP)
 	$(call say,some of them with every operator watched)
-	@$(SIM_PYTEST) $(SIMGPU_WATCHED)
+	@$(SIM_PYTEST) --combinations $(REPEATED) $(SIMGPU_WATCHED)
 
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)
@@ -225,7 +233,7 @@ asan-py: $(STAMPS)/tools
 	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
 	@$(ASAN_ENV) $(PY) -P -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
-	@$(ASAN_ENV) $(PY) -P -m pytest -q -p no:cacheprovider $(ASAN_TESTS) $(ARGS)
+	@$(ASAN_ENV) $(PY) -P -m pytest -q -p no:cacheprovider --combinations $(REPEATED) $(ASAN_TESTS) $(ARGS)
 
 TSAN_TESTS := shm comm arena exchange tree trace device
 TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))

@@ -25,6 +25,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -528,8 +529,10 @@ def template_main(fd: int) -> None:
         import fsdpc
 
         fsdpc.FullyShardedDataParallel  # noqa: B018  loads what the package loads on first use
+        import torch.distributed.checkpoint.state_dict  # noqa: F401  loaded by the first model
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
+    gc.collect()
     while True:
         try:
             request = pickle.loads(receive(control))
@@ -538,6 +541,7 @@ def template_main(fd: int) -> None:
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
         import_for_all(request)
+        gc.freeze()  # else each collection in a rank visits, and so copies, all that torch has made
         folder = tempfile.mkdtemp(prefix="fsdpc-test-")
         try:
             outcomes = Launch(request, control, folder).run()
