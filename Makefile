@@ -88,15 +88,17 @@ test: build ctest simgpu pytest pytest-jitter simgpu-step
 	$(call say,C tests and Python tests passed)
 
 # Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every pair
-# of values once, and each value once where tests are repeated under other conditions.
+# of values, and only every value where each test takes several times as long: on the simulated GPU and
+# under sanitizers.
 COMBINATIONS := pairs
-REPEATED := each
+SLOW_COMBINATIONS := each
 test-all:
-	@$(MAKE) test simgpu-py asan-py COMBINATIONS=all REPEATED=all
+	@$(MAKE) test simgpu-py asan-py COMBINATIONS=all SLOW_COMBINATIONS=all
 
 # Some tests wait for deadlines while they compute nothing, so there is one process more than processors.
 # Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
-PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) --dist loadfile
+PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) \
+    --dist loadfile --no-loadscope-reorder
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) tests $(ARGS)
@@ -107,7 +109,7 @@ JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_fea
     tests/dist/test_with_checkpointing.py tests/dist/test_read_late.py)
 pytest-jitter: build
 	$(call say,Python tests with ranks late at random: seed $(SEED))
-	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(REPEATED) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
 
 fuzz: build
 	$(call say,random models and training steps against unsharded copies)
@@ -138,9 +140,11 @@ $(CDIR)/test_%: tests/c/test_%.c $(CDIR)/libcore.a
 
 ctest-run: $(CPROGRAMS)
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 TSAN_OPTIONS=halt_on_error=1 \
-	  tests/c/run.sh $(CPROGRAMS)
+	  TEST_JOBS=$(TEST_JOBS) tests/c/run.sh $(CPROGRAMS)
 
+# Two programs at a time at most: each has ranks and threads of its own.
 JOBS := $(shell nproc 2>/dev/null || echo 2)
+TEST_JOBS = $(if $(filter 1,$(JOBS)),1,2)
 ctest:
 	$(call say,C tests)
 	@$(MAKE) -j$(JOBS) ctest-run
@@ -185,7 +189,8 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
 	  FSDPC_LIBNCCL=$(CURDIR)/$(SIMDIR)/libnccl.so.2 TSAN_OPTIONS=halt_on_error=1 \
 	  SIMGPU_KERNELS=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so \
-	  FSDPC_CUDA_IMAGE=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so tests/c/run.sh $(SIMPROGRAMS)
+	  FSDPC_CUDA_IMAGE=$(CURDIR)/$(SIMDIR)/libfsdpc_kernels_host.so TEST_JOBS=$(TEST_JOBS) \
+	  tests/c/run.sh $(SIMPROGRAMS)
 
 # Only the libraries, for Python tests.
 simlibs:
@@ -200,9 +205,9 @@ SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
 simgpu-step: build simlibs
 	$(call say,training steps of the Python tests on the simulated GPU)
-	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) --combinations $(REPEATED) $(SIMGPU_STEP)
+	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) --combinations $(SLOW_COMBINATIONS) $(SIMGPU_STEP)
 	$(call say,some of them with every operator watched)
-	@$(SIM_PYTEST) --combinations $(REPEATED) $(SIMGPU_WATCHED)
+	@$(SIM_PYTEST) --combinations $(SLOW_COMBINATIONS) $(SIMGPU_WATCHED)
 
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)
@@ -226,14 +231,15 @@ asan-c:
 ASAN_TESTS := tests/unit tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
     LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
-    PYTHONPATH=build/asan
+    PYTHONPATH=build/asan PYTHONSAFEPATH=1
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
 	@rm -rf build/asan && mkdir -p build
 	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
-	@$(ASAN_ENV) $(PY) -P -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
-	@$(ASAN_ENV) $(PY) -P -m pytest -q -p no:cacheprovider --combinations $(REPEATED) $(ASAN_TESTS) $(ARGS)
+	@$(ASAN_ENV) $(PY) -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
+	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(SLOW_COMBINATIONS) \
+	  $(ASAN_TESTS) $(ARGS)
 
 TSAN_TESTS := shm comm arena exchange tree trace device
 TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))

@@ -15,6 +15,10 @@ sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
 sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`
 
+# Folders in the order in which they run: the longest tests first, so that all processes end at
+# about the same time.
+ORDER = "clients parity fuzz fault conformance dist gpu kernels unit".split()
+
 ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
 
@@ -75,8 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from combinations import choose
 
     kept = choose(items, config.getoption("--combinations"))
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = sorted(kept, key=lambda item: folder_order(item.path))
+
+
+def folder_order(path: Path) -> int:
+    folder = path.parent.name
+    return ORDER.index(folder) if folder in ORDER else len(ORDER)
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,37 @@
 #!/bin/sh
-# Runs C test programs one after the other, each at most $TEST_TIMEOUT (120) s: run.sh PROGRAM...
+# Runs C test programs, $TEST_JOBS (1) at a time, each at most $TEST_TIMEOUT (120) s: run.sh PROGRAM...
 # Shows the output of those that fail or skip (and of the programs $SHOW), and closes with a count.
-log=$(mktemp) || exit 1
-limit=${TEST_TIMEOUT:-120}
-trap 'rm -f "$log"' EXIT
-passed=0 failed=0 skipped=0
-for program in "$@"; do
-    name=$(basename "$program")
-    timeout -k 5 "$limit" "$program" >"$log" 2>&1 </dev/null
+if [ "$1" = --one ]; then
+    name=$(basename "$2")
+    log=$results/$name.log
+    timeout -k 5 "${TEST_TIMEOUT:-120}" "$2" >"$log" 2>&1 </dev/null
     code=$?
     case $code in
     0)
-        passed=$((passed + 1))
-        case " ${SHOW:-} " in *" $name "*) cat "$log" ;; esac
-        echo "  ok       $name"
+        case " ${SHOW:-} " in *" $name "*) text=$(cat "$log") ;; *) text= ;; esac
+        text=$text${text:+
+}"  ok       $name"
         ;;
-    77) skipped=$((skipped + 1)) && echo "  skipped  $name: $(tail -n 1 "$log")" ;;
-    *)
-        failed=$((failed + 1))
-        [ $code = 124 ] && reason="no end after $limit s" || reason="exit code $code"
-        echo "  FAILED   $name: $reason"
-        tail -n 100 "$log"
-        ;;
+    77) text="  skipped  $name: $(tail -n 1 "$log")" ;;
+    124) text="  FAILED   $name: no end after ${TEST_TIMEOUT:-120} s
+$(tail -n 100 "$log")" ;;
+    *) text="  FAILED   $name: exit code $code
+$(tail -n 100 "$log")" ;;
+    esac
+    printf '%s\n' "$text"
+    echo $code >"$results/$name.code"
+    exit 0
+fi
+results=$(mktemp -d) || exit 1
+export results
+trap 'rm -rf "$results"' EXIT
+printf '%s\0' "$@" | xargs -0 -n 1 -P "${TEST_JOBS:-1}" "$0" --one
+passed=0 failed=0 skipped=0
+for program in "$@"; do
+    case $(cat "$results/$(basename "$program").code" 2>/dev/null) in
+    0) passed=$((passed + 1)) ;;
+    77) skipped=$((skipped + 1)) ;;
+    *) failed=$((failed + 1)) ;;
     esac
 done
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -14,7 +14,7 @@ from toys import wrap
 
 from fsdpc._comm import bootstrap as _bootstrap
 
-SOON_S = 10.0  # of a deadline of 120 s
+SOON_S = 30.0  # of a deadline of 120 s
 ENVIRONMENT = {"FSDPC_TIMEOUT": "120"}
 
 

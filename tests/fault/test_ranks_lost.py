@@ -15,7 +15,7 @@ from harness import die, run_ranks, signal_rank
 from torch import nn
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
-LATE_S = 2.0  # from the signal to the last survivor's error, on a busy machine
+LATE_S = 20.0  # from the signal to the last survivor's error: far below the deadline of 30 s
 VICTIM = 1
 
 

@@ -2,8 +2,9 @@
 
 The full product of strategy x prefetch x forward prefetch x accumulation x use_orig_params runs in
 one launch on two ranks in fp32; other world sizes and precisions take every STRIDE-th combination,
-each from another start, so that each value of each option meets each of them. The optimizer (AdamW,
-SGD with momentum) alternates. A failure names the combination.
+each from another start, so that each value of each option occurs with each of them.
+`--combinations` chooses among all these. The optimizer (AdamW, SGD with momentum) alternates. A
+failure names the combination.
 
 Equal to the bit wherever nothing is rounded on the wire, because the engine adds the ranks'
 gradients in rank order. Where the wire is bf16 or fp16 the gradients must agree to a few roundings
@@ -17,6 +18,7 @@ import itertools
 
 import pytest
 import torch
+from combinations import subset
 from harness import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -52,8 +54,9 @@ def combinations(world, precision):
     product = itertools.product(strategies, PREFETCH, [False, True], ACCUMULATION, [True, False])
     everything = world == 2 and precision == PRECISIONS[0]
     start = 0 if everything else (world + 3 * PRECISIONS.index(precision)) % STRIDE
-    for number, values in list(enumerate(product))[start :: 1 if everything else STRIDE]:
-        yield number, values, list(OPTIMIZERS)[number // 2 % 2]
+    numbers = {values: number for number, values in enumerate(product)}
+    for values in subset(list(numbers)[start :: 1 if everything else STRIDE]):
+        yield numbers[values], values, list(OPTIMIZERS)[numbers[values] // 2 % 2]
 
 
 @ranks(1, 2, 3, 4, timeout=150)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from combinations import subset
 from harness import ranks, run_ranks
 from test_features_experts import loss_of as mixture_loss
 from test_features_experts import mixture, random_batch
@@ -93,33 +96,31 @@ def test_two_runs_are_equal_to_the_bit(precision):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_over_torchs_collectives(rank, world, use_orig_params):
     """The same steps where ranks share no memory; sums are in the backend's order."""
-    for precision in PRECISIONS[:3]:
-        for strategy in STRATEGIES:
-            for no_sync in (False, True):
-                reference = Reference(toy(), precision)
-                model = wrap_blocks(
-                    "fsdpc",
-                    toy(),
-                    sharding_strategy=strategy,
-                    use_orig_params=use_orig_params,
-                    **precision.options(),
-                )
-                optimizers = [
-                    torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3)
-                    for m in (model, reference.master)
-                ]
-                for step in range(3):
-                    for micro in range(2):
-                        sync = micro == 1 or not no_sync
-                        with no_sync_if(model, not sync):
-                            loss_of(model, tokens(rank, step, micro)).backward()
-                        reference.backward(tokens(rank, step, micro), sync=sync)
-                    what = f"{precision.name} {strategy.name} no_sync={no_sync}, step {step}"
-                    check_gradients("c10d", model, reference, what)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    check_parameters("c10d", model, reference, what)
+    chosen = subset(itertools.product(PRECISIONS[:3], STRATEGIES, (False, True)))
+    for precision, strategy, no_sync in chosen:
+        reference = Reference(toy(), precision)
+        model = wrap_blocks(
+            "fsdpc",
+            toy(),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            **precision.options(),
+        )
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference.master)
+        ]
+        for step in range(3):
+            for micro in range(2):
+                sync = micro == 1 or not no_sync
+                with no_sync_if(model, not sync):
+                    loss_of(model, tokens(rank, step, micro)).backward()
+                reference.backward(tokens(rank, step, micro), sync=sync)
+            what = f"{precision.name} {strategy.name} no_sync={no_sync}, step {step}"
+            check_gradients("c10d", model, reference, what)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            check_parameters("c10d", model, reference, what)
 
 
 class Swapping(nn.Module):
