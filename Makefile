@@ -198,16 +198,17 @@ simlibs:
 
 # The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
 # runs those of the training step for their values, and some, at twice the time, with each of torch's
-# operators watched for races; `make simgpu-py` runs all of them.
-SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch"
+# operators watched for races; `make simgpu-py` runs all tests.
+SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch" \
+    --combinations $(SLOW_COMBINATIONS)
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
 simgpu-step: build simlibs
 	$(call say,training steps of the Python tests on the simulated GPU)
-	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) --combinations $(SLOW_COMBINATIONS) $(SIMGPU_STEP)
+	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) $(SIMGPU_STEP)
 	$(call say,some of them with every operator watched)
-	@$(SIM_PYTEST) --combinations $(SLOW_COMBINATIONS) $(SIMGPU_WATCHED)
+	@$(SIM_PYTEST) $(SIMGPU_WATCHED)
 
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)

@@ -76,6 +76,9 @@ def with_axes(world, size, left, right):
     """Never run; an axis has the same values as the world size."""
 
 
+with_axes.rank_function = with_axes  # as harness.ranks does
+
+
 def items_of(function, ids, **more):
     """Items as pytest makes them, the parametrize call next to the function first."""
     markers = function.pytestmark
@@ -109,8 +112,18 @@ def test_pytest_shows_what_the_choice_reads(request):
     assert all(set(combinations.axes_of(item)[1]) == {"world", "flag"} for item in found)
 
 
+def test_one_process_keeps_its_product(monkeypatch):
+    """Its tests take milliseconds, and each value may be code of its own."""
+    monkeypatch.delattr(with_axes, "rank_function")
+    items = items_of(with_axes, (["1-1", "2-1"], ["1", "2"], ["1", "2"]))
+    assert choose(items, "each") == items
+
+
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize("flag", [True, False])
 def test_with_axes(world, flag):
     """Items for the test above."""
     assert world == 1
+
+
+test_with_axes.rank_function = test_with_axes
