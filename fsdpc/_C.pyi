@@ -7,19 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 class CommError(RuntimeError):
-    """Ranks could not talk to each other; base of the communication errors."""
+    """Communication between ranks failed; base of the communication errors."""
 
 class PeerError(CommError):
-    """Another rank died, left or raised; the message says which and why."""
+    """Another rank died, left or raised; the message names the rank and the cause."""
 
 class CommTimeout(CommError, TimeoutError):
-    """A rank did not arrive in time; the message says which and what for."""
+    """A rank missed the deadline of a collective; the message names both."""
 
 class MismatchError(CommError, ValueError):
-    """Ranks disagree about what they do; the message quotes the difference."""
+    """Calls, models or options differ between ranks; the message quotes the difference."""
 
 class StateError(RuntimeError):
-    """A call came out of order."""
+    """A call is not allowed in the current state."""
 
 class OutOfMemoryError(MemoryError):
     """Device memory is exhausted."""
@@ -262,7 +262,7 @@ class Tree:
     @property
     def phase(self) -> Literal["idle", "forward", "backward"]: ...
     @property
-    def kind(self) -> Literal["shared", "wire", "mixed"]: ...
+    def kind(self) -> Literal["shared", "wire", "stream", "mixed", "none"]: ...
     @property
     def backwards(self) -> int: ...
     before_end: Callable[[], object] | None

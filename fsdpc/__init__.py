@@ -4,8 +4,8 @@ A training script changes one import: ``from fsdpc import FullyShardedDataParall
 names, argument order and defaults are those of ``torch.distributed.fsdp``; enums, configuration
 classes and policies are torch's.
 
-Importing the package is silent and loads nothing: each public name is looked up on first use,
-because ``torch.distributed.fsdp`` alone costs half a second.
+Importing the package prints and loads nothing: each public name is imported on first use, because
+importing ``torch.distributed.fsdp`` takes half a second.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a public name on first use and keep it in the module's namespace."""
+    """Import a public name on first use and cache it in the module's namespace."""
     if name in _SUBMODULES:
         return import_module(f"fsdpc.{name}")
     if name not in _HOME:

@@ -1,13 +1,12 @@
 """torch's private names that fsdpc uses. No other file of the package uses one.
 
-A release of torch may rename what begins with an underscore. All such names are looked up when this
-file is imported, which costs microseconds beside torch's own import and prints nothing; one that is
-missing is an ``ImportError`` that names it, before any model is touched. Where torch has a name in
-some supported versions only, its alias here is ``None`` in the others.
+A torch release may rename private names. All of them are resolved when this file is imported, in
+microseconds; a missing name raises an ``ImportError`` that names it, before any model is changed.
+If only some supported versions of torch have a name, its alias here is ``None`` in the others.
 
-Attributes that fsdpc reads from torch's objects cannot be imported. ``ATTRIBUTES`` lists them by
-the class that has them, those that the C extension reads among them, and they are looked up too.
-``MARKS`` lists attributes that torch or the user adds to single objects: no class has them.
+Attributes of torch's objects cannot be imported. ``ATTRIBUTES`` lists by class those that fsdpc
+and its C extension read; they are checked too. ``MARKS`` lists attributes that torch or the user
+sets on single objects and that no class has.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ OLDEST, NEWEST = "2.11", "2.15"  # the versions of torch on which the tests have
 
 def _missing(name: str) -> ImportError:
     return ImportError(
-        f"fsdpc uses {name}, which torch {torch.__version__} does not have. This fsdpc works with "
-        f"torch {OLDEST} and newer, as far as tested (up to {NEWEST}): install one of these "
-        "versions of torch, or an fsdpc that knows this one",
+        f"torch {torch.__version__} has no {name}, which fsdpc uses. This fsdpc supports torch "
+        f"{OLDEST} and newer (tested up to {NEWEST}): install a supported torch, or an fsdpc that "
+        f"supports torch {torch.__version__}",
         name=name,
     )
 
@@ -43,7 +42,7 @@ def _find(place: str, name: str) -> Any:
 
 
 def _maybe(place: str, name: str) -> Any:
-    """The same, ``None`` where this version of torch has no such name."""
+    """As ``_find``, but ``None`` if this version of torch has no such name."""
     try:
         return _find(place, name)
     except ImportError:
@@ -52,11 +51,11 @@ def _maybe(place: str, name: str) -> Any:
 
 # --- classes -------------------------------------------------------------------------------------
 
-# What torch's FSDP shares with its own front ends.
+# The state base class and phase enum of torch's FSDP.
 FSDPState = _find("torch.distributed.fsdp._common_utils", "_FSDPState")
 TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
 FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
-# How torch describes a parameter's part of a flat parameter's shard.
+# torch's description of a parameter's range in a flat parameter's shard.
 ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
 # Wrap policies: the base class of the policy objects, and the disjunction of two policies.
 _Policy = _find("torch.distributed.fsdp.wrap", "_Policy")
@@ -72,37 +71,37 @@ ShardMetadata = _find("torch.distributed._shard.sharding_spec", "ShardMetadata")
 
 # The communication hooks that torch ships.
 default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
-# Nested containers; a public module for them is not in all supported versions.
+# Pytrees; not all supported versions have a public module for them.
 tree_flatten = _find("torch.utils._pytree", "tree_flatten")
 tree_map = _find("torch.utils._pytree", "tree_map")
 tree_map_only = _find("torch.utils._pytree", "tree_map_only")
-# The group that init_process_group made, and the store that torch keeps for a group.
+# The default process group, and the store of a process group.
 default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
 process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")
 # Whether autocast is on for any kind of device; the cheapest way to ask.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
-# The backward that runs on this thread (-1: none), and what to call at its end.
+# Id of the backward that runs on this thread (-1: none), and its end-of-backward callbacks.
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
-# What autograd compares saved tensors by.
+# Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
-# The stream that torch's kernels go to; only builds with CUDA have one.
+# torch's current CUDA stream; only CUDA builds have this function.
 current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:
     raise _missing("torch._C._cuda_getCurrentRawStream")
-# How the compiler treats the frames of a code object, and the treatment that leaves the frame alone
-# but not what it calls.
+# Sets the compiler's strategy for frames of a code object. SKIP_FRAME skips the frame itself, not
+# its callees.
 set_code_exec_strategy = _find("torch._C", "_dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
 _Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
 SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
 
-# --- where fsdpc puts functions of its own -------------------------------------------------------
+# --- functions that fsdpc replaces ---------------------------------------------------------------
 
-# The one function below clip_grad_norm_ and get_total_norm.
+# Both clip_grad_norm_ and get_total_norm call this function.
 TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
-# Names of a parameter, in torch.distributed.checkpoint.state_dict (loaded when it is needed).
+# Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
 
 # --- the compiler, which this package never loads ------------------------------------------------
@@ -111,13 +110,13 @@ COMPILER = "torch._dynamo"
 
 
 def compiled_class() -> type[nn.Module] | None:
-    """The class of what ``torch.compile`` returns for a module, once the compiler is loaded."""
+    """The class of modules that ``torch.compile`` returns; ``None`` without a loaded compiler."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return None if frames is None else frames.OptimizedModule
 
 
 def compiled_from(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given for such a module."""
+    """The module that ``torch.compile`` was given for ``module``."""
     original: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return original
 
@@ -155,9 +154,9 @@ MARKS = frozenset(
         "_fsdp_wrapped_module",  # FSDP's name of the module inside
         "_checkpoint_wrapped_module",  # the same of activation checkpointing
         "_in_backward_optimizers",  # on a parameter: optimizers that step in backward
-        "_is_flat_param",  # what makes isinstance(p, FlatParameter) true
+        "_is_flat_param",  # makes isinstance(p, FlatParameter) true
         "_metadata",  # on a state dict: versions of its modules
-        "_wrap_overrides",  # on a module: what its own unit gets instead of the common arguments
+        "_wrap_overrides",  # on a module: arguments of its unit that replace the common ones
     }
 )
 
@@ -167,7 +166,7 @@ def _check_attributes() -> None:
         home, _, name = place.rpartition(".")
         owner = _find(home, name)
         for attribute in names:
-            # A module has its tables from its constructor on.
+            # A module's tables are set in its constructor.
             if not hasattr(nn.Module() if owner is nn.Module else owner, attribute):
                 raise _missing(f"{place}.{attribute}")
 

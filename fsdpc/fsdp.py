@@ -1,11 +1,11 @@
 """The wrapper class: torch's FullyShardedDataParallel by name, argument order and behaviour, over
 fsdpc's engine.
 
-The methods here are short and delegate: ``_args`` checks and resolves arguments, ``_collect`` finds
-parameters, ``_materialize`` and ``_wrap`` prepare the module, ``_root`` sets up a tree of units,
-``_summon``, ``_clip``, ``_convert``, ``state_dict`` and ``_optim_state`` do what their names say. A
-step runs in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python
-frame per unit.
+The methods are short and delegate to ``_fsdp1``: ``args`` checks and resolves arguments,
+``collect`` finds parameters, ``materialize`` and ``wrap`` prepare the module, ``root`` sets up a
+tree of units; ``summon``, ``convert``, ``state`` and ``optim`` do what their names say. A step runs
+in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame per
+unit.
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     group.
 
     Same arguments, defaults and exceptions as ``torch.distributed.fsdp.FullyShardedDataParallel``.
-    Every rank of the group must construct it with an equal module and equal options
-    (``MismatchError`` names the difference).
+    Collective: every rank of the group must construct the instance with an equal module and equal
+    options (``MismatchError`` names the difference).
 
-    Differences, all of them permissions: a module on the CPU trains there without ``device_id``;
-    ``sync_module_states`` works there; 0-dim parameters, several dtypes and frozen beside trainable
-    parameters may share a unit with either ``use_orig_params``; ``cpu_offload`` is accepted and
-    means nothing more on a CPU device.
+    fsdpc also permits: training on the CPU (a CPU module without ``device_id``), and there
+    ``sync_module_states``; 0-dim parameters, several dtypes, and frozen beside trainable parameters
+    in one unit, with either ``use_orig_params``; ``cpu_offload`` on a CPU device (a no-op).
     """
 
     _fsdpc_is_unit = True
@@ -137,7 +136,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
         in_force = self.sharding_strategy
         if mixed_precision is not None and mixed_precision.param_dtype is not None:
-            # A rank alone has nothing to share, but low-precision copies to free, if so asked.
+            # A single rank shards nothing, but can free low-precision copies after forward.
             in_force = sharding_strategy or ShardingStrategy.FULL_SHARD
         self._reshard_after_forward = in_force in _args.RESHARD_AFTER_FORWARD
         self.cpu_offload = cpu_offload or CPUOffload()
@@ -162,7 +161,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         asked: torch.device | None,
         rank: int,
     ) -> None:
-        """Give the unit's own part of ``module`` memory, on the device that it computes on."""
+        """Materialise the unit's own modules and move them to the compute device."""
         materialize(
             module,
             self._ignored,
@@ -180,7 +179,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         if self.world_size == 1 and chosen.replicate is not None:
             chosen = _args.GroupChoice(
                 chosen.replicate, None
-            )  # HYBRID with one rank a host only replicates
+            )  # HYBRID with one rank per host only replicates
         self._groups = make_groups(
             self.sharding_strategy,
             chosen.shard,
@@ -223,12 +222,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             self._shard(infos)
 
     def forget_unit_hooks(self) -> None:
-        """What runs around ``forward`` while there is no unit. Local."""
+        """Reset the hooks around ``forward`` to those of an instance without a unit. Local."""
         self._enter: Callable[..., Any] = _root.enter_without_unit
         self._leave: Callable[..., Any] = _leave_without_unit
 
     def _shard(self, infos: list[ParamInfo]) -> None:
-        """Make the engine's unit from full parameters and take over its hooks. Collective."""
+        """Make the engine's unit from full parameters and use its hooks. Collective."""
         mixed = self.mixed_precision
         unit = HandledUnit(
             self._name,
@@ -253,15 +252,15 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on full parameters. The root's inputs are moved to its device, and
-        floating ones are cast where mixed precision asks for it.
+        """Run the wrapped module on full parameters. The root's input tensors are moved to its
+        device; mixed precision casts floating ones to ``param_dtype``.
         """
         if self._full_precision_eval and not self.training and _eval.applies(self):
             return _eval.forward(self, args, kwargs)
         if self._summoned and (self._unit is None or self._unit.summoned):
             return _summon.forward(self, args, kwargs)
         prepared = self._enter(self, args, kwargs)
-        if prepared is not None:  # arguments that the engine watches
+        if prepared is not None:  # views of the arguments, with hooks of the engine
             args, kwargs = prepared
         try:
             if self._prepare_inputs is not None:
@@ -276,16 +275,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         if copied is not None:  # in place of the unit's own memory
             output = copied
         if autocasts():
-            # It keeps low-precision copies of the weights, of the whole model in the end.
+            # Autocast caches low-precision weights, in the end those of the whole model.
             torch.clear_autocast_cache()
         return output
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward leaves gradients unreduced, to be reduced by the first backward
-        outside.
+        """Context in which backward accumulates unsharded gradients in fp32 without reducing them;
+        the first backward outside reduces the sum.
 
         Root only (``RuntimeError``) and between steps (``ValueError``). Local, but every rank must
-        do the same.
+        enter the context.
         """
         _root.lazy_init(self)
         if not self._is_root:
@@ -314,19 +313,20 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return _clip.clip_grad_norm(self, _root.tree_units(self), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` sum gradients over the ranks, in the engine's place. Every rank must do so,
-        before the first forward.
+        """Let ``hook`` replace the engine's reduction of gradients. Local; every rank must call
+        this method before the first forward.
 
-        Per backward and unit it is called as ``hook(state, grad)`` where the unit is not sharded
-        (NO_SHARD): ``grad`` holds the sum afterwards; otherwise as ``hook(state, grad, output)``:
-        ``grad`` is the unit's whole gradient, 1-D, padded, cut into one piece a rank, and
-        ``output`` takes this rank's piece of the sum. Both are of the reduce dtype; the hook may
-        put another floating dtype in their ``.data``. It divides, too. A unit whose parameters have
-        several dtypes makes one call for each. Calls come in the same order on all ranks, none for
-        units without gradients and none in ``no_sync``.
+        Each backward calls the hook once per unit: as ``hook(state, grad)`` for an unsharded unit
+        (NO_SHARD), with the reduced gradient left in ``grad``; otherwise as
+        ``hook(state, grad, output)``, where ``grad`` is the unit's full gradient, 1-D and padded to
+        one equal piece per rank, and ``output`` receives this rank's piece of the reduced gradient.
+        Both have the reduce dtype; the hook may set their ``.data`` to another floating dtype. The
+        hook also divides. A unit with parameters of several dtypes makes one call per dtype. All
+        ranks make the calls in the same order; units without gradients make none, and ``no_sync``
+        makes none.
 
-        ``AssertionError``: not on the root, with a HYBRID strategy, a second time. ``ValueError``:
-        not callable.
+        ``AssertionError``: not the root, a HYBRID strategy, or a hook is registered already.
+        ``ValueError``: ``hook`` is not callable.
         """
         _comm_hooks.register(self, state, hook)
 
@@ -344,12 +344,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """Context in which the units in ``module`` show full parameters in storage dtype under
         clean names.
 
-        ``module`` may be a plain module that contains units. Values are private copies: with
-        ``writeback`` what is registered on exit goes back to the shards, without it changes are
-        dropped (except in units that are not sharded at all). ``rank0_only``: the group's other
-        ranks keep their shards. ``with_grads``: ``.grad`` is full too. Buffers are left alone.
-        Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
-        ``AssertionError``: during forward or backward, or on a unit that is summoned already.
+        ``module`` may be a plain module that contains units. Values are private copies in the
+        original shapes: with ``writeback`` the parameters registered on exit are written to the
+        shards, without it changes are dropped (except in unsharded units). ``rank0_only``: the
+        group's other ranks keep their shards. ``with_grads``: ``.grad`` is full too. Buffers do not
+        change. Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
+        ``AssertionError``: during forward or backward, or a unit is summoned already.
         """
         _args.check_model("summon_full_params", module)
         return _summon.summon_full_params(
@@ -357,8 +357,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """``nn.Module.apply`` on full parameters, with write-back; nested units show theirs in
-        turn. Collective.
+        """``nn.Module.apply`` on full parameters, with write-back, one unit at a time. Collective.
 
         Raises ``ValueError`` inside ``summon_full_params`` and during a step.
         """
@@ -375,14 +374,14 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     # --- state dicts ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's state dict under clean names, in the form that ``state_dict_type`` set.
-        Collective: every rank must call it.
+        """The model's state dict under clean names, of the type set by ``state_dict_type``.
+        Collective: every rank must call this method.
 
-        FULL (default): the unsharded model's; ``FullStateDictConfig(rank0_only=True)`` leaves the
-        other ranks with unmanaged parameters only. SHARDED: this rank's rows of each parameter, as
-        ``ShardedTensor``, or as ``DTensor`` with ``device_mesh``. LOCAL: flat parameters as they
-        lie (``RuntimeError`` with ``device_mesh``). ``AssertionError``
-        during forward and backward.
+        FULL (default): the unsharded model's shapes and storage dtypes; with
+        ``FullStateDictConfig(rank0_only=True)`` ranks other than 0 get unmanaged parameters only.
+        SHARDED: this rank's rows of each parameter, as ``ShardedTensor``, or as ``DTensor`` with
+        ``device_mesh``. LOCAL: this rank's flat parameters (``RuntimeError`` with ``device_mesh``).
+        ``AssertionError``: during forward or backward.
         """
         try:
             return super().state_dict(*args, **kwargs)
@@ -409,8 +408,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Current settings of the units in ``module`` (``None`` without units). ``AssertionError``
-        if they differ.
+        """Current settings of the units in ``module`` (``None`` without units). Local.
+        ``AssertionError``: the units disagree.
         """
         return _state_dict.get_type(module)
 
@@ -421,16 +420,16 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """``set_state_dict_type`` for a block; the previous settings come back on exit."""
+        """Context manager around ``set_state_dict_type`` that restores the settings on exit."""
         return _state_dict.type_in_force(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
-    # --- the module's face ---
+    # --- nn.Module's interface ---
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; an activation wrapper directly inside is looked through."""
+        """The wrapped module, without an activation wrapper directly around it."""
         wrapped: Any = self._modules[FSDP_WRAPPED]
         return wrapped._modules.get(CHECKPOINT_WRAPPED, wrapped)
 
@@ -463,16 +462,15 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return name.replace(FSDP_PREFIX, "") if self._summoned else name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """``copy.deepcopy``: a sharded copy with memory of its own, without gradients, for averaged
-        weights, target networks and teachers. Collective: every rank must copy, between steps
-        (``RuntimeError``).
+        """``copy.deepcopy``: an independent sharded copy without gradients, for averaged weights,
+        target networks and teachers. Collective, and between steps only (``RuntimeError``).
         """
         return _copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded module cannot be pickled (unit {self._name!r}): save state_dict(); "
-            "copy.deepcopy makes a sharded copy, copy.copy none"
+            f"a sharded module cannot be pickled or shallow-copied (unit {self._name!r}): save "
+            "state_dict(), or use copy.deepcopy for a sharded copy"
         )
 
     def extra_repr(self) -> str:
@@ -483,8 +481,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """FSDP instances in ``module``, itself included, depth first; ``root_only`` forces lazy
-        initialisation.
+        """FSDP instances in ``module``, itself included, depth first. Local; with ``root_only``,
+        which forces lazy initialisation, collective.
         """
         _args.check_model("fsdp_modules", module)
         members = unit_modules(module)
@@ -499,7 +497,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @property
     def training_state(self) -> TrainingState:
-        """What this instance is doing, as torch's enum."""
+        """The phase of the step, as torch's enum. Local."""
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         busy = self._unit is not None and self._unit.state in ("forward", "backward")
@@ -517,12 +515,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What an optimizer updates for this unit alone; empty without managed parameters."""
+        """This unit's sharded parameters, for an optimizer; empty without managed parameters."""
         return [] if self._unit is None else list(self._unit.shard_params)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What DistributedDataParallel around this module must leave to it: the sharded ones."""
+        """Names of sharded parameters, which a DistributedDataParallel around this module skips."""
         managed = {p for member in unit_modules(self) for p in member.params}
         return [name for name, param in self.named_parameters() if param in managed]
 
@@ -540,7 +538,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
 
 def _leave_without_unit(args: tuple[Any, ...], output: Any) -> None:
-    """End of a forward of an instance without parameters: nothing to release."""
+    """Post-forward hook of an instance without parameters: a no-op."""
 
 
 FSDP = FullyShardedDataParallel

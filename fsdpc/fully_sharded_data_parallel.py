@@ -1,4 +1,4 @@
-"""The module name that scripts import from torch; everything lives in ``fsdpc.fsdp`` and
+"""torch's module name, for scripts that import from it: re-exports ``fsdpc.fsdp`` and
 ``fsdpc.api``.
 """
 

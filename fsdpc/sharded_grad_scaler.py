@@ -18,13 +18,14 @@ Outputs = torch.Tensor | Iterable[torch.Tensor]
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` whose ranks agree: infinities or NaN in any rank's shard skip the
-    step, and lower the scale, on every rank of ``process_group`` (default: all ranks).
+    """``torch.amp.GradScaler`` over sharded gradients: an infinity or NaN in any rank's shard skips
+    the step and lowers the scale on every rank of ``process_group`` (default: all ranks).
 
-    ``unscale_``, and ``step`` without one before it, are collective. Same names and defaults as
-    torch's, but for ``device``: ``None`` is the accelerator, or the CPU where there is none.
-    Optimizers that look at infinities themselves (``fused=True``) are told all ranks', too.
-    Gradients may be of any floating dtype. Without ``torch.distributed`` it is a local scaler.
+    ``unscale_`` is collective, and so is ``step`` without a previous ``unscale_``. Names and
+    defaults are those of ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, except
+    ``device``: ``None`` means the accelerator, or the CPU if there is none. ``found_inf`` of fused
+    optimizers (``fused=True``) covers all ranks, too. Gradients may have any floating dtype.
+    Without ``torch.distributed`` the scaler is local.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Outputs) -> Any:
-        """``outputs`` (a tensor, or nested iterables of tensors) times the scale, each in its own
-        dtype: the loss of a model in half precision stays in half precision. Local.
+        """``outputs`` (a tensor of any shape, or nested iterables of tensors) times the scale, each
+        in its own dtype: a half-precision loss stays in half precision. Local. ``ValueError``:
+        ``outputs`` is neither.
         """
         if not self._enabled:
             return outputs
@@ -86,8 +88,8 @@ def _agree_on_host(group: Any, found: list[torch.Tensor], device: torch.device) 
 
 
 def _agree_on_device(group: Any, found: list[torch.Tensor], device: torch.device) -> None:
-    """By the process group itself, as torch does: on a GPU the host waits for nothing but the flags
-    of offloaded gradients, which it is to read.
+    """One all-reduce of the process group, as in torch. The only host sync reads the flags of
+    offloaded gradients.
     """
     worst = torch.stack([value.to(device, non_blocking=True) for value in found]).amax(dim=0)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
@@ -96,7 +98,7 @@ def _agree_on_device(group: Any, found: list[torch.Tensor], device: torch.device
 
 
 def _default_device() -> str:
-    if not torch.accelerator.is_available():  # a build for one may run without its driver
+    if not torch.accelerator.is_available():  # e.g. a CUDA build without a driver
         return "cpu"
     device = torch.accelerator.current_accelerator()
     return "cpu" if device is None else device.type

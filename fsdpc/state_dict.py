@@ -1,10 +1,9 @@
 """State dicts of FSDP instances: one hook pair each for saving and loading, and the settings.
 
-Each FSDP instance carries its own hooks, so that units nested in a plain model work and no more
-than one nesting chain of units is shown at a time. What the hooks show while modules write or load
-themselves is the business of the type in force: ``_state_full``, ``_state_sharded`` and
-``_state_local``; keys lose their wrapper segments and low-precision buffers get their original
-dtype back here.
+Each FSDP instance has its own hooks, so that units nested in a plain model work and full values of
+at most one nesting chain of units exist at a time. The current type (``_fsdp1/state/full.py``,
+``sharded.py`` or ``local.py``) decides which values modules save and load. This file removes
+wrapper segments from keys and restores the original dtype of low-precision buffers.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def register_hooks(member: nn.Module) -> None:
 
 
 def abandon(member: Any) -> None:
-    """Back to the sharded parameters after an exception between the hooks. Local."""
+    """Restore the sharded parameters after an exception between the hooks. Local."""
     for nested in unit_modules(member):
         if nested._exposed:
             nested._exposed = False
@@ -72,20 +71,20 @@ def abandon(member: Any) -> None:
 
 
 def _begin(member: Any, action: str, prefix: str) -> ModuleType:
-    """The form in force, once nothing stands in its way and all ranks are here for the same.
-    Collective over the sharding group, except for the LOCAL form.
+    """The module of the current type, after checks. Collective over the sharding group, except for
+    the LOCAL type.
 
-    A unit that is not sharded has the FULL form only, as in torch. ``AssertionError`` during
-    forward and backward; ``MismatchError`` when ranks do different things, or the same with
-    units at different places of their models (units wrapped one by one may have equal shapes).
+    An unsharded unit has the FULL type only, as in torch. ``AssertionError``: during forward or
+    backward. ``MismatchError``: ranks make different calls, or the same call for units at different
+    positions of their models (units wrapped one by one may have equal shapes).
     """
-    abandon(member)  # a save that broke off outside of FSDP.state_dict
+    abandon(member)  # after a save that failed outside of FSDP.state_dict
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
             "Expects the handle training to be IDLE but got HandleTrainingState."
             f"{'FORWARD' if unit.state == 'forward' else 'BACKWARD_PRE'}: unit {unit.name!r} is in "
-            f"{unit.state} on rank {member.rank}: a state dict is saved and loaded between steps"
+            f"{unit.state} on rank {member.rank}: save and load state dicts between steps"
         )
     kind = member._state_dict_type
     if unit is None:
@@ -123,10 +122,10 @@ def _after_save(
 
 
 def _offload(state_dict: dict[str, Any], prefix: str) -> None:
-    """Bring to the CPU what is not there: buffers, rows, flat parameters."""
+    """Move buffers, rows and flat parameters to the CPU."""
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, (torch.Tensor, ShardedTensor)):
-            state_dict[key] = value.cpu()  # itself, where it is on the CPU
+            state_dict[key] = value.cpu()  # no copy if already on the CPU
 
 
 # --- loading ---
@@ -142,9 +141,7 @@ def _before_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """``state_dict`` is this level's own copy of the mapping (torch filters one per child), so it
-    may be changed.
-    """
+    """``state_dict`` may be changed: torch makes a filtered copy of the mapping per child."""
     member._state_form = _begin(member, "loading", prefix)
     member._load_errors = error_msgs
     put_wrapper_in(state_dict, prefix)
@@ -171,9 +168,11 @@ def set_type(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Set type and configs on every FSDP instance in ``module``; returns the previous ones.
+    """Set type and configs on every FSDP instance in ``module``; returns the previous settings.
+    Local.
 
-    ``TypeError``: the arguments are not in this order.
+    ``TypeError``: arguments in the wrong order. ``KeyError``: ``kind`` is a str or int.
+    ``RuntimeError``: a config of another type. ``AssertionError``: the instances disagree.
     """
     _args.check_model("state_dict_type", module)
     if not isinstance(kind, StateDictType):
@@ -223,9 +222,9 @@ def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
 
 
 def get_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the FSDP instances in ``module``, ``None`` when there are none.
+    """The settings of the FSDP instances in ``module``, ``None`` without instances. Local.
 
-    Raises ``AssertionError`` where they differ, ``RuntimeError`` for LOCAL on a device mesh.
+    ``AssertionError``: the settings differ. ``RuntimeError``: LOCAL with a device mesh.
     """
     _args.check_model("get_state_dict_type", module)
     found: StateDictSettings | None = None
@@ -245,7 +244,7 @@ def get_type(module: nn.Module) -> StateDictSettings | None:
             )
         found = settings
     for member in unit_modules(module):
-        if member._device_mesh is not None:  # as torch's FSDP notes it in the user's config
+        if member._device_mesh is not None:  # torch's FSDP sets this flag in the user's config, too
             member._optim_state_dict_config._use_dtensor = True
     return found
 
@@ -257,7 +256,7 @@ def type_in_force(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> Iterator[None]:
-    """``set_type`` for a block; restored on exit, also after an exception."""
+    """Context manager around ``set_type``: restores the settings on exit, also after exceptions."""
     previous = set_type(module, kind, config, optim_config)
     try:
         yield

@@ -1,8 +1,7 @@
 """Wrap policies and the manual wrapping context: torch's own objects under fsdpc's name.
 
-``enable_wrap(wrapper_cls=fsdpc.FSDP, ...)`` and ``wrap(module)`` work with fsdpc's wrapper as they
-do with torch's. The two engines that apply a policy to a module tree are fsdpc's own
-(``fsdpc/_fsdp1/wrap.py``).
+``enable_wrap(wrapper_cls=fsdpc.FSDP, ...)`` and ``wrap(module)`` work with fsdpc's wrapper as with
+torch's. ``fsdpc/_fsdp1/wrap.py`` applies policies to module trees.
 """
 
 from torch.distributed.fsdp.wrap import (

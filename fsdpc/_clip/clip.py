@@ -1,7 +1,7 @@
 """Global gradient norm and clipping over sharded, replicated and unmanaged gradients.
 
-Sums are taken in double precision over each rank's own part, then over the sharding group; replicas
-hold equal gradients and are counted once. One scalar per group travels. On a GPU all is queued.
+Sums are computed in fp64 over each rank's shard, then over the sharding group; replicas hold equal
+gradients and count once. One all-reduce of a scalar per group. On a GPU there is no host sync.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: floa
         total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
         for unit in units:
             unit.end_scaling()
-    if not dtypes and float(total) != 0.0:  # other ranks hold all elements of what has gradients
+    if not dtypes and float(total) != 0.0:  # all elements with gradients are on other ranks
         dtypes = list(_dtypes_elsewhere(units))
     if not dtypes:
         warnings.warn(
@@ -48,7 +48,7 @@ def _clip_on_host(
 ) -> torch.Tensor:
     total = root_of(_global_sum(units, others, norm_type), norm_type)
     factor = _clip_factor(total, max_norm)
-    if factor != 1.0:  # true for NaN as well, which must reach the gradients as it does in torch
+    if factor != 1.0:  # also true for NaN, which must reach the gradients, as in torch
         _scale(units, others, factor)
     return torch.tensor(total, dtype=torch.float64, device=root.compute_device)
 
@@ -91,7 +91,7 @@ def _unmanaged_grads(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _spread_elsewhere(root: Any, units: list[Any]) -> bool:
-    """True if someone else has spread a parameter over ranks (a DTensor)."""
+    """True if an unmanaged parameter is sharded already (a DTensor)."""
     return any(hasattr(param, "full_tensor") for param in _unmanaged(root, units))
 
 

@@ -1,4 +1,4 @@
-"""Norm and clipping on a GPU: everything is queued, the host reads nothing."""
+"""Norm and clipping on a GPU, without a host sync."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tree_for(units: list[Any], norm_type: float) -> Any:
-    """The tree that can take the norm of these units' gradients on the device; None: the host does.
+    """The tree that computes the norm of these units' gradients on the device; None: the host must.
     Equal on all ranks. Local.
     """
     if not units or not norm_type > 0:
@@ -31,11 +31,11 @@ def norm_and_factor(
     *,
     scale: bool,
 ) -> torch.Tensor:
-    """Two float64 values on the device: the norm of all ranks' gradients, and the factor by which
-    they were multiplied (``scale``) or would be.
+    """A float64 tensor of shape (2,) on the device: the norm of all ranks' gradients, and the
+    clipping factor, applied to the gradients with ``scale``.
 
-    ``masks[unit]``: which of its parameters have a gradient; ``others``: gradients that every rank
-    holds whole. Collective over the units' sharding groups.
+    ``masks[unit]``: which of the unit's parameters have a gradient; ``others``: gradients that
+    every rank holds whole. Collective over the units' sharding groups.
     """
     device = tree.units[0].device
     out = torch.empty(2, dtype=torch.float64, device=device)
@@ -55,7 +55,7 @@ def norm_and_factor(
 
 
 def _part(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """What the engine adds up: sum of |x|^p, the largest |x|, 0."""
+    """The engine's partial sums, float64 of shape (3,): sum of |x|^p, largest |x|, 0."""
     part = torch.zeros(3, dtype=torch.float64, device=grad.device)
     wide = grad.detach().double().abs()
     if wide.numel() == 0:

@@ -1,4 +1,4 @@
-"""Sums of powers that norms are made of, on one tensor, over several, and over ranks."""
+"""Sums of powers for norms: of one tensor, of several, and over ranks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 
 def reduce_over_ranks(comm: Any, part: float, op: str, what: str) -> float:
-    """Sum or maximum over ranks. Collective. NaN travels as a flag: a backend may drop it."""
+    """Sum or maximum over ranks. Collective. A flag carries NaN, which a backend may drop."""
     values = np.array([0.0 if math.isnan(part) else part, math.isnan(part)], dtype=np.float64)
     comm.all_reduce(values, op=op, what=what)
     return math.nan if values[1] else float(values[0])
 
 
 def combine_of(norm_type: float) -> Any:
-    """Sum, or a maximum that lets NaN through (Python's ``max`` would drop it by position)."""
+    """Sum, or a maximum that propagates NaN (Python's ``max`` may drop it)."""
     if not math.isinf(norm_type):
         return lambda values: float(sum(values))
     return lambda values: float(np.max(np.fromiter(values, dtype=np.float64), initial=0.0))
 
 
 def root_of(total: float, norm_type: float) -> float:
-    """The norm that belongs to a combined sum."""
+    """The norm of a combined sum of powers."""
     if math.isinf(norm_type):
         return total
     if norm_type == 0:
@@ -33,7 +33,7 @@ def root_of(total: float, norm_type: float) -> float:
 
 
 def tensor_sum(grad: torch.Tensor, norm_type: float) -> float:
-    """Sum of |x|^p in double precision, the number of non-zeros for 0, the largest |x| for inf."""
+    """Sum of |x|^p in fp64; for 0 the number of non-zeros, for inf the largest |x|."""
     grad = grad.detach().double().abs()
     if grad.numel() == 0:
         return 0.0

@@ -1,10 +1,9 @@
 """``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on sharded parameters.
 
-torch's functions see one rank's shard and would give its norm, a silent error that differs from
-rank to rank. When the first unit is made, the one function below both that computes a norm is told
-to look for shards among its tensors, and then gives the norm of the whole. Other calls go through
-unchanged. What torch does with the norm afterwards, like ``clip_grad_value_``, is elementwise and
-right on shards.
+torch's functions would return the norm of one rank's shard, silently wrong and different on each
+rank. When the first unit is made, the function that both call is replaced by one that detects
+shards among its tensors and then returns the global norm. Calls without shards are unchanged. The
+scaling that follows, like ``clip_grad_value_``, is elementwise and correct on shards.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from torch.nn.utils import clip_grad
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
 from fsdpc._torch import TOTAL_NORM
 
-# Of each unit, where its gradients lay when it was made.
+# Per unit: id of each gradient -> its address at construction.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 _undo: list[Callable[[], None]] = []
 
 
 def watch(unit: Any) -> None:
-    """Tensors of ``unit`` are found from now on, until it is deleted. Local."""
+    """Detect tensors of ``unit`` in torch's norm until the unit is deleted. Local."""
     grads = [grad for _, grad, _ in unit.seen if grad is not None]
     _units[unit] = {id(grad): grad.data_ptr() for grad in grads}
     install()
 
 
 def install() -> None:
-    """Let torch's norm look for shards. Local; a second call does nothing."""
+    """Replace torch's norm. Local; a second call is a no-op."""
     if _undo:
         return
     found = getattr(clip_grad, TOTAL_NORM)
     cell = _function_cell(found)
-    if cell is not None:  # references that were imported before follow, too
+    if cell is not None:  # also changes references imported before
         theirs = cell.cell_contents
         cell.cell_contents = _looking_for_shards(theirs)
         _undo.append(lambda: setattr(cell, "cell_contents", theirs))
@@ -54,13 +53,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch's norm back. Local. The next unit that is made installs it anew."""
+    """Restore torch's norm. Local. Constructing another unit replaces it again."""
     while _undo:
         _undo.pop()()
 
 
 def _function_cell(wrapper: Any) -> CellType | None:
-    """Where torch's no_grad wrapper keeps the function that it calls."""
+    """The closure cell in which torch's no_grad wrapper holds its function."""
     names, cells = wrapper.__code__.co_freevars, wrapper.__closure__
     return cells[0] if names == ("func",) and cells else None
 
@@ -93,11 +92,12 @@ def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _global_norm(
     tensors: Sequence[Tensor], owners: dict[int, Any], rest: Any, norm_type: float
 ) -> Tensor:
-    """The norm of everything: ``tensors[i]`` is part of unit ``owners[i]``'s shard, ``rest`` is the
-    norm of the DTensors, and every rank holds the others whole. Collective over the units' groups.
+    """The global norm, 0-dim: ``tensors[i]`` lies in the shard of unit ``owners[i]``, ``rest`` is
+    the norm of the DTensors, and every rank holds the others whole. Collective over the units'
+    groups. ``ValueError``: ``norm_type < 0``.
     """
     if norm_type < 0:
-        raise ValueError(f"the norm of sharded tensors is of order 0 or more, not {norm_type}")
+        raise ValueError(f"norm_type of sharded tensors must be >= 0, got {norm_type}")
     combine = combine_of(norm_type)
     units = _concerned(owners)
     dtypes = [tensor.dtype for tensor in tensors] or [units[0].shard_params[0].dtype]
@@ -119,8 +119,8 @@ def _global_norm(
 
 
 def _concerned(owners: dict[int, Any]) -> list[Any]:
-    """The units that the call is about, in an order that is the same on all ranks: those of whole
-    models, for a rank may hold no element, and no gradient, of what others pass.
+    """The units of the call, in the same order on all ranks: all units of each model, because
+    other ranks may pass tensors of which this rank holds no element and no gradient.
     """
     found: dict[Any, None] = {}
     for unit in list(owners.values()) or _absent_units():
@@ -130,8 +130,8 @@ def _concerned(owners: dict[int, Any]) -> list[Any]:
 
 
 def _absent_units() -> list[Any]:
-    """For a call without any tensor, where one model is sharded and this rank holds nothing of
-    what has gradients on others: that model's units.
+    """For a call without tensors: the units of the only sharded model, if some of its parameters
+    have no elements on this rank, so that only other ranks have gradients.
     """
     trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
     if len(trees) != 1:
@@ -153,7 +153,7 @@ def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
 def _unit_sum(
     unit: Any, tensors: Sequence[Tensor], owners: dict[int, Any], norm_type: float
 ) -> float:
-    """This rank's part of one unit: the engine's loop for its own gradients, torch for the rest."""
+    """This rank's sum for one unit: by the engine for its gradients, by torch for other tensors."""
     places = _units[unit]
     covers = {id(grad): covers for _, grad, covers in unit.seen if grad is not None}
     mask = bytearray(len(unit.infos))
@@ -175,12 +175,12 @@ def _unit_sum(
     return float(combine_of(norm_type)(sums))
 
 
-# --- whose tensor is it --------------------------------------------------------------------------
+# --- which unit owns a tensor --------------------------------------------------------------------
 
 
 def _owners(tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """``{i: unit}`` for every ``tensors[i]`` that is a unit's sharded parameter, what is in the
-    ``.grad`` of one, or a view of either.
+    """``{i: unit}`` for every ``tensors[i]`` that is a unit's sharded parameter, its ``.grad`` or a
+    view of either.
     """
     known: dict[int, Any] = {}
     ranges: list[tuple[int, int, Any]] = []

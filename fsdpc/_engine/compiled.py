@@ -1,8 +1,8 @@
-"""Where torch.compile meets units.
+"""``torch.compile`` around units.
 
-A unit's own work (gathering, swapping what modules show) must happen outside of compiled code: the
-frame of ``forward`` is never traced, and what it calls is compiled by itself. A compiled module is
-wrapped as a whole, because it has bound the module inside before anybody could wrap that.
+A unit must gather and swap parameters outside of compiled code: the frame of ``forward`` is never
+traced, and its callees are compiled separately. A compiled module is wrapped as a whole, because
+the compiler binds the original module before that could be wrapped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_traced(function: Function) -> Function:
-    """Keep torch.compile out of ``function`` itself, but not out of what it calls. Costs nothing
-    per call and does not import the compiler.
+    """Make torch.compile skip the frame of ``function``, not its callees. Costs nothing per call
+    and does not import the compiler.
     """
     _torch.set_code_exec_strategy(function.__code__, _torch.SKIP_FRAME)
     marked: Any = function
@@ -34,14 +34,14 @@ def not_traced(function: Function) -> Function:
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, with torch.compile kept out of all that it calls: for what runs once."""
+    """``function(*args)`` without torch.compile, callees included: for calls that run once."""
     if _torch.COMPILER in sys.modules:
         function = torch.compiler.disable(function)
     return function(*args)
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, for a module that it returned; any other module itself."""
+    """The original module of a compiled one (``torch.compile``); any other module unchanged."""
     compiled = _torch.compiled_class()
     if compiled is not None and isinstance(module, compiled):
         return inside(_torch.compiled_from(module))

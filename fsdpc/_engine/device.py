@@ -1,7 +1,7 @@
-"""Which of the engine's devices serves a torch device: the CPU, or a GPU by its number.
+"""The engine's device for a torch device: the CPU, or a GPU by ordinal.
 
-``FSDPC_LIBCUDA`` may name a simulated driver, whose memory is host memory. Then modules on the CPU
-are sharded on its GPU 0, which is how the GPU's code is tested where there is none.
+``FSDPC_LIBCUDA`` may name a simulated driver, whose memory is host memory. Then CPU modules are
+sharded on its GPU 0, so that GPU code is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ CPU = torch.device("cpu")
 
 @cache
 def stand_in() -> bool:
-    """True where CPU modules are sharded on a simulated GPU. ``NotImplementedError`` when
-    the driver that ``FSDPC_LIBCUDA`` names does not work.
+    """True if CPU modules are sharded on a simulated GPU. Local. ``NotImplementedError``: the
+    driver named by ``FSDPC_LIBCUDA`` does not work.
     """
     return _C.stand_in()
 
 
 @cache
 def use_torch_allocator(ordinal: int) -> None:
-    """What units allocate on this GPU comes out of torch's cache, and counts in its figures. Local.
+    """Allocate units' memory on this GPU through torch's caching allocator and statistics. Local.
 
-    Slots of gathered parameters do not: they need the driver's own mappings. When they find no
-    memory, torch's unused blocks are given back first.
+    Slots of gathered parameters are excepted: they need driver mappings. If the driver is out of
+    memory, torch's cache is emptied first.
     """
 
     def alloc(size: int, stream: int) -> int:
@@ -41,7 +41,7 @@ def use_torch_allocator(ordinal: int) -> None:
 
 
 def engine_device(device: torch.device) -> int | None:
-    """Number of the GPU that shards modules on ``device``; None: the CPU does. Local."""
+    """Ordinal of the GPU that shards modules on ``device``; None for the CPU. Local."""
     if device.type == "cuda":
         _C.set_stream_function(current_raw_stream)
         ordinal = torch.cuda.current_device() if device.index is None else device.index
@@ -51,5 +51,5 @@ def engine_device(device: torch.device) -> int | None:
 
 
 def tensor_device(ordinal: int | None) -> torch.device:
-    """Where the tensors are that the engine's device with this number makes. Local."""
+    """The torch device of tensors made by the engine's device ``ordinal``. Local."""
     return CPU if ordinal is None or stand_in() else torch.device("cuda", ordinal)

@@ -1,6 +1,5 @@
-"""Tensors in what a module is called with: moved to the device that it computes on, cast to the
-dtype that it computes in. Containers and dataclasses are looked into; what needs no change is
-returned as the same object.
+"""Tensors in a module's arguments: moved to the compute device, cast to the compute dtype.
+Containers and dataclasses are traversed; a value without changes is returned as the same object.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _PLAIN = (int, float, str, bytes)
 def preparation(
     device: torch.device | None, dtype: torch.dtype | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments] | None:
-    """What to do with positional and keyword arguments: move all tensors, then cast floating ones;
-    None where there is nothing to do. Nothing is moved to a CPU.
+    """A function of positional and keyword arguments that moves all tensors to ``device`` (not to
+    a CPU), then casts floating ones to ``dtype``; None if there is nothing to do. Local.
     """
     moves = device is not None and device.type != "cpu"
     if moves and dtype is not None:
@@ -124,10 +123,10 @@ def _within_dataclass(change: Change, to: Any, value: Any) -> Any:
 
 def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:
     """``args`` and ``kwargs`` with a view in place of each tensor that requires a gradient and is
-    an argument, or in a tuple that is one: the view's autograd node belongs to this call alone.
+    an argument, or in a tuple argument: the view's autograd node is this call's alone.
 
-    One tensor gets one view, so that what was the same object stays so. Containers that a forward
-    may write into are handed on as they are.
+    Each tensor gets one view, so that equal objects stay equal. Containers that a forward may
+    mutate are passed unchanged.
     """
     views: dict[int, torch.Tensor] = {}
 

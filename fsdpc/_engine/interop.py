@@ -1,4 +1,4 @@
-"""Where torch tensors meet the engine: dtypes by name, tensors over the engine's memory."""
+"""Interoperation of torch and the engine: dtype names, tensors over the engine's memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAMES: dict[torch.dtype, str] = {
 }
 
 
-# Whether autocast is on for any kind of device; the cheapest way to ask.
+# Whether autocast is enabled for any device type, by the cheapest call.
 autocasts = _torch.is_any_autocast_enabled
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The engine's name of a dtype; "uint8" (opaque bytes) for what it only carries."""
+    """The engine's name of a dtype; "uint8" (opaque bytes) for dtypes without arithmetic there."""
     return _NAMES.get(dtype, "uint8")
 
 
@@ -35,7 +35,7 @@ def computes(dtype: torch.dtype) -> bool:
 
 
 def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
-    """A tensor over the memory of a DLPack capsule: no copy, a storage of its own."""
+    """A tensor over the memory of a DLPack capsule, without a copy, with a new storage."""
     tensor = from_dlpack(capsule)
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)
@@ -43,21 +43,19 @@ def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> t
 
 
 def version_counter(device: torch.device) -> torch.Tensor:
-    """A tensor whose version counter ``counted`` gives to others."""
+    """A tensor whose version counter ``counted`` shares with others."""
     return torch.empty(16, dtype=torch.uint8, device=device)
 
 
 def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``'s memory and shape in a tensor that shares the version counter of ``counter``."""
+    """A tensor with ``tensor``'s memory and shape and the version counter of ``counter``."""
     result = counter.view(tensor.dtype).detach()
     result.data = tensor
     return result
 
 
 def torch_functions() -> tuple[Any, ...]:
-    """What the engine's hooks call in torch, per step or per unit, in the order of
-    csrc/py/step/py_tree.c.
-    """
+    """torch's functions that the engine's hooks call, in the order of csrc/py/step/py_tree.c."""
     return (
         torch.Tensor,
         torch.nn.Parameter,

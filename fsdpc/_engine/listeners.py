@@ -1,10 +1,10 @@
-"""What the user hung on sharded parameters: post-accumulate-grad hooks, and optimizers that step in
+"""The user's post-accumulate-grad hooks on sharded parameters, and optimizers that step in
 backward.
 
-Sharded parameters take part in no autograd graph, so torch never calls these. The engine does, at
-the end of every synchronised backward, for each parameter that got a gradient on any rank, on every
-rank of the group: the reduced gradient is in ``.grad``. Where a rank holds no element of the
-parameter, that is an empty tensor while hooks run and None afterwards, and no optimizer steps.
+Sharded parameters are in no autograd graph, so torch never calls these. The engine calls them at
+the end of every synchronised backward, on every rank of the group, for each parameter that got a
+gradient on any rank: ``.grad`` holds the reduced gradient. On ranks without elements of the
+parameter ``.grad`` is an empty tensor while hooks run and None afterwards, and no optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fsdpc._engine.writeback import owner_of
 
 @torch.no_grad()
 def call_listeners(params: list[nn.Parameter]) -> None:
-    """Call what waits for the gradients of ``params`` (in module order), the last one first.
+    """Call the hooks and optimizers of ``params`` (in module order), last parameter first. Local.
 
     Hooks of ``register_post_accumulate_grad_hook`` come first, with the parameter as argument. Then
     the optimizers of ``torch.distributed.optim._apply_optimizer_in_backward`` step, and ``.grad``
-    is None afterwards, as without sharding. What a hook raises leaves ``backward()``.
+    is None afterwards, as without sharding. A hook's exception propagates from ``backward()``.
     """
     for param in reversed(params):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
@@ -39,30 +39,30 @@ def call_listeners(params: list[nn.Parameter]) -> None:
 
 
 def holds_nothing(param: nn.Parameter) -> bool:
-    """True for a sharded parameter all of whose elements are other ranks'."""
+    """True for a sharded parameter without elements on this rank, but with some on other ranks."""
     owner = owner_of(param) if param.numel() == 0 else None
     return owner is not None and owner.holds_nothing(param)
 
 
 def check_listeners(name: str, unit: str, param: nn.Parameter, use_orig_params: bool) -> None:
-    """Say at construction what will not be called.
+    """Warn at construction of hooks that will not be called. Local.
 
-    ``RuntimeError``: an optimizer in backward on a parameter that a flat one is about to replace.
+    ``RuntimeError``: an optimizer in backward on a parameter that a flat parameter will replace.
     """
     if not use_orig_params and param.__dict__.get("_in_backward_optimizers"):
         raise RuntimeError(
-            "FSDP optimizer in backward only supported with use_orig_params=True! Parameter "
-            f"{name!r} of unit {unit!r} has one, but a flat parameter takes its place: pass "
-            "use_orig_params=True, or apply the optimizer to model.parameters() after wrapping"
+            "FSDP optimizer in backward only supported with use_orig_params=True! A flat "
+            f"parameter replaces parameter {name!r} of unit {unit!r}: pass use_orig_params=True, "
+            "or apply the optimizer to model.parameters() after wrapping"
         )
     lost: Any = param._backward_hooks
     if not use_orig_params:
         lost = lost or param._post_accumulate_grad_hooks
     if lost:
         warnings.warn(
-            f"parameter {name!r} of unit {unit!r} has hooks that will not be called, because the "
-            "sharded parameter takes part in no autograd graph: use "
+            f"parameter {name!r} of unit {unit!r} has hooks that will not be called: the sharded "
+            "parameter is in no autograd graph. To see the reduced gradient, use "
             "register_post_accumulate_grad_hook on the parameters of the wrapped model (with "
-            "use_orig_params=True also before wrapping), which gets the reduced gradient",
+            "use_orig_params=True also before wrapping)",
             stacklevel=2,
         )

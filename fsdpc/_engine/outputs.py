@@ -1,4 +1,4 @@
-"""Outputs of a forward that are the unit's own memory."""
+"""Outputs of a forward that lie in the unit's gathered memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def copy_outputs(output: Any, begin: int, end: int) -> Any:
-    """``output`` with a copy, which autograd knows, in place of each tensor whose memory lies in
-    the addresses ``[begin, end)``.
+    """``output`` with a differentiable copy in place of each tensor whose memory lies in the
+    addresses ``[begin, end)``. Local.
 
-    Lists, dicts and dataclasses keep their identity and get new items; tuples and sets are made
-    anew. Each container is visited once.
+    Lists, dicts and dataclasses keep their identity and get new items; tuples and sets are
+    rebuilt. Each container is visited once.
     """
     return _Copies(begin, end).of(output)
 
@@ -22,12 +22,12 @@ class _Copies:
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
         self.done: dict[int, Any] = {}
-        self.kept: list[Any] = []  # ids stay unique while what they stand for lives
+        self.kept: list[Any] = []  # keeps objects alive, so that their ids stay unique
 
     def of(self, value: Any) -> Any:
         if id(value) not in self.done:
             self.kept.append(value)
-            self.done[id(value)] = value  # a container that holds itself
+            self.done[id(value)] = value  # for a container that contains itself
             self.done[id(value)] = self._copy(value)
         return self.done[id(value)]
 
@@ -57,5 +57,5 @@ class _Copies:
     def _is_own(self, tensor: torch.Tensor) -> bool:
         try:
             return self.begin <= tensor.data_ptr() < self.end
-        except RuntimeError:  # no memory: a meta tensor, say
+        except RuntimeError:  # no memory, e.g. a meta tensor
             return False

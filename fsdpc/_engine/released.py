@@ -1,7 +1,7 @@
-"""What a module shows in a parameter's place where there are no values to read: while its unit is
-released (``use_orig_params=False``), or while other units' forwards run (``use_orig_params=True``).
-These would compute with this rank's part, or with values whose gradient is not summed over the
-ranks, and whose changes other ranks may or may not see.
+"""Placeholders for parameters without readable values: while their unit is released
+(``use_orig_params=False``), or while other units' forwards run (``use_orig_params=True``). Without
+placeholders other units would compute with this rank's shard, or with values whose gradient is not
+reduced over the ranks and whose changes reach some ranks only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fsdpc import _C
 class ReleasedParameter(torch.Tensor):
     """Shape, dtype, device and ``requires_grad`` of a parameter without its values.
 
-    Everything that needs the values raises ``fsdpc.StateError``. Flags, hooks and the gradient are
-    those of ``sharded``, the user's own parameter, where there is one.
+    Any use of the values raises ``fsdpc.StateError``. Flags, hooks and the gradient are those of
+    ``sharded``, the user's sharded parameter, if given.
     """
 
     _fsdpc_refusal: str
@@ -41,9 +41,9 @@ class ReleasedParameter(torch.Tensor):
         self._fsdpc_sharded = sharded
         self._is_param = sharded is not None  # for isinstance(..., nn.Parameter)
         self._fsdpc_refusal = (
-            f"parameter {name!r} of unit {unit!r} is not gathered here: its values can be read in "
-            "the forward of its own unit and inside summon_full_params. Where another module uses "
-            "it (tied weights), wrap both in one unit, or call the module that owns it"
+            f"parameter {name!r} of unit {unit!r} is not gathered here: its values are readable in "
+            "the forward of its own unit and inside summon_full_params. If another module uses the "
+            "parameter (tied weights), wrap both modules in one unit, or call the owning module"
         )
         return self
 
@@ -68,7 +68,7 @@ class ReleasedParameter(torch.Tensor):
 
 
 def _pass_on(name: str) -> None:
-    """An attribute or method of the user's own parameter, where there is one."""
+    """Forward an attribute or method to the user's sharded parameter, if there is one."""
     plain = getattr(torch.Tensor, name)
 
     def method(self: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
@@ -100,4 +100,4 @@ def _find(args: Any, kwargs: Any) -> ReleasedParameter:
             return value
         if isinstance(value, list | tuple):
             pending.extend(value)
-    raise AssertionError("a released parameter among the arguments was expected")
+    raise AssertionError("no released parameter among the arguments")

@@ -1,10 +1,10 @@
 """The SHARDED form of one value: rows of a tensor, one block of rows per rank of a sharding group.
 
-Block ``r`` of ``shape`` over ``world`` ranks is ``torch.chunk``'s: ``ceil(shape[0] / world)`` rows
-each, the last ones fewer or none. This is not how a unit cuts its parameters (see
-``csrc/unit/layout.h``), but it is what torch's FSDP writes and what
-``torch.distributed.checkpoint`` reshards to another number of ranks. Values without rows (0-dim
-tensors) and without elements are not cut: every rank keeps them whole, as plain tensors.
+Block ``r`` of ``shape`` over ``world`` ranks is that of ``torch.chunk``: ``ceil(shape[0] / world)``
+rows each, the last blocks fewer or none. Units cut parameters in another way (see
+``csrc/unit/layout.h``), but torch's FSDP writes row blocks, and ``torch.distributed.checkpoint``
+reshards them to another number of ranks. Values without rows (0-dim tensors) or elements are not
+cut: every rank keeps them whole, as plain tensors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fsdpc._torch import ShardedTensor, ShardedTensorMetadata, ShardMetadata, Te
 
 
 def is_cut(shape: Sequence[int]) -> bool:
-    """Whether a value of this shape is cut into rows at all."""
+    """True if a value of this shape is cut into rows."""
     return len(shape) > 0 and all(size > 0 for size in shape)
 
 
 def rows(shape: Sequence[int], world: int, rank: int) -> tuple[int, int]:
-    """First row of a rank's block, and the row after its last one; equal when it has none."""
+    """First row and end row (exclusive) of a rank's block; equal for an empty block."""
     block = -(-shape[0] // world)
     return min(rank * block, shape[0]), min((rank + 1) * block, shape[0])
 
 
 def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's block: ``(0, *shape[1:])`` when it has no row."""
+    """Shape of a rank's block: ``(0, *shape[1:])`` for an empty block."""
     start, stop = rows(shape, world, rank)
     return (stop - start, *shape[1:])
 
@@ -44,17 +44,17 @@ def wrap_rows(
     pg: dist.ProcessGroup,
     mesh: DeviceMesh | None = None,
 ) -> ShardedTensor | DTensor:
-    """The distributed value of which ``local_rows`` is this rank's block; no copy. Local.
+    """The distributed value with ``local_rows`` as this rank's block, without a copy. Local.
 
-    Without ``mesh`` a ``ShardedTensor`` over ``pg``; with it a ``DTensor``, sharded over the mesh's
-    last dimension (the one whose group is ``pg``) and replicated over the others. ``ValueError``
-    when ``local_rows`` has not the block's shape.
+    Without ``mesh`` a ``ShardedTensor`` over ``pg``; with ``mesh`` a ``DTensor``, sharded over the
+    mesh's last dimension (whose group is ``pg``) and replicated over the others. ``ValueError``:
+    ``local_rows`` has another shape than the block.
     """
     expected = rows_shape(shape, pg.size(), pg.rank())
     if tuple(local_rows.shape) != expected:
         raise ValueError(
-            f"rank {pg.rank()}'s rows of a value of shape {tuple(shape)} have shape {expected} "
-            f"but got {tuple(local_rows.shape)}"
+            f"local_rows of a value of shape {tuple(shape)} must have shape {expected} on rank "
+            f"{pg.rank()}, got {tuple(local_rows.shape)}"
         )
     if mesh is None:
         return _sharded_tensor(local_rows, torch.Size(shape), pg)
@@ -70,7 +70,7 @@ def wrap_rows(
 
 
 def placements(mesh: DeviceMesh) -> list[Any]:
-    """How a value lies on a mesh: rows over the last dimension, copies over the others."""
+    """DTensor placements on a mesh: rows over the last dimension, copies over the others."""
     return [Replicate() for _ in range(mesh.ndim - 1)] + [Shard(0)]
 
 
@@ -99,8 +99,8 @@ def _sharded_tensor(
 
 
 def device_of(rank: int, local: torch.device) -> str:
-    """Where a global rank keeps its part, as a shard's metadata says it. Exact for this one;
-    others are taken to use their host's GPUs in turn. Local.
+    """A global rank's device in the format of shard metadata. Exact for this rank; assumes that
+    the ranks of other hosts use their GPUs in order. Local.
     """
     if local.type == "cpu":
         return f"rank:{rank}/cpu"
@@ -111,7 +111,7 @@ def device_of(rank: int, local: torch.device) -> str:
 
 
 def size_of(value: Any) -> tuple[int, ...]:
-    """The whole value's shape. A ShardedTensor is asked for its metadata: whatever goes through
+    """The whole value's shape; a ShardedTensor's from its metadata, because every call through
     torch's dispatch warns that the class is deprecated.
     """
     if isinstance(value, ShardedTensor):
@@ -127,7 +127,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def is_distributed(value: Any) -> bool:
-    """True for the two kinds of value that ``wrap_rows`` makes."""
+    """True for a ``ShardedTensor`` or ``DTensor``."""
     return isinstance(value, (ShardedTensor, DTensor))
 
 
@@ -139,13 +139,13 @@ def unwrap(
     name: str = "value",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """This rank's block of rows out of a ``ShardedTensor``, a ``DTensor`` or a full tensor; values
-    that are not cut come back whole.
+    """This rank's block of rows of a ``ShardedTensor``, ``DTensor`` or full tensor; values that are
+    not cut are returned whole.
 
-    Local, except for a DTensor that is placed in another way than ``wrap_rows`` does: it is
-    gathered, which every rank of its mesh must take part in. ``group``: whose ranks hold the rows
-    (by default, those of any value with as many of them). ``ValueError`` names the value:
-    another shape than ``shape``, or a ShardedTensor cut in another way. ``TypeError``: no tensor.
+    Local, except for a DTensor with other placements than those of ``wrap_rows``: gathering it is
+    collective over its mesh. ``group``: the ranks that hold the rows (default: any group of
+    ``world`` ranks). ``ValueError`` names the value: another shape than ``shape``, or a
+    ShardedTensor cut in another way. ``TypeError``: not a tensor.
     """
     if not isinstance(value, (torch.Tensor, ShardedTensor)):
         raise TypeError(f"{name}: expected a tensor but got {type(value).__name__}")
@@ -182,7 +182,9 @@ def _own_shard(
 
 
 def _lies_in_rows(value: DTensor, world: int, rank: int, group: dist.ProcessGroup | None) -> bool:
-    """The same answer on every rank of the mesh, since a value that does not is gathered."""
+    """True if ``to_local()`` is this rank's block. Equal on all ranks of the mesh, because
+    otherwise the value is gathered, which is collective.
+    """
     mesh = value.device_mesh
     last = mesh.ndim - 1
     if list(value.placements) != placements(mesh) or mesh.size(last) != world:

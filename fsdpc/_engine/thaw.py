@@ -1,7 +1,7 @@
-"""Parameters that were frozen when they were wrapped and are to be trained (gradual unfreezing).
+"""Parameters that were frozen at wrapping and are trained later (gradual unfreezing).
 
-The engine notices them when a forward begins. Their units then get memory for gradients, and the
-tree, which knows the sizes of all reductions, is made anew. Shards, Parameter objects, gathered
+The engine detects them when a forward begins. Their units then get memory for gradients, and the
+tree, which depends on the sizes of all reductions, is rebuilt. Shards, Parameter objects, gathered
 tensors, gradients and their order stay, so an optimizer's state for other parameters stays valid.
 """
 
@@ -15,14 +15,16 @@ from fsdpc._engine.interop import computes, over
 
 
 def unfrozen(unit: Any) -> list[int]:
-    """Which of ``unit.seen`` require a gradient and have no memory for one. Local."""
+    """Indices into ``unit.seen`` of parameters that require a gradient but have no memory for it.
+    Local.
+    """
     return [
         k for k, (param, grad, _) in enumerate(unit.seen) if grad is None and param.requires_grad
     ]
 
 
 def first(units: list[Any]) -> tuple[int, int]:
-    """The first unfrozen parameter: the unit's place in ``units``, its own in the unit. Local."""
+    """The first unfrozen parameter: its unit's index in ``units``, its index in the unit. Local."""
     for number, unit in enumerate(units):
         for k in unfrozen(unit):
             return number, unit.seen[k][2][0]
@@ -32,8 +34,8 @@ def first(units: list[Any]) -> tuple[int, int]:
 def agree(units: list[Any]) -> None:
     """Check that every rank unfreezes the same parameters. Collective over all the units' groups.
 
-    ``MismatchError`` names the first parameter that only some ranks unfreeze; ``TypeError``, before
-    anything is sent, one whose dtype cannot be trained.
+    ``MismatchError`` names the first parameter that only some ranks unfreeze. ``TypeError``, raised
+    before communication, names a parameter whose dtype cannot be trained.
     """
     names = list(_names(units))
     text = "\n".join(
@@ -60,14 +62,14 @@ def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
                     raise TypeError(
                         f"unit {unit.name}: parameter {name} was unfrozen but has dtype "
                         f"{unit.dtypes[i]}; fsdpc trains float32, bfloat16, float16 and float64. "
-                        "Freeze it again (requires_grad_(False))"
+                        "Freeze the parameter again (requires_grad_(False))"
                     )
                 yield unit.name or "(root)", name
 
 
 def thaw(unit: Any) -> None:
-    """Give ``unit``, which belongs to no tree, memory for the gradients of what was unfrozen. Every
-    rank of its groups does the same.
+    """Allocate gradients for the unfrozen parameters of ``unit``, which belongs to no tree. Local;
+    every rank of the unit's groups must make the call.
     """
     wanted = unfrozen(unit)
     if not wanted:
@@ -92,7 +94,7 @@ def thaw(unit: Any) -> None:
 
 
 def _renew(unit: Any, k: int, segment: int) -> None:
-    """A tensor over the gradient's new memory, in ``.grad`` where the old one was."""
+    """Make a tensor over the gradient's new memory, and replace the old one in ``.grad``."""
     param, old, covers = unit.seen[k]
     if unit.use_orig_params:
         shape = None if unit.is_sharded else unit.shapes[covers[0]]

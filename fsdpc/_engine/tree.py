@@ -15,21 +15,21 @@ _PREFETCH = {None: 0, "pre": 1, "post": 2}
 
 
 def _slots(variable: str) -> int:
-    """A positive number from the environment, 0 when unset."""
+    """A positive integer from the environment, 0 when unset. ``ValueError``: any other text."""
     text = os.environ.get(variable)
     if text is None:
         return 0
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{variable} must be a whole number of at least 1, got {text!r}")
+        raise ValueError(f"{variable} must be an integer >= 1, got {text!r}")
     return int(text)
 
 
 class Tree:
-    """Made at lazy initialisation of the root. Collective over the units' groups.
+    """The units of one root, built at its lazy initialisation. Collective over the units' groups.
 
-    ``units`` in module order (the root's own first), ``depths[i]`` their nesting depth among units.
+    ``units``: in module order, the root's unit first; ``depths[i]``: nesting depth among units.
     Environment: FSDPC_GATHER_SLOTS (per nesting level, default 2), FSDPC_REDUCE_SLOTS (default 2),
-    FSDPC_POISON=1 (released slots are filled with NaN).
+    FSDPC_POISON=1 (fill released slots with NaN). ``MismatchError``: ranks differ in any of these.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Tree:
 
     @property
     def training_state(self) -> str:
-        """Where the step is: "idle", "forward" or "backward"."""
+        """The phase of the step: "idle", "forward" or "backward"."""
         return self.core.phase
 
     @property
     def kind(self) -> str:
-        """How ranks reach each other: "shared" (they share memory), "wire" or "mixed"."""
+        """The units' exchange: "shared" (memory), "wire", "stream" (GPU), "mixed" or "none"."""
         return self.core.kind
 
     def memory_stats(self) -> dict[str, int]:
@@ -88,15 +88,15 @@ class Tree:
         return self.core.memory()
 
     def trace(self) -> list[dict[str, Any]]:
-        """The latest events, oldest first: op, phase, step, unit, bytes, time_ns."""
+        """The latest events, oldest first: op, phase, step, unit, bytes, time_ns. Local."""
         return self.core.trace()
 
     def clear_trace(self) -> None:
-        """Forgets the events so far."""
+        """Delete all recorded events. Local."""
         self.core.clear_trace()
 
     def detach(self) -> None:
-        """Undoes lazy initialisation: the units belong to no tree afterwards. Local."""
+        """Undo lazy initialisation: the units belong to no tree afterwards. Local."""
         self.core.detach()
         for unit in self.units:
             unit.tree = None

@@ -19,13 +19,13 @@ from fsdpc._engine.interop import computes, counted, dtype_name, over, version_c
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.whole import WholeValues
 
-# Called with each unit whose gradients have got memory.
+# Called with each unit after its gradients were allocated.
 ON_GRADS: list[Callable[[Any], None]] = []
 
 
 @dataclass
 class ParamInfo:
-    """A parameter of a unit and every place where it is registered (tied weights: several)."""
+    """A parameter of a unit and all its registration sites (several for tied weights)."""
 
     name: str
     param: nn.Parameter
@@ -35,11 +35,12 @@ class ParamInfo:
 class Unit(WholeValues):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
 
-    Collective over the shard group (and the replicas). Takes this rank's slices of the current
-    values, frees the originals and installs the sharded state: with ``use_orig_params`` the
-    parameters become 1-D views of their part of the shard (no elements if there is none; whole and
-    in their own shapes where one rank shards alone), otherwise ``flat_params`` stand for them.
-    MismatchError when ranks differ in names, shapes, dtypes or options.
+    Collective over the shard group and the replicate group. Copies this rank's slices of the
+    current values, frees the originals and installs the sharded state: with ``use_orig_params``
+    the parameters become 1-D views of their elements in this rank's shard (perhaps none; whole, in
+    the original shapes, in a group of one rank), otherwise ``flat_params`` replace them.
+    ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
+    parameter's dtype is not a float of 16, 32 or 64 bits.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class Unit(WholeValues):
             reshard=reshard_after_forward,
             offload=offload,
         )
-        # Where its shard is; what is gathered is on `device`.
+        # Device of the shard; gathered parameters are on `device`.
         self.own_device = CPU if self.flat.offloaded else self.device
         self.scatter_full([info.param for info in infos])
         self._versions = version_counter(self.device)
         self.full = [self._make_full(i) for i in range(len(infos))]
-        # What modules show while the unit is released, or while other units' forwards run.
+        # In modules while the unit is released, or while other units' forwards run.
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
-        self.flat_segments: list[dict[str, Any]] = []  # how each of them is cut
+        self.flat_segments: list[dict[str, Any]] = []  # the layout of each
         self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
-        self.views: list[Tensor] = []  # over the shard, one for each of them
+        self.views: list[Tensor] = []  # over the shard, one per entry of _seen
         if use_orig_params:
             self._shard_originals()
         else:
@@ -107,7 +108,7 @@ class Unit(WholeValues):
         self.post_forward_hook = self.flat.hook("post_forward")
 
     def announce_grads(self) -> None:
-        """To be called when gradients have got memory, or other memory. Local."""
+        """Call ``ON_GRADS`` after gradients were allocated or moved. Local."""
         for call in ON_GRADS:
             call(self)
 
@@ -176,7 +177,7 @@ class Unit(WholeValues):
         )
 
     def _watched(self) -> list[int]:
-        """Trainable parameters of the first registered module: the last to get gradients."""
+        """Trainable parameters of the first registered module: they get gradients last."""
         trainable = [i for i in range(len(self.infos)) if self.trainable[i]]
         owners = [self.infos[i].sites[0][0] for i in trainable]
         return [i for i, owner in zip(trainable, owners, strict=True) if owner is owners[0]]
@@ -199,7 +200,7 @@ class Unit(WholeValues):
         by_segment: dict[int, list[int]] = {}
         for i, row in enumerate(layout["params"]):
             by_segment.setdefault(row["segment"], []).append(i)
-        # The trainable one first: it is `_flat_param`, as in torch.
+        # The trainable segment first: its flat parameter is `_flat_param`, as in torch.
         order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
         self.flat_segments = [layout["segments"][s] for s in order]
         for s in order:
@@ -235,12 +236,12 @@ class Unit(WholeValues):
         )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.take_over(this())
-        # Full tensor -> torch's hook -> engine -> full tensor: a cycle that gc cannot see.
+        # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
         weakref.finalize(self, self.flat.unbind)
 
     def _lower_grads(self) -> None:
-        """keep_low_precision_grads: what the optimizer sees is in the compute dtype. The sums stay
-        as they are; the next backward takes the values back up.
+        """keep_low_precision_grads: ``.grad`` gets the compute dtype for the optimizer. The fp32
+        sums stay; the next backward adopts the values of ``.grad``.
         """
         for param, view, _ in self._seen:
             if view is not None and param.grad is view and view.dtype != self.param_dtype:
@@ -252,7 +253,7 @@ class Unit(WholeValues):
 
     @property
     def name(self) -> str:
-        """The unit's place in the model; every error and trace entry says it."""
+        """The unit's module name in the model, in every error and trace entry."""
         return self._name
 
     @name.setter
@@ -266,8 +267,8 @@ class Unit(WholeValues):
 
     @property
     def seen(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
-        """What an optimizer gets, the tensor over its gradient (None: frozen), and the parameters
-        that it stands for.
+        """For each of ``shard_params``: the parameter, the tensor over its gradient (None: frozen),
+        and the indices of the original parameters that it covers.
         """
         return self._seen
 
@@ -294,19 +295,19 @@ class Unit(WholeValues):
 
     @property
     def state(self) -> str:
-        """What it does now: "idle", "forward", "backward" or "summoned"."""
+        """The unit's phase: "idle", "forward", "backward" or "summoned"."""
         if self.summoned:
             return "summoned"
         return self.tree.training_state if self.tree is not None else "idle"
 
     def forward_failed(self) -> None:
-        """To be called when the module's forward raised; the exception goes on."""
+        """Clean up after the module's forward raised; the caller re-raises. Local."""
         self.flat.forward_failed()
 
-    # --- what the modules show -------------------------------------------------------------------
+    # --- parameters in the modules ---------------------------------------------------------------
 
     def install_full(self, full: Sequence[Tensor]) -> None:
-        """Module entries become parameters over these tensors (summon_full_params). Local."""
+        """Register new parameters over full tensors (original shapes, storage dtypes). Local."""
         for i, info in enumerate(self.infos):
             param = nn.Parameter(full[i], requires_grad=self.trainable[i])
             for module, attribute in info.sites:
@@ -315,32 +316,32 @@ class Unit(WholeValues):
         self.summoned = self.flat.shown = True
 
     def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The user's Parameters as they are: data and gradient of each, for ``put_own_back``. Local
+        """Data and gradient of each of the user's Parameters, for ``put_own_back``. Local
         (``use_orig_params=True``).
         """
         return [(param.data, param.grad) for param in self.shard_params]
 
     def show_own(self, full: Sequence[Tensor]) -> None:
-        """The user's Parameters show these tensors, without gradients. Local."""
+        """Set the data of the user's Parameters to full tensors, without gradients. Local."""
         for info, tensor in zip(self.infos, full, strict=True):
             info.param.grad = None
             info.param.data = tensor
         self.summoned = self.flat.shown = True
 
     def put_own_back(self, before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Undoes ``show_own``. Local."""
+        """Undo ``show_own``. Local."""
         for param, (data, grad) in zip(self.shard_params, before, strict=True):
             param.grad = None
             param.data = data
             if grad is None or grad.dtype == param.dtype:
                 param.grad = grad
-            else:  # a low-precision one, which torch takes in the parameter's dtype only
+            else:  # low precision; torch accepts .grad in the parameter's dtype only
                 low, grad.data = grad.data, torch.empty_like(data)
                 param.grad = grad
                 grad.data = low
 
     def install_sharded(self) -> None:
-        """Back to the sharded state. Local."""
+        """Register the sharded parameters again. Local."""
         for i, info in enumerate(self.infos):
             for module, attribute in info.sites:
                 if self.use_orig_params:
@@ -365,14 +366,14 @@ class Unit(WholeValues):
         return bytes(mask)
 
     def holds_nothing(self, param: nn.Parameter) -> bool:
-        """True where other ranks hold all elements of ``param``: no gradient is shown here."""
+        """True if all elements of ``param`` are on other ranks: ``.grad`` is None here. Local."""
         if param.numel() > 0 or not self.is_sharded:
             return False
         covers = next((covers for seen, _, covers in self._seen if seen is param), ())
         return any(self.shapes[i].numel() > 0 for i in covers)
 
     def grad_norm_sums(self, norm_type: float) -> float:
-        """sum |g|^p over this rank's part (max |g| for inf); each element once per shard group."""
+        """sum |g|^p over this rank's shard (max |g| for inf); each element once per shard group."""
         self.flat.adopt_grads()
         mask = self._grad_mask()
         if norm_type == float("inf"):
@@ -383,16 +384,16 @@ class Unit(WholeValues):
         return total
 
     def begin_scaling(self) -> bytes:
-        """Which parameters have a gradient on this rank, made the unit's own. Local."""
+        """Adopt this rank's gradients; returns the mask of parameters that have one. Local."""
         self.flat.adopt_grads()
         return self._grad_mask()
 
     def end_scaling(self) -> None:
-        """After somebody has scaled the gradients. Local."""
+        """Restore low-precision gradients after scaling. Local."""
         self._keep_low()
 
     def scale_grads(self, factor: float) -> None:
-        """Multiplies this rank's gradients in place."""
+        """Multiply this rank's gradients in place. Local."""
         self.flat.adopt_grads()
         self.flat.scale_grads(self._grad_mask(), factor)
         self._keep_low()

@@ -1,6 +1,6 @@
-"""Whole values of a unit's parameters and gradients: out of the shards, and back into them.
+"""Full values of a unit's parameters and gradients: gathered from the shards and written back.
 
-They are private copies, on the unit's device unless another one is asked for.
+They are private copies, on the unit's device by default.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WholeValues:
     holds_nothing: Any
 
     def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
-        """Private full copies, original shapes, storage dtypes, on the unit's device or ``to``.
-        Collective over the shard group.
+        """Private full copies of the parameters in original shapes and storage dtypes, on the
+        unit's device or ``to``. Collective over the shard group.
         """
         _writeback.take_over(self)
         full = self._empty(self.shapes, to)
@@ -50,14 +50,14 @@ class WholeValues:
         ]
 
     def attend_gather(self) -> None:
-        """Other ranks' ``gather_full``, of which this rank keeps nothing. Collective."""
+        """Take part in other ranks' ``gather_full`` without keeping values. Collective."""
         _writeback.take_over(self)
         self.flat.read([None] * len(self.infos))
 
     def read_rows(self, to: torch.device | None = None) -> list[Tensor]:
-        """This rank's block of rows of each parameter (see ``_sharded``), whole parameters where
-        there are no rows; private copies in storage dtypes, on the unit's device or ``to``.
-        Collective over the shard group.
+        """This rank's block of rows of each parameter (see ``rows.py``), whole parameters if they
+        have no rows: private copies in storage dtypes, on the unit's device or ``to``. Collective
+        over the shard group.
         """
         _writeback.take_over(self)
         rank, world = self.groups.shard.rank, self.groups.shard.world
@@ -70,8 +70,8 @@ class WholeValues:
         return rows
 
     def write_rows(self, rows: Sequence[Tensor]) -> None:
-        """The reverse: every rank's rows become the parameters' values. Collective over the shard
-        group. ``ValueError``: a shape other than that of ``read_rows``.
+        """Write the parameters from every rank's rows, as ``read_rows`` returns them. Collective
+        over the shard group. ``ValueError``: another shape than that of ``read_rows``.
         """
         rank, world = self.groups.shard.rank, self.groups.shard.world
         values = []
@@ -81,7 +81,7 @@ class WholeValues:
             if tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"unit {self.name}: rank {rank}'s rows of parameter {self.infos[i].name} have "
-                    f"shape {shape}, the new value {tuple(tensor.shape)}"
+                    f"shape {shape}, but the new value has shape {tuple(tensor.shape)}"
                 )
             values.append(self._own(tensor, i))
             if not cut:
@@ -100,23 +100,25 @@ class WholeValues:
         return blocks, tensors
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
-        """Writes this rank's slices of full tensors into the shard. Local."""
+        """Write this rank's slices of full tensors (original shapes) into the shard. Local.
+        ``ValueError``: another shape.
+        """
         for i, tensor in enumerate(full):
             value = tensor.detach()
             if value.shape != self.shapes[i]:
                 raise ValueError(
                     f"unit {self.name}: parameter {self.infos[i].name} has shape "
-                    f"{tuple(self.shapes[i])}, the new value {tuple(value.shape)}"
+                    f"{tuple(self.shapes[i])}, but the new value has shape {tuple(value.shape)}"
                 )
             self.flat.write(i, self._own(value, i))
 
     def _own(self, value: Tensor, i: int) -> Tensor:
-        """A new value of a parameter as the engine takes it."""
+        """``value`` contiguous, on the unit's device, in the storage dtype of parameter ``i``."""
         return value.detach().to(self.device, self.dtypes[i]).contiguous()
 
     def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:
-        """Full gradients, None where no rank has one, on the unit's device or ``to``. Collective
-        over the shard group.
+        """Full gradients in original shapes and storage dtypes, None if no rank has one, on the
+        unit's device or ``to``. Collective over the shard group.
         """
         self.flat.adopt_grads()
         have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
@@ -132,7 +134,7 @@ class WholeValues:
         return grads
 
     def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Writes this rank's slices of full gradients; None clears the gradient. Local."""
+        """Write this rank's slices of full gradients; None clears the gradient. Local."""
         for i, grad in enumerate(grads):
             if grad is not None:
                 self.flat.write(i, self._own(grad, i), grad=True)

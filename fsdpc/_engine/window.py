@@ -1,5 +1,5 @@
-"""Moves elements from the ranks that hold them to those that want them, through a window of limited
-size, so that a tensor that is spread over ranks is never whole anywhere unless it is wanted whole.
+"""Move elements from the ranks that hold them to those that want them, through a window of bounded
+size, so that no rank holds more of a sharded tensor than it wants.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 WINDOW_BYTES = 4 << 20
-LEAST_NUMEL = 8192  # per rank: fewer would make the collectives' own cost felt
+LEAST_NUMEL = 8192  # per rank: below this, latency of the collectives dominates
 
 
 @dataclass(frozen=True)
 class Run:
-    """``length`` elements of a rank's piece from ``place`` on: a target's from ``begin`` on."""
+    """Elements ``[place, place + length)`` of a rank's piece are ``target``'s from ``begin``."""
 
     rank: int
     place: int
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Wanted:
-    """This rank wants a target's elements from ``begin`` on in ``values``, 1-D."""
+    """This rank wants a target's elements from ``begin`` on in ``values``, a 1-D tensor."""
 
     begin: int
     values: torch.Tensor
@@ -43,9 +43,11 @@ def gather(
     what: str,
     device: torch.device,
 ) -> None:
-    """Collective. Every rank has a piece of ``piece`` elements; ``fill(part, start)`` writes this
-    rank's from ``start`` on into ``part``. ``runs`` say, equally on all ranks, what they are. The
-    window is on ``device``, the communicator's.
+    """Gather ``wanted`` elements from all ranks' pieces. Collective.
+
+    Every rank has a piece of ``piece`` elements; ``fill(part, start)`` copies this rank's elements
+    from ``start`` on into ``part``. ``runs``, equal on all ranks, map pieces to targets. The window
+    is on ``device``, the communicator's.
     """
     room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
     memory = torch.empty(comm.world * room, dtype=dtype, device=device)
@@ -78,8 +80,8 @@ def broadcast(
     what: str,
     device: torch.device,
 ) -> None:
-    """Collective. Rank 0's elements, a flat contiguous tensor that the others do not have. They
-    travel on ``device``, the communicator's.
+    """Broadcast rank 0's ``whole``, a flat contiguous tensor (None on other ranks), through a
+    window on ``device``, the communicator's; each rank keeps what it wants. Collective.
     """
     dtype = want.values.dtype
     room = max(1, min(numel, WINDOW_BYTES // dtype.itemsize))

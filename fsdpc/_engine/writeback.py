@@ -1,6 +1,6 @@
-"""Sharded parameters that the user changed between steps: ``p.data = ...``, another Parameter in a
-module's place. Their values go into the shard before it is read next; the engine notices them when
-a forward begins, everything that reads full values asks.
+"""Sharded parameters that the user changed between steps: ``p.data = ...``, or another Parameter in
+the module. Their values are copied into the shard before its next read: the engine detects changes
+when a forward begins, and every read of full values checks for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdpc import _C
 
-# Which unit shards a parameter. Weak on both sides: neither the table nor a deleted model keeps
-# the other alive.
+# The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -31,13 +30,12 @@ def owner_of(param: Any) -> Any:
 
 
 def take_over(unit: Any) -> None:
-    """Bring the shard up to date with what the user did to ``unit``'s parameters. Local.
+    """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
-    New values have the shape of this rank's part, or, for a parameter of its own
-    (``use_orig_params=True``), that of the whole parameter on every rank. ``RuntimeError`` for
-    another shape, torch's "Cannot writeback when the parameter shape changes";
-    ``NotImplementedError`` where only some places of a tied parameter changed; ``StateError`` for
-    a parameter that was deleted.
+    New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
+    parameter on every rank. ``RuntimeError``: another shape, torch's "Cannot writeback when the
+    parameter shape changes". ``NotImplementedError``: only some sites of a tied parameter changed.
+    ``StateError``: a parameter was deleted. ``ValueError``: another unit's parameter replaced one.
     """
     if unit.summoned:
         return
@@ -61,13 +59,13 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
     if any(param is None for param in found):
         raise _C.StateError(
             f"{what} is no longer registered in its module on rank {rank}: delete or replace "
-            "parameters before wrapping, or freeze the parameter and leave it there"
+            "parameters before wrapping, or keep the parameter and freeze it"
         )
     new = found[0]
     if any(param is not new for param in found):
         raise NotImplementedError(
-            f"Changing shared parameters is not supported yet: {what} is tied, and only some of "
-            "its places hold a new Parameter; put the same one at all of them"
+            f"Changing shared parameters is not supported yet: {what} is tied, but only some of "
+            "its modules hold a new Parameter; assign the same Parameter in all of them"
         )
     owner = owner_of(new)
     if owner is not None:
@@ -88,7 +86,7 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
 
 @torch.no_grad()
 def _write(unit: Any, index: int, value: torch.Tensor) -> None:
-    """New values of the ``index``-th seen parameter into the shard."""
+    """Copy new values of ``unit.seen[index]`` into the shard."""
     view, (_, _, covers) = unit.views[index], unit.seen[index]
     if value.shape == view.shape:
         view.copy_(value)

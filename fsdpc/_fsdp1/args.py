@@ -59,8 +59,8 @@ def check_model(call: str, model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{call}: the model must be an nn.Module but got {type(model).__name__}; are the "
-            "arguments in the right order?"
+            f"{call}: the model must be an nn.Module but got {type(model).__name__}; check the "
+            "order of the arguments"
         )
 
 
@@ -68,8 +68,8 @@ def check_optimizer(call: str, optim: Any) -> None:
     """The optimizer that a call is about, of whatever class. ``TypeError`` as ``check_model``."""
     if not hasattr(optim, "param_groups"):
         raise TypeError(
-            f"{call}: optim must be an optimizer but got {type(optim).__name__}; are the "
-            "arguments in the right order?"
+            f"{call}: optim must be an optimizer but got {type(optim).__name__}; check the order "
+            "of the arguments"
         )
 
 
@@ -165,7 +165,7 @@ def resolve_groups(
         raise ValueError(
             "Expected process_group to be a dist.ProcessGroup or None with "
             f"{strategy or ShardingStrategy.FULL_SHARD} but got {type(process_group)}; a pair of "
-            "groups belongs to HYBRID_SHARD and _HYBRID_SHARD_ZERO2"
+            "groups needs HYBRID_SHARD or _HYBRID_SHARD_ZERO2"
         )
     return GroupChoice(process_group, None)
 

@@ -99,8 +99,8 @@ def _check_replicated(module: nn.Module, name: str, ignored: Ignored, unit_name:
         if param not in ignored.params and owner_of(param) is None:
             raise ValueError(
                 f"parameter {join(name, inner)!r} of unit {unit_name!r} is replicated by "
-                "DistributedDataParallel, and one of the two only can average its gradient: list "
-                "that module in ignored_modules, or wrap what is inside it"
+                "DistributedDataParallel, but only one of DDP and FSDP can average its gradient: "
+                "list the DDP module in ignored_modules, or wrap the module inside DDP"
             )
 
 
@@ -109,14 +109,14 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
     if owner is not None:
         raise ValueError(
             f"parameter {name!r} of unit {unit_name!r} is tied to a parameter of unit "
-            f"{owner.name!r}, and each unit shards alone, so the tie would break: wrap so that "
-            "both uses are in one unit (leave the tied modules out of the wrap policy), or put "
-            "the parameter in ignored_states"
+            f"{owner.name!r}, but only one unit can shard a parameter: wrap the tied modules in "
+            "one unit (leave them out of the wrap policy), or list the parameter in "
+            "ignored_states"
         )
     if isinstance(param, FlatParameter) or getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"parameter {name!r} of unit {unit_name!r} belongs to torch's "
-            "FullyShardedDataParallel: wrap a module with one of the two only"
+            "FullyShardedDataParallel: wrap the module with torch's class or fsdpc's, not both"
         )
     if hasattr(param, "placements") and hasattr(param, "device_mesh"):
         names = param.device_mesh.mesh_dim_names  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _check_memory(infos: list[ParamInfo], unit_name: str) -> None:
         if info.param.is_meta:
             raise RuntimeError(
                 f"parameter {info.name!r} of unit {unit_name!r} is still on the meta device: "
-                "param_init_fn left it there"
+                "param_init_fn must materialise it"
             )
 
 
@@ -243,8 +243,8 @@ def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _broadcast(comm: Any, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.is_meta:
         raise RuntimeError(
-            f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; modules that "
-            "are ignored are not materialised: give them memory before wrapping"
+            f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; ignored "
+            "modules are not materialised: call to_empty() on them before wrapping"
         )
     if tensor.numel() == 0:
         return

@@ -156,7 +156,7 @@ class _Turns:
             if some is None:
                 raise _C.MismatchError(
                     f"{what}: the ranks of the process group called hooks of different units "
-                    f"(rank {self.comm.rank} has none left)"
+                    f"(rank {self.comm.rank} has no call left)"
                 )
             if not any(some):
                 return

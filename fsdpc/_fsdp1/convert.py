@@ -75,9 +75,9 @@ def _warn_of_format(unit_name: str, names: list[str]) -> None:
         shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         warnings.warn(
             f"channels_last is not kept for parameters {shown} of unit {unit_name!r}: gathered "
-            "weights are contiguous, which changes no values, but convolutions convert them in "
-            "every call. Inputs and buffers keep the format; list these modules in "
-            "ignored_modules to keep theirs",
+            "weights are contiguous. Values do not change, but convolutions convert the weights "
+            "in every call. Inputs and buffers keep the format; to keep the weights' format, list "
+            "their modules in ignored_modules",
             stacklevel=5,
         )
 

@@ -126,7 +126,7 @@ def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
         if id(flat) in memo:
             raise TypeError(
                 f"the flat parameter of unit {unit.name!r} was copied before its model: copy the "
-                "model first, then what refers to its parameters (an optimizer)"
+                "model first, then objects that refer to its parameters (optimizers)"
             )
         memo[id(flat)] = made[0]
     return made
@@ -140,9 +140,8 @@ def _infos(unit: Any, stand_ins: list[nn.Parameter], memo: Memo) -> list[ParamIn
             copied = memo.get(id(module))
             if not isinstance(copied, nn.Module) or copied is module:
                 raise TypeError(
-                    f"parameter {info.name!r} of unit {unit.name!r}: its module "
-                    f"{type(module).__name__} has a __deepcopy__ of its own that does not copy it, "
-                    "so the copy of the model has no place for the parameter"
+                    f"parameter {info.name!r} of unit {unit.name!r} was not copied: "
+                    f"{type(module).__name__}.__deepcopy__ must copy the module's parameters"
                 )
             sites.append((copied, name))
         infos.append(ParamInfo(info.name, param, sites))

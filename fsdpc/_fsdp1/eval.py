@@ -73,7 +73,7 @@ def _full_parameters(member: Any) -> Iterator[None]:
 def _refuse(unit: str, name: str, grad: torch.Tensor) -> None:
     raise RuntimeError(
         f"backward through parameter {name!r} of unit {unit!r}, whose forward ran in eval mode "
-        "with FSDP_USE_FULL_PREC_IN_EVAL=1: call train() before a forward that is to be trained, "
+        "with FSDP_USE_FULL_PREC_IN_EVAL=1: call train() before a forward that needs a backward, "
         "freeze the parameter, or unset the variable"
     )
 

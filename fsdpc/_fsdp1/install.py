@@ -155,7 +155,7 @@ def _redirect_constructor() -> None:
             raise RuntimeError(
                 f"{type(self).__name__} was derived from torch's {NAME} before fsdpc.install(): "
                 "call fsdpc.install() before the class is defined, or fsdpc.uninstall() to use "
-                "torch's"
+                "torch's FSDP"
             )
         self.__class__ = FSDP
         self.__init__(*args, **kwargs)

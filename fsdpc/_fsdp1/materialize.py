@@ -87,8 +87,8 @@ def _reset_all(modules: list[tuple[str, nn.Module]], device: torch.device, warn:
     if warn and unwritten:
         warnings.warn(
             f"materialising the meta-device module left these values unwritten: {unwritten}. "
-            "Their modules' reset_parameters() does not set them: set them there, pass "
-            "param_init_fn, or load a state dict before the first step.",
+            "Set them in their modules' reset_parameters(), pass param_init_fn, or load a state "
+            "dict before the first step.",
             stacklevel=5,
         )
 

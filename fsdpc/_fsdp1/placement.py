@@ -161,16 +161,16 @@ def _check_usable(device: torch.device, unit_name: str, rank: int) -> None:
     reason = why_not(device)
     if reason is not None:
         raise RuntimeError(
-            f"unit {unit_name!r} has parameters on {device} on rank {rank}, but {reason}; move the "
-            "module to the CPU to train it there"
+            f"unit {unit_name!r} has parameters on {device} on rank {rank}, but {reason}; to train "
+            "on the CPU, move the module there"
         )
 
 
 def _warn_of_current(device: torch.device, unit_name: str) -> None:
     warnings.warn(
         f"unit {unit_name!r} is on {device}, but torch's current CUDA device is "
-        f"{torch.cuda.current_device()}: threads that run the unit make {device} the current one. "
-        f"Call torch.cuda.set_device({device.index}) before wrapping to have it so everywhere.",
+        f"{torch.cuda.current_device()}: threads that run the unit switch to {device}. To make "
+        f"{device} current everywhere, call torch.cuda.set_device({device.index}) before wrapping.",
         stacklevel=5,
     )
 
@@ -179,6 +179,6 @@ def _warn_of_cpu() -> None:
     warnings.warn(
         "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on "
         "CPU, and train there. Pass the `device_id` argument, or move the module to the GPU before "
-        "wrapping it, to train on the GPU; pass device_id=torch.device('cpu') if the CPU is meant.",
+        "wrapping it, to train on the GPU; pass device_id=torch.device('cpu') to train on the CPU.",
         stacklevel=5,
     )

@@ -109,8 +109,8 @@ def _leave_tree(member: Any, root: Any) -> None:
     if tree is not None and tree.training_state != "idle":
         raise _C.StateError(
             f"unit {member._unit.name!r} is in {tree.training_state} as part of another model on "
-            f"rank {member.rank}, so {type(root.module).__name__} cannot use it now: finish that "
-            "model's step first, or give each model units of its own (copy.deepcopy)"
+            f"rank {member.rank}, so {type(root.module).__name__} cannot use it now: finish the "
+            "other model's step first, or give each model its own units (copy.deepcopy)"
         )
     before = None if member._root is None else member._root()
     if before is not None:
@@ -154,7 +154,7 @@ def _check_one_device(members: list[Any]) -> None:
     if len(names) > 1:
         said = ", ".join(f"{name or '(root)'!r} on {device}" for device, name in names.items())
         raise ValueError(
-            f"the units of a model must be on one device, but there are {said}: pass the same "
+            f"the units of a model must be on one device, but found {said}: pass the same "
             "device_id to every FullyShardedDataParallel of a model"
         )
 

@@ -148,10 +148,10 @@ def _check_unchanged(unit: Any, before: Tensors) -> None:
         same = new is not None and new.shape == old.shape and new.dtype == old.dtype
         if not same or not torch.equal(_bits(new.detach()), _bits(old)):
             raise AssertionError(
-                f"parameter {info.name!r} of unit {unit.name!r} was changed by summon_full_params "
-                "during a forward or backward on rank "
-                f"{unit.groups.shard.rank}, which others may have begun with the old values: "
-                "change it between steps, or pass writeback=False to drop the change"
+                f"parameter {info.name!r} of unit {unit.name!r} was changed inside "
+                "summon_full_params during a forward or backward on rank "
+                f"{unit.groups.shard.rank}, but other ranks may already use the old values: change "
+                "the parameter between steps, or pass writeback=False to drop the change"
             )
 
 

@@ -49,13 +49,14 @@ def test_an_optimizer_of_other_parameters(rank, world, use_orig_params):
     optimizer.step()
     if use_orig_params:
         FSDP.optim_state_dict(model, optimizer)
-        text = r"parameter 'embed.weight' of unit .*is not in the model given"
+        text = r"parameter 'embed.weight' of unit .*is not in the given model"
         with pytest.raises(KeyError, match=text):
             FSDP.optim_state_dict(other, optimizer)
         return
     text = (
-        r"made before the model was wrapped: it holds parameter 'embed\.weight' of unit .*its "
-        r"steps change nothing\. Make the optimizer from model\.parameters\(\) after wrapping"
+        r"made before the model was wrapped: a flat parameter has replaced parameter "
+        r"'embed\.weight' of unit .*steps change nothing\. Make the optimizer from "
+        r"model\.parameters\(\) after wrapping"
     )
     with pytest.raises(KeyError, match=text):
         FSDP.optim_state_dict(model, optimizer)
@@ -70,8 +71,8 @@ def test_swapped_arguments_are_named(rank, world):
     model = wrap_blocks("fsdpc", toy())
     optimizer = torch.optim.Adam(model.parameters())
     state = FSDP.optim_state_dict(model, optimizer)
-    of_model = r"optim_state_dict.*the model must be an nn\.Module but got {}; are the arguments"
-    of_optim = r"optim_state_dict.*optim must be an optimizer but got {}; are the arguments"
+    of_model = r"optim_state_dict.*the model must be an nn\.Module but got {}; check the order"
+    of_optim = r"optim_state_dict.*optim must be an optimizer but got {}; check the order"
     for call, text in [
         (lambda: FSDP.optim_state_dict(optimizer, model), of_model.format("Adam")),
         (lambda: FSDP.optim_state_dict(model, state), of_optim.format("dict")),

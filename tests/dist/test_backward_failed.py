@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 ZEROS = pytest.mark.parametrize("to_none", [True, False])
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
-IN_BACKWARD = r"unit '.+' is in backward on rank \d: a state dict is saved and loaded between steps"
+IN_BACKWARD = r"unit '.+' is in backward on rank \d: save and load state dicts between steps"
 
 
 class Planted(Exception):

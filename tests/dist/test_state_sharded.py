@@ -342,7 +342,7 @@ def test_inside_summon_on_rank_0(rank, world, kind):
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     with type(model).summon_full_params(model, rank0_only=True, writeback=False):
         with typed(model, kind):
-            with pytest.raises(RuntimeError, match="the other ranks have no full parameters"):
+            with pytest.raises(RuntimeError, match="ranks other than 0 have no full parameters"):
                 model.state_dict()
         with typed(model, FULL, FullStateDictConfig(rank0_only=True)):
             same(model.state_dict(), toy().state_dict() if rank == 0 else {})

@@ -101,12 +101,12 @@ def _stranger(param: nn.Parameter) -> str:
     name = f"parameter {place.name!r} of unit {unit.name!r}"
     if unit.use_orig_params:
         return (
-            f"the optimizer holds {name}, which is not in the model given: pass the model whose "
+            f"the optimizer holds {name}, which is not in the given model: pass the model whose "
             "parameters the optimizer was made from"
         )
     return (
-        f"the optimizer was made before the model was wrapped: it holds {name}, which a flat "
-        "parameter has replaced (use_orig_params=False), and its steps change nothing. Make the "
+        f"the optimizer was made before the model was wrapped: a flat parameter has replaced "
+        f"{name} (use_orig_params=False), so the optimizer's steps change nothing. Make the "
         "optimizer from model.parameters() after wrapping, or wrap with use_orig_params=True"
     )
 
@@ -163,8 +163,8 @@ def _add_plain(book: Book, model: nn.Module) -> None:
             continue
         if owner_of(param) is not None or getattr(param, "_is_flat_param", False):
             raise ValueError(
-                f"parameter {name!r} is sharded by a unit that is not in the model given: pass the "
-                "FullyShardedDataParallel instance itself, or a module around it"
+                f"parameter {name!r} is sharded by a unit that is not in the given model: pass the "
+                "FullyShardedDataParallel instance or a module that contains it"
             )
         book.plain[name] = param
         book.names[id(param)] = [name]

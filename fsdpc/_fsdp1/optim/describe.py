@@ -99,7 +99,7 @@ def _check_same_names(entry: UnitEntry, told: list[Any], j: int, holders: list[i
             raise RuntimeError(
                 f"the optimizer state of {_text(entry, j)} has {sorted(first)} on rank "
                 f"{holders[0]} but {sorted(told[rank][j])} on rank {rank}: step the same optimizer "
-                "on every rank before its state is saved"
+                "on every rank before saving its state"
             )
 
 
@@ -123,7 +123,7 @@ def _sort(
         plan.same[name] = values[0]
         return
     if len({value.dtype if isinstance(value, Outline) else None for value in values}) > 1:
-        raise RuntimeError(f"{_state(entry, j, name)} has another type or dtype on another rank")
+        raise RuntimeError(f"{_state(entry, j, name)} differs between ranks in type or dtype")
     shapes = [entry.shape(entry.parts[j], rank) for rank in holders]
     if [value.shape for value in values] == shapes:
         plan.cut[name] = values[0].dtype
@@ -131,9 +131,9 @@ def _sort(
         whole.append((j, name))
     else:
         raise RuntimeError(
-            f"{_state(entry, j, name)} has the shapes {[value.shape for value in values]} on ranks "
-            f"{holders}, whose parts of the parameter have the shapes {shapes}: only state "
-            "with one element per element of the parameter can be put together from shards"
+            f"{_state(entry, j, name)} has shapes {[value.shape for value in values]} on ranks "
+            f"{holders}, but their shards of the parameter have shapes {shapes}: only state with "
+            "one element per element of the parameter can be assembled from shards"
         )
 
 
@@ -156,9 +156,9 @@ def _agree_on_whole(
         for rank in holders:
             if not equal(values[rank][place], first):
                 raise AssertionError(
-                    f"Rank {rank} has different values for {name}: not those of rank {holders[0]}, "
-                    f"and its shape {tuple(first.shape)} is not the shard's: "
-                    f"{_state(entry, j, name)} cannot be put together from shards"
+                    f"Rank {rank} has different values for {name} than rank {holders[0]}, and its "
+                    f"shape {tuple(first.shape)} is not the shard's: {_state(entry, j, name)} "
+                    "cannot be assembled from shards"
                 )
         plan = plans[j]
         assert plan is not None

@@ -87,9 +87,9 @@ def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], bo
     } | {name for name, param in book.plain.items() if not param.requires_grad}
     for name in owner:
         if name not in book.aliases:
-            raise KeyError(f"{name} is in a saved param group but is no parameter of the model")
+            raise KeyError(f"{name} is in a saved param group but not in the model")
         if name not in in_optimizer and name not in frozen:
-            raise KeyError(f"{name} is in a saved param group but the optimizer does not hold it")
+            raise KeyError(f"{name} is in a saved param group but not in the optimizer")
 
 
 def _options(
@@ -106,8 +106,8 @@ def _options(
             mine, theirs = ([n for n in names if owner.get(n) == p][0] for p in (places[0], other))
             raise ValueError(
                 f"parameters {mine!r} and {theirs!r} were saved with different options but share a "
-                "param group of this optimizer (with use_orig_params=False, perhaps one flat "
-                "parameter): make its groups as the saved ones are, with use_orig_params=True"
+                "param group of this optimizer (with use_orig_params=False, perhaps a flat "
+                "parameter): use the saved grouping, with use_orig_params=True"
             )
     return first
 

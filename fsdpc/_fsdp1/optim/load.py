@@ -152,9 +152,9 @@ def _checked(state_dict: Any) -> dict[str, Any]:
     state = state_dict["state"]
     if state and all(isinstance(key, int) for key in state):
         raise ValueError(
-            "`optim_state_dict` has parameter ids for keys; it must have parameter names, as "
-            "optim_state_dict() returns them. rekey_optim_state_dict() turns an unsharded "
-            "optimizer's ids into names"
+            "`optim_state_dict` has parameter ids for keys, but must have parameter names, as "
+            "optim_state_dict() returns: convert an unsharded optimizer's ids with "
+            "rekey_optim_state_dict()"
         )
     return state_dict
 
@@ -295,6 +295,6 @@ def _check_no_factor(entry: UnitEntry, i: int, name: str, value: Any) -> None:
         raise ValueError(
             f"Tensor optimizer state does not have same shape as its parameter: {name} of "
             f"{entry.names[i][0]} (unit {entry.unit.name!r}) has shape {shape}, the parameter "
-            f"{of}. A sharded parameter is a range of elements, whose optimizer keeps no state per "
-            "row or column: start this optimizer afresh, or use one with state per element"
+            f"{of}. A shard is a 1-D range of elements, so it has no state per row or column: "
+            "reset this optimizer's state, or use an optimizer with elementwise state"
         )

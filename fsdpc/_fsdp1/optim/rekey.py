@@ -51,9 +51,9 @@ def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dic
     if flat:
         raise RuntimeError(
             "Each parameter should only map to one parameter name but got "
-            f"{len(flat[0].infos)}: {[info.name for info in flat[0].infos]}, for which the flat "
-            f"parameter of unit {flat[0].name!r} stands: leave out optim and optim_input to get "
-            "the ids of the unsharded model, or use use_orig_params=True"
+            f"{len(flat[0].infos)}: {[info.name for info in flat[0].infos]}, all in the flat "
+            f"parameter of unit {flat[0].name!r}: omit optim and optim_input to get the ids of "
+            "the unsharded model, or wrap with use_orig_params=True"
         )
     names = _names(model)
     keys = enumerate(model.parameters()) if held is None else held

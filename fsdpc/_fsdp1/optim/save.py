@@ -226,7 +226,7 @@ def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
     if use_dtensor and mesh is None:
         raise AssertionError(
             "Expected _device_mesh to be not None, got None: "
-            "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model that was made with a "
+            "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model built with a "
             f"device_mesh; unit {entry.unit.name!r} has none"
         )
     return None if mesh is None else mesh_of(entry.member)

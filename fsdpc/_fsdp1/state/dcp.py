@@ -67,8 +67,8 @@ def class_for(model: nn.Module) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, TorchFSDP) and not is_unit_module(module):
             raise RuntimeError(
-                f"module {name!r} is wrapped by torch's FullyShardedDataParallel, and the model "
-                "has units of fsdpc's too: get the state dicts of the two parts one by one"
+                f"module {name!r} is wrapped by torch's FullyShardedDataParallel, but the model "
+                "has fsdpc units too: get the state dicts of torch's and fsdpc's modules separately"
             )
     return sys.modules["fsdpc.fsdp"].FullyShardedDataParallel
 

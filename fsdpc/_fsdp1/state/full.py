@@ -44,8 +44,8 @@ def check_shown(member: Any) -> None:
     """
     if member._summoned_on_rank_0 and member.world_size > 1:
         raise RuntimeError(
-            "inside summon_full_params(rank0_only=True) the other ranks have no full parameters "
-            f"of module {member._name!r} to save: leave the context first, or save with "
+            f"module {member._name!r} cannot be saved inside summon_full_params(rank0_only=True): "
+            "ranks other than 0 have no full parameters. Leave the context first, or save with "
             "FullStateDictConfig(rank0_only=True)"
         )
 

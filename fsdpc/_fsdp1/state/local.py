@@ -35,7 +35,10 @@ def check(member: Any) -> None:
             f"state_dict. (unit {member._unit.name!r} was built with device_mesh)"
         )
     if member._summoned:
-        raise RuntimeError("LOCAL_STATE_DICT does not exist inside summon_full_params")
+        raise RuntimeError(
+            f"unit {member._unit.name!r} has no LOCAL_STATE_DICT inside summon_full_params: leave "
+            "the context first"
+        )
 
 
 def before_save(member: Any) -> None:
@@ -73,9 +76,9 @@ def before_load(
         if part is None or part.shape != own.shape:
             error_msgs.append(
                 f"While loading {prefix}{flat_param_name(index)} of unit {unit.name!r}: rank "
-                f"{unit.groups.shard.rank} holds {own.numel()} elements, but the value "
-                f"{'no part of its own' if part is None else part.numel()}: a LOCAL_STATE_DICT "
-                "fits the same wrapping on the same number of ranks only"
+                f"{unit.groups.shard.rank} holds {own.numel()} elements, but the value has "
+                f"{'no shard for this rank' if part is None else part.numel()}: a LOCAL_STATE_DICT "
+                "needs the same wrapping and number of ranks"
             )
         else:
             own.copy_(part)
@@ -106,8 +109,8 @@ def _show_originals(
         if key in state_dict and not has_flat:
             error_msgs.append(
                 "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
-                f"{prefix}{name} of unit {unit.name!r} stands alone in what is to be loaded as a "
-                "LOCAL_STATE_DICT; set the type that it was saved with"
+                f"the LOCAL_STATE_DICT has {prefix}{name} of unit {unit.name!r} without its flat "
+                "parameter; set the state dict type used for saving"
             )
         if key in state_dict or has_flat:
             state_dict[key] = unit.infos[i].param.detach()

@@ -33,8 +33,7 @@ def mesh_of(member: Any) -> DeviceMesh | None:
     if mesh is None:
         if getattr(member._state_dict_config, "_use_dtensor", False):
             raise RuntimeError(
-                "ShardedStateDictConfig(_use_dtensor=True) needs a model that was built with "
-                "device_mesh"
+                "ShardedStateDictConfig(_use_dtensor=True) needs a model built with a device_mesh"
             )
         return None
     member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
@@ -46,8 +45,8 @@ def mesh_of(member: Any) -> DeviceMesh | None:
     if dist.get_process_group_ranks(last) != dist.get_process_group_ranks(group):
         raise RuntimeError(
             f"unit {member._unit.name!r} is not sharded over the last dimension of its mesh "
-            f"{mesh}: a DTensor cannot say how it lies. Pass a 1-D mesh, or a 2-D one with "
-            "HYBRID_SHARD"
+            f"{mesh}: no DTensor placement describes its shards. Pass a 1-D mesh, or a 2-D mesh "
+            "with HYBRID_SHARD"
         )
     return mesh
 
