@@ -326,6 +326,8 @@ class Unit(WholeValues):
         for info, tensor in zip(self.infos, full, strict=True):
             info.param.grad = None
             info.param.data = tensor
+            for module, attribute in info.sites:
+                module._parameters[attribute] = info.param
         self.summoned = self.flat.shown = True
 
     def put_own_back(self, before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -345,7 +347,8 @@ class Unit(WholeValues):
         for i, info in enumerate(self.infos):
             for module, attribute in info.sites:
                 if self.use_orig_params:
-                    module._parameters[attribute] = info.param
+                    in_pass = self.flat.in_pass
+                    module._parameters[attribute] = self.released[i] if in_pass else info.param
                 else:
                     module._parameters.pop(attribute, None)
                     shown = self.full if self.flat.readable else self.released

@@ -233,6 +233,9 @@ watched_arrived(fsdpc_py_flat *flat)
 static int
 still_trains(const fsdpc_py_flat *flat, int param)
 {
+    if (!flat->full[param]) {
+        return 1; /* unbound: what comes next raises */
+    }
     PyObject *flag = PyObject_GetAttr(flat->full[param], fsdpc_py_name.requires_grad);
     int trains = flag ? flag == Py_True : -1;
     Py_XDECREF(flag);

@@ -143,6 +143,13 @@ get_shown(fsdpc_py_flat *self, void *closure)
     return PyBool_FromLong(self->shown);
 }
 
+static PyObject *
+get_in_pass(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->in_pass);
+}
+
 static int
 set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
@@ -203,6 +210,8 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "Called when a backward has ended and gradients are shown.", CALLABLE(after_backward)},
     {"in_use", (getter)get_in_use, NULL, "A forward or backward runs on the gathered values.",
      NULL},
+    {"in_pass", (getter)get_in_pass, NULL,
+     "True while forwards of other units see stand-ins instead of sharded parameters.", NULL},
     {"shown", (getter)get_shown, (setter)set_shown,
      "The modules show whole values of the caller's: a pass does not touch their entries.", NULL},
     {"on_changed", (getter)get_callable, (setter)set_callable,
