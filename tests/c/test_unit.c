@@ -408,6 +408,33 @@ direct_gradients_replace_and_add(void)
     fsdpc_comm_free(comm);
 }
 
+/* On the CPU gradients are added in the order of their arrival: a large sum keeps swallowing ones that
+ * would count if they were added to each other first. */
+static void
+direct_gradients_are_added_in_order(void)
+{
+    fsdpc_comm *comm = alone();
+    fsdpc_unit *unit;
+    fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1, .reshard = true};
+    REQUIRE_OK(fsdpc_unit_new(&options, matrix_specs, 3, &unit));
+    float large[12], one[12];
+    fsdpc_tensor grads[3] = {{.data = large, .dtype = FSDPC_F32, .contiguous = true}};
+    uint8_t bits[3] = {0};
+    int64_t length;
+    for (int k = 0; k < 12; k++) {
+        large[k] = 16777216; /* 2^24: the next float is two above */
+        one[k] = 1;
+    }
+    REQUIRE_OK(fsdpc_grad_direct(unit, grads, bits));
+    grads[0].data = one;
+    REQUIRE_OK(fsdpc_grad_keep_local(unit, grads));
+    REQUIRE_OK(fsdpc_grad_direct(unit, grads, bits));
+    const float *sum = fsdpc_unit_grad_part(unit, 0, &length);
+    CHECK(length == 12 && sum[0] == 16777216 && sum[11] == 16777216);
+    fsdpc_unit_free(unit);
+    fsdpc_comm_free(comm);
+}
+
 /* --- the gradient that is seen --------------------------------------------------------------- */
 
 static void
@@ -568,6 +595,7 @@ main(void)
     gradients_are_packed_with_strides_and_gaps();
     sums_are_in_rank_order();
     direct_gradients_replace_and_add();
+    direct_gradients_are_added_in_order();
     norms_and_scaling();
     narrow_gradients_follow_the_sums();
     frozen_parameters_get_gradients_later();
