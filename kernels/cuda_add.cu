@@ -1,4 +1,4 @@
-/* The pack of a unit's gradients on top of what is there: a sum of one launch for any number of tensors.
+/* The pack of a unit's gradients onto a base: one launch for any number of tensors.
  *
  * target = base + source * scale, computed in the base's type (float32 or float64) in the steps of
  * reduce, rounded once to the target's. A kernel of its own, because its second operand takes
@@ -42,7 +42,7 @@ static __device__ void
 add_groups(void *dst_, const float *base, const void *src_, int groups, float scale, int lane,
            int lanes)
 {
-    /* With one word of each too little is on its way. */
+    /* With one word of each, too few loads are in flight. */
     enum { COUNT = conversion<S, D>::COUNT, IN_FLIGHT = COUNT == 4 ? 2 : 1 };
     typename item<D>::raw *dst = (typename item<D>::raw *)dst_;
     const typename item<S>::raw *src = (const typename item<S>::raw *)src_;
@@ -148,7 +148,7 @@ add_view(char *dst, int dst_type, const char *base, int base_type, const fsdpc_c
     }
 }
 
-/* A tensor that is not added to anything goes as in a pack. */
+/* A tensor without a base is packed as in fsdpc_cuda_pack. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_pack_add(const __grid_constant__ fsdpc_cuda_pack_params p)

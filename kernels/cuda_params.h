@@ -1,4 +1,4 @@
-/* What the CUDA kernels take: each kernel of cuda_*.cu one struct by value.
+/* Parameters of the CUDA kernels: each kernel of cuda_*.cu takes one struct by value.
  *
  * Valid as C11 and as CUDA C++; the host that launches and the device that runs see the same text.
  * All pointers are device memory. Pointers to floats are aligned to their element; bytes
@@ -17,7 +17,7 @@ enum {
     FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */
     FSDPC_CUDA_RESIDENT = 4,       /* blocks that a multiprocessor shall hold: 64 registers each */
     FSDPC_CUDA_TILE_BYTES = 16384, /* of the destination of a pack: what one block does at a time */
-    FSDPC_CUDA_PACK_SOURCES = 384, /* that travel with the launch */
+    FSDPC_CUDA_PACK_SOURCES = 384, /* as parameters of a launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
     FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
@@ -72,7 +72,7 @@ typedef struct fsdpc_cuda_view {
 typedef uint64_t fsdpc_cuda_source;
 #define FSDPC_CUDA_SOURCE_TYPE_SHIFT 56
 #define FSDPC_CUDA_SOURCE_STRIDED ((uint64_t)1 << 60)
-#define FSDPC_CUDA_SOURCE_ADD ((uint64_t)1 << 61) /* pack_add: to what the base holds */
+#define FSDPC_CUDA_SOURCE_ADD ((uint64_t)1 << 61) /* pack_add: added to the base */
 #define FSDPC_CUDA_SOURCE_ADDRESS (((uint64_t)1 << FSDPC_CUDA_SOURCE_TYPE_SHIFT) - 1)
 
 typedef struct fsdpc_cuda_pack_params {

@@ -165,7 +165,7 @@ fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
     enum { IN_FLIGHT = 6 };
     fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
     int64_t i = threadIdx.x;
-    /* A block alone waits for each of its reads: several at a time. */
+    /* A single block is bound by latency: several loads in flight. */
 #pragma unroll 1
     for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count; i += IN_FLIGHT * (int64_t)blockDim.x) {
         fsdpc_cuda_norm_value part[IN_FLIGHT];
@@ -219,7 +219,7 @@ template <int S, int A> struct reduction {
     enum {
         SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
         COUNT = 16 / SMALLER,
-        /* With one word a side too little is on its way to fill the memory's latency. */
+        /* With one word a side, too few loads are in flight to hide the latency of memory. */
         IN_FLIGHT = sizeof(source) == sizeof(target) ? 2 : 1,
     };
 };

@@ -1,4 +1,4 @@
-/* A sum in step with the narrower copy that a user sees and may have changed. */
+/* Updates a sum from the narrower copy that the user sees and may have changed. */
 #include "cuda_span.cuh"
 
 template <typename RAW>

@@ -23,7 +23,7 @@ template <int S, int D> struct conversion {
     };
 
     compute factor;
-    bool scaled; /* without: not even a NaN is touched */
+    bool scaled; /* false: a copy of bits, NaN included */
 
     __device__ __forceinline__ target operator()(source x) const
     {
@@ -194,7 +194,7 @@ convert_from(void *dst, int dst_type, const void *src, I n, double scale, I lane
     }
 }
 
-/* All threads of a block take the same way. Inlined: a call would save registers in memory. */
+/* All threads of a block take the same branch. Inlined: a call would spill registers. */
 template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 convert_any(void *dst, int dst_type, const void *src, int src_type, I n, double scale,

@@ -1,4 +1,4 @@
-/* Arithmetic over flat buffers: the whole of fsdpc's number crunching on a device.
+/* Arithmetic over flat buffers: all of fsdpc's arithmetic on a device.
  *
  * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
  * everywhere. kernels_avx2.c and kernels_avx512.c fill the same table for wider machines; results
@@ -79,8 +79,8 @@ int fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t 
 int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,
                               const void *src, fsdpc_dtype src_type, int ndim, const int64_t *shape,
                               const int64_t *strides, double scale);
-/* Elements of acc (F32 or F64) that in seen_type are not, bit for bit, what seen holds take seen's
- * values; the others keep the digits that it does not show. */
+/* An element of acc (F32 or F64) whose cast to seen_type differs in a bit from seen takes seen's value; the
+ * others keep their full precision. */
 void fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc, fsdpc_dtype acc_type,
                           const void *seen, fsdpc_dtype seen_type, int64_t n);
 /* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */

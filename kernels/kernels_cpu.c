@@ -122,7 +122,7 @@ static add_loop *const add_loops[FSDPC_BYTES][2] = {
 #define ADD_ROW(S) [FSDPC_##S] = {add_##S##_F32, add_##S##_F64},
     FLOAT_TYPES(ADD_ROW)};
 
-/* Block by block through a buffer in the first-level cache, so that memory is passed over once and
+/* Block by block through a buffer in the first-level cache, so that memory is read once and
  * acc may be one of the sources. */
 enum { REDUCE_BLOCK = 1024 };
 
@@ -220,7 +220,7 @@ fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p)
     return loops[type](src, n, p);
 }
 
-/* A block at a time, because hardly ever anything was changed. */
+/* A block at a time, because elements rarely differ. */
 void
 fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc_, fsdpc_dtype acc_type,
                      const void *seen_, fsdpc_dtype seen_type, int64_t n)
