@@ -1,8 +1,8 @@
 """Constructor arguments: checks, the sharding strategy in force and process groups.
 
-Exceptions have the type that torch's FSDP raises for the same mistake; the sentence says which
-rank, what was passed and what to pass instead. Groups are made here once per root and handed down
-to nested units, so that the units of a tree always share them.
+Exceptions have the type that torch's FSDP raises for the same mistake; messages state what was
+passed and what to pass instead. Groups are made once per root and passed to nested units, so that
+the units of a tree share them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RESHARD_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """Process groups of a unit: values are sharded over ``shard``, and repeated over ``replicate``
-    (HYBRID).
+    """Process groups of a unit: values are sharded over ``shard`` and replicated over
+    ``replicate`` (HYBRID).
     """
 
     shard: dist.ProcessGroup
@@ -38,8 +38,8 @@ class GroupChoice:
 
 
 def check_module(module: Any) -> None:
-    """The first argument: an ``nn.Module``, with a warning for containers that have no forward of
-    their own.
+    """Check the first argument: ``TypeError`` unless an ``nn.Module``; warns of containers without
+    a forward. Local.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -54,9 +54,7 @@ def check_module(module: Any) -> None:
 
 
 def check_model(call: str, model: Any) -> None:
-    """The model that a call is about. ``TypeError`` names what came instead: most often arguments
-    in another order.
-    """
+    """``TypeError`` unless ``model`` is an ``nn.Module``; most often arguments are swapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{call}: the model must be an nn.Module but got {type(model).__name__}; check the "
@@ -65,7 +63,7 @@ def check_model(call: str, model: Any) -> None:
 
 
 def check_optimizer(call: str, optim: Any) -> None:
-    """The optimizer that a call is about, of whatever class. ``TypeError`` as ``check_model``."""
+    """``TypeError`` unless ``optim`` is an optimizer, of any class."""
     if not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{call}: optim must be an optimizer but got {type(optim).__name__}; check the order "
@@ -81,8 +79,8 @@ def check_options(
     mixed_precision: Any,
     param_init_fn: Any,
 ) -> None:
-    """Types of the remaining arguments; torch lets most of these through and fails later,
-    elsewhere.
+    """Check the types of the remaining arguments (``TypeError``, ``ValueError``); torch accepts
+    most wrong types here and fails later.
     """
     _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
     _check_type("cpu_offload", cpu_offload, CPUOffload)
@@ -116,7 +114,7 @@ def _check_callable(name: str, value: Any, error: type[Exception]) -> None:
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:
-    """The strategy in force: FULL_SHARD by default, NO_SHARD where the sharding group has one rank.
+    """The effective strategy: FULL_SHARD by default, NO_SHARD in a sharding group of one rank.
 
     Warns as torch does: ``UserWarning`` on the switch to NO_SHARD, ``FutureWarning`` on an explicit
     NO_SHARD.
@@ -145,8 +143,8 @@ def resolve_groups(
     auto_wrap_policy: Any,
     device_mesh: DeviceMesh | None,
 ) -> GroupChoice:
-    """The unit's process groups. Collective over the default group when HYBRID makes groups by
-    host.
+    """The unit's process groups. Collective over the default group if HYBRID makes groups by host.
+    ``ValueError``, ``TypeError``: arguments that contradict each other or the strategy.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
@@ -222,8 +220,8 @@ def groups_by_host() -> GroupChoice:
     """Sharding groups of the ranks of one host, replication groups across hosts. Collective over
     all ranks.
 
-    Hosts are told apart by name. ``FSDPC_HOST`` overrides the name, e.g. to make two groups on one
-    host.
+    A host is identified by its name. ``FSDPC_HOST`` overrides the name, e.g. to make two groups on
+    one host. ``ValueError``: hosts have different numbers of ranks.
     """
     hosts = _ranks_by_host()
     sizes = {len(ranks) for ranks in hosts}
@@ -252,7 +250,7 @@ _askings = count()
 
 
 def _names_of_hosts() -> list[str]:
-    """Through the group's store: a group of GPUs would need every rank's current GPU set by now."""
+    """Exchanged through the group's store: NCCL would need every rank's current GPU set by now."""
     group, mine = _default_group(), os.environ.get("FSDPC_HOST") or socket.gethostname()
     store, seconds = store_of(group), read_timeout()
     if store is None:

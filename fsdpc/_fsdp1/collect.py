@@ -1,10 +1,8 @@
-"""Find what a unit manages: its modules, its parameters with every place they are registered, what
-it ignores.
+"""Find a unit's modules, its parameters with all their registration sites, and what it ignores.
 
 A unit manages every parameter below its module that is neither ignored nor below a nested unit. A
-parameter registered at several places (tied weights) appears once, with all its sites. A parameter
-tied across two units is refused here by name: each unit shards alone, so the tie would silently
-break.
+parameter with several registration sites (tied weights) appears once. A parameter tied across two
+units is an error, because sharding by both would silently untie it.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from fsdpc.api import FlatParameter
 
 @dataclass
 class Ignored:
-    """What the user took out: modules with all below them, and parameters. Nested units' sets are
-    included.
+    """The user's ignored modules, with all below them, and ignored parameters; those of nested
+    units included.
     """
 
     modules: set[nn.Module] = field(default_factory=set)
@@ -35,9 +33,7 @@ class Ignored:
 
 
 def is_unit_module(module: nn.Module) -> bool:
-    """True for an FSDP instance; a class attribute, so that this file needs no import of the
-    wrapper.
-    """
+    """True for an FSDP instance, by a class attribute: importing the wrapper would be circular."""
     return getattr(type(module), "_fsdpc_is_unit", False)
 
 
@@ -52,7 +48,7 @@ def owned_modules(
     """``(clean name, module)`` in registration order; stops at nested FSDP instances and ignored
     modules.
 
-    A module registered at two places is listed once, or under each name with ``shared_twice``.
+    A module registered twice is listed once, or under each name with ``shared_twice``.
     """
     seen: set[nn.Module] = set()
     stack = [("", root)]
@@ -71,8 +67,8 @@ def owned_modules(
 def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
     """Parameters of the unit around ``root`` in registration order, each once with all its sites.
 
-    Raises ``ValueError`` for a parameter that another unit already shards (tied across units), for
-    a torch FlatParameter, for a DTensor and below a DDP module; ``RuntimeError`` for one that is on
+    Local. ``ValueError``: a parameter that another unit shards (tied across units), a torch
+    FlatParameter, a DTensor, or a parameter below a DDP module. ``RuntimeError``: a parameter on
     the meta device.
     """
     infos: dict[int, ParamInfo] = {}
@@ -138,14 +134,14 @@ def _check_memory(infos: list[ParamInfo], unit_name: str) -> None:
 
 
 def claim(infos: list[ParamInfo], unit: Any) -> None:
-    """Record ``unit`` as the owner of its parameters, for the check of ties across units."""
+    """Record ``unit`` as the owner of its parameters, for the check of ties across units. Local."""
     for info in infos:
         set_owner(info.param, unit)
 
 
 def find_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """Resolve the two spellings of what to ignore. Raises what torch raises: ``ValueError`` for
-    both at once, mixed or wrong element types and FSDP instances; ``TypeError`` for something that
+    """Merge ``ignored_modules`` and ``ignored_states``. Local. torch's errors: ``ValueError`` for
+    both at once, mixed or wrong element types and FSDP instances; ``TypeError`` for a value that
     is not iterable.
     """
     if ignored_modules is not None and ignored_states is not None:
@@ -206,7 +202,7 @@ def _check_all_modules(modules: list[Any]) -> None:
 
 
 def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
-    """The modules and all below them, without FSDP instances and what those manage."""
+    """The modules and all below them, except FSDP instances and their managed modules."""
     found: set[nn.Module] = set()
     for module in modules:
         if is_unit_module(module):
@@ -216,9 +212,9 @@ def _with_children(modules: list[nn.Module]) -> set[nn.Module]:
 
 
 def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: torch.device) -> None:
-    """Broadcast parameters and buffers from the first rank. Collective over the unit's groups,
-    replicas first, so that afterwards every rank of every shard group holds rank 0's values. They
-    travel on ``device``; buffers of ignored modules may be elsewhere.
+    """Broadcast parameters and buffers from rank 0. Collective over the unit's groups: first
+    replicas, then shards, so that every rank of every shard group gets rank 0's values. The
+    broadcast runs on ``device``; buffers of ignored modules may be on another device.
     """
     tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
     tensors += list(_unsynced_buffers(root))
@@ -230,7 +226,7 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: to
 
 
 def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers below ``root``, ignored ones too, without those that nested units synced."""
+    """Buffers below ``root``, ignored ones included, except those that nested units synced."""
     done: set[int] = set()
     for nested in unit_modules(root):
         if nested._sync_module_states:

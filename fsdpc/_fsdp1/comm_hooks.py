@@ -1,9 +1,9 @@
-"""Communication hooks: a user's function sums the gradients over the ranks in the engine's place.
+"""Communication hooks: a user's function that replaces the engine's reduction of gradients.
 
-What a hook does is a collective that matches by order, so before each call the ranks exchange which
-unit they mean, together with which of its parameters have gradients. Ranks that mean different
-units (models that route by data) put their calls off to the end of backward, where they go in
-module order, from then on. A unit without any gradient on any rank makes no call.
+Collectives in hooks match by order, so before each call the ranks exchange which unit is next and
+which of its parameters have gradients. If the units differ (data-dependent routing), calls are
+deferred from then on to the end of backward, and made in module order. A unit without gradients on
+any rank makes no call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._torch import default_hooks
 
 Hook = Callable[..., Any]
-_END = -1  # what a rank means that has no more units to reduce
+_END = -1  # in place of a unit's number: this rank has no unit left to reduce
 _COMPRESSING = (
     (default_hooks.fp16_compress_hook, torch.float16),
     (default_hooks.bf16_compress_hook, torch.bfloat16),
@@ -49,7 +49,7 @@ def register(root: Any, state: object, hook: Hook) -> None:
 
 
 def attach(root: Any) -> None:
-    """Give the hooks that were registered on ``root``'s instances to the engine. Local."""
+    """Pass the hooks registered on ``root``'s instances to the engine. Local."""
     if root._tree is None:
         return
     hooks = {
@@ -68,12 +68,12 @@ def attach(root: Any) -> None:
 
 
 def _comm_of(unit: Any) -> Any:
-    """The ranks whose gradients the unit's hook sums."""
+    """The communicator of the ranks whose gradients the unit's hook reduces."""
     return unit.groups.replicate or unit.groups.shard
 
 
 class _Hooked:
-    """One unit's hook: packs the gradients, calls it, adds what came back."""
+    """One unit's hook: packs the gradients, calls the hook, accumulates the result."""
 
     def __init__(self, unit: Any, hook: Hook, state: object) -> None:
         self.unit = weakref.ref(unit)
@@ -109,8 +109,8 @@ class _Hooked:
 def _compressed(
     dtype: torch.dtype, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """torch's two compressing hooks. Their last step asks for a stream, which a CPU has not; the
-    engine casts what they leave by itself.
+    """torch's two compressing hooks without their last step, which needs a stream and so fails on
+    the CPU; the engine casts the result.
     """
     grad = grad.to(dtype)
     if output is None:
@@ -122,7 +122,7 @@ def _compressed(
 
 
 class _Turns:
-    """The hooked units of one communicator: whose turn it is, agreed by its ranks."""
+    """The hooked units of one communicator; its ranks agree on the order of calls."""
 
     def __init__(self, comm: Any, tree: Any) -> None:
         self.comm = comm
@@ -131,7 +131,7 @@ class _Turns:
         self.width = 0
 
     def add(self, number: int, member: _Hooked) -> None:
-        """``number`` is the unit's place among the hooked ones, equal on all ranks."""
+        """``number``: the unit's index among the hooked ones, equal on all ranks."""
         unit = member.unit()
         self.members.append(member)
         self.width = max(self.width, len(unit.infos), len(self.members))
@@ -148,7 +148,9 @@ class _Turns:
         return True
 
     def send_what_waits(self) -> None:
-        """Gradients that came after their unit's turn. Called at the end of every backward."""
+        """Make the deferred calls, at the end of every backward. Collective. ``MismatchError``:
+        ranks called hooks of different units.
+        """
         what = "communication hooks at the end of backward"
         while True:
             kept = bytes(member.unit().flat.kept for member in self.members)
@@ -168,13 +170,13 @@ class _Turns:
                     member.reduce(used)
 
     def _agree(self, number: int, own: Sequence[int], what: str) -> bytes | None:
-        """Elementwise "any rank" of ``own``; None if the ranks mean different units."""
+        """Elementwise OR of ``own`` over ranks; None if ``number`` differs. Collective."""
         if self.comm.world == 1:
             return bytes(own)
         mine = np.zeros(4 + self.width, np.uint8)
         mine[:4] = np.array([number], np.int32).view(np.uint8)
         mine[4 : 4 + len(own)] = np.frombuffer(bytes(own), np.uint8)
-        rows = np.tile(mine, (self.comm.world, 1))  # a fake process group leaves them as they are
+        rows = np.tile(mine, (self.comm.world, 1))  # a fake process group does not write them
         self.comm.all_gather(rows, what=what)
         if (rows[:, :4] != mine[:4]).any():
             return None

@@ -1,9 +1,9 @@
-"""``Module._apply`` for sharded modules: ``to``, ``cuda``, ``half``, ``double`` and their kin.
+"""``Module._apply`` for sharded modules: ``to``, ``cuda``, ``half``, ``double`` and the like.
 
-A conversion that keeps dtype and device leaves the unit's parameters alone: their memory belongs to
-the engine. One that changes the dtype or the device shards the unit anew from the converted full
-values; Parameter objects keep their identity with ``use_orig_params=True``, and a new flat
-Parameter stands for the unit with False (make the optimizer after).
+A conversion that keeps dtype and device skips the unit's parameters: the engine owns their memory.
+A change of dtype or device reshards the unit from the converted full values; Parameter objects keep
+their identity with ``use_orig_params=True``, and with False the unit gets a new flat Parameter
+(make the optimizer afterwards).
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
-    """Apply ``fn`` to everything in ``member``; ``rest`` is ``nn.Module._apply`` on what is
-    registered.
+    """Apply ``fn`` to all tensors of ``member``; ``rest()`` is ``nn.Module._apply`` on registered
+    tensors.
 
-    Local when dtypes and device stay; otherwise collective over the unit's groups and only between
-    steps (``AssertionError``). ``NotImplementedError``: nothing can be sharded on the device that
-    ``fn`` moves to.
+    Local if dtypes and device stay; otherwise collective over the unit's groups and only between
+    steps (``AssertionError``). ``NotImplementedError``: ``fn`` moves to an unsupported device.
     """
     unit = member._unit
     if member._summoned or member._exposed:
@@ -58,12 +57,12 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
 
 
 def check_formats(member: Any, infos: list[Any]) -> None:
-    """Warn of parameters whose memory format gathered weights will not have. Local."""
+    """Warn of parameters whose memory format is lost in gathered weights. Local."""
     _warn_of_format(member._name, [info.name for info in infos if _is_format(info.param)])
 
 
 def _is_format(tensor: torch.Tensor) -> bool:
-    """True for channels_last in two or three dimensions, where that is not contiguous, too."""
+    """True for channels_last (2-D or 3-D) tensors that are not contiguous."""
     if tensor.is_contiguous() or tensor.dim() not in (4, 5):
         return False
     last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
@@ -83,10 +82,11 @@ def _warn_of_format(unit_name: str, names: list[str]) -> None:
 
 
 def convert_storage(member: Any, dtype: torch.dtype) -> None:
-    """Store the trainable floating-point parameters of one unit, children's aside, in ``dtype``.
+    """Store the trainable floating-point parameters of one unit, without nested units, in
+    ``dtype``: frameworks do so to train a low-precision model in fp32.
 
-    Collective over the sharding group and only between steps (``AssertionError``), unless they are
-    stored so already. Frameworks ask for it to train a low-precision model in fp32.
+    Collective over the sharding group and only between steps (``AssertionError``); a no-op if
+    ``dtype`` is the storage dtype already.
     """
     unit = member._unit
 
@@ -107,9 +107,9 @@ def convert_storage(member: Any, dtype: torch.dtype) -> None:
 
 
 def _target(member: Any, fn: Fn) -> torch.device:
-    """Where ``fn`` moves what is on the member's device; ``fn`` is asked, with an empty tensor.
+    """The device to which ``fn`` moves tensors of the member's device, tried on an empty tensor.
 
-    Shards that are offloaded may be told to be on either side: they stay where they are.
+    Moving a unit with offloaded shards to the CPU, or to its own device, is a no-op.
     """
     here = member.compute_device
     device = fn(torch.empty(0, device=here)).device
@@ -122,7 +122,7 @@ def _target(member: Any, fn: Fn) -> torch.device:
 
 
 def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
-    """Ask ``fn`` itself, on an empty tensor of each dtype."""
+    """True if ``fn`` keeps the dtype of an empty tensor of each dtype in ``unit``."""
     dtypes = {param.dtype for param in unit.shard_params}
     return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
 
@@ -140,7 +140,7 @@ def _move_groups(member: Any, device: torch.device) -> None:
 
 @contextmanager
 def _hidden(member: Any) -> Iterator[None]:
-    """The unit's parameters out of their modules' tables; entries stay, so that the order stays."""
+    """Remove the unit's parameters from their modules; keys stay, to keep the order."""
     tables = [module._parameters for info in member._unit.infos for module, _ in info.sites]
     tables.append(flat_owner(member)._parameters)
     managed = {id(param) for param in member._unit.shard_params}
@@ -175,7 +175,7 @@ def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device)
 
 
 def _restore_original(info: Any, value: torch.Tensor) -> None:
-    """The user's own Parameter object, with full values, back at all its sites."""
+    """Register the user's Parameter object, with full values, at all its sites again."""
     info.param.grad = None
     info.param.data = value
     for module, name in info.sites:

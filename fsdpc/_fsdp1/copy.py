@@ -1,9 +1,9 @@
-"""``copy.deepcopy`` of an FSDP instance: a second sharded model with memory of its own.
+"""``copy.deepcopy`` of an FSDP instance: a second sharded model with separate memory.
 
-Modules, buffers and hooks are copied as ``nn.Module``'s own deepcopy does, nested instances first.
-A unit's parameters are not: stand-ins without memory take their places in the copy, a new unit is
-made from these, cut as the first one is, and each rank copies its own shard. Nothing is gathered,
-and the original is not touched. Process groups, communicators and communication hooks are shared.
+Modules, buffers and hooks are copied by ``nn.Module``'s deepcopy, nested instances first. A unit's
+parameters are replaced in the copy by stand-ins without memory; a new unit with the same layout is
+made from these, and each rank copies its shard. Nothing is gathered and the original does not
+change. Process groups, communicators and communication hooks are shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1.collect import Ignored
 
-# Both models use these.
+# Shared by both models.
 _SHARED = frozenset(
     {
         "process_group",
@@ -33,7 +33,7 @@ _SHARED = frozenset(
         "_optim_state_dict_config",
     }
 )
-# The copy gets these from its own unit and its own lazy initialisation.
+# Set in the copy by its unit and its lazy initialisation.
 _OWN = frozenset(
     {
         "_unit",
@@ -55,11 +55,11 @@ Memo = dict[int, Any]
 
 
 def deepcopy(member: Any, memo: Memo) -> Any:
-    """The sharded copy of ``member`` and of all that is in it, without gradients. Collective: every
+    """The sharded copy of ``member`` with nested instances, without gradients. Collective: every
     rank of the groups must copy the same instance, between steps.
 
-    ``RuntimeError`` in forward, in backward and inside ``summon_full_params``; ``TypeError`` where
-    a module's own ``__deepcopy__`` leaves a parameter's place out.
+    ``RuntimeError``: in forward, backward or ``summon_full_params``. ``TypeError``: a module's
+    ``__deepcopy__`` omits a parameter, or a flat parameter was copied before its model.
     """
     _check_free(member)
     result = type(member).__new__(type(member))
@@ -96,8 +96,8 @@ def _check_free(member: Any) -> None:
 
 
 def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
-    """Parameters of the copy, of the right shapes but without memory of their own, and ``memo`` put
-    up so that they are what the copied modules hold.
+    """Parameters of the copy, with shapes but without memory, entered in ``memo`` so that the
+    copied modules hold them.
     """
     unit = member._unit
     if unit is None:
@@ -105,7 +105,7 @@ def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
     _writeback.take_over(unit)
     made = []
     for i, info in enumerate(unit.infos):
-        param = memo.get(id(info.param))  # an optimizer may have been copied before
+        param = memo.get(id(info.param))  # set if an optimizer was copied before
         if type(param) is not type(info.param):
             param = torch.Tensor._make_subclass(
                 type(info.param), torch.empty(0, device=unit.device), unit.trainable[i]
@@ -150,7 +150,7 @@ def _infos(unit: Any, stand_ins: list[nn.Parameter], memo: Memo) -> list[ParamIn
 
 @torch.no_grad()
 def _copy_shards(unit: Any, made: Any, memo: Memo) -> None:
-    """Both are cut alike, since names, sizes, dtypes and ranks are the same."""
+    """Copy shard to shard: names, sizes, dtypes and ranks are equal, and so the layouts are."""
     for ours, theirs, (param, _, _), (old, _, _) in zip(
         made.views, unit.views, made.seen, unit.seen, strict=True
     ):

@@ -1,10 +1,10 @@
-"""FSDP_USE_FULL_PREC_IN_EVAL=1: modules in eval mode compute in the parameters' own dtypes.
+"""FSDP_USE_FULL_PREC_IN_EVAL=1: modules in eval mode compute in the parameters' storage dtypes.
 
-The engine gathers in ``param_dtype`` alone, so such a forward runs on private full copies, one unit
-(and those around it) at a time: a unit's size in its storage dtype on each rank, beside the slots
-that all ranks share. Inputs are not cast, and buffers have the dtypes that they had before mixed
-precision. As with every gathering of whole values all ranks must run the same units. What such a
-forward leaves for a backward has no way into the shards, and raises there.
+The engine gathers in ``param_dtype`` only, so such a forward runs on private full copies of one
+unit (and those around it) at a time: per rank a unit's size in its storage dtype, beside the slots
+that all ranks share. Inputs are not cast, and buffers have their dtypes from before mixed
+precision. All ranks must run the same units. A backward through such a forward raises, because its
+gradients cannot reach the shards.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fsdpc._fsdp1.summon import install, site_params, uninstall
 
 
 def asked() -> bool:
-    """What the environment says when a model is wrapped."""
+    """True if the environment variable is set at wrapping. Local."""
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
 
 
 def applies(member: Any) -> bool:
-    """Whether a forward of ``member`` is to be in full precision: it, or the model around it, has a
-    ``param_dtype``, and it is no part of another one's training pass, whose values come in low
-    precision. Asked of modules in eval mode, where the environment says so.
+    """True if a forward of ``member``, in eval mode with the variable set, runs in full precision:
+    ``member`` or the model around it has a ``param_dtype``, and no training pass of an outer
+    instance, with low-precision inputs, is running. Local.
     """
     if member._summoned:
         return False
@@ -57,7 +57,7 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def _full_parameters(member: Any) -> Iterator[None]:
     unit = member._unit
-    if unit is None or unit.summoned:  # a module that calls itself
+    if unit is None or unit.summoned:  # summoned: recursion of a module
         yield
         return
     install(member, unit.gather_full())
@@ -80,7 +80,7 @@ def _refuse(unit: str, name: str, grad: torch.Tensor) -> None:
 
 @contextmanager
 def _full_buffers(member: Any) -> Iterator[None]:
-    """The unit's own buffers in the dtypes that they had before mixed precision cast them."""
+    """Restore the unit's buffers to their dtypes from before mixed precision."""
     low = member.mixed_precision.buffer_dtype
     cast = []
     if low is not None and member._buffer_dtypes:

@@ -1,9 +1,9 @@
 """The base of the wrapper class: torch's FullyShardedDataParallel in name, ``nn.Module`` in fact.
 
-Frameworks ask ``isinstance(model, FullyShardedDataParallel)`` with torch's class, often through a
-reference that nobody can find. Deriving from it is the one answer that always holds. None of its
-code may run on fsdpc's instances though, so everything that torch's class defines is taken back:
-what it overrides is ``nn.Module``'s again, the rest is not there.
+Frameworks test ``isinstance(model, FullyShardedDataParallel)`` with torch's class, often through
+references that cannot be replaced, so only deriving from torch's class always works. None of that
+class's code may run on fsdpc's instances, so each of its attributes is hidden: its overrides by
+``nn.Module``'s attributes, the rest by ``AttributeError``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from fsdpc._torch import FSDPState
 
 _KEPT = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
-_standing_in: list[type] = []  # fsdpc's class while it bears torch's name
+_standing_in: list[type] = []  # fsdpc's class while torch's name is bound to it
 
 
 def stand_in(cls: type | None) -> None:
-    """From now on (``None``: no longer) torch's own instances count as ``cls``'s too. Local."""
+    """Make torch's instances count as instances of ``cls`` too (``None``: stop). Local."""
     _standing_in[:] = [] if cls is None else [cls]
 
 
 class _Absent:
-    """A name that torch's class has and this one has not; ``__getattr__`` goes on as usual."""
+    """Hides an attribute of torch's class; ``__getattr__`` still runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class _Absent:
 
 
 class FaceType(type):
-    """Behind torch's name, fsdpc's class must also know the models that torch's class made."""
+    """While torch's name is bound to fsdpc's class, torch's instances are instances of it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 else:
 
     class Face(FullyShardedDataParallel, metaclass=FaceType):
-        """See the module's text; instances have no state of their own."""
+        """See the module docstring; instances have no state."""
 
     for _name in {*vars(FullyShardedDataParallel), *vars(FSDPState)} - _KEPT:
         setattr(Face, _name, getattr(nn.Module, _name, None) or _Absent(_name))

@@ -1,4 +1,4 @@
-"""What frameworks read and set on torch's flat-parameter handle, offered by a unit."""
+"""The attributes of torch's flat-parameter handle that frameworks use, on fsdpc's units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _with_padding(places: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
-    """Lengths of parameters and of the gaps between them, and which are gaps."""
+    """Lengths of parameters and of the padding between them, and a flag per length: padding."""
     numels: list[int] = []
     padding: list[bool] = []
     at = 0
@@ -43,7 +43,7 @@ def _shard_info(span: tuple[int, int, int]) -> ShardParamInfo:
 def _padding_of(
     layout: dict[str, Any], members: list[int], rank: int, segment: dict[str, Any]
 ) -> int:
-    """Elements of a rank's piece behind the last parameter."""
+    """Elements of padding at the end of a rank's piece."""
     ends = [place + length for _, place, length in (layout["spans"][i][rank] for i in members)]
     return segment["piece_numel"] - max(ends, default=0)
 
@@ -62,23 +62,22 @@ class HandleFace:
     on_storage_dtype: Callable[[torch.dtype], None] | None = None
 
     def make_flat_param(self, segment: dict[str, Any], index: int) -> nn.Parameter:
-        """This rank's part of one segment as torch's flat parameter: 1-D, with its ``_fqns``."""
+        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``."""
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
         dtype = self.dtypes[members[0]] if computes(self.dtypes[members[0]]) else torch.uint8
         shard = over(self.flat.shard_segment(index), dtype)
         param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
         param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
-        param._fsdp_flattened = True  # torch's mark of what FSDP manages; frameworks look for it
+        param._fsdp_flattened = True  # torch's mark of managed parameters, read by frameworks
         for name, value in self._metadata(layout, index, members).items():
             setattr(param, name, value)
         param._local_shard = param.detach()  # type: ignore[attr-defined]
         return param
 
     def _metadata(self, layout: dict[str, Any], index: int, members: list[int]) -> dict[str, Any]:
-        """What torch's flat parameters tell of themselves, under torch's names. Those that hold
-        modules (``_param_infos``, ``_modules``) are left out: an optimizer would keep a deleted
-        model alive through them.
+        """The attributes of torch's flat parameters, except ``_param_infos`` and ``_modules``: they
+        refer to modules, so an optimizer would keep a deleted model alive.
         """
         rank, world = self.groups.shard.rank, self.groups.shard.world
         segment = layout["segments"][index]
@@ -108,8 +107,8 @@ class HandleFace:
 
     @property
     def flat_param(self) -> nn.Parameter | None:
-        """The first flat parameter, trainable if one is. With ``use_orig_params`` nothing is
-        registered under this name: it is a view of the shard, made for the question.
+        """The first flat parameter, trainable if one is. With ``use_orig_params`` no flat parameter
+        is registered: each read makes a view of the shard.
         """
         if self.flat_params:
             return self.flat_params[0]

@@ -2,15 +2,15 @@
 
 Three things change, and ``uninstall()`` puts each of them back:
 
-- The names. Modules that hold torch's class or its gradient scaler, torch's public modules and
-  whatever a framework imported before, get fsdpc's. torch's other modules keep what they hold:
-  they work for both classes through the next two.
-- Constructing torch's class, through a reference that a closure or a default argument holds, makes
-  an fsdpc model.
-- The static methods of both classes look whose model they got: torch's models, made before or
-  after, are served by torch's code.
+- The names. Module-level references to torch's class or gradient scaler, in torch's public modules
+  and in modules imported before, become fsdpc's. torch's private modules keep their references;
+  the next two changes make them work with both classes.
+- Constructing torch's class, through a reference in a closure or a default argument, makes an
+  fsdpc model.
+- The static methods of both classes dispatch on the model: torch's models, made before or after,
+  run torch's code.
 
-``fully_shard`` and the enums and configuration classes are not touched.
+``fully_shard``, the enums and the configuration classes do not change.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Let ``torch.distributed.fsdp``'s FSDP1 names mean fsdpc's. Local; a second call does nothing.
+    """Bind the FSDP1 names of ``torch.distributed.fsdp`` to fsdpc's. Local; a second call is a
+    no-op.
 
-    Afterwards ``FullyShardedDataParallel`` is fsdpc's wherever a module holds torch's, also in
-    modules imported before. Models that torch's class made keep working and still count as
-    instances of both. ``RuntimeError`` is raised later, when a class that was derived from torch's
-    before this call is instantiated: derive it afterwards.
+    Afterwards every module-level reference to torch's ``FullyShardedDataParallel`` is fsdpc's, also
+    in modules imported before. Models of torch's class keep working, as instances of both.
+    ``RuntimeError``, on instantiation: a class derived from torch's before this call.
     """
     with _lock:
         if _undo:
@@ -67,10 +67,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its names back. Local; without ``install()`` it does nothing.
+    """Undo ``install()``. Local; a no-op without ``install()``.
 
-    Models made in between stay fsdpc's. A module of yours that imported a name in between keeps
-    fsdpc's class.
+    Models made in between stay fsdpc's. User modules that imported a name in between keep fsdpc's
+    class.
     """
     with _lock:
         while _undo:
@@ -112,20 +112,20 @@ def _rename(theirs: type, ours: type) -> None:
 
 
 def _put_back(namespace: dict[str, Any], name: str, ours: type, theirs: type) -> None:
-    if namespace.get(name) is ours:  # else someone else changed it since
+    if namespace.get(name) is ours:  # otherwise other code has rebound the name
         namespace[name] = theirs
 
 
 def _clean_torch(theirs: type, ours: type) -> None:
-    """Modules of torch's own that were imported in between took fsdpc's class from torch's name."""
+    """Restore torch's class in torch's modules that were imported since ``install()``."""
     for module_name, namespace, name in _references(ours):
         if _is_torchs(module_name):
             namespace[name] = theirs
 
 
 def _stand_in_where_torch_needs_its_own() -> None:
-    """``torch...fully_sharded_data_parallel``: its functions read the class as a global and must
-    find torch's; who imports it from there must find fsdpc's.
+    """``torch...fully_sharded_data_parallel``: its functions must read torch's class from their
+    globals, but importers must get fsdpc's.
     """
     before = home.__class__
 
@@ -173,7 +173,7 @@ def _dispatch_static_methods() -> None:
 
 
 def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: whoever is called, the owner of the model answers."""
+    """A decorator: calls the function of the class that made the model."""
     names = list(inspect.signature(theirs).parameters)
     name = "model" if "model" in names else "module"
     place = names.index(name)
@@ -190,7 +190,7 @@ def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
 
 def _belongs_to_torch(model: Any) -> bool:
-    """True where torch's class made units of ``model`` and fsdpc's made none."""
+    """True if ``model`` has units of torch's class and none of fsdpc's."""
     if not isinstance(model, nn.Module):
         return False
     made = {is_unit_module(m) for m in model.modules() if isinstance(m, TorchFSDP)}

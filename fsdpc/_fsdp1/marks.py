@@ -1,4 +1,4 @@
-"""Marks that a user puts on modules and the engine reads."""
+"""Marks set by the user on modules and read by the engine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ DATA_DEPENDENT = "_fsdpc_data_dependent"
 
 
 def mark_data_dependent(module: M) -> M:
-    """Declare that which units below ``module`` run depends on the data, rank by rank.
+    """Declare that data decides, on each rank separately, which units below ``module`` run.
 
-    Mark the container of a mixture of experts whose router picks experts from each rank's own
-    batch. Where ranks cannot see each other's requests cheaply, the units below a marked module are
-    gathered on every rank in a fixed order; over shared memory the mark changes nothing, since
-    there any rank may ask for any unit.
+    Mark the container of a mixture of experts whose router picks experts from each rank's batch.
+    Without shared memory, all units below a marked module are gathered on every rank in a fixed
+    order; over shared memory, where any rank may gather any unit, the mark is a no-op.
 
-    Local; call it on every rank, before the first forward. Returns ``module``.
-    Raises ``TypeError`` when ``module`` is not an ``nn.Module``.
+    Local; call on every rank, before the first forward. Returns ``module``. ``TypeError``:
+    ``module`` is not an ``nn.Module``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"mark_data_dependent expects an nn.Module but got {type(module).__name__}")
@@ -30,11 +29,11 @@ def mark_data_dependent(module: M) -> M:
 
 
 def attach_marked(root: nn.Module) -> list[Any]:
-    """Hooks for the marked modules below ``root``, for trees whose ranks cannot see each other's
-    requests: around a marked forward all its units are gathered in module order on every rank, and
-    again when the first gradient reaches an output. Returns the handles. Local.
+    """Register hooks on the marked modules below ``root``, for trees without shared memory: every
+    rank gathers all units of a marked module in module order, around its forward and again when the
+    first gradient reaches an output. Returns the hooks' handles. Local.
     """
-    from fsdpc._fsdp1.collect import unit_modules  # with it comes torch.distributed.fsdp
+    from fsdpc._fsdp1.collect import unit_modules  # imports torch.distributed.fsdp
 
     handles = []
     for module in root.modules():
@@ -53,7 +52,7 @@ class _Marked:
         self.backward = [unit.flat.hook("pre_backward") for unit in units]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Marked:
-        """In a copy of the model, whose own hooks come with its first forward: nothing to do."""
+        """A no-op in a copy of the model, which gets its hooks at its first forward."""
         return _Marked([])
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -70,8 +69,8 @@ class _Marked:
         return tree_map_only(Tensor, self.watched, output)
 
     def watched(self, tensor: Tensor) -> Tensor:
-        """The tensor behind an autograd node of its own: what a module hands through unchanged
-        would share a node with an earlier module, and the order of gathers would depend on that.
+        """``tensor`` behind a new autograd node. An output that a module passes through unchanged
+        has the node of an earlier module, on which the order of gathers would depend.
         """
         if not tensor.requires_grad:
             return tensor

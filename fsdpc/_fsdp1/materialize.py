@@ -1,10 +1,8 @@
-"""Give meta-device modules real memory, by the user's ``param_init_fn`` or by
-``reset_parameters()``.
+"""Materialise meta-device modules by the user's ``param_init_fn`` or ``reset_parameters()``.
 
-Two faults of the usual recipe are closed here. Tied weights stay tied: ``to_empty`` makes a new
-Parameter at each site, so the first one is put back at all of them. Values that nothing wrote are
-found: floating tensors are filled with NaN before ``reset_parameters()``, and what is still all NaN
-afterwards is named in one warning.
+Beyond the usual recipe, tied weights stay tied (``to_empty`` makes a Parameter per site, so the
+first one is registered again at all sites), and uninitialised values are reported: floating tensors
+are filled with NaN before ``reset_parameters()``, and one warning names those still all NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def materialize(
     """Materialise the unit's own modules if any of its parameters or buffers is on the meta device.
     Local.
 
-    ``warn_unwritten`` is off where other ranks' values come next (``sync_module_states``).
+    ``warn_unwritten`` is False if a broadcast overwrites the values (``sync_module_states``).
     """
     modules = list(owned_modules(root, ignored.modules))
     if not any(
@@ -70,7 +68,7 @@ def _tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
 
 
 def _retie(sites: list[Site]) -> None:
-    """Put one Parameter at all sites again: the first that has memory."""
+    """Register one Parameter at all sites again: the first that has memory."""
     params = [module._parameters[name] for module, name in sites]
     param = next((p for p in params if p is not None and not p.is_meta), params[0])
     for module, name in sites:
@@ -94,7 +92,7 @@ def _reset_all(modules: list[tuple[str, nn.Module]], device: torch.device, warn:
 
 
 def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
-    """``needed`` is false where other values come next: no ``reset_parameters()`` is fine then."""
+    """``needed``: warn of a module without ``reset_parameters()``; False if a broadcast follows."""
     try:
         with _real_buffers_kept(module):
             module.to_empty(device=device, recurse=False)
@@ -115,7 +113,7 @@ def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
 
 @contextmanager
 def _real_buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers that have values, as where only parameters were made on the meta device."""
+    """Keep buffers that have values, as when only parameters were made on the meta device."""
     real = {name: b for name, b in module._buffers.items() if b is not None and not b.is_meta}
     module._buffers.update(dict.fromkeys(real))
     try:

@@ -1,9 +1,6 @@
-"""Mixed precision on the module side: casting of inputs and buffers, and modules that stay in full
-precision.
-
-Parameters and gradients are cast by the engine. What remains for the front end is everything that
-is a plain tensor: forward inputs (see ``_inputs``), buffers, and the inputs and outputs of modules
-such as BatchNorm that must compute in fp32.
+"""Mixed precision of plain tensors. The engine casts parameters and gradients; the front end casts
+forward inputs (see ``_engine/inputs.py``), buffers, and the inputs and outputs of modules such as
+BatchNorm that must compute in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ def cast_buffers(
 ) -> dict[str, torch.dtype]:
     """Cast the unit's own floating buffers in place to ``dtype``, and move them all to ``device``.
 
-    Returns ``{clean name below root: original dtype}`` of those that changed, for state dicts.
+    Returns ``{clean name below root: original dtype}`` of changed buffers, for state dicts.
     Local.
     """
     changed: dict[str, torch.dtype] = {}
@@ -50,8 +47,7 @@ def cast_buffers(
 class FullPrecisionHooks:
     """Forward hooks of one module that computes in fp32 inside a low-precision model (BatchNorm).
 
-    Outputs go back to the dtype of the last floating input seen, which is the model's compute
-    dtype.
+    Outputs are cast to the dtype of the last floating input, which is the model's compute dtype.
     """
 
     def __init__(self, module: nn.Module):

@@ -1,6 +1,4 @@
-"""Parameter names: which wrapper segments a fully qualified name carries, and the name without
-them.
-"""
+"""Parameter names with and without wrapper segments."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED})
 
 
 def clean_fqn(name: str) -> str:
-    """``a._fsdp_wrapped_module.b`` -> ``a.b``; activation wrappers' segments go too."""
+    """``a._fsdp_wrapped_module.b`` -> ``a.b``; also removes activation wrappers' segments."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -26,7 +24,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def flat_param_name(index: int) -> str:
-    """Registered name of a unit's ``index``-th flat parameter (torch knows only the first)."""
+    """Registered name of a unit's ``index``-th flat parameter (torch has only one)."""
     return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"
 
 
@@ -35,9 +33,8 @@ _announced: list[str] = []
 
 @contextmanager
 def announced(name: str) -> Iterator[None]:
-    """Tell the next unit that is constructed in this block its name in the model being wrapped.
-
-    The constructor has torch's signature, which has no place for it.
+    """Pass the next unit constructed in this block its name in the model being wrapped: the
+    constructor's signature is torch's and has no argument for a name.
     """
     _announced[:] = [name]
     try:
@@ -47,5 +44,5 @@ def announced(name: str) -> Iterator[None]:
 
 
 def take_announced(default: str) -> str:
-    """The announced name, once; ``default`` for a unit that the user constructs by hand."""
+    """The announced name, once; ``default`` for a unit constructed by the user."""
     return _announced.pop() if _announced else default

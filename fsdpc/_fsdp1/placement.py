@@ -1,8 +1,8 @@
-"""Where a unit computes: what ``device_id`` names, where the module is, and how it gets there.
+"""A unit's compute device: ``device_id``, the module's device, and the move to it.
 
-The rules are torch's: a module on a GPU stays there; one on the CPU goes where ``device_id`` says,
-unit by unit after the units inside it were sharded, so that no more than one unit's whole
-parameters are on the GPU beside the shards. Without ``device_id`` it is sharded where it is.
+The rules are torch's: a module on a GPU stays there; a module on the CPU moves to ``device_id``,
+unit by unit after its nested units were sharded, so that the GPU holds at most one unit's full
+parameters beside the shards. Without ``device_id`` a module is sharded on its device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fsdpc._fsdp1.collect import Ignored, owned_modules, unit_modules
 
 
 def asked_device(device_id: Any, rank: int) -> torch.device | None:
-    """The device that the constructor's ``device_id`` names, a GPU's with its index. Local.
+    """The device of the constructor's ``device_id``, with an index for a GPU. Local.
 
-    A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: no
-    device at all. ``RuntimeError``: no such device here, and what is missing.
+    A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: not
+    a device. ``RuntimeError``: the device is unusable; the message says why.
     """
     if device_id is None:
         return None
@@ -75,8 +75,8 @@ def why_not(device: torch.device) -> str | None:
 
 
 def default_device() -> torch.device:
-    """Where a module without memory, or without parameters, goes without ``device_id``: to torch's
-    current GPU, to the CPU where there is none that can be used. Local.
+    """The device of a module without memory or parameters if there is no ``device_id``: torch's
+    current GPU, or the CPU if that GPU is unusable. Local.
     """
     if not torch.cuda.is_available():
         return CPU
@@ -87,11 +87,11 @@ def default_device() -> torch.device:
 def place(
     root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str, rank: int
 ) -> torch.device:
-    """Bring the unit's own parameters and buffers to ``asked`` and return where it computes. Local.
+    """Move the unit's own parameters and buffers to ``asked``; returns the compute device. Local.
 
-    What is ignored, and what nested units hold, stays where it is. ``RuntimeError``: parameters on
-    the CPU and on a GPU without ``asked``, or on a device that cannot be used. ``ValueError``: they
-    are on another GPU than ``asked``.
+    Tensors that are ignored or belong to nested units do not move. ``RuntimeError``: parameters on
+    the CPU and on a GPU without ``asked``, or on an unusable device. ``ValueError``: parameters on
+    another GPU than ``asked``.
     """
     _check_single_device(root, ignored, asked, unit_name)
     if asked is not None:
@@ -100,7 +100,7 @@ def place(
     if device is None:
         nested = next(iter(unit_modules(root)), None)
         return asked or (default_device() if nested is None else nested.compute_device)
-    if device.type == "meta":  # refused by name where parameters are collected
+    if device.type == "meta":  # collect_infos raises for this parameter
         return asked or CPU
     if asked is not None and device != asked:
         raise ValueError(
@@ -140,7 +140,7 @@ def _check_single_device(
 
 @torch.no_grad()
 def _move(root: nn.Module, ignored: Ignored, device: torch.device) -> None:
-    """One tensor at a time, in place: Parameters keep their identity, as in ``nn.Module.to``."""
+    """Move one tensor at a time, in place: Parameters keep their identity, as in ``Module.to``."""
     if device == CPU:
         return
     for tensor in _on_the_cpu(root, ignored):

@@ -1,9 +1,8 @@
-"""What happens once per tree of units, when its outermost FSDP instance is first used.
+"""Lazy initialisation of a tree of units, at the first use of its outermost FSDP instance.
 
-Lazy initialisation finds the units and their nesting depth, checks the options that must be equal
-across the tree, casts buffers, hands the units to the engine (``fsdpc._engine.tree.Tree``) and
-reports the precision line. An inner instance that was used on its own before gives its tree up to
-the outer one.
+It finds the units and their nesting depth, checks the options that must be equal across the tree,
+casts buffers, passes the units to the engine (``fsdpc._engine.tree.Tree``) and sets the precision
+line. An inner instance that was a root before joins the outer instance's tree.
 """
 
 from __future__ import annotations
@@ -42,11 +41,12 @@ _PREFETCH = {
 
 
 def lazy_init(root: Any) -> None:
-    """Make ``root`` the root of its tree unless it belongs to one already. Collective over the
+    """Make ``root`` the root of its tree unless it belongs to a tree already. Collective over the
     units' groups.
 
-    Units that another root has used leave its tree, which is set up anew when that root is used
-    next. ``StateError`` while the other root is in forward or backward.
+    Units of another root leave that root's tree, which is rebuilt at its next use. ``StateError``:
+    the other root is in forward or backward. ``ValueError``: options or devices of the units
+    differ. ``MismatchError``: ranks have different trees.
     """
     if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
         return
@@ -75,8 +75,8 @@ def lazy_init(root: Any) -> None:
 
 
 def _pass_unit(root: Any) -> HandledUnit:
-    """A unit without parameters for a root that has none of its own: its hooks mark where a pass
-    through the tree begins and ends.
+    """A unit without parameters, for a root that has none: its hooks mark the begin and end of a
+    pass through the tree.
     """
     if root._pass_unit is None:
         unit = HandledUnit(
@@ -96,7 +96,7 @@ def _pass_unit(root: Any) -> HandledUnit:
 
 
 def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Beginning of a forward of an instance without parameters, which has no unit to do this."""
+    """Pre-forward hook of an instance without a unit."""
     if member._is_root is None:
         call_untraced(lazy_init, member)
         if member._pass_unit is not None:
@@ -104,7 +104,7 @@ def enter_without_unit(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _leave_tree(member: Any, root: Any) -> None:
-    """Undo the lazy initialisation of the root that ``member`` had, if it is not ``root``."""
+    """Undo the lazy initialisation of ``member``'s previous root unless that is ``root``."""
     tree = None if member._unit is None else member._unit.tree
     if tree is not None and tree.training_state != "idle":
         raise _C.StateError(
@@ -120,8 +120,8 @@ def _leave_tree(member: Any, root: Any) -> None:
 
 
 def release_tree(root: Any) -> None:
-    """Undo lazy initialisation: the units forget their tree and the next use decides anew which
-    root they have.
+    """Undo lazy initialisation: the units leave their tree, and the next use determines their root.
+    Local.
     """
     if root._tree is not None:
         root._tree.detach()
@@ -180,7 +180,7 @@ def placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def _prepare_member(member: Any, name: str) -> None:
-    """Settings that depend on the place in the tree: unit name, what becomes of inputs, buffers."""
+    """Set what depends on the position in the tree: unit name, casts of inputs and buffers."""
     if member._unit is not None:
         member._unit.name = name or member._unit.name
     mixed = member.mixed_precision
@@ -215,8 +215,8 @@ def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
 
 
 def _thaw_tree(root: Any) -> None:
-    """Another tree of the same units, with memory for the gradients of unfrozen parameters.
-    Collective over the units' groups, between passes.
+    """Rebuild the tree with memory for the gradients of unfrozen parameters. Collective over the
+    units' groups, between passes.
     """
     old = root._tree
     old.core.announce(*_thaw.first(old.units))
@@ -243,8 +243,8 @@ def tree_units(root: Any) -> list[Any]:
 
 @contextmanager
 def no_sync(root: Any) -> Iterator[None]:
-    """Leave gradients unreduced in every unit below ``root``; restored on exit, whatever happens
-    inside.
+    """Leave gradients unreduced in every unit below ``root``; restored on exit, also after
+    exceptions. Local.
     """
     units = tree_units(root)
     before = [unit.require_sync for unit in units]
@@ -258,7 +258,7 @@ def no_sync(root: Any) -> Iterator[None]:
 
 
 def precision_line(root: Any) -> str:
-    """One line that says which dtype does what, for the log and for ``model.precision_line``."""
+    """One line with the dtype of each role, for the log and for ``model.precision_line``."""
     units = tree_units(root)
     segments = [segment for unit in units for segment in unit.flat.layout()["segments"]]
     trained = [segment for segment in segments if segment["trainable"]]
@@ -299,13 +299,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:
-    """Bytes that the engine holds for ``model``, by purpose, from ``Tree.memory_stats()``. Local.
+    """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
 
-    Sums over the trees found in ``model``; empty before the first forward. On a GPU
-    slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver, beside
-    torch's cache and its figures; what the other keys count (shards and shard gradients unless
-    offloaded, gradients of ``no_sync``) comes out of that cache and is part of
-    ``torch.cuda.memory_allocated()``. Raises ``TypeError`` for a non-module.
+    Sums of ``Tree.memory_stats()`` over the trees in ``model``; empty before the first forward. On
+    a GPU slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver and
+    not in torch's statistics; the other keys (shards and shard gradients unless offloaded,
+    gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
+    ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")

@@ -1,11 +1,10 @@
-"""Full parameters for a while: ``summon_full_params`` and the installing that state dicts and
-conversions share.
+"""``summon_full_params``, and the registration of full parameters for state dicts and conversions.
 
-A summoned unit shows private full copies in original shapes under clean names; the gathered slot
-that ranks share is never handed out for writing. With ``use_orig_params=True`` the user's own
-Parameter objects show them, so that flags, attributes and an optimizer's state belong to them.
-On the way out the values found at the registration sites (also a Parameter that the user put there
-anew) are written back shard by shard, or dropped.
+A summoned unit registers private full copies in original shapes under clean names; users never
+write to the gathered slot that ranks share. With ``use_orig_params=True`` the user's Parameter
+objects get the full values, so that flags, attributes and optimizer state stay attached. On exit
+the values registered at each site (also of a new Parameter) are written back to the shard, or
+dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import flat_param_name
 
 Tensors = list[torch.Tensor]
-OwnObject = Any  # what Unit.own_objects() notes of one Parameter
+OwnObject = Any  # an item of Unit.own_objects()
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def summon_full_params(
 
 
 def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
-    """Combinations that torch refuses or warns about and that stay so here."""
+    """Check for combinations that torch refuses or warns of, and fsdpc too. Local."""
     if writeback and rank0_only:
         raise NotImplementedError(
             "writeback=True and rank0_only=True is not supported yet: the other ranks have no full "
@@ -69,7 +68,7 @@ def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> 
 
 
 def check_idle(member: Any) -> None:
-    """Raises ``AssertionError``, torch's type for it, where full parameters cannot be shown now."""
+    """torch's ``AssertionError`` if ``member``'s phase forbids full parameters. Local."""
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
@@ -84,8 +83,8 @@ def check_idle(member: Any) -> None:
 
 
 def _check_free(member: Any) -> None:
-    """Raises torch's ``AssertionError`` for a unit that is summoned already, or that a forward or
-    backward in progress works with.
+    """torch's ``AssertionError`` for a unit that is summoned already or in use by a forward or
+    backward. Local.
     """
     unit = member._unit
     if member._summoned or (unit is not None and unit.flat.in_use):
@@ -100,7 +99,7 @@ def summon_one(
     with_grads: bool,
     offload: bool = False,
 ) -> Iterator[None]:
-    """One FSDP instance's own unit, without nested ones."""
+    """``summon_full_params`` of one FSDP instance without nested ones. Collective on entry."""
     unit = member._unit
     if unit is None:
         with _flagged(member, rank0_only):
@@ -114,7 +113,7 @@ def summon_one(
         if full is None:
             yield
             return
-        # Other ranks may have gathered a unit already for a pass that this rank is in, too.
+        # Other ranks may have gathered the unit already in the current pass.
         frozen = unit.state in ("forward", "backward")
         before = [tensor.clone() for tensor in full] if frozen else []
         own = unit.own_objects() if unit.use_orig_params else None
@@ -137,7 +136,7 @@ def summon_one(
 
 
 def _take_flags(unit: Any) -> None:
-    """``requires_grad`` of Parameters that took another's place inside."""
+    """Copy ``requires_grad`` of Parameters that were replaced inside the context."""
     for info, shown in zip(unit.infos, site_params(unit), strict=True):
         if shown is not None and shown is not info.param:
             info.param.requires_grad_(shown.requires_grad)
@@ -160,8 +159,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of an instance whose full parameters are shown: it runs on these, with what the
-    user did to them, and without the engine.
+    """The forward of a summoned instance: runs on the full parameters, with the user's changes, and
+    without the engine.
     """
     mixed = member.mixed_precision
     dtype = mixed.param_dtype
@@ -177,7 +176,7 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """The shown parameters in the dtype that forward computes in."""
+    """Cast the full parameters to the compute dtype for a forward."""
     if unit is None or dtype is None:
         yield
         return
@@ -212,8 +211,8 @@ def install(
     grads: list[torch.Tensor | None] | None = None,
     own: list[OwnObject] | None = None,
 ) -> None:
-    """Show ``full`` (and ``grads``) at the unit's registration sites in place of the sharded
-    parameters. Local. ``own``: the user's own Parameters show them, else new ones.
+    """Register ``full`` (and ``grads``) at the unit's sites in place of the sharded parameters.
+    Local. ``own``: through the user's Parameters, otherwise through new ones.
     """
     unit = member._unit
     hide_flat_params(member)
@@ -229,20 +228,20 @@ def install(
 
 
 def uninstall(member: Any) -> None:
-    """Back to the sharded parameters. Local."""
+    """Register the sharded parameters again. Local."""
     member._unit.install_sharded()
     show_flat_params(member)
 
 
 def site_params(unit: Any) -> list[Any]:
-    """What is registered now at each parameter's first site."""
+    """The values registered at each parameter's first site. Local."""
     return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]
 
 
 def write_back(unit: Any) -> None:
-    """Copy what is registered at the sites now into this rank's shard. Local.
+    """Copy the values registered at the sites into this rank's shard. Local.
 
-    Raises ``ValueError`` when a parameter disappeared or changed its shape.
+    ``ValueError``: a parameter was deleted or changed its shape.
     """
     params = site_params(unit)
     for info, shape, param in zip(unit.infos, unit.shapes, params, strict=True):
@@ -259,9 +258,9 @@ def write_back(unit: Any) -> None:
 
 
 def flat_owner(member: Any) -> nn.Module:
-    """The module on which a unit's flat parameters are registered: the wrapped one, inside an
-    activation wrapper if there is one. Fixed at the first call: what is put between later
-    (checkpoint wrappers, torch.compile) changes nothing.
+    """The module on which a unit's flat parameters are registered: the wrapped module, inside an
+    activation wrapper if there is one. Fixed at the first call, so that wrappers inserted later
+    (checkpointing, torch.compile) change nothing.
     """
     owner: nn.Module | None = member.__dict__.get("_flat_owner")
     if owner is None:
@@ -270,14 +269,14 @@ def flat_owner(member: Any) -> nn.Module:
 
 
 def show_flat_params(member: Any) -> None:
-    """Register the unit's flat parameters (``use_orig_params=False``), for optimizers to see."""
+    """Register the unit's flat parameters (``use_orig_params=False``), for optimizers. Local."""
     owner = flat_owner(member)
     for index, param in enumerate(member._unit.flat_params):
         owner._parameters[flat_param_name(index)] = param
 
 
 def hide_flat_params(member: Any) -> None:
-    """Take the flat parameters out of the module while the original ones are shown."""
+    """Unregister the flat parameters while the original ones are registered. Local."""
     owner = flat_owner(member)
     for index in range(len(member._unit.flat_params)):
         owner._parameters.pop(flat_param_name(index), None)

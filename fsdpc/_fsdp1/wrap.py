@@ -1,10 +1,10 @@
 """The two engines that apply a wrap policy to a module tree.
 
-Policy objects name their targets first, in one pass; then the tree is rewritten from the leaves up.
-Callables are asked twice per module: on the way down whether to look inside, on the way up whether
-to wrap what is left over. Neither wraps the root: the constructor that called does. A module
-registered at two places becomes one unit that is registered at both. A compiled module is wrapped
-as a whole where the module inside is wanted.
+Policy objects select their targets in one pass; then the tree is rewritten from the leaves up.
+Callables are called twice per module: on the way down whether to recurse, on the way up whether to
+wrap the rest. Neither wraps the root: the calling constructor does. A module registered twice
+becomes one unit registered twice. A compiled module is wrapped as a whole if its original module is
+a target.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ Wrap = Callable[..., nn.Module]
 def auto_wrap(
     root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any], wrapper: Wrap
 ) -> None:
-    """Wrap descendants of ``root`` as ``policy`` says, each as ``wrapper(child, **kwargs)``.
-    Collective.
-
-    Raises ``ValueError`` when a descendant is an FSDP instance already.
+    """Wrap the descendants of ``root`` that ``policy`` selects, each as
+    ``wrapper(child, **kwargs)``. Collective. ``ValueError``: a descendant is an FSDP instance
+    already.
     """
     _check_unwrapped(root)
     full_precision = _full_precision_classes(root, kwargs["mixed_precision"])
@@ -56,8 +55,8 @@ def _check_unwrapped(root: nn.Module) -> None:
 def _full_precision_classes(
     root: nn.Module, mixed_precision: MixedPrecision | None
 ) -> tuple[type[nn.Module], ...]:
-    """Classes to keep in fp32. Their instances in ``root`` get casting hooks, and one warning names
-    the classes.
+    """Classes to keep in fp32. Registers casting hooks on their instances in ``root``; one warning
+    names the classes.
     """
     if mixed_precision is None:
         return ()
@@ -92,7 +91,7 @@ def _add_full_precision(
 def _compiled_as_a_whole(
     root: nn.Module, targets: dict[nn.Module, dict[str, Any]]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The targets with compiled modules in the place of the modules that they compiled."""
+    """The targets, with compiled modules instead of their original modules."""
     result = dict(targets)
     for module in root.modules():  # the outermost of several wrappers comes first
         if inside(module) is not module and inside(module) in result:
@@ -131,7 +130,7 @@ class _TreeRewriter:
 
 
 class _Recursion:
-    """Ask a callable policy on the way down and up; count the elements not yet in a unit."""
+    """Call a callable policy on the way down and up; count the elements not yet in a unit."""
 
     def __init__(
         self,
@@ -165,10 +164,10 @@ class _Recursion:
         return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
     def _children(self, parent: nn.Module, prefix: str, allowed: bool) -> None:
-        """Put units in the children's places, also where a child stands for the second time.
+        """Replace children by units, also a child registered for the second time.
 
-        Where the policy forbade to look inside (``allowed`` is False) only full-precision classes
-        are wrapped.
+        If the policy refused to recurse (``allowed`` is False), only full-precision classes are
+        wrapped.
         """
         if not (allowed or self.full_precision):
             return

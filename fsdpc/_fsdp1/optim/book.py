@@ -1,9 +1,9 @@
-"""Which parameter an optimizer's entry stands for: keys, parameters and names of a model.
+"""The map between an optimizer's keys, its parameters and the model's parameter names.
 
 An optimizer holds the sharded parameters: with ``use_orig_params`` one per original parameter (this
-rank's elements of it, or all in its own shape where nothing is sharded), otherwise one flat
-parameter per dtype segment of a unit, which covers several originals. Beside them it may hold
-parameters that no unit manages.
+rank's elements, or the whole in its original shape if unsharded), otherwise one flat parameter per
+dtype segment of a unit, which covers several originals. The optimizer may also hold parameters that
+no unit manages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = Hashable  # an optimizer's name for a parameter: its position, or a string
 
 @dataclass
 class Part:
-    """A sharded parameter and the originals it covers (positions in the unit)."""
+    """A sharded parameter and the originals it covers (indices in the unit)."""
 
     param: nn.Parameter
     covers: tuple[int, ...]
@@ -33,11 +33,11 @@ class Part:
 
 @dataclass
 class UnitEntry:
-    """A unit with the names that its parameters have in the model asked about."""
+    """A unit and the names of its parameters in the given model."""
 
     member: Any
     unit: Any
-    names: list[list[str]]  # of each parameter: the first name, then those of tied places
+    names: list[list[str]]  # per parameter: the first name, then those of tied sites
     parts: list[Part]
     layout: dict[str, Any]
 
@@ -49,13 +49,13 @@ class UnitEntry:
         return [self.names[i][0] for i in part.covers]
 
     def length(self, part: Part, rank: int) -> int:
-        """How many elements of the part a rank holds."""
+        """Number of elements of the part on a rank."""
         if self.unit.use_orig_params:
             return self.layout["spans"][part.covers[0]][rank][2]
         return self.segment(part)["piece_numel"]
 
     def shape(self, part: Part, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part, as its optimizer sees it."""
+        """Shape of the part in a rank's optimizer."""
         if self.unit.use_orig_params and not self.unit.is_sharded:
             return tuple(self.unit.shapes[part.covers[0]])
         return (self.length(part, rank),)
@@ -69,7 +69,7 @@ class UnitEntry:
 
 @dataclass
 class Book:
-    """All parameters of a model, with the names an unsharded model would have for them."""
+    """All parameters of a model, with their names in the unsharded model."""
 
     units: list[UnitEntry]
     plain: dict[str, nn.Parameter]  # parameters that no unit manages
@@ -78,11 +78,11 @@ class Book:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, and elements travel between ranks."""
+        """The device of computation and of transfers between ranks."""
         return self.units[0].unit.device if self.units else torch.device("cpu")
 
     def names_of(self, param: nn.Parameter) -> list[str]:
-        """First names of what an optimizer's parameter stands for; ``KeyError`` for a stranger."""
+        """First names of the parameters that ``param`` covers. ``KeyError``: not in the model."""
         found = self.names.get(id(param))
         if found is None:
             raise KeyError(_stranger(param))
@@ -90,7 +90,7 @@ class Book:
 
 
 def _stranger(param: nn.Parameter) -> str:
-    """What is known of a parameter that the model does not have."""
+    """The error text for a parameter that the model does not have."""
     unit = owner_of(param)
     place = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
     if place is None:
@@ -112,8 +112,8 @@ def _stranger(param: nn.Parameter) -> str:
 
 
 def read_book(model: nn.Module) -> Book:
-    """The parameters of ``model``. Local. ``ValueError`` when it holds no unit, or only a part of
-    one.
+    """The parameters of ``model``. Local. ``ValueError``: it contains no unit, or only a part of a
+    unit.
     """
     units = [
         _unit_entry(name, member)
@@ -172,12 +172,12 @@ def _add_plain(book: Book, model: nn.Module) -> None:
 
 
 def is_named(state: dict[Any, Any]) -> bool:
-    """Whether an optimizer's state has names for keys (NamedOptimizer) instead of positions."""
+    """True if an optimizer's state has names for keys (NamedOptimizer) instead of ids."""
     return isinstance(next(iter(state), None), str)
 
 
 def keys_of_optimizer(optim: Any, model: nn.Module, named: bool) -> list[tuple[Key, nn.Parameter]]:
-    """The optimizer's keys for its parameters, in its order."""
+    """The optimizer's (key, parameter) pairs in its order."""
     params = [param for group in optim.param_groups for param in group["params"]]
     if not named:
         return list(enumerate(params))

@@ -1,8 +1,8 @@
-"""What the ranks of a unit hold as optimizer state, and what becomes of each value.
+"""The optimizer state on a unit's ranks, and the plan for each value.
 
-``cut``: a tensor of the shard's own shape, an element for each element of the parameter; the whole
-is put together from the ranks. ``same``: anything else (Adam's ``step``, a number, a table); it
-belongs to the parameter and must be equal on every rank that holds elements of it.
+``cut``: a tensor of the shard's shape, one element per element of the parameter; the full value is
+assembled from the ranks. ``same``: anything else (Adam's ``step``, a number, a table); it must be
+equal on every rank that holds elements of the parameter.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from fsdpc._comm.plain import Outline
 from fsdpc._fsdp1.optim.book import UnitEntry
 from fsdpc._torch import tree_flatten
 
-ABSENT = "absent"  # the optimizer does not hold the parameter at all
+ABSENT = "absent"  # the parameter is not in the optimizer
 State = dict[str, Any]
 
 
 @dataclass
 class Plan:
-    """What to do with the state of one sharded parameter; equal on all ranks."""
+    """How to gather the state of one sharded parameter; equal on all ranks."""
 
     cut: dict[str, torch.dtype]
     same: dict[str, Any]
 
 
 def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan | None]:
-    """Agree on the state of each of the unit's parts. Collective over the sharding group.
+    """Plan the state of each of the unit's parts. Collective over the sharding group.
 
-    ``states``: this rank's, ``None`` without state, ``ABSENT`` when the optimizer does not hold the
-    part. Returns ``None`` for parts without state. Errors are raised on every rank:
-    ``RuntimeError`` for state that some rank lacks or holds in another form, ``AssertionError`` for
-    values that should be equal and are not.
+    ``states``: this rank's state per part, ``None`` without state, ``ABSENT`` if the part is not in
+    the optimizer. Returns ``None`` for parts without state. Errors are raised on every rank:
+    ``RuntimeError``: some rank lacks state, or has it in another form. ``AssertionError``: ``same``
+    values differ.
     """
     what = f"optimizer state of unit {entry.unit.name}"
     told = exchange(entry.comm, [_describe(state) for state in states], what)
@@ -73,7 +73,7 @@ def _outline(value: Any) -> Any:
 
 
 def _holders(entry: UnitEntry, told: list[Any], j: int) -> list[int]:
-    """Ranks that hold elements of the part (all, if it has none) when the part has state."""
+    """Ranks with elements of the part (all ranks for an empty part), if the part has state."""
     part = entry.parts[j]
     ranks = [rank for rank in range(len(told)) if entry.length(part, rank) > 0]
     ranks = ranks or list(range(len(told)))
@@ -166,7 +166,7 @@ def _agree_on_whole(
 
 
 def _check_complete(entry: UnitEntry, told: list[Any], plans: list[Plan | None]) -> None:
-    """With original parameters, all or none of a unit's trainable ones are the optimizer's."""
+    """With original parameters, the optimizer must hold all or none of a unit's trainable ones."""
     unit = entry.unit
     if not unit.use_orig_params or not any(plans):
         return
@@ -183,7 +183,7 @@ def _check_complete(entry: UnitEntry, told: list[Any], plans: list[Plan | None])
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Equality that looks into containers and compares tensors element by element."""
+    """Equality that recurses into containers and compares tensors element by element."""
     ours, shape = tree_flatten(one)
     theirs, other_shape = tree_flatten(other)
     if shape != other_shape:

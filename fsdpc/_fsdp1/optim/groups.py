@@ -1,5 +1,5 @@
-"""``param_groups`` of an optimizer's state dict, between the unsharded model's names and the keys
-of an optimizer.
+"""``param_groups`` of an optimizer's state dict: conversion between the unsharded model's names and
+an optimizer's keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = ("params", "param_names")
 def named_groups(
     groups: list[Group], held: list[tuple[Key, nn.Parameter]], book: Book
 ) -> list[Group]:
-    """Groups with names for keys: all the names that a flat parameter stands for. Local."""
+    """Groups with names for keys; a flat parameter becomes all names that it covers. Local."""
     params = dict(held)
     result = []
     for group in groups:
@@ -44,10 +44,10 @@ def keyed_groups(
 ) -> list[Group]:
     """Groups for the optimizer that holds ``held``, with the saved groups' options. Local.
 
-    ``own``: the optimizer's groups now; their number, order and parameters stay. Without them the
-    saved groups' division stays. ``KeyError``: a saved name that is no parameter of the model, or a
-    trainable one that the optimizer does not hold. ``ValueError``: one of the optimizer's groups
-    (or flat parameters) holds parameters whose saved options differ.
+    ``own``: the optimizer's current groups, whose number, order and parameters stay; ``None``: the
+    saved grouping stays. ``KeyError``: a saved name is not in the model, or a trainable parameter
+    is not in the optimizer. ``ValueError``: one of the optimizer's groups (or flat parameters)
+    holds parameters with different saved options.
     """
     owner = _owners(saved, book)
     _check_known(owner, held, book)
@@ -67,7 +67,7 @@ def keyed_groups(
 
 
 def _owners(saved: list[Group], book: Book) -> dict[str, int]:
-    """The saved group of each name, under the model's first name of it."""
+    """The index of the saved group of each parameter, by the model's first name."""
     first = {alias: name for name, aliases in book.aliases.items() for alias in aliases}
     return {
         first.get(name, name): place
@@ -95,7 +95,7 @@ def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], bo
 def _options(
     saved: list[Group], owner: dict[str, int], names: list[str], place: int
 ) -> Group | None:
-    """The saved group whose options hold for all these names; ``None`` where nothing was saved."""
+    """The saved group of all these names; ``None`` if no group was saved for them."""
     places = sorted({owner[name] for name in names if name in owner})
     if not places:
         empty = place < len(saved) and not names and not saved[place]["params"]

@@ -1,8 +1,8 @@
-"""From an unsharded model's optimizer state dict to this rank's part of it.
+"""From an unsharded model's optimizer state dict to this rank's shard of it.
 
-Values come from the dict itself, or from rank 0's by a broadcast each, in the same order on all
-ranks, or from the rows that the ranks hold of a distributed value. Each is cut to this rank's
-elements before the next one comes.
+Values come from the dict itself, from rank 0's by one broadcast per value in the same order on all
+ranks, or from the ranks' rows of a distributed value. Each value is cut to this rank's elements
+before the next one is fetched.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from fsdpc._torch import ShardedTensor, tree_map
 
 
 class Source(Protocol):
-    """Where values come from. ``tree`` shows what there is: the same keys on all ranks."""
+    """A source of values. ``tree``: the dict's structure, with the same keys on all ranks."""
 
     tree: dict[str, Any]
 
     def fetch(self, value: Any, what: str) -> Any:
-        """The whole value of a leaf of ``tree``. Every rank must call it for the same leaves."""
+        """The full value of a leaf of ``tree``. Every rank must fetch the same leaves."""
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
-        """Elements of a tensor of ``tree``, 1-D, perhaps a view. Every rank must call it for the
-        same leaves, each for the range it wants.
+        """Elements ``[begin, end)`` of a tensor of ``tree``, 1-D, perhaps a view. Every rank must
+        read the same leaves, each its own range.
         """
 
 
@@ -72,7 +72,7 @@ class OwnDict:
 def _from_rows(
     value: Any, begin: int, end: int, what: str, group: Any, device: torch.device
 ) -> torch.Tensor:
-    """Elements of a distributed value, on ``device``, on which they travel. Collective."""
+    """Elements of a distributed value, transferred on ``device``. Collective."""
     comm = comm_for_group(group, device=engine_device(device))
     shape = _sharded.size_of(value)
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
@@ -134,7 +134,7 @@ class FirstRanksDict:
         return self.elements(value, 0, value.numel, what).view(value.shape)
 
     def elements(self, value: Any, begin: int, end: int, what: str) -> torch.Tensor:
-        if not isinstance(value, Outline):  # without dimensions: it came along
+        if not isinstance(value, Outline):  # 0-dim: sent with the structure
             return value.reshape(-1)[begin:end]
         want = Wanted(begin, torch.empty(end - begin, dtype=value.dtype, device=self._device))
         whole = None
@@ -162,8 +162,8 @@ def _checked(state_dict: Any) -> dict[str, Any]:
 def sharded_states(
     book: Book, held: list[tuple[Key, nn.Parameter]], source: Source
 ) -> dict[Any, Any]:
-    """The state of every parameter that the optimizer holds, by its keys, and what the dict holds
-    beside the parameters'. Collective where the source is.
+    """The state of every parameter in the optimizer, by its keys, and the dict's other entries.
+    Collective if the source is.
     """
     saved = source.tree["state"]
     loader = _Loader(source, saved, _numbers(book, saved))
@@ -188,8 +188,8 @@ def sharded_states(
 
 
 def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
-    """Names of states that are one number per parameter, like Adam's ``step``. Parameters with
-    dimensions show it; without any, a 0-dim value could as well be a 0-dim parameter's element.
+    """Names of states with one number per parameter, like Adam's ``step``, found on parameters with
+    dimensions: a 0-dim parameter's 0-dim state could also be its element.
     """
     numbers, elements = set(), set()
     for entry in book.units:
@@ -210,7 +210,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _own(value: Any) -> Any:
-    """A value that an optimizer may change without changing the dict it came from."""
+    """A copy of a value, so that the optimizer does not change the dict."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -245,12 +245,12 @@ class _Loader:
         return result
 
     def _is_cut(self, entry: UnitEntry, i: int, name: str, value: Any) -> bool:
-        """Whether a value has an element for each of the parameter's elements."""
+        """True if a value has one element per element of the parameter."""
         shape = _shape(value)
         return shape == tuple(entry.unit.shapes[i]) and (shape != () or name not in self.numbers)
 
     def _cut(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> torch.Tensor:
-        """This rank's elements; zeros for those of a flat parameter's members without state."""
+        """This rank's elements; zeros for members of a flat parameter without state."""
         rank = entry.comm.rank
         result: torch.Tensor | None = None
         for i, value in values.items():
@@ -272,7 +272,7 @@ class _Loader:
         return result.view(entry.shape(part, rank))
 
     def _same(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> Any:
-        """One value for all: numbers, and tensors of a shape that is not the parameter's."""
+        """The common value of numbers and of tensors with another shape than the parameter's."""
         wholes = []
         for i, value in values.items():
             _check_no_factor(entry, i, name, value)

@@ -1,8 +1,8 @@
-"""Optimizer state dicts: the methods of ``FullyShardedDataParallel`` that read and make them.
+"""The optimizer state-dict methods of ``FullyShardedDataParallel``.
 
-The dicts have the unsharded model's parameter names for keys and whole tensors (or, in the SHARDED
-form, distributed ones) for values, so that a checkpoint loads under another number of ranks,
-another wrapping and another ``use_orig_params``. Source of names, order and texts:
+The dicts have the unsharded model's parameter names for keys and full tensors (distributed ones in
+the SHARDED form) for values, so that a checkpoint loads with another number of ranks, another
+wrapping and another ``use_orig_params``. Names, argument order and messages are those of
 ``torch.distributed.fsdp.FullyShardedDataParallel``.
 """
 
@@ -32,7 +32,7 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 @dataclass
 class _Form:
-    """What kind of dict is asked for."""
+    """The requested form of the dict."""
 
     full: bool = True
     rank0_only: bool = False
@@ -45,7 +45,7 @@ def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
     check_optimizer(call, optim)
     settings = _state_dict.get_type(model)
     if settings is None:
-        read_book(model)  # says that there is no unit
+        read_book(model)  # raises: no unit
     config = settings.optim_state_dict_config  # type: ignore[union-attr]
     return _Form(
         settings.state_dict_type is StateDictType.FULL_STATE_DICT,  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
 
 
 def _check_order(call: str, model: Any, optim: Any) -> None:
-    """``TypeError`` where the model, or an optimizer that was given, is something else."""
+    """``TypeError``: ``model`` or a given ``optim`` has another type."""
     check_model(call, model)
     if optim is not None:
         check_optimizer(call, optim)
@@ -126,7 +126,9 @@ def _load(
 
 
 def _keep_unsaved(optim: Any, held: list[tuple[Key, nn.Parameter]], states: dict[Any, Any]) -> None:
-    """Optimizers with names for keys want a state for every parameter: theirs where none came."""
+    """Keep the state of parameters without a saved one: optimizers with names for keys need a
+    state for every parameter.
+    """
     for key, param in held:
         if key not in states and param in optim.state:
             states[key] = dict(optim.state[param])
@@ -162,17 +164,18 @@ class OptimStateDicts:
         optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The optimizer's state in the form that ``state_dict_type`` asks for, with parameter names
-        for keys. Collective over the units' groups.
+        """The optimizer's state in the form of the current ``state_dict_type``, with parameter
+        names for keys. Collective over the units' groups.
 
-        FULL: whole tensors in the original shapes, on every rank or, with ``rank0_only``, on rank 0
-        of ``group`` (``{}`` elsewhere). SHARDED and LOCAL: a ``ShardedTensor`` of rows per state,
-        or a ``DTensor`` with a ``device_mesh``. Tensors without dimensions, and whatever has not
-        the shard's own shape, stay as they are and must be equal on all ranks. All memory is new.
+        FULL: tensors in the original shapes and the state's dtypes, on every rank or, with
+        ``rank0_only``, on rank 0 of ``group`` (``{}`` elsewhere). SHARDED and LOCAL: a
+        ``ShardedTensor`` of rows per state, or a ``DTensor`` with a ``device_mesh``. 0-dim tensors,
+        and values without the shard's shape, are copied and must be equal on all ranks. The dict
+        shares no memory with the optimizer.
 
         ``optim_state_dict``: converted instead of ``optim.state_dict()``. ``RuntimeError``: a rank
         lacks state that others have, or a trainable parameter of a unit is not in the optimizer
-        (``use_orig_params=True``). ``AssertionError``: numbers that differ between ranks.
+        (``use_orig_params=True``). ``AssertionError``: numbers differ between ranks.
         """
         form = _form_in_force("optim_state_dict(model, optim)", model, optim)
         if optim_state_dict is None:
@@ -188,17 +191,17 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """This rank's part of a dict that ``optim_state_dict`` made, with ``optim``'s keys, for
-        ``optim.load_state_dict``; ``load_directly`` calls that too.
+        """This rank's shard of a dict made by ``optim_state_dict``, with ``optim``'s keys, for
+        ``optim.load_state_dict``, which ``load_directly`` calls.
 
-        With ``rank0_only`` in force only rank 0 of ``group`` passes the dict (the others' argument
-        is ignored) and the call is collective over ``group``; distributed values are gathered over
-        their own ranks; otherwise the call is local. Parameters without state stay without; in a
-        flat parameter they get zeros. ``param_groups`` keep the optimizer's division.
+        With ``rank0_only`` set, only rank 0 of ``group`` passes the dict (other ranks' argument is
+        ignored) and the call is collective over ``group``; distributed values are gathered over
+        their ranks; otherwise the call is local. Parameters without saved state get none, or zeros
+        in a flat parameter. ``param_groups`` keep the optimizer's grouping.
 
         ``ValueError``: no "state", ids for keys, states of one flat parameter that differ in name,
-        dtype or number, a shape that does not fit. ``KeyError``: a saved parameter that the model
-        or the optimizer lacks.
+        dtype or number, or another shape than the parameter's. ``KeyError``: a saved parameter is
+        not in the model or the optimizer.
         """
         call = "optim_state_dict_to_load(model, optim, optim_state_dict)"
         form = _form_in_force(call, model, optim)
@@ -244,7 +247,7 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a FULL dict that every rank has; local. Without ``optim``
+        """``optim_state_dict_to_load`` of a FULL dict that every rank has. Local. Without ``optim``
         the keys are those of an optimizer over ``optim_input``, by default ``model.parameters()``.
         Deprecated as in torch (``FutureWarning``).
         """
@@ -292,14 +295,14 @@ class OptimStateDicts:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """An unsharded model's optimizer state dict with names for ids, or the other way round.
+        """An unsharded model's optimizer state dict with ids converted to names, or names to ids.
         Local.
 
         The ids are ``optim``'s, or those of an optimizer over ``optim_input`` (by default
-        ``model.parameters()``, of the unsharded model where flat parameters stand for its own). The
-        dict itself comes back when its keys are of the type asked for.
-        ``ValueError``: keys of both types. ``AssertionError``: no ``OptimStateKeyType``.
-        ``RuntimeError``: a parameter with several names.
+        ``model.parameters()``; with flat parameters, the unsharded model's). A dict whose keys have
+        the requested type is returned itself. ``ValueError``: keys of both types.
+        ``AssertionError``: not an ``OptimStateKeyType``. ``RuntimeError``: a parameter with several
+        names.
         """
         _warn_of_input(optim_input)
         _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)

@@ -19,8 +19,8 @@ def rekey(
     model: nn.Module,
     held: list[tuple[Key, nn.Parameter]] | None,
 ) -> dict[str, Any]:
-    """See ``FullyShardedDataParallel.rekey_optim_state_dict``; ``held``: the optimizer's ids, None:
-    those of an optimizer over the unsharded model's ``parameters()``.
+    """See ``FullyShardedDataParallel.rekey_optim_state_dict``. ``held``: the optimizer's ids; None:
+    the ids of an optimizer over the unsharded model's ``parameters()``.
     """
     if kind not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(
@@ -44,7 +44,7 @@ def rekey(
 
 
 def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dict[Any, str]:
-    """Name of every id."""
+    """id -> parameter name."""
     flat = [m._unit for m in unit_modules(model) if m._unit is not None and m._unit.flat_params]
     if flat and held is None:
         return dict(enumerate(_unsharded_names(model)))
@@ -61,7 +61,7 @@ def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dic
 
 
 def _unsharded_names(model: nn.Module) -> list[str]:
-    """Names in the order of the unsharded model's ``parameters()``, flat parameters resolved."""
+    """Names in the order of the unsharded model's ``parameters()``."""
     places = {module: (place, name) for place, (name, module) in enumerate(model.named_modules())}
     found: list[tuple[int, int, str]] = []
     for module, (place, name) in places.items():

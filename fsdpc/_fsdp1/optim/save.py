@@ -1,7 +1,7 @@
-"""From the optimizer of a sharded model to the state dict of the unsharded model's.
+"""From the optimizer of a sharded model to the state dict of the unsharded model's optimizer.
 
-Units are treated one after another and, within a unit, one state of one dtype segment at a time. It
-goes through a window of limited size, which is all that a rank holds that keeps nothing.
+Units are gathered one by one and, within a unit, one state of one dtype segment at a time, through
+a window of bounded size: a rank that keeps nothing allocates only the window.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fsdpc._fsdp1.state.sharded import mesh_of
 
 
 class Keep(Protocol):
-    """What a rank keeps of the whole states."""
+    """The elements of full states that a rank keeps, and their form."""
 
     def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
-        """The first element of the unit's ``i``-th parameter, and the one after the last."""
+        """The kept elements ``[begin, end)`` of the unit's ``i``-th parameter."""
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
-        """What the dict holds for these elements, a 1-D tensor."""
+        """The dict's value for the kept elements ``values``, a 1-D tensor."""
 
     def device(self, entry: UnitEntry) -> torch.device:
-        """Where these elements are put together."""
+        """The device on which the kept elements are assembled."""
 
     offload: bool  # to the CPU
 
@@ -45,7 +45,7 @@ def gather_states(
 ) -> dict[str, State]:
     """The state of every parameter of the model, by name. Collective over the units' groups.
 
-    ``keep``: what this rank keeps; ``None``: nothing.
+    ``keep``: this rank's share; ``None``: nothing.
     """
     keys = {id(param): key for key, param in held}
     kept: dict[str, State] = {}
@@ -97,7 +97,7 @@ def _keep_same(
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A copy of what is equal on all ranks; numbers stay on the CPU, as in torch."""
+    """A copy of a ``same`` value; numbers stay on the CPU, as in torch."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         return value.to(device, copy=True)
     return _copied(value, True)
@@ -106,7 +106,7 @@ def _on(device: torch.device, value: Any) -> Any:
 def _cut_runs(
     entry: UnitEntry, plans: list[Plan | None]
 ) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    """Parts whose state of one name and dtype lies in one segment: they travel together."""
+    """Parts of one segment with state of one name and dtype: they are gathered together."""
     runs: dict[tuple[int, str, str], list[int]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for j, plan in enumerate(plans):
@@ -126,7 +126,7 @@ def _gather_run(
     states: list[Any],
     keep: Keep | None,
 ) -> dict[int, Wanted]:
-    """The elements that this rank keeps of one state, by the parameters' positions. Collective."""
+    """The elements that this rank keeps of one state, by index of the parameter. Collective."""
     wanted: dict[int, Wanted] = {}
     covered = [i for j in members for i in entry.parts[j].covers]
     for i in covered if keep is not None else ():
@@ -158,7 +158,7 @@ def _gather_run(
 
 
 def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
-    """Where this rank's elements of a part lie in its piece of the segment, and how many."""
+    """Offset and number of this rank's elements of a part in its piece of the segment."""
     rank = entry.comm.rank
     if not entry.unit.use_orig_params:
         return 0, entry.length(part, rank)
@@ -174,7 +174,7 @@ def _device(entry: UnitEntry, offload: bool) -> torch.device:
 
 @dataclass
 class Whole:
-    """Whole values in the original shapes."""
+    """Full values in the original shapes."""
 
     offload: bool
 
@@ -214,7 +214,7 @@ class Rows:
         return wrapped.cpu() if self.offload else wrapped
 
     def device(self, entry: UnitEntry) -> torch.device:
-        # A DTensor is made on its mesh's device, and goes to the CPU afterwards.
+        # A DTensor is made on its mesh's device, then offloaded.
         return _device(entry, self.offload and _mesh(entry, self.use_dtensor) is None)
 
     def _cut(self, entry: UnitEntry, i: int) -> bool:
@@ -233,7 +233,7 @@ def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
 
 
 def copy_unknown(state: dict[Key, Any], known: set[Key], kept: dict[Any, Any]) -> None:
-    """Entries that are no parameter's go along as they are, with a warning. Local."""
+    """Copy entries that belong to no parameter, with a warning. Local."""
     for key, value in state.items():
         if key in known or key in kept:
             continue

@@ -1,10 +1,10 @@
 """A bridge for ``torch.distributed.checkpoint.state_dict``: ``get_state_dict``, ``set_state_dict``
-and their kin on fsdpc models.
+and the like on fsdpc models.
 
-That module asks one class, its own name ``FSDP``, for the units of a model and for their state.
-``attach()`` puts an object in that place that looks whose units a model has and asks fsdpc's or
-torch's class; models without units of either, FSDP2's and DDP's among them, are torch's as before.
-The first fsdpc model attaches it.
+That module finds units and their state through one class, its global ``FSDP``. ``attach()``
+replaces this global by an object that dispatches to fsdpc's or torch's class by the model's units;
+models without units of either, such as FSDP2's and DDP's, go to torch's as before. The first fsdpc
+model attaches the bridge.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def attach() -> None:
-    """Let the module serve fsdpc models too. Local; a second call does nothing."""
+    """Make torch's module work with fsdpc models too. Local; a second call is a no-op."""
     if _undo:
         return
     client = import_module(_CLIENT)
@@ -39,18 +39,18 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Give the module its own names back. Local; without ``attach()`` it does nothing."""
+    """Undo ``attach()``. Local; a no-op without ``attach()``."""
     while _undo:
         _undo.pop()()
 
 
 def _replace(client: Any, name: str, ours: Any) -> None:
     theirs = vars(client).get(name)
-    if theirs is None:  # another version of torch, which has to be asked in another way
+    if theirs is None:  # a version of torch without this name
         return
 
     def restore() -> None:
-        if vars(client).get(name) is ours:  # else someone else changed it since
+        if vars(client).get(name) is ours:  # otherwise other code has rebound the name
             setattr(client, name, theirs)
 
     setattr(client, name, ours)
@@ -58,9 +58,9 @@ def _replace(client: Any, name: str, ours: Any) -> None:
 
 
 def class_for(model: nn.Module) -> Any:
-    """The class that knows the units in ``model``.
+    """The class of the units in ``model``. Local.
 
-    ``RuntimeError``: some are torch's and some fsdpc's, whose state dicts no call can make at once.
+    ``RuntimeError``: the model has units of both classes, whose state dicts no single call makes.
     """
     if not unit_modules(model):
         return TorchFSDP
@@ -74,15 +74,15 @@ def class_for(model: nn.Module) -> Any:
 
 
 class Names:
-    """What stands in the place of torch's class: its static methods, by the owner of the model."""
+    """The replacement of torch's class: its static methods, dispatched on the model's units."""
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, TorchFSDP)
 
     @contextmanager
     def state_dict_type(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Also, for fsdpc's units: a name of a tied parameter may be missing where another one of
-        its names is there. The module drops all but one when it sends a dict to other ranks.
+        """As torch's; for fsdpc's units, one name of a tied parameter suffices on load, because
+        torch's module drops the others when it broadcasts a dict.
         """
         members = unit_modules(module)
         with class_for(module).state_dict_type(module, *args, **kwargs):
@@ -105,8 +105,8 @@ class Names:
 
 
 class _InOrder(set[str]):
-    """Names whose order does not depend on a prefix that all of them have: the module walks through
-    two sets at once and takes the names that meet for the same parameter's.
+    """Names in an order independent of their common prefix: torch's module iterates over two sets
+    in parallel and pairs their names.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -116,7 +116,7 @@ class _InOrder(set[str]):
 def names_of(
     theirs: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any
 ) -> set[str]:
-    """The original parameters' names behind a name in the model; torch's function knows only one
+    """The original parameters' names of a name in the model; torch's function handles only one
     flat parameter per unit.
     """
     place, _, last = name.rpartition(".")
@@ -129,7 +129,7 @@ def names_of(
 
 
 def _flats_at(model: nn.Module, place: str) -> dict[str, Any]:
-    """fsdpc's flat parameters that are registered at a place in the model, by name."""
+    """fsdpc's flat parameters registered at the module ``place`` of the model, by name."""
     path = place.split(".")
     if path[-1] == CHECKPOINT_WRAPPED:
         path.pop()

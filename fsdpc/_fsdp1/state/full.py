@@ -1,10 +1,10 @@
-"""FULL_STATE_DICT of one unit: what the unsharded module would have written.
+"""FULL_STATE_DICT of one unit: the unsharded module's state dict.
 
-Saving shows private full copies while the unit's modules write themselves, which gives torch's own
-key order, tied keys and extra state; the copies then belong to the dict. A rank that does not keep
-the dict (``rank0_only``) takes part in the gathering but makes no copy: over shared memory it holds
-nothing at all, over a wire at most the gathering's window. Loading shows full copies too, lets
-every module load itself, and writes back this rank's part.
+Saving registers private full copies while the unit's modules save, which gives torch's key order,
+tied keys and extra state; the dict then owns the copies. A rank that does not keep the dict
+(``rank0_only``) takes part in the gather but makes no copy: over shared memory it allocates
+nothing, over a wire at most the gather's window. Loading registers full copies too, lets every
+module load, and writes back this rank's shard.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fsdpc._fsdp1.summon import install, uninstall, write_back
 
 
 def keeps(member: Any) -> bool:
-    """Whether this rank gets the dict."""
+    """True if this rank gets the dict. Local."""
     return not getattr(member._state_dict_config, "rank0_only", False) or member.rank == 0
 
 
 def offloads(member: Any) -> bool:
-    """Whether what the dict holds is to be on the CPU."""
+    """True if the dict's values go to the CPU. Local."""
     return bool(getattr(member._state_dict_config, "offload_to_cpu", False))
 
 
 def before_save(member: Any) -> None:
-    """Show full parameters on the ranks that keep the dict. Collective over the sharding group."""
+    """Register full parameters on ranks that keep the dict. Collective over the sharding group."""
     if not getattr(member._state_dict_config, "rank0_only", False):
         check_shown(member)
     if keeps(member):
@@ -39,8 +39,8 @@ def before_save(member: Any) -> None:
 
 
 def check_shown(member: Any) -> None:
-    """``RuntimeError`` inside ``summon_full_params(rank0_only=True)``, on all ranks alike: ranks
-    other than 0 have nothing to save.
+    """``RuntimeError``, on all ranks, inside ``summon_full_params(rank0_only=True)``: ranks other
+    than 0 have nothing to save.
     """
     if member._summoned_on_rank_0 and member.world_size > 1:
         raise RuntimeError(
@@ -51,7 +51,7 @@ def check_shown(member: Any) -> None:
 
 
 def show(member: Any, to: torch.device | None = None) -> None:
-    """Put private full copies in the parameters' places, on the unit's device or ``to``. Collective
+    """Register private full copies of the parameters, on the unit's device or ``to``. Collective
     over the sharding group.
     """
     if member._unit is not None and not member._summoned:
@@ -60,7 +60,7 @@ def show(member: Any, to: torch.device | None = None) -> None:
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Back to the sharded parameters; ``state_dict`` has clean keys. Local."""
+    """Register the sharded parameters again; ``state_dict`` has clean keys. Local."""
     if member._exposed:
         member._exposed = False
         uninstall(member)
@@ -71,14 +71,14 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _detach_copies(state_dict: dict[str, Any], prefix: str) -> None:
-    """Inside ``summon_full_params`` the values shown go away on exit; the dict keeps its own."""
+    """Copy values inside ``summon_full_params``, whose full parameters are freed on exit."""
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
             state_dict[key] = value.detach().clone()
 
 
 def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """On ranks that do not keep the dict, only parameters that no unit manages stay."""
+    """On ranks that do not keep the dict, leave only parameters that no unit manages."""
     kept = {
         prefix + clean_fqn(name)
         for name, param in member._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
@@ -92,12 +92,12 @@ def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Show full parameters for the modules to load into. Collective over the sharding group."""
+    """Register full parameters for modules to load into. Collective over the sharding group."""
     show(member)
 
 
 def after_load(member: Any) -> None:
-    """Write this rank's part of what was loaded into its shard. Local."""
+    """Write this rank's elements of the loaded values into its shard. Local."""
     if member._exposed:
         try:
             write_back(member._unit)

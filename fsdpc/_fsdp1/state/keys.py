@@ -1,6 +1,4 @@
-"""Keys of state dicts: the names under which a unit's parameters stand, with and without wrapper
-segments.
-"""
+"""Keys of a unit's parameters in state dicts, with and without wrapper segments."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from fsdpc._fsdp1.names import FSDP_PREFIX, FSDP_WRAPPED, clean_fqn, join
 
 
 def managed_names(member: Any) -> dict[str, int]:
-    """Name of every place where the unit's parameters are registered -> number of the parameter.
+    """Name of every registration site of the unit's parameters -> index of the parameter.
 
-    Clean names, relative to the instance; tied parameters appear under each of their names.
+    Clean names, relative to the instance; tied parameters appear under each of their names. Local.
     """
     unit = member._unit
     if unit is None:
@@ -36,12 +34,14 @@ def managed_names(member: Any) -> dict[str, int]:
 
 
 def _attributes(module: nn.Module) -> list[str]:
-    """Parameters as registered, and those that a unit with a flat parameter keeps as tensors."""
+    """Names of registered parameters, and of those that a unit with a flat parameter replaced by
+    plain tensors.
+    """
     return [*module._parameters, *(key for key in module.__dict__ if key not in module._parameters)]
 
 
 def take_wrapper_out(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take this instance's wrapper segment out of keys and metadata, in place and in order."""
+    """Remove this instance's wrapper segment from keys and metadata, in place, keeping order."""
     start = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(start):
@@ -54,7 +54,7 @@ def take_wrapper_out(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
-    """The reverse, for loading; keys that carry the segment already are left alone."""
+    """Insert the wrapper segment, for loading; keys that have the segment already stay."""
     for key in list(state_dict):
         if key.startswith(prefix):
             rest = key[len(prefix) :].removeprefix(FSDP_PREFIX)
@@ -62,7 +62,7 @@ def put_wrapper_in(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def fill_ties(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Give a tied parameter's value to those of its names that ``state_dict`` lacks."""
+    """Add a tied parameter's value under those of its names that ``state_dict`` lacks."""
     found: dict[int, Any] = {}
     names = managed_names(member)
     for name, i in names.items():

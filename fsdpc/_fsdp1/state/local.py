@@ -1,8 +1,8 @@
-"""LOCAL_STATE_DICT of one unit: its flat parameters as they lie, one ``ShardedTensor`` each under
-``_flat_param``, without copies. It fits the same wrapping only, and another number of ranks only
-where ``torch.distributed.checkpoint`` reshards it. With ``use_orig_params`` this rank's elements of
-each parameter stand beside them under its own name, as torch saves them; the flat parameters are
-what is loaded, so that dicts go from one ``use_orig_params`` to the other.
+"""LOCAL_STATE_DICT of one unit: its flat parameters without copies, one ``ShardedTensor`` each
+under ``_flat_param``. It loads only with the same wrapping, and with another number of ranks only
+after resharding by ``torch.distributed.checkpoint``. With ``use_orig_params`` it also has this
+rank's elements of each parameter under the parameter's name, as torch's; loading reads only the
+flat parameters, so that dicts load with the other ``use_orig_params`` too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdpc._torch import (
 
 
 def check(member: Any) -> None:
-    """``RuntimeError`` where the unit has no flat parameters to show, as in torch."""
+    """``RuntimeError`` with a device mesh, as in torch, and inside ``summon_full_params``."""
     if member._device_mesh is not None:
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
@@ -42,13 +42,13 @@ def check(member: Any) -> None:
 
 
 def before_save(member: Any) -> None:
-    """The modules write their parameters themselves. Local."""
+    """Only checks: the modules save their parameters. Local."""
     check(member)
     _writeback.take_over(member._unit)
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Flat parameters become ShardedTensors. Local."""
+    """Replace flat parameters by ShardedTensors. Local."""
     unit = member._unit
     for index, (segment, flat) in enumerate(_flats(unit)):
         key = prefix + flat_param_name(index)
@@ -59,9 +59,9 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Copy this rank's part into its shard; the modules then find what they have. Local.
+    """Copy this rank's values into its shard; modules then load their current values. Local.
 
-    A value that does not fit is reported in ``error_msgs`` and left out.
+    A value of another size is reported in ``error_msgs`` and skipped.
     """
     check(member)
     unit = member._unit
@@ -88,7 +88,7 @@ def before_load(
         _show_originals(member, state_dict, prefix, [segment for _, segment in found], error_msgs)
         for key, _ in found:
             del state_dict[key]
-    elif found:  # a dict of a model with the originals has them beside the flat ones
+    elif found:  # the dict of a model with use_orig_params also has the original parameters
         for name in managed_names(member):
             state_dict.pop(prefix + FSDP_PREFIX + name, None)
 
@@ -100,7 +100,7 @@ def _show_originals(
     loaded: list[dict[str, Any]],
     error_msgs: list[str],
 ) -> None:
-    """The modules load what their parameters hold by now, whose source is the flat one alone."""
+    """Make modules load their current values, which were copied from the flat parameters."""
     unit = member._unit
     layout = unit.flat.layout()
     for name, i in managed_names(member).items():
@@ -117,11 +117,11 @@ def _show_originals(
 
 
 def after_load(member: Any) -> None:
-    """Nothing is left to do. Local."""
+    """A no-op. Local."""
 
 
 def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """The unit's segments with this rank's flat parameter over each, the trainable ones first."""
+    """The unit's segments and this rank's flat parameter of each, the trainable ones first."""
     segments = list(enumerate(unit.flat.layout()["segments"]))
     segments.sort(key=lambda segment: not segment[1]["trainable"])
     if unit.flat_params:
@@ -132,7 +132,7 @@ def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
 
 
 def _lengths(unit: Any, segment: dict[str, Any]) -> list[int]:
-    """How many elements of a flat parameter each rank holds, padding at its end left out."""
+    """Number of elements of a flat parameter on each rank, without padding at its end."""
     piece, numel = segment["piece_numel"], segment["numel"]
     return [min(max(numel - rank * piece, 0), piece) for rank in range(unit.groups.shard.world)]
 

@@ -1,8 +1,8 @@
 """SHARDED_STATE_DICT of one unit: of each parameter, this rank's block of rows as a
 ``ShardedTensor``, or as a ``DTensor`` when the model was built with a ``device_mesh``.
 
-Nothing is gathered whole. While the unit's modules write or load themselves, their parameters are
-this rank's rows, which the engine brings from and to the ranks that own them (see
+No full value is gathered. While the unit's modules save or load, their parameters are this rank's
+rows, which the engine transfers from and to the ranks that own the elements (see
 ``csrc/unit/unit_values.c``); a parameter without rows (0-dim, empty) is whole, as a plain tensor.
 """
 
@@ -24,10 +24,10 @@ from fsdpc._fsdp1.summon import install, site_params, uninstall
 
 def mesh_of(member: Any) -> DeviceMesh | None:
     """The mesh over whose last dimension the unit is sharded, ``None`` without a mesh: the model's
-    own, or the part of one with further dimensions that FULL_SHARD and its like are sharded over.
+    mesh, or its submesh of the sharding dimension for FULL_SHARD and other non-hybrid strategies.
 
-    ``RuntimeError``: the mesh is not what the unit is sharded over, or the config asks for DTensors
-    without a mesh.
+    Local. ``RuntimeError``: the unit is sharded over another group than the mesh's, or the config
+    requests DTensors without a mesh.
     """
     mesh, group = member._device_mesh, member._unit.groups.shard_pg
     if mesh is None:
@@ -36,7 +36,7 @@ def mesh_of(member: Any) -> DeviceMesh | None:
                 "ShardedStateDictConfig(_use_dtensor=True) needs a model built with a device_mesh"
             )
         return None
-    member._state_dict_config._use_dtensor = True  # as torch's FSDP notes it in the user's config
+    member._state_dict_config._use_dtensor = True  # torch's FSDP also sets this
     if mesh.ndim > 1 and member.sharding_strategy not in HYBRID:
         mesh = member.__dict__.get("_rows_mesh")
         if mesh is None:
@@ -52,8 +52,8 @@ def mesh_of(member: Any) -> DeviceMesh | None:
 
 
 def _first_dimension(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
-    """The 1-D mesh of this rank's sharding group. What is on the mesh's other dimensions is not
-    averaged and may differ, so no value is said to be repeated over them. Local.
+    """The 1-D mesh of this rank's sharding group. Gradients are not averaged over the mesh's other
+    dimensions, so values may differ there and must not be marked as replicated. Local.
     """
     names = mesh.mesh_dim_names
     if names:
@@ -62,7 +62,7 @@ def _first_dimension(mesh: DeviceMesh, group: dist.ProcessGroup) -> DeviceMesh:
 
 
 def before_save(member: Any) -> None:
-    """Show this rank's rows. Collective over the sharding group."""
+    """Register this rank's rows. Collective over the sharding group."""
     unit = member._unit
     mesh_of(member)
     check_shown(member)
@@ -72,7 +72,7 @@ def before_save(member: Any) -> None:
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Back to the sharded parameters; rows become distributed values. Local."""
+    """Register the sharded parameters again; rows become distributed values. Local."""
     if member._exposed:
         member._exposed = False
         uninstall(member)
@@ -83,8 +83,8 @@ def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def _saved(member: Any, i: int, value: torch.Tensor) -> Any:
-    """What stands in the dict: a module may have changed the rows element by element (another
-    dtype), or have written something of its own instead.
+    """The dict's value: a module may have converted the rows (e.g. to another dtype), or saved
+    another object instead.
     """
     unit = member._unit
     shape, pg = unit.shapes[i], unit.groups.shard_pg
@@ -101,10 +101,10 @@ def _saved(member: Any, i: int, value: torch.Tensor) -> Any:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Show this rank's rows, and put its rows of the loaded values into ``state_dict``. Collective
-    over the sharding group, and over a DTensor's mesh where it is placed in another way.
+    """Register this rank's rows, and put its rows of the loaded values into ``state_dict``.
+    Collective over the sharding group, and over the mesh of a DTensor with other placements.
 
-    A value that does not fit is reported in ``error_msgs`` and left out.
+    A value of another type or shape is reported in ``error_msgs`` and skipped.
     """
     unit = member._unit
     if member._summoned:
@@ -130,7 +130,7 @@ def before_load(
 
 
 def after_load(member: Any) -> None:
-    """Bring the loaded rows to the ranks that own them. Collective over the sharding group."""
+    """Send the loaded rows to the ranks that own them. Collective over the sharding group."""
     if member._exposed:
         try:
             member._unit.write_rows(site_params(member._unit))
