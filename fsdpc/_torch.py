@@ -60,7 +60,7 @@ ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
 # Wrap policies: the base class of the policy objects, and the disjunction of two policies.
 _Policy = _find("torch.distributed.fsdp.wrap", "_Policy")
 _or_policy = _find("torch.distributed.fsdp.wrap", "_or_policy")
-# The form of a sharded value in torch's state dicts.
+# Sharded values in torch's state dicts.
 Shard = _find("torch.distributed._shard.sharded_tensor", "Shard")
 ShardedTensor = _find("torch.distributed._shard.sharded_tensor", "ShardedTensor")
 ShardedTensorMetadata = _find("torch.distributed._shard.sharded_tensor", "ShardedTensorMetadata")
@@ -78,7 +78,7 @@ tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 # The default process group, and the store of a process group.
 default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
 process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")
-# Whether autocast is on for any kind of device; the cheapest way to ask.
+# Whether autocast is enabled for any device type, by the cheapest call.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
 # Id of the backward that runs on this thread (-1: none), and its end-of-backward callbacks.
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
@@ -151,8 +151,8 @@ MARKS = frozenset(
         "_flat_param",  # FSDP's name of a flat parameter in its module
         "_fqns",  # on a flat parameter: the names of the original ones
         "_fsdp_flattened",  # on a parameter that FSDP manages
-        "_fsdp_wrapped_module",  # FSDP's name of the module inside
-        "_checkpoint_wrapped_module",  # the same of activation checkpointing
+        "_fsdp_wrapped_module",  # FSDP's name of the wrapped module
+        "_checkpoint_wrapped_module",  # activation checkpointing's name of the wrapped module
         "_in_backward_optimizers",  # on a parameter: optimizers that step in backward
         "_is_flat_param",  # makes isinstance(p, FlatParameter) true
         "_metadata",  # on a state dict: versions of its modules

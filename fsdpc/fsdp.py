@@ -272,7 +272,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
                 unit.forward_failed()
             raise
         copied = self._leave(args, output)
-        if copied is not None:  # in place of the unit's own memory
+        if copied is not None:  # copies of outputs in the unit's gathered memory
             output = copied
         if autocasts():
             # Autocast caches low-precision weights, in the end those of the whole model.
@@ -297,12 +297,13 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the whole model to ``max_norm`` by their global norm. Collective.
+        """Clip the gradients of the whole model to ``max_norm`` by their global norm. Collective
+        over the units' sharding groups.
 
         ``norm_type`` may be any p or ``inf``. Returns the norm before clipping, a 0-dim tensor in
-        the promoted dtype of all gradients (fp32 with a warning where there are none). Gradients
-        are multiplied by ``min(1, max_norm / (norm + 1e-6))``. Root only (``RuntimeError``),
-        between steps (``ValueError``).
+        the promoted dtype of all gradients (fp32 with a warning without gradients). Gradients are
+        multiplied by ``min(1, max_norm / (norm + 1e-6))`` in place. On a GPU there is no host sync.
+        ``RuntimeError``: not the root. ``ValueError``: not between steps.
         """
         _root.lazy_init(self)
         if not self._is_root:
@@ -489,8 +490,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return [member for member in members if member.check_is_root()] if root_only else members
 
     def check_is_root(self) -> bool:
-        """True for the outermost FSDP instance of its tree. Forces lazy initialisation, which is
-        collective.
+        """True for the outermost FSDP instance of its tree. Collective if lazy initialisation,
+        which this call forces, has not run.
         """
         _root.lazy_init(self)
         return bool(self._is_root)

@@ -1,4 +1,4 @@
-"""Loss scaling for sharded models: torch's ``torch.distributed.fsdp.sharded_grad_scaler``."""
+"""Loss scaling for sharded models, as ``torch.distributed.fsdp.sharded_grad_scaler``."""
 
 from __future__ import annotations
 

@@ -209,6 +209,6 @@ def _range(tensor: Tensor, unit: Any) -> tuple[int, int, Any]:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    """False for tensors without memory of their own, such as DTensors."""
+    """True for tensors with memory of their own, unlike DTensors."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return plain and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta

@@ -1,1 +1,1 @@
-"""What both front ends stand on: units, trees and torch's objects over their memory."""
+"""The base of both front ends: units, trees and torch's objects over their memory."""

@@ -31,8 +31,8 @@ def preparation(
 
 
 def cast_arguments(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """``args`` and ``kwargs`` with every floating tensor in ``dtype``. Differentiable, so that
-    gradients come back in the input's dtype.
+    """``args`` and ``kwargs`` with every floating tensor in ``dtype``. Differentiable: gradients
+    have the input's dtype.
     """
     args = tuple([cast_tree(dtype, value) for value in args])
     if kwargs:
@@ -43,8 +43,8 @@ def cast_arguments(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, 
 def move_arguments(
     device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    """``args`` and ``kwargs`` with every tensor on ``device``, which has an index. Differentiable,
-    so that gradients come back on the input's device.
+    """``args`` and ``kwargs`` with every tensor on ``device``, which has an index. Differentiable:
+    gradients are on the input's device.
     """
     args = tuple([move_tree(device, value) for value in args])
     if kwargs:

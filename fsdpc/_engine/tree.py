@@ -71,7 +71,7 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
-        weakref.finalize(self, self.core.close)  # not left to several rounds of gc
+        weakref.finalize(self, self.core.close)  # gc alone would take several rounds
 
     @property
     def training_state(self) -> str:
@@ -84,7 +84,7 @@ class Tree:
         return self.core.kind
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by role on this rank; gather slots count once per host on shared memory."""
+        """Bytes by role on this rank; gather slots on shared memory count once per host. Local."""
         return self.core.memory()
 
     def trace(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""One FSDP unit: torch parameters on one side, the engine's flat parameter on the other."""
+"""One FSDP unit: torch's parameters and the engine's flat parameter."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Unit(WholeValues):
             dtype, shape = self.dtypes[i], None if self.is_sharded else self.shapes[i]
             info.param.grad = None
             info.param.data = over(self.flat.shard_part(i), dtype, shape)
-            info.param._fsdp_flattened = True  # torch's mark of what FSDP manages
+            info.param._fsdp_flattened = True  # torch's mark of managed parameters
             grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
             self._see(info.param, grad, (i,))
 
@@ -262,7 +262,7 @@ class Unit(WholeValues):
 
     @property
     def shard_params(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer gets."""
+        """The unit's sharded parameters, for an optimizer: originals or flat ones."""
         return [param for param, _, _ in self._seen]
 
     @property

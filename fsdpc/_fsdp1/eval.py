@@ -46,7 +46,7 @@ def applies(member: Any) -> bool:
 
 
 def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of one instance. Collective over the sharding group."""
+    """One instance's forward on full-precision copies. Collective over the sharding group."""
     prepare = preparation(member.compute_device if member._is_root else None, None)
     if prepare is not None:
         args, kwargs = prepare(args, kwargs)

@@ -49,7 +49,9 @@ def _padding_of(
 
 
 class HandleFace:
-    """Base of ``HandledUnit``; frameworks that set the storage dtype call ``on_storage_dtype``."""
+    """Base of ``HandledUnit``. A framework that sets the storage dtype calls
+    ``on_storage_dtype``.
+    """
 
     infos: list[Any]
     flat: Any

@@ -64,7 +64,7 @@ class _Marked:
             unit.flat.leave_forward()
         if not self.units or not torch.is_grad_enabled():
             return None
-        from fsdpc._torch import tree_map_only  # as above
+        from fsdpc._torch import tree_map_only  # imports torch
 
         return tree_map_only(Tensor, self.watched, output)
 

@@ -55,7 +55,7 @@ def asked_device(device_id: Any, rank: int) -> torch.device | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why nothing can be sharded on ``device``, in one sentence, or None. Local."""
+    """The reason, in one sentence, why ``device`` is unusable, or None. Local."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":

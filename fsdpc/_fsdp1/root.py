@@ -115,7 +115,7 @@ def _leave_tree(member: Any, root: Any) -> None:
     before = None if member._root is None else member._root()
     if before is not None:
         release_tree(before)
-    elif tree is not None:  # of a root that was deleted
+    elif tree is not None:  # its root was deleted
         tree.detach()
 
 
@@ -229,7 +229,7 @@ def _thaw_tree(root: Any) -> None:
             _thaw.thaw(unit)
         _attach_tree(root, units)
     except BaseException:
-        release_tree(root)  # the next forward tries again, with all ranks
+        release_tree(root)  # the next forward retries, on all ranks
         raise
     if root._mark_handles:
         root._tree.core.defer_reduces()

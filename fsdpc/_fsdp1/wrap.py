@@ -100,7 +100,7 @@ def _compiled_as_a_whole(
 
 
 class _TreeRewriter:
-    """Replace every target below the root by its unit, children first, each module once."""
+    """Replaces every target below the root by its unit, children first, each module once."""
 
     def __init__(self, root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrapper: Wrap):
         self.root = root

@@ -20,7 +20,7 @@ from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.root import placed_units
 
-Key = Hashable  # an optimizer's name for a parameter: its position, or a string
+Key = Hashable  # an optimizer's key of a parameter: an id, or a name
 
 
 @dataclass
@@ -188,9 +188,8 @@ def keys_of_optimizer(optim: Any, model: nn.Module, named: bool) -> list[tuple[K
 def keys_of_input(
     model: nn.Module, optim_input: Iterable[Any] | None
 ) -> list[tuple[Key, nn.Parameter]]:
-    """The keys of an optimizer that was made from ``optim_input`` (``None``: from
-    ``model.parameters()``). Raises what torch raises: ``TypeError``, ``ValueError``,
-    ``AssertionError``.
+    """The (key, parameter) pairs of an optimizer over ``optim_input`` (``None``: over
+    ``model.parameters()``). torch's errors: ``TypeError``, ``ValueError``, ``AssertionError``.
     """
     if optim_input is None:
         return list(enumerate(model.parameters()))

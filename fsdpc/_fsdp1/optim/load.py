@@ -172,7 +172,7 @@ def sharded_states(
     for entry in book.units:
         for part in entry.parts:
             if id(part.param) in keys:
-                state = loader.part(entry, part)  # on every rank: values may come from others
+                state = loader.part(entry, part)  # collective: values may come from other ranks
                 if state is not None and not entry.unit.holds_nothing(part.param):
                     result[keys[id(part.param)]] = state
     for name, param in book.plain.items():
