@@ -24,6 +24,8 @@ class StateError(RuntimeError):
 class OutOfMemoryError(MemoryError):
     """Device memory is exhausted."""
 
+DEFAULT_TIMEOUT: float  # seconds that a rank waits for others, unless FSDPC_TIMEOUT says otherwise
+
 # A contiguous, writable tensor or array in host memory: DLPack or the buffer protocol.
 _Array = Any
 
@@ -57,7 +59,7 @@ class Comm:
         reduce_id: bytes,
         device: int,
         name: str = "",
-        timeout: float = 600.0,
+        timeout: float = ...,
         exchange: Callable[[NDArray[np.uint8], int, str], object] | None = None,
         *,
         register: bool = False,
@@ -71,6 +73,12 @@ class Comm:
     def kind(self) -> Literal["self", "shm", "c10d", "nccl"]: ...
     @property
     def device(self) -> int | None: ...
+    @property
+    def one_memory(self) -> bool: ...
+    @property
+    def names_absentees(self) -> bool: ...
+    @property
+    def rounds_sums(self) -> bool: ...
     @property
     def symmetric(self) -> bool: ...
     @property
@@ -86,6 +94,10 @@ class Comm:
     def abort(self, text: str) -> None: ...
     def fail(self, text: str) -> None: ...
     def close(self) -> None: ...
+    @staticmethod
+    def late_text(
+        rank: int, seconds: float, what: str, missing: Sequence[int], more: str = "", /
+    ) -> str: ...
 
 def tensor_info(
     tensor: Any, how: Literal["any", "torch", "methods"] = "any", repeat: int = 1

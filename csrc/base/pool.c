@@ -8,6 +8,7 @@
  * `owner` is the lock of a pool, and it holds a process id: after fork() the child sees an owner,
  * or helpers, of another process and takes the pool over as new.
  */
+#include "base/pause.h"
 #include "base/pool.h"
 
 #include <limits.h>
@@ -61,16 +62,6 @@ futex_wake(void *word)
 }
 
 static void
-relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static void
 do_parts(fsdpc_pool *pool)
 {
     const int64_t n = pool->n;
@@ -109,7 +100,7 @@ await_loop(fsdpc_pool *pool, uint32_t seen)
         if ((now = atomic_load(&pool->generation)) != seen) {
             return now;
         }
-        relax();
+        fsdpc_pause();
     }
     atomic_fetch_add(&pool->sleepers, 1);
     while ((now = atomic_load(&pool->generation)) == seen) {
@@ -194,7 +185,7 @@ close_gate(fsdpc_pool *pool)
     int gate = atomic_fetch_or(&pool->gate, CLOSED) | CLOSED;
     for (int spin = 0; gate != CLOSED; spin++) {
         if (spin < SPINS) {
-            relax();
+            fsdpc_pause();
         } else {
             futex_wait(&pool->gate, (uint32_t)gate);
         }

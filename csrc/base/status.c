@@ -15,27 +15,13 @@ const char *
 fsdpc_status_text(int status)
 {
     switch (status) {
-#define CASE(name, value, text, cls) \
-    case value:                      \
+#define CASE(name, value, text) \
+    case value:                 \
         return text;
         FSDPC_STATUS_TABLE(CASE)
 #undef CASE
     default:
         return "unknown status";
-    }
-}
-
-const char *
-fsdpc_status_class(int status)
-{
-    switch (status) {
-#define CASE(name, value, text, cls) \
-    case value:                      \
-        return cls;
-        FSDPC_STATUS_TABLE(CASE)
-#undef CASE
-    default:
-        return "RuntimeError";
     }
 }
 

@@ -10,38 +10,37 @@
 
 #include <stddef.h>
 
-/* X(name, value, text, Python class) */
-#define FSDPC_STATUS_TABLE(X)                                          \
-    X(OK, 0, "success", NULL)                                          \
-    X(E_INVAL, -1, "invalid argument", "ValueError")                   \
-    X(E_TYPE, -2, "wrong type", "TypeError")                           \
-    X(E_NOMEM, -3, "out of host memory", "MemoryError")                \
-    X(E_DEVMEM, -4, "out of device memory", "OutOfMemoryError")        \
-    X(E_STATE, -5, "call out of order", "StateError")                  \
-    X(E_COMM, -6, "communication failed", "CommError")                 \
-    X(E_PEER, -7, "a rank died", "PeerError")                          \
-    X(E_TIMEOUT, -8, "deadline passed", "CommTimeout")                 \
-    X(E_MISMATCH, -9, "ranks disagree", "MismatchError")               \
-    X(E_IO, -10, "system call failed", "OSError")                      \
-    X(E_UNAVAILABLE, -11, "not available here", "NotImplementedError") \
-    X(E_INTERRUPT, -12, "interrupted", "KeyboardInterrupt")            \
-    X(E_INTERNAL, -13, "internal error", "RuntimeError")
+/* X(name, value, text); py_status.c maps them to Python's exceptions. */
+#define FSDPC_STATUS_TABLE(X)                   \
+    X(OK, 0, "success")                         \
+    X(E_INVAL, -1, "invalid argument")          \
+    X(E_TYPE, -2, "wrong type")                 \
+    X(E_NOMEM, -3, "out of host memory")        \
+    X(E_DEVMEM, -4, "out of device memory")     \
+    X(E_STATE, -5, "call out of order")         \
+    X(E_COMM, -6, "communication failed")       \
+    X(E_PEER, -7, "a rank died")                \
+    X(E_TIMEOUT, -8, "deadline passed")         \
+    X(E_MISMATCH, -9, "ranks disagree")         \
+    X(E_IO, -10, "system call failed")          \
+    X(E_UNAVAILABLE, -11, "not available here") \
+    X(E_INTERRUPT, -12, "interrupted")          \
+    X(E_INTERNAL, -13, "internal error")
 
 enum fsdpc_status {
-#define FSDPC_STATUS_ENUM(name, value, text, cls) FSDPC_##name = value,
+#define FSDPC_STATUS_ENUM(name, value, text) FSDPC_##name = value,
     FSDPC_STATUS_TABLE(FSDPC_STATUS_ENUM)
 #undef FSDPC_STATUS_ENUM
 };
 
 /* Short text of a code ("a rank died"); never NULL. Static storage. */
 const char *fsdpc_status_text(int status);
-/* Name of the Python exception class that a code maps to; NULL for FSDPC_OK. Static storage. */
-const char *fsdpc_status_class(int status);
 
 /* Sets this thread's error text (printf style, cut at 2 KiB) and returns `status`, so that
  * `return fsdpc_error(FSDPC_E_INVAL, "...")` reads in one line. */
 int fsdpc_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Appends errno's text to the message; status is FSDPC_E_NOMEM for ENOMEM and ENOSPC, else FSDPC_E_IO. */
+/* Appends errno's text to the message; status is FSDPC_E_NOMEM for ENOMEM and ENOSPC, else
+ * FSDPC_E_IO. */
 int fsdpc_error_errno(int errnum, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Puts "prefix: " before this thread's error text; returns `status`. */
 int fsdpc_error_prepend(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -52,7 +51,8 @@ int fsdpc_error_errnum(void);
 void fsdpc_error_clear(void);
 
 /* TRY returns at once: only while nothing is held. GOTO jumps to the unwinding label with `status`
- * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error wins. */
+ * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error
+ * wins. */
 #define FSDPC_TRY(expr)                \
     do {                               \
         int try_status_ = (expr);      \

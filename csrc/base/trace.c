@@ -168,16 +168,6 @@ fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room)
     return copied;
 }
 
-uint64_t
-fsdpc_trace_total(const fsdpc_trace *trace)
-{
-    if (!trace) {
-        return 0;
-    }
-    uint64_t first = load(&trace->first);
-    return load(&trace->next) - first;
-}
-
 void
 fsdpc_trace_clear(fsdpc_trace *trace)
 {

@@ -63,8 +63,6 @@ void fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phas
                      uint32_t step, int32_t unit, uint64_t bytes);
 /* Copies the entries still in the ring, oldest first, at most `room`; returns how many. */
 size_t fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room);
-/* Entries ever added; more than the capacity means that old ones were overwritten. */
-uint64_t fsdpc_trace_total(const fsdpc_trace *trace);
 void fsdpc_trace_clear(fsdpc_trace *trace);
 const char *fsdpc_trace_op_name(unsigned op);
 const char *fsdpc_phase_name(unsigned phase);

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/deadline.h"
 #include "comm/comm_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
@@ -23,8 +24,8 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
 }
 
-/* Another thread that is writing down why is done in a moment, unless the processor is not its own. A
- * forked child has no such thread: it does not wait for ever. */
+/* BREAKING lasts while another thread writes the text: a moment, unless that thread is preempted. A
+ * forked child has no such thread, so the wait is bounded. */
 static int
 state_of(const fsdpc_comm *comm)
 {
@@ -51,7 +52,7 @@ fsdpc_comm_check(const fsdpc_comm *comm)
 }
 
 int
-fsdpc_comm_look(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+fsdpc_comm_poll(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
     int status = fsdpc_device_finish(comm->device, reached, 1.0, what);
     if (status == FSDPC_E_TIMEOUT && fsdpc_shm_interrupt_check && fsdpc_shm_interrupt_check()) {
@@ -65,15 +66,15 @@ static int
 await(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
     int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
-        status = fsdpc_comm_look(comm, reached, what);
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_POLLS; i++) {
+        status = fsdpc_comm_poll(comm, reached, what);
         FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_comm_check(comm));
     }
     return status;
 }
 
 int
-fsdpc_comm_settle(fsdpc_comm *comm, const char *what)
+fsdpc_comm_drain(fsdpc_comm *comm, const char *what)
 {
     int status = FSDPC_OK;
     fsdpc_event *reached;
@@ -85,8 +86,8 @@ done:
     return status;
 }
 
-/* A communicator carries one collective at a time: two threads, or a callback that calls another
- * one, would mix their bytes. finish() is to follow. */
+/* A communicator runs one collective at a time: two threads, or a callback that starts another
+ * collective, would mix their bytes. The caller calls finish() after it. */
 static int
 start(fsdpc_comm *comm, const char *what)
 {
@@ -112,7 +113,7 @@ finish(fsdpc_comm *comm, int status)
 void
 fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
 {
-    char said[FSDPC_COMM_TEXT_BYTES];
+    char reported[FSDPC_COMM_TEXT_BYTES];
     const char *reason = text && text[0] ? text : "(no reason given)";
     if (comm->twin) {
         fsdpc_comm_abort(comm->twin, text);
@@ -120,8 +121,8 @@ fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
     if (comm->ops->abort) {
         comm->ops->abort(comm, reason);
     }
-    snprintf(said, sizeof said, "rank %d gave up: %s", comm->rank, reason);
-    fsdpc_comm_break(comm, FSDPC_E_COMM, said);
+    snprintf(reported, sizeof reported, "rank %d gave up: %s", comm->rank, reason);
+    fsdpc_comm_break(comm, FSDPC_E_COMM, reported);
 }
 
 void
@@ -169,7 +170,19 @@ fsdpc_comm_for_reductions(fsdpc_comm *comm)
     return comm->twin ? comm->twin : comm;
 }
 
-/* --- what it is ----------------------------------------------------------------------------- */
+/* --- properties ----------------------------------------------------------------------------- */
+
+const fsdpc_comm_caps *
+fsdpc_comm_get_caps(const fsdpc_comm *comm)
+{
+    return &comm->ops->caps;
+}
+
+double
+fsdpc_comm_timeout(const fsdpc_comm *comm)
+{
+    return comm->timeout_s > 0 ? comm->timeout_s : FSDPC_DEFAULT_TIMEOUT_S;
+}
 
 int
 fsdpc_comm_rank(const fsdpc_comm *comm)
@@ -218,7 +231,7 @@ check_buffer(const void *buffer, size_t bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* A size that does not fit is a caller's mistake; what fits here fits in memory nowhere. */
+/* Sizes that overflow are the caller's mistake (FSDPC_E_INVAL), not a lack of memory. */
 static int
 check_elements(const fsdpc_comm *comm, const void *buffer, int64_t numel, int64_t copies,
                fsdpc_dtype dtype, const char *what)
@@ -230,7 +243,7 @@ check_elements(const fsdpc_comm *comm, const void *buffer, int64_t numel, int64_
     }
     if (numel < 0 || !fsdpc_size_mul((size_t)numel, fsdpc_dtype_bytes(dtype), &bytes) ||
         !fsdpc_size_mul(bytes, (size_t)copies, &bytes)) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements on each of %d ranks is no size", what,
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements on each of %d ranks overflow", what,
                            (long long)numel, comm->world);
     }
     return check_buffer(buffer, bytes, what);
@@ -243,7 +256,7 @@ fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const 
     what = name_of(what, "all_gather");
     FSDPC_TRY(fsdpc_comm_check(comm));
     if (!fsdpc_size_mul(piece_bytes, (size_t)comm->world, &bytes)) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes from each of %d ranks is no size", what,
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes from each of %d ranks overflow", what,
                            piece_bytes, comm->world);
     }
     FSDPC_TRY(check_buffer(buffer, bytes, what));
@@ -268,7 +281,7 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
     return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
 }
 
-/* The sizes of all are checked before any is sent. */
+/* All sizes are checked before any part is sent. */
 static int
 check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
 {
@@ -279,7 +292,7 @@ check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, con
             !fsdpc_size_mul((size_t)parts[i].piece_numel, fsdpc_dtype_bytes(parts[i].dtype),
                             &bytes) ||
             !fsdpc_size_mul(bytes, (size_t)comm->world, &bytes)) {
-            return fsdpc_error(FSDPC_E_INVAL, "%s: part %d of %lld elements is no size", what, i,
+            return fsdpc_error(FSDPC_E_INVAL, "%s: part %d of %lld elements overflows", what, i,
                                (long long)parts[i].piece_numel);
         }
         FSDPC_TRY(check_buffer(parts[i].buffer, bytes, what));
@@ -332,7 +345,7 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
     what = name_of(what, "all_reduce");
     FSDPC_TRY(fsdpc_comm_check(comm));
     if (op != FSDPC_SUM && op != FSDPC_MAX && op != FSDPC_MIN) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: %d is not a reduction", what, (int)op);
+        return fsdpc_error(FSDPC_E_INVAL, "%s: unknown reduction %d", what, (int)op);
     }
     FSDPC_TRY(check_elements(comm, buffer, numel, 1, dtype, what));
     if (numel == 0) {
@@ -377,7 +390,7 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     }
     FSDPC_TRY(start(comm, name_of(what, "agree")));
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
-    /* To disagree is a result that all ranks have: the group is as sound as before. */
+    /* A mismatch is the same result on all ranks: the communicator stays usable. */
     (void)finish(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
     return status;
 }

@@ -1,6 +1,6 @@
-/* The communicator that lets another library carry the bytes: a table of callbacks.
+/* The communicator whose collectives are callbacks into another library.
  *
- * Deadlines are that library's. Agreement is an all_gather of the records of agree.h.
+ * Deadlines are that library's. agree is an all-gather of the records of agree.h.
  */
 #include <stdio.h>
 
@@ -20,12 +20,13 @@ of(fsdpc_comm *comm)
     return (c10d_comm *)comm;
 }
 
-/* A callback that returns what is no status must not be taken for success. */
+/* A positive value is no status code: it must not pass for success. */
 static int
 outcome(int status)
 {
     if (status > 0) {
-        return fsdpc_error(FSDPC_E_INTERNAL, "a callback returned %d, which is no status", status);
+        return fsdpc_error(FSDPC_E_INTERNAL, "a callback returned %d, which is not a status code",
+                           status);
     }
     return status;
 }

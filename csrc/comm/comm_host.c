@@ -1,8 +1,8 @@
-/* Collectives on host memory, for communicators whose own collectives are those of another memory.
+/* Collectives on host memory, for communicators whose own collectives work on device memory.
  *
- * Everything is made of one operation that such a kind offers, an all-gather of host memory
- * (`exchange`): small things that ranks tell each other outside of steps. What is large goes in
- * windows, so that no rank needs more than `world` of them.
+ * All are made of `exchange`, an all-gather of host memory that such a kind offers, for small
+ * messages outside of steps. Large buffers go in windows of WINDOW_BYTES, so that a rank needs
+ * `world` of them.
  */
 #include <string.h>
 
@@ -12,7 +12,7 @@
 
 enum { WINDOW_BYTES = 1024 * 1024 };
 
-/* Sums and extremes: one window of every rank, and one in the type of sums. */
+/* Buffers of a reduction: one window of each rank, and one in the type of sums. */
 typedef struct host_sum {
     fsdpc_comm *comm;
     fsdpc_device *device;
@@ -83,7 +83,7 @@ end:
     return status;
 }
 
-/* --- sums -------------------------------------------------------------------------------------- */
+/* --- sums ------------------------------------------------------------------------------------- */
 
 static void
 end_sum(host_sum *sum)
@@ -154,7 +154,7 @@ check_sum(const host_sum *sum)
 {
     FSDPC_TRY(fsdpc_comm_check(sum->comm));
     if (!fsdpc_dtype_is_float(sum->dtype)) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: these elements cannot be reduced", sum->what);
+        return fsdpc_error(FSDPC_E_INVAL, "%s: elements of this type cannot be reduced", sum->what);
     }
     return FSDPC_OK;
 }

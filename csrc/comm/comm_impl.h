@@ -1,7 +1,7 @@
-/* What an implementer of a communicator fills in. Callers include comm.h.
+/* The table that each kind of communicator fills in. Callers include comm.h.
  *
  * The wrappers in comm.c check arguments, refuse a broken communicator and make the first failure
- * sticky; an implementer only moves bytes. Each kind's struct begins with an fsdpc_comm.
+ * sticky; a kind only moves bytes. Each kind's struct begins with an fsdpc_comm.
  */
 #ifndef FSDPC_COMM_IMPL_H
 #define FSDPC_COMM_IMPL_H
@@ -15,6 +15,7 @@ enum { FSDPC_COMM_TEXT_BYTES = 1024 };
 /* Arguments are valid and counts are above 0 when these are called; shapes as in comm.h. */
 typedef struct fsdpc_comm_ops {
     const char *kind;
+    fsdpc_comm_caps caps;
     int (*all_gather)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
     int (*reduce_scatter)(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
                           const char *what);
@@ -28,18 +29,18 @@ typedef struct fsdpc_comm_ops {
                             const char *what);
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
-    void (*abort)(fsdpc_comm *comm, const char *text); /* (optional): nothing to tell others */
-    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): nothing to end */
-    void (*close)(fsdpc_comm *comm);                              /* (optional): nothing to end */
+    void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
+    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */
+    void (*close)(fsdpc_comm *comm);                              /* (optional): no-op */
     fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* (optional): NULL */
-    /* (optional) An all-gather of host memory, for kinds whose other collectives work on memory that
-     * the host does not see; without it those take host memory. */
+    /* (optional) An all-gather of host memory, for kinds whose other collectives work on device
+     * memory; without it the other collectives take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
     int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
     void (*forget_memory)(fsdpc_comm *comm, void *buffer);                /* with the former */
     bool (*registers)(const fsdpc_comm *comm);                            /* (optional): false */
     bool (*is_symmetric)(const fsdpc_comm *comm);                         /* (optional): false */
-    void (*free)(fsdpc_comm *comm); /* frees the struct itself, too */
+    void (*free)(fsdpc_comm *comm); /* includes the struct itself */
 } fsdpc_comm_ops;
 
 enum { FSDPC_COMM_SOUND, FSDPC_COMM_BREAKING, FSDPC_COMM_BROKEN };
@@ -49,13 +50,14 @@ struct fsdpc_comm {
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
     int rank, world;
+    double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
 
-/* The first failure stays: later ones do not replace it. */
+/* Keeps the first failure; later calls change nothing. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 
 /* dst[i] = max or min over the sources; NaN wins, as it would in a sum. dst may be a source. */

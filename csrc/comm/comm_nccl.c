@@ -16,7 +16,7 @@ of(fsdpc_comm *comm)
     return (nccl_comm *)comm;
 }
 
-/* --- the table ---------------------------------------------------------------------------------------- */
+/* --- the table -------------------------------------------------------------------------------- */
 
 static int
 all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
@@ -75,14 +75,14 @@ broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *wh
     return fsdpc_nccl_run(of(comm), &o, what);
 }
 
-/* Only tells the thread: an abort of NCCL may take long. */
+/* Only wakes the thread, because ncclCommAbort may take long. */
 static void
 abort_comm(fsdpc_comm *comm, const char *text)
 {
     fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
 }
 
-/* --- the end -------------------------------------------------------------------------------------------- */
+/* --- properties, the end ---------------------------------------------------------------------- */
 
 static bool
 registers(const fsdpc_comm *comm)
@@ -107,7 +107,7 @@ fail(fsdpc_comm *comm, int status, const char *text)
 static void
 close_comm(fsdpc_comm *comm)
 {
-    fsdpc_nccl_part(of(comm));
+    fsdpc_nccl_close(of(comm));
 }
 
 static void
@@ -126,6 +126,7 @@ release(fsdpc_comm *base)
 
 static const fsdpc_comm_ops nccl_ops = {
     .kind = "nccl",
+    .caps = {.names_absentees = true, .rounds_sums = true},
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
@@ -145,7 +146,13 @@ static const fsdpc_comm_ops nccl_ops = {
     .free = release,
 };
 
-/* --- the start ------------------------------------------------------------------------------------------- */
+bool
+fsdpc_comm_is_nccl(const fsdpc_comm *comm)
+{
+    return comm->ops == &nccl_ops;
+}
+
+/* --- the start -------------------------------------------------------------------------------- */
 
 int
 fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES])
@@ -155,7 +162,8 @@ fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES])
     FSDPC_TRY(fsdpc_nccl_get(&nccl));
     fsdpc_nccl_result result = nccl->get_unique_id(&made);
     if (result != FSDPC_NCCL_SUCCESS) {
-        return fsdpc_error(FSDPC_E_COMM, "NCCL gives no unique id: %s", nccl->error_string(result));
+        return fsdpc_error(FSDPC_E_COMM, "NCCL returned no unique id: %s",
+                           nccl->error_string(result));
     }
     memcpy(id, made.bytes, FSDPC_COMM_NCCL_ID_BYTES);
     return FSDPC_OK;
@@ -171,7 +179,7 @@ fsdpc_comm_nccl_describe(char *text, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Its context becomes this thread's: each of its calls sees to that. */
+/* Makes the device's CUDA context current on this thread, as every device call does. */
 static int
 enter(fsdpc_device *device)
 {
@@ -193,7 +201,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
         return fsdpc_error(FSDPC_E_INVAL, "rank %d is not one of a group of %d", rank, world);
     }
     if (!(options->timeout_s > 0)) {
-        return fsdpc_error(FSDPC_E_INVAL, "timeout_s is %g: a deadline above 0 is needed",
+        return fsdpc_error(FSDPC_E_INVAL, "timeout_s is %g, but must be above 0",
                            options->timeout_s);
     }
     FSDPC_TRY(fsdpc_cuda_driver_get(&driver));
@@ -211,6 +219,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     comm->base.device = device;
     comm->base.rank = rank;
     comm->base.world = world;
+    comm->base.timeout_s = options->timeout_s;
     comm->nccl = nccl;
     comm->driver = driver;
     comm->context = context;
@@ -218,7 +227,6 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     comm->options = *options;
     comm->options.poll_ms = options->poll_ms > 0 ? options->poll_ms : 50;
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "nccl");
-    fsdpc_comm_nccl_set_stream(&comm->base, options->stream);
     pthread_mutex_init(&comm->calls, NULL);
     pthread_mutex_init(&comm->lock, NULL);
     pthread_cond_init(&comm->told, NULL);
@@ -226,7 +234,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     return FSDPC_OK;
 }
 
-/* With `calls` held, though nobody else knows of the communicator but its thread. */
+/* With `calls` held, because the watching thread exists already. */
 static int
 meet(nccl_comm *comm, const char *id)
 {
@@ -239,7 +247,7 @@ meet(nccl_comm *comm, const char *id)
     const fsdpc_nccl_result result =
         comm->nccl->init_rank(&comm->made, comm->base.world, unique, comm->base.rank, &config);
     comm->handle = comm->made;
-    return fsdpc_nccl_settle(comm, result, what);
+    return fsdpc_nccl_complete(comm, result, what);
 }
 
 int
@@ -269,10 +277,4 @@ fail:
     fsdpc_comm_break(&comm->base, status, fsdpc_error_text());
     release(&comm->base);
     return status;
-}
-
-void
-fsdpc_comm_nccl_set_stream(fsdpc_comm *comm, void *stream)
-{
-    memcpy(&of(comm)->stream, &stream, sizeof stream);
 }

@@ -1,4 +1,4 @@
-/* What all files of the NCCL communicator rest on: the clock, the CUDA context, the failure. */
+/* What all files of the NCCL communicator use: clock, CUDA context, failure. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <time.h>

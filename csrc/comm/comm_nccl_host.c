@@ -1,7 +1,7 @@
-/* What the hosts of an NCCL communicator's ranks tell each other, and the one wait of the host.
+/* Host memory over an NCCL communicator: exchange, agree, barrier, and the host sync they need.
  *
- * Words go over the host's own channel; what is large, or all where there is no channel, goes through
- * the GPU, in windows.
+ * Up to FSDPC_NCCL_CHANNEL_BYTES go over the host's channel. Larger exchanges, and all of them
+ * without a channel, are staged through the GPU, FSDPC_NCCL_STAGE_BYTES of each rank at a time.
  */
 #include <string.h>
 
@@ -10,7 +10,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-/* What is on its way stays there: the group is given up. */
+/* Breaks the communicator: collectives in flight are aborted. */
 static int
 interrupt_wait(fsdpc_comm *base)
 {
@@ -33,15 +33,15 @@ query(nccl_comm *comm, uint64_t sequence)
 }
 
 int
-fsdpc_comm_nccl_wait(fsdpc_comm *base)
+fsdpc_nccl_await(nccl_comm *comm)
 {
-    nccl_comm *comm = (nccl_comm *)base;
-    double look = fsdpc_nccl_now_s() + FSDPC_NCCL_LOOK_S;
+    fsdpc_comm *base = &comm->base;
+    double look = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->lock);
     uint64_t end = comm->next;
     pthread_mutex_unlock(&comm->lock);
-    /* The watching thread sets the deadline. */
+    /* The watching thread enforces the deadline. */
     for (;;) {
         FSDPC_TRY(fsdpc_comm_check(base));
         fsdpc_cu_result result = query(comm, end - 1);
@@ -51,7 +51,7 @@ fsdpc_comm_nccl_wait(fsdpc_comm *base)
             return fsdpc_comm_check(base);
         }
         if (fsdpc_nccl_now_s() > look) {
-            look = fsdpc_nccl_now_s() + FSDPC_NCCL_LOOK_S;
+            look = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
             FSDPC_TRY(interrupt_wait(base));
         }
         fsdpc_nccl_nap(50);
@@ -89,7 +89,7 @@ need_scratch(nccl_comm *comm, const char *what)
         "%s: a stream", what);
 }
 
-/* Own bytes at their place in comm->pinned; after, all ranks'. */
+/* All-gather in comm->pinned, in place. Host sync. */
 static int
 exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
 {
@@ -113,10 +113,10 @@ exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
         driver->copy_to_host(comm->pinned, (fsdpc_cu_ptr)(uintptr_t)comm->scratch, all, stream),
         "%s: copying to the host", what));
     FSDPC_TRY(fsdpc_nccl_watch_add(comm, stream, what, all));
-    return fsdpc_comm_nccl_wait(&comm->base);
+    return fsdpc_nccl_await(comm);
 }
 
-/* An all-gather of host memory by way of the GPU, in windows. */
+/* An all-gather of host memory staged through the GPU. Host sync. */
 static int
 exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char *what)
 {
@@ -136,7 +136,8 @@ exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char 
     return FSDPC_OK;
 }
 
-/* Who cannot talk to the others on the host will not meet them on the GPU either. */
+/* A failure of the host's channel breaks the communicator: the ranks are out of step on the GPU as
+ * well. */
 static int
 exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
@@ -145,16 +146,16 @@ exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *
     }
     int status = comm->options.exchange(comm->options.context, buffer, piece_bytes, what);
     if (status != FSDPC_OK) {
-        fsdpc_nccl_break_by(comm, status);
+        fsdpc_nccl_break(comm, status);
     }
     return status;
 }
 
-/* The host's channel is for words; what is large goes over the GPU, which is much faster. */
+/* The GPU is much faster than the channel for large exchanges. */
 int
 fsdpc_nccl_exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
-    if (piece_bytes * (size_t)comm->world > FSDPC_NCCL_WORDS_BYTES) {
+    if (piece_bytes * (size_t)comm->world > FSDPC_NCCL_CHANNEL_BYTES) {
         return exchange_over_gpu((nccl_comm *)comm, buffer, piece_bytes, what);
     }
     return exchange_on_host((nccl_comm *)comm, buffer, piece_bytes, what);
@@ -166,29 +167,29 @@ record_of(const void *context, int rank)
     return (const fsdpc_agree_record *)context + rank;
 }
 
-/* Digests only: on many ranks the texts of all are megabytes for each. */
+/* Digests only: on many ranks all texts are megabytes for each. */
 static int
 compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, const char *what)
 {
     const int world = comm->base.world;
     struct {
         uint64_t digest, bytes;
-    } *said = fsdpc_mem_calloc((size_t)world, sizeof *said);
-    if (!said) {
+    } *all = fsdpc_mem_calloc((size_t)world, sizeof *all);
+    if (!all) {
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the digests of %d ranks", what, world);
     }
-    said[comm->base.rank].digest = mine->digest;
-    said[comm->base.rank].bytes = mine->bytes;
-    const int status = exchange_on_host(comm, said, sizeof *said, what);
+    all[comm->base.rank].digest = mine->digest;
+    all[comm->base.rank].bytes = mine->bytes;
+    const int status = exchange_on_host(comm, all, sizeof *all, what);
     *alike = true;
     for (int rank = 0; rank < world; rank++) {
-        *alike = *alike && said[rank].digest == mine->digest && said[rank].bytes == mine->bytes;
+        *alike = *alike && all[rank].digest == mine->digest && all[rank].bytes == mine->bytes;
     }
-    fsdpc_mem_free(said);
+    fsdpc_mem_free(all);
     return status;
 }
 
-/* Every rank sees the same digests, so all tell their texts or none does. */
+/* Every rank gets the same digests, so all exchange their texts or none does. */
 int
 fsdpc_nccl_agree(fsdpc_comm *base, const char *text, const char *what)
 {
@@ -197,7 +198,7 @@ fsdpc_nccl_agree(fsdpc_comm *base, const char *text, const char *what)
     nccl_comm *comm = (nccl_comm *)base;
     fsdpc_agree_record *records = NULL, *mine = fsdpc_mem_calloc(1, sizeof *mine);
     if (!mine) {
-        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a text", what);
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the text to compare", what);
     }
     fsdpc_agree_fill(mine, text);
     FSDPC_GOTO(compare_digests(comm, mine, &alike, what), end);
@@ -219,7 +220,7 @@ end:
     return status;
 }
 
-/* Of the hosts: what is on streams may still be on its way. */
+/* Of the hosts only: collectives on streams may still be in flight. */
 int
 fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what)
 {

@@ -1,11 +1,14 @@
 /* One call of NCCL, and the collectives made of it.
  *
- * NCCL is told not to block, so each of its calls may answer "in progress"; nothing may follow on
- * the communicator or on its stream until it is done, which fsdpc_nccl_settle() awaits with the deadline.
+ * NCCL runs in non-blocking mode, so each call may return ncclInProgress. No other call on the
+ * communicator or its stream may follow until that is over: fsdpc_nccl_complete() polls for it
+ * until the deadline.
  */
 #include <sched.h>
+#include <stdio.h>
 #include <string.h>
 
+#include "base/deadline.h"
 #include "comm/comm_nccl_impl.h"
 #include "base/status.h"
 
@@ -14,12 +17,12 @@
 static int
 refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
-    return fsdpc_error(FSDPC_E_COMM, "rank %d: %s: NCCL answers \"%s\" (%d): %s", comm->base.rank,
+    return fsdpc_error(FSDPC_E_COMM, "rank %d: %s: NCCL returned \"%s\" (%d): %s", comm->base.rank,
                        what, comm->nccl->error_string(result), result,
                        comm->nccl->last_error(comm->handle));
 }
 
-/* `calls` is held. Nothing may be asked of NCCL once this is not FSDPC_OK. */
+/* `calls` is held. NCCL must not be called once this is not FSDPC_OK. */
 static int
 still_there(const nccl_comm *comm, const char *what)
 {
@@ -27,10 +30,11 @@ still_there(const nccl_comm *comm, const char *what)
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_comm_check(&comm->base));
-    return fsdpc_error(FSDPC_E_STATE, "%s: the communicator has ended", what);
+    return fsdpc_error(FSDPC_E_STATE, "%s: the communicator is closed", what);
 }
 
-/* Without `calls`: the interpreter may run a handler of the user's, which may come back here. */
+/* Releases `calls` meanwhile: the interpreter may run a signal handler that calls this
+ * communicator. */
 static int
 look_for_signals(nccl_comm *comm, const char *what)
 {
@@ -45,8 +49,8 @@ look_for_signals(nccl_comm *comm, const char *what)
                : still_there(comm, what);
 }
 
-/* NCCL puts a collective on its stream within some 50 us, from a thread of its own: a sleep would be
- * longer, and a step has many. What takes longer than that waits for other ranks. */
+/* NCCL enqueues a collective within about 50 us, from a thread of its own: a sleep would take
+ * longer, and a step has many collectives. A call that takes longer waits for other ranks. */
 static void
 await_progress(double waited_s)
 {
@@ -57,25 +61,32 @@ await_progress(double waited_s)
     }
 }
 
+static int
+late_call(const nccl_comm *comm, const char *what)
+{
+    char call[FSDPC_NCCL_OLDEST_BYTES];
+    snprintf(call, sizeof call, "%s (communicator %s)", what, comm->name);
+    const fsdpc_late late = {
+        .rank = comm->base.rank, .seconds = comm->options.timeout_s, .what = call};
+    return fsdpc_late_error(&late);
+}
+
 /* `result` of the call just made; `calls` is held. */
 int
-fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
+fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
     const double begin = result == FSDPC_NCCL_IN_PROGRESS ? fsdpc_nccl_now_s() : 0;
-    double look = begin + FSDPC_NCCL_LOOK_S;
+    double look = begin + FSDPC_NCCL_SIGNALS_S;
     while (result == FSDPC_NCCL_IN_PROGRESS) {
         const double now = fsdpc_nccl_now_s();
         if (atomic_load(&comm->abort_wanted)) {
             return fsdpc_comm_check(&comm->base);
         }
         if (now - begin > comm->options.timeout_s) {
-            return fsdpc_error(FSDPC_E_TIMEOUT,
-                               "rank %d: %s: NCCL has been busy for %g s (communicator %s): not "
-                               "all ranks have come",
-                               comm->base.rank, what, comm->options.timeout_s, comm->name);
+            return late_call(comm, what);
         }
         if (now > look) {
-            look = now + FSDPC_NCCL_LOOK_S;
+            look = now + FSDPC_NCCL_SIGNALS_S;
             FSDPC_TRY(look_for_signals(comm, what));
         }
         await_progress(now - begin);
@@ -89,8 +100,8 @@ fsdpc_nccl_settle(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 static fsdpc_cu_stream
 stream_of(const nccl_comm *comm)
 {
-    fsdpc_cu_stream stream = comm->stream;
-    if (!stream && fsdpc_device_get_caps(comm->base.device)->asynchronous) {
+    fsdpc_cu_stream stream = NULL;
+    if (fsdpc_device_get_caps(comm->base.device)->asynchronous) {
         fsdpc_stream *current = fsdpc_device_current(comm->base.device);
         memcpy(&stream, &current, sizeof stream);
     }
@@ -125,7 +136,7 @@ bytes_of(const nccl_comm *comm, const fsdpc_nccl_order *o)
                : bytes;
 }
 
-/* A part of several, as an order. */
+/* One of several parts as an order. */
 static fsdpc_nccl_order
 order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream stream)
 {
@@ -138,7 +149,8 @@ order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream
     return o;
 }
 
-/* NCCL makes one kernel of a group. What fails inside it is told when the group is closed: it must be. */
+/* NCCL makes one kernel of a group. The group must be closed after a failure as well: group_end
+ * returns the error. */
 static fsdpc_nccl_result
 issue_parts(const nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
             int count, fsdpc_cu_stream stream, size_t *bytes)
@@ -155,7 +167,7 @@ issue_parts(const nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_p
 }
 
 void
-fsdpc_nccl_break_by(nccl_comm *comm, int status)
+fsdpc_nccl_break(nccl_comm *comm, int status)
 {
     fsdpc_nccl_fail(comm, status == FSDPC_E_INTERRUPT ? FSDPC_E_COMM : status, "%s",
                     fsdpc_error_text());
@@ -174,17 +186,17 @@ put(nccl_comm *comm, fsdpc_nccl_order *o, enum fsdpc_nccl_kind kind, const fsdpc
     FSDPC_GOTO(still_there(comm, what), end);
     if (o) {
         o->stream = stream;
-        FSDPC_GOTO(fsdpc_nccl_settle(comm, issue(comm, o), what), end);
+        FSDPC_GOTO(fsdpc_nccl_complete(comm, issue(comm, o), what), end);
     } else {
         FSDPC_GOTO(
-            fsdpc_nccl_settle(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what),
+            fsdpc_nccl_complete(comm, issue_parts(comm, kind, parts, count, stream, &bytes), what),
             end);
     }
     FSDPC_GOTO(fsdpc_nccl_watch_add(comm, stream, what, bytes), end);
 end:
     pthread_mutex_unlock(&comm->calls);
     if (status != FSDPC_OK) {
-        fsdpc_nccl_break_by(comm, status);
+        fsdpc_nccl_break(comm, status);
     }
     return status;
 }

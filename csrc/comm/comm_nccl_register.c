@@ -1,19 +1,20 @@
-/* Memory that NCCL uses without staging: windows that all ranks see, or buffers of this rank.
+/* Memory that NCCL uses without staging: windows that all ranks see, or buffers of one rank.
  *
- * [Note: registration] What a communicator can do is tried once, at its start, on a piece of memory
- * made for that, because the ranks must do the same with each buffer ever after. A window is a call
- * that all ranks make together; where the ranks' memory cannot be seen from one GPU, NCCL gives none
- * (2.29 and later) or registers for this rank alone (2.28, 2.27), and says no error. What it gives is an
- * address: of the device's memory where the ranks share it, of the host's where they do not. 2.27 always
- * gives the host's, so there nothing is made of it. Registered memory must be made of pieces (device.h), with an address and a size
- * in whole grains: what cuMemAlloc gives is refused. A failure in the trial may leave NCCL's side without
- * use; then all ranks end with FSDPC_E_UNAVAILABLE, and may start again without registering.
+ * [Note: registration] A communicator tries once, at its start, what it can register, on a piece of
+ * memory made for that: the ranks must treat every later buffer alike. Registering a window is
+ * collective. Where one GPU cannot access the other ranks' memory, NCCL returns no window (2.29 and
+ * later) or one of this rank alone (2.28, 2.27), without an error. A window is an address: in
+ * device memory if the ranks share it, else in host memory. 2.27 always returns one in host memory,
+ * so its windows never count as shared. Registered memory must consist of pieces (device.h), with
+ * address and size in whole grains: NCCL refuses memory of cuMemAlloc. A failed trial may leave
+ * NCCL's communicator unusable; then all ranks return FSDPC_E_UNAVAILABLE and may start again
+ * without registration.
  */
 #include "comm/comm_nccl_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
 
-/* With `calls` held: also without NCCL's side, which then has forgotten all. */
+/* With `calls` held. Without a handle NCCL has dropped the registration already. */
 static void
 delist(nccl_comm *comm, fsdpc_nccl_buffer *gone)
 {
@@ -38,19 +39,20 @@ fsdpc_nccl_delist_all(nccl_comm *comm)
     }
 }
 
-/* With `calls` held. From 2.28 on a window's call says that all is well when it has only begun: what came of
- * it is NCCL's state. NCCL may write the handle after a call that was given up: it lies in the list. */
+/* With `calls` held. Since 2.28 window_register returns success while in progress: poll
+ * async_error. NCCL may write the handle after we have given up, so the handle's memory stays in
+ * the list. */
 static int
 enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
 {
     const fsdpc_nccl *nccl = comm->nccl;
     if (!comm->handle) {
         FSDPC_TRY(fsdpc_comm_check(&comm->base));
-        return fsdpc_error(FSDPC_E_STATE, "registering a buffer: the communicator has ended");
+        return fsdpc_error(FSDPC_E_STATE, "registering a buffer: the communicator is closed");
     }
     fsdpc_nccl_buffer *made = fsdpc_mem_calloc(1, sizeof *made);
     if (!made) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory to note a registered buffer");
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the record of a registered buffer");
     }
     made->address = buffer;
     made->next = comm->buffers;
@@ -63,7 +65,7 @@ enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
     const bool begun = result == FSDPC_NCCL_IN_PROGRESS ||
                        (result == FSDPC_NCCL_SUCCESS && way == FSDPC_NCCL_WINDOWS);
     const int status =
-        fsdpc_nccl_settle(comm, begun ? FSDPC_NCCL_IN_PROGRESS : result, "registering a buffer");
+        fsdpc_nccl_complete(comm, begun ? FSDPC_NCCL_IN_PROGRESS : result, "registering a buffer");
     if (status != FSDPC_OK && !begun) {
         delist(comm, made);
     }
@@ -110,7 +112,7 @@ fsdpc_nccl_forget(fsdpc_comm *base, void *buffer)
     pthread_mutex_unlock(&comm->calls);
 }
 
-/* --- the trial ---------------------------------------------------------------------------------- */
+/* --- the trial -------------------------------------------------------------------------------- */
 
 typedef struct trial {
     fsdpc_device *device;
@@ -145,7 +147,7 @@ close_trial(trial *gone)
 
 enum outcome { SPOILT = -1, REFUSED, WORKS, SHARES };
 
-/* A call that failed after it had begun stays the communicator's error for ever. */
+/* A call that failed after it had begun leaves NCCL's communicator in error for good. */
 static bool
 is_spoilt(const nccl_comm *comm)
 {
@@ -164,9 +166,9 @@ is_on_device(const nccl_comm *comm, fsdpc_nccl_window window)
            type == FSDPC_CU_DEVICE_MEMORY;
 }
 
-/* What has just been registered. */
+/* The outcome of what has just been registered. */
 static enum outcome
-worth(const nccl_comm *comm, enum fsdpc_nccl_way way)
+registration_outcome(const nccl_comm *comm, enum fsdpc_nccl_way way)
 {
     const fsdpc_nccl_window window = comm->buffers->window;
     if (way != FSDPC_NCCL_WINDOWS) {
@@ -181,7 +183,7 @@ outcome_of(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
     pthread_mutex_lock(&comm->calls);
     enum outcome outcome = REFUSED;
     if (enlist(comm, on->address, on->bytes, way) == FSDPC_OK) {
-        outcome = worth(comm, way);
+        outcome = registration_outcome(comm, way);
         delist(comm, comm->buffers);
     } else if (is_spoilt(comm)) {
         outcome = SPOILT;
@@ -200,7 +202,7 @@ try_way(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way, bool offered)
     if (all < 0) {
         return fsdpc_error(FSDPC_E_UNAVAILABLE,
                            "rank %d: NCCL failed when memory was registered (communicator %s): "
-                           "FSDPC_NCCL_REGISTER=0 does without",
+                           "FSDPC_NCCL_REGISTER=0 turns registration off",
                            comm->base.rank, comm->name);
     }
     comm->way = all >= WORKS ? way : comm->way;
@@ -228,7 +230,7 @@ fsdpc_nccl_try_registration(nccl_comm *comm)
                    end);
     }
 end:
-    /* What has spoilt NCCL has been told: the watching thread's words would only hide it. */
+    /* The trial's error has been returned: the watching thread must not replace it. */
     atomic_store(&comm->trying, status != FSDPC_OK);
     close_trial(&on);
     return status;

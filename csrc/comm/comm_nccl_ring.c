@@ -1,6 +1,8 @@
-/* The ring of an NCCL communicator's collectives that are on their way, each with an event behind it. */
+/* The ring of an NCCL communicator's collectives in flight, each with an event recorded behind
+ * it. */
 #include <stdio.h>
 
+#include "base/deadline.h"
 #include "comm/comm_nccl_impl.h"
 #include "base/status.h"
 
@@ -10,7 +12,7 @@ entry_of(nccl_comm *comm, uint64_t sequence)
     return &comm->ring[sequence % FSDPC_NCCL_RING];
 }
 
-/* Takes out what has ended. A query that fails ends nothing: the failure is told by look(). */
+/* Removes completed entries. A failed query removes nothing: the watching thread reports it. */
 static fsdpc_cu_result
 sweep_locked(nccl_comm *comm)
 {
@@ -43,18 +45,20 @@ make_room(nccl_comm *comm)
         }
         FSDPC_TRY(fsdpc_comm_check(&comm->base));
         if (fsdpc_nccl_now_s() > end) {
-            return fsdpc_error(FSDPC_E_TIMEOUT,
-                               "rank %d: %d collectives of communicator %s are on their way and "
-                               "none has ended for %g s",
-                               comm->base.rank, FSDPC_NCCL_RING, comm->name,
-                               comm->options.timeout_s);
+            char oldest[FSDPC_NCCL_OLDEST_BYTES];
+            fsdpc_nccl_oldest(comm, oldest);
+            const fsdpc_late late = {.rank = comm->base.rank,
+                                     .seconds = comm->options.timeout_s,
+                                     .what = oldest,
+                                     .more = "; the communicator's ring of collectives is full"};
+            return fsdpc_late_error(&late);
         }
         fsdpc_nccl_nap(200);
     }
 }
 
-/* What goes into a graph has no end of its own that could be asked for: NCCL's own error is looked at,
- * but no deadline holds for it. */
+/* A captured collective has no event to query: NCCL's error is polled, but no deadline holds for
+ * it. */
 static int
 is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
 {
@@ -63,7 +67,7 @@ is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
     if (comm->driver->capture_info) {
         FSDPC_TRY(fsdpc_cuda_check(
             comm->driver, comm->driver->capture_info(stream, &state, &id, NULL, NULL, NULL),
-            "asking a stream for its capture"));
+            "querying a stream's capture"));
     }
     *captured = state != 0;
     return FSDPC_OK;

@@ -1,14 +1,14 @@
-/* Where a rank stands among the collectives of an NCCL communicator and its twin: what ranks that wait
- * for each other tell each other. Only what the ring says is read, nothing of CUDA or NCCL is called.
+/* Where a rank is among the collectives of an NCCL communicator and its twin: what stalled ranks
+ * report to each other. Only the ring is read; neither CUDA nor NCCL is called.
  */
 #include <stdio.h>
 #include <string.h>
 
 #include "comm/comm_nccl_impl.h"
 
-/* The oldest on its way, or else the last that ended. False: nothing is on its way. */
+/* The oldest collective in flight, or else the last completed one. False: none is in flight. */
 static bool
-look(nccl_comm *comm, fsdpc_nccl_entry *seen)
+read_ring(nccl_comm *comm, fsdpc_nccl_entry *seen)
 {
     pthread_mutex_lock(&comm->lock);
     const bool waits = comm->first < comm->next;
@@ -37,7 +37,7 @@ fsdpc_comm_nccl_stall(fsdpc_comm *base, char *text, size_t bytes)
     double longest = 0;
     size_t written = 0;
     for (int i = 0; i < 2 && both[i]; i++) {
-        if (look(both[i], &seen[i])) {
+        if (read_ring(both[i], &seen[i])) {
             const int more =
                 write_waits(text + written, bytes - written, written ? " and " : "", &seen[i]);
             written += (size_t)more < bytes - written ? (size_t)more : bytes - written - 1;

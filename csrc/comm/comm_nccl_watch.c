@@ -1,10 +1,10 @@
-/* The thread that looks after an NCCL communicator.
+/* The thread that watches an NCCL communicator.
  *
- * Every poll_ms it asks the oldest collective's event and NCCL's own error. It is also the only
- * one that aborts or destroys NCCL's side, because either may take long: nobody waits for it
- * longer than END_MS, or PEACE_MS where nothing has failed. It takes `calls` before it enters
- * NCCL; whoever holds that leaves soon, because NCCL was told not to block and loops look at
- * abort_wanted.
+ * Every poll_ms the thread queries the oldest collective's event and NCCL's async error. Only this
+ * thread aborts or destroys NCCL's communicator, because either may take long: other threads wait
+ * for that at most END_MS, or PEACE_MS where nothing has failed. The thread takes `calls` before it
+ * calls NCCL; a holder of `calls` releases it soon, because NCCL does not block and polling loops
+ * check abort_wanted.
  */
 #include <signal.h>
 #include <stdio.h>
@@ -12,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/deadline.h"
 #include "comm/comm_nccl_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
@@ -26,12 +27,13 @@ enum {
     PARTING_S = 5,
 };
 
-/* --- looking for failures ----------------------------------------------------------------------- */
+/* --- looking for failures --------------------------------------------------------------------- */
 
 static void
-look_at_time(nccl_comm *comm)
+check_deadline(nccl_comm *comm)
 {
-    char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES];
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], others[FSDPC_NCCL_OTHERS_BYTES + 2] = ". ";
+    char text[FSDPC_COMM_TEXT_BYTES];
     double waited;
     const fsdpc_cu_result result = fsdpc_nccl_sweep(comm, &waited);
     const bool failed = result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY;
@@ -39,46 +41,47 @@ look_at_time(nccl_comm *comm)
         return;
     }
     pthread_mutex_lock(&comm->lock);
-    memcpy(others, comm->others, sizeof others);
+    memcpy(others + 2, comm->others, sizeof comm->others);
     pthread_mutex_unlock(&comm->lock);
     fsdpc_nccl_oldest(comm, oldest);
     if (failed) {
         (void)fsdpc_cuda_check(comm->driver, result, "rank %d: %s", comm->base.rank, oldest);
         fsdpc_nccl_fail(comm, FSDPC_E_COMM, "%s", fsdpc_error_text());
     } else {
-        fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT,
-                        "rank %d: %s has not ended after %g s: another rank has not come to it, "
-                        "or has died%s%s",
-                        comm->base.rank, oldest, comm->options.timeout_s, others[0] ? ". " : "",
-                        others);
+        const fsdpc_late late = {.rank = comm->base.rank,
+                                 .seconds = comm->options.timeout_s,
+                                 .what = oldest,
+                                 .more = others[2] ? others : NULL};
+        fsdpc_late_text(&late, text, sizeof text);
+        fsdpc_nccl_fail(comm, FSDPC_E_TIMEOUT, "%s", text);
     }
 }
 
 static void
-look_at_nccl(nccl_comm *comm)
+check_nccl(nccl_comm *comm)
 {
-    char oldest[FSDPC_NCCL_OLDEST_BYTES], said[256] = "";
+    char oldest[FSDPC_NCCL_OLDEST_BYTES], reported[256] = "";
     fsdpc_nccl_result error = FSDPC_NCCL_SUCCESS;
     if (atomic_load(&comm->trying) || pthread_mutex_trylock(&comm->calls) != 0) {
-        return; /* somebody is inside and sees the error itself */
+        return; /* the holder of `calls` gets the error itself */
     }
     if (comm->handle && comm->nccl->async_error(comm->handle, &error) == FSDPC_NCCL_SUCCESS &&
         error != FSDPC_NCCL_SUCCESS && error != FSDPC_NCCL_IN_PROGRESS) {
-        snprintf(said, sizeof said, "%s; %s", comm->nccl->error_string(error),
+        snprintf(reported, sizeof reported, "%s; %s", comm->nccl->error_string(error),
                  comm->nccl->last_error(comm->handle));
     }
     pthread_mutex_unlock(&comm->calls);
-    if (said[0]) {
+    if (reported[0]) {
         fsdpc_nccl_oldest(comm, oldest);
         fsdpc_nccl_fail(comm, FSDPC_E_COMM, "rank %d: NCCL failed in %s: %s", comm->base.rank,
-                        oldest, said);
+                        oldest, reported);
     }
 }
 
-/* --- ending NCCL's side --------------------------------------------------------------------------- */
+/* --- ending NCCL's side ----------------------------------------------------------------------- */
 
-/* A sound communicator is taken down in peace: peers may still be in its last collective. While a graph with
- * its collectives lives, NCCL goes on waiting. */
+/* ncclCommFinalize and ncclCommDestroy, for a communicator without a failure: peers may still be in
+ * its last collective. Finalizing does not end while a graph with its collectives exists. */
 static bool
 ended_in_peace(nccl_comm *comm)
 {
@@ -111,10 +114,11 @@ end_nccl(nccl_comm *comm)
             fsdpc_nccl_delist_all(comm); /* a graph would still use what was registered */
         }
         const bool ended = ended_in_peace(comm);
-        comm->left_behind = !ended && comm->captured; /* an abort, too, would wait for the graphs */
+        comm->left_behind =
+            !ended && comm->captured; /* an abort would wait for the graphs as well */
         handle = ended || comm->left_behind ? NULL : handle;
     }
-    /* Gone before it is aborted: whoever comes now finds nothing. An abort may take long. */
+    /* Cleared before the abort, which may take long: no other thread may use the handle. */
     comm->handle = NULL;
     pthread_mutex_unlock(&comm->calls);
     if (handle) {
@@ -122,7 +126,7 @@ end_nccl(nccl_comm *comm)
     }
 }
 
-/* NCCL still knows its name. Kept where it can be found. */
+/* NCCL still points to its name: kept reachable, so that leak checkers find it. */
 static void
 leave_behind(nccl_comm *comm)
 {
@@ -157,11 +161,11 @@ fsdpc_nccl_dispose(nccl_comm *comm)
     }
 }
 
-/* --- the thread ------------------------------------------------------------------------------------ */
+/* --- the thread ------------------------------------------------------------------------------- */
 
-/* True: time to end. */
+/* Sleeps until the next poll. True: the thread is to end. */
 static bool
-rest(nccl_comm *comm, bool aborted)
+sleep_until_poll(nccl_comm *comm, bool aborted)
 {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -183,15 +187,15 @@ watch(void *argument)
     nccl_comm *comm = argument;
     bool aborted = false;
     unsigned mode =
-        FSDPC_CU_CAPTURE_RELAXED; /* its queries must not end a capture of the program */
+        FSDPC_CU_CAPTURE_RELAXED; /* the thread's queries must not invalidate a capture */
     (void)fsdpc_nccl_use_context(comm);
     if (comm->driver->capture_mode) {
         (void)comm->driver->capture_mode(&mode);
     }
-    while (!rest(comm, aborted)) {
+    while (!sleep_until_poll(comm, aborted)) {
         if (!aborted && !atomic_load(&comm->abort_wanted)) {
-            look_at_nccl(comm);
-            look_at_time(comm);
+            check_nccl(comm);
+            check_deadline(comm);
         }
         if (!aborted && atomic_load(&comm->abort_wanted)) {
             end_nccl(comm);
@@ -210,7 +214,7 @@ watch(void *argument)
     return NULL;
 }
 
-/* All at once: none is made in a step. */
+/* All events at the start: none is made in a step. */
 static int
 make_events(nccl_comm *comm)
 {
@@ -242,8 +246,8 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-/* False: NCCL does not let go. A thread that is still inside when the process ends may take it down, so
- * an end in peace, which takes NCCL a while, gets its time. */
+/* False: NCCL has not returned in time. A thread that is still inside NCCL at exit may crash the
+ * process, so an orderly end gets the longer limit. */
 static bool
 stop_thread(nccl_comm *comm)
 {
@@ -265,7 +269,7 @@ stop_thread(nccl_comm *comm)
 }
 
 void
-fsdpc_nccl_part(nccl_comm *comm)
+fsdpc_nccl_close(nccl_comm *comm)
 {
     double end = fsdpc_nccl_now_s() + PARTING_S;
     if (fsdpc_nccl_is_forked(comm)) {
@@ -279,7 +283,7 @@ fsdpc_nccl_part(nccl_comm *comm)
     (void)stop_thread(comm);
 }
 
-/* What the thread does when it ends late is decided under the lock: somebody frees. */
+/* `orphan` is set under the lock, so that exactly one of both threads frees. */
 bool
 fsdpc_nccl_watch_end(nccl_comm *comm)
 {

@@ -55,6 +55,7 @@ release(fsdpc_comm *comm)
 
 static const fsdpc_comm_ops self_ops = {
     .kind = "self",
+    .caps = {.names_absentees = true},
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,

@@ -3,9 +3,9 @@
  * Buffers are copied through the stage chunk by chunk. All sums run over the ranks in order. Units
  * share memory instead and copy nothing here (exchange_shared.c).
  *
- * A round is: write what the others need, meet, read what they wrote. Staging memory has two halves
- * used in turn; a rank that writes a half for round k + 2 has met the others in round k + 1, which
- * they entered after reading round k. So one barrier a round is enough.
+ * A round is: write to the stage, barrier, read the other ranks' stages. The stage has two halves
+ * used in turn; a rank that writes a half for round k + 2 has passed the barrier of round k + 1,
+ * which the others entered after reading round k. So one barrier a round is enough.
  */
 #include <stdalign.h>
 #include <stdio.h>
@@ -18,7 +18,8 @@
 enum {
     STAGE_BYTES = 512 * 1024, /* of one half: small enough to stay in a cache */
     TILE_NUMEL = 64 * 1024,   /* sums of 16-bit types go through F32 in tiles */
-    /* From here on an all_reduce among more than two ranks splits the work instead of repeating it. */
+    /* From here on an all_reduce among more than two ranks splits the work instead of repeating
+     * it. */
     SPLIT_BYTES = 64 * 1024,
 };
 
@@ -109,7 +110,8 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
-/* Publishes `call` with what this rank has written, waits for all, and checks that all call the same. */
+/* A barrier that publishes `call` and this rank's stage, and checks that all ranks make the same
+ * call. */
 static int
 meet(shm_group *self, const shm_call *call, const char *what)
 {
@@ -356,6 +358,7 @@ release(fsdpc_comm *comm)
 
 static const fsdpc_comm_ops shm_ops = {
     .kind = "shm",
+    .caps = {.one_memory = true, .names_absentees = true},
     .all_gather = all_gather,
     .reduce_scatter = reduce_scatter,
     .all_reduce = all_reduce,
@@ -402,7 +405,8 @@ fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, doub
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
     }
     self->tile = tile;
-    self->base = (fsdpc_comm){.ops = &shm_ops, .device = device, .rank = rank, .world = world};
+    self->base = (fsdpc_comm){
+        .ops = &shm_ops, .device = device, .rank = rank, .world = world, .timeout_s = timeout_s};
     FSDPC_GOTO(fsdpc_shm_create(rank, world, name, timeout_s, &self->shm), fail);
     FSDPC_GOTO(map_stage(self, world), fail);
     *out = &self->base;

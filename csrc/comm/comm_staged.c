@@ -1,10 +1,10 @@
-/* The communicator of GPUs whose ranks talk by way of host memory: for several ranks on one GPU where
- * NCCL refuses that, for groups that NCCL does not reach, and to tell its faults from others.
+/* The communicator of GPUs staged through host memory: for several ranks on one GPU where NCCL
+ * refuses that, for groups that NCCL does not reach, and to separate NCCL's faults from others.
  *
- * Each collective copies to pinned memory, waits for the copy, lets the communicator of the host do it
- * there, and copies back; all on the device's current stream. So the host waits twice in each, which is
- * counted like every wait. Gathers and reductions share the one communicator: the host does one thing
- * after the other anyway.
+ * Each collective copies to pinned memory on the device's current stream, waits for the copy, runs
+ * the inner communicator's collective on the host, copies back and waits again: two host syncs,
+ * which are counted. Gathers and reductions share one communicator, because the host runs them one
+ * by one.
  */
 #include "comm/comm_impl.h"
 #include "base/mem.h"
@@ -12,8 +12,8 @@
 
 typedef struct staged_comm {
     fsdpc_comm base;
-    fsdpc_comm_ops ops; /* its own for its name: that of the inner one's kind */
-    fsdpc_comm *inner;  /* borrowed; `release` is called when it is not needed any more */
+    fsdpc_comm_ops ops; /* a copy per communicator: kind and caps are the inner one's */
+    fsdpc_comm *inner;  /* borrowed until `release` is called */
     void (*release)(void *context);
     void *context;
     char *room; /* pinned; grows to the largest collective */
@@ -34,7 +34,7 @@ refuse_capture(const staged_comm *self, const char *what)
     return capture == 0
                ? FSDPC_OK
                : fsdpc_error(FSDPC_E_STATE,
-                             "%s: ranks that talk by way of host memory (\"%s\") cannot be "
+                             "%s: collectives staged through host memory (\"%s\") cannot be "
                              "captured into a CUDA graph",
                              what, self->ops.kind);
 }
@@ -55,21 +55,21 @@ make_room(staged_comm *self, size_t bytes)
     return FSDPC_OK;
 }
 
-/* Into the room at `at`; the host waits. */
+/* From the device to `room` + `at`. Host sync. */
 static int
 fetch(staged_comm *self, const void *buffer, size_t at, size_t bytes, const char *what)
 {
     FSDPC_TRY(fsdpc_device_copy_out(self->base.device, self->room + at, (const char *)buffer + at,
                                     bytes));
-    return fsdpc_comm_settle(&self->base, what);
+    return fsdpc_comm_drain(&self->base, what);
 }
 
-/* Out of the room, which is free again afterwards. */
+/* From `room` to the device. Host sync, so that `room` may be reused. */
 static int
 put_back(staged_comm *self, void *buffer, size_t at, size_t bytes, const char *what)
 {
     FSDPC_TRY(fsdpc_device_copy_in(self->base.device, (char *)buffer + at, self->room + at, bytes));
-    return fsdpc_comm_settle(&self->base, what);
+    return fsdpc_comm_drain(&self->base, what);
 }
 
 static int
@@ -182,13 +182,14 @@ fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(void 
         fsdpc_device_get_caps(fsdpc_comm_device(inner))->asynchronous) {
         return fsdpc_error(
             FSDPC_E_INVAL,
-            "only a communicator of host memory carries a GPU's memory by way of it");
+            "staged: the device must be a GPU and the inner communicator on the CPU (shm or c10d)");
     }
     staged_comm *self = fsdpc_mem_calloc(1, sizeof *self);
     if (!self) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
     }
     self->ops = (fsdpc_comm_ops){.kind = fsdpc_comm_kind(inner),
+                                 .caps = *fsdpc_comm_get_caps(inner),
                                  .all_gather = all_gather,
                                  .reduce_scatter = reduce_scatter,
                                  .all_reduce = all_reduce,
@@ -200,10 +201,12 @@ fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(void 
                                  .fail = tell_failure,
                                  .close = leave,
                                  .free = end};
+    self->ops.caps.one_memory = false; /* GPUs do not see the segment */
     self->base.ops = &self->ops;
     self->base.device = device;
     self->base.rank = fsdpc_comm_rank(inner);
     self->base.world = fsdpc_comm_world(inner);
+    self->base.timeout_s = fsdpc_comm_timeout(inner);
     self->inner = inner;
     self->release = release;
     self->context = context;

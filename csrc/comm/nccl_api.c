@@ -67,7 +67,8 @@ fill(void *library, fsdpc_nccl *nccl)
     return FSDPC_OK;
 }
 
-/* Read by NCCL at each start, from its own files as well: those it has read by then are not seen here. */
+/* Read by NCCL at each start, from its own files as well: those it has read by then are not seen
+ * here. */
 static int
 check_environment(void)
 {

@@ -21,17 +21,10 @@
 
 #include "exchange/exchange_shared_impl.h"
 #include "base/mem.h"
+#include "base/pause.h"
 #include "base/status.h"
 
 enum { CHUNK_BYTES = 1 << 20, LOCK_SPINS = 200 };
-
-static void
-relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
 
 /* --- the slot's record ----------------------------------------------------------------------- */
 
@@ -76,7 +69,7 @@ lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what
             return FSDPC_OK;
         }
         if (tries % LOCK_SPINS != 0) {
-            relax();
+            fsdpc_pause();
             continue;
         }
         sched_yield();

@@ -22,8 +22,8 @@ int
 fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
 {
     int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_LOOKS; i++) {
-        status = fsdpc_comm_look(x->comm, event, what);
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_POLLS; i++) {
+        status = fsdpc_comm_poll(x->comm, event, what);
         FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_stream_check(x));
     }
     return status;

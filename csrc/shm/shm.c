@@ -1,7 +1,8 @@
 /* The shared segment's life: creation and departure. See shm.h and shm_impl.h.
  *
- * Creation has two phases, so that all ranks succeed or all fail: they meet (everyone has the
- * memfd and the pidfds), each sets itself up, then all confirm. Only after that may a rank wait.
+ * Creation has two phases, so that all ranks succeed or all fail: the rendezvous gives each rank
+ * the memfd and the pidfds, each rank sets itself up, then all confirm. Only after that may a rank
+ * wait.
  */
 #include "shm/shm.h"
 
@@ -20,10 +21,10 @@
 
 enum { SPINS = 2000, NAME_BYTES = 90 };
 
-/* Far more than any machine's memory: the file is sparse, its length costs nothing, and a length
- * that never changes needs no agreement when it would grow. */
+/* Far more than any machine's memory: the file is sparse, so its length is free, and a fixed length
+ * needs no agreement among the ranks to grow. */
 #define FILE_BYTES ((uint64_t)1 << 44)
-/* Keeps huge pages possible: what follows the control area starts at a multiple of this. */
+/* The first allocation starts at this multiple, which huge pages need. */
 #define FIRST_OFFSET ((uint64_t)1 << 21)
 
 _Static_assert(sizeof(fsdpc_shm_control) <= FIRST_OFFSET, "the control area must fit before data");
@@ -83,7 +84,7 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     return FSDPC_OK;
 }
 
-/* A file longer than RLIMIT_FSIZE would end the process with SIGXFSZ. */
+/* A file longer than RLIMIT_FSIZE would raise SIGXFSZ. */
 static uint64_t
 file_limit(void)
 {
@@ -146,7 +147,7 @@ publish_self(fsdpc_shm *shm)
     atomic_store(&shm->control->slots[shm->rank].who, (int32_t)shm->who);
 }
 
-/* The union over ranks, because each may be pinned to a core of its own. */
+/* Cores of all ranks together, because each may be pinned to one core. */
 static int
 count_spins(const fsdpc_shm *shm)
 {
@@ -204,7 +205,7 @@ fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_
 void
 fsdpc_shm_leave(fsdpc_shm *shm)
 {
-    /* A forked child holds copies of the descriptors and mappings, but is not the rank. */
+    /* A forked child has copies of the descriptors and mappings, but is not the rank. */
     if (fsdpc_shm_is_owner(shm) && shm->control) {
         atomic_store(&shm->control->slots[shm->rank].left, 1);
         fsdpc_shm_wake_all(shm);
@@ -218,7 +219,7 @@ fsdpc_shm_free(fsdpc_shm *shm)
         return;
     }
     fsdpc_shm_leave(shm);
-    fsdpc_shm_turn_part(shm);
+    fsdpc_shm_turn_leave(shm);
     if (fsdpc_shm_is_owner(shm)) {
         fsdpc_shm_watch_stop(shm);
     }

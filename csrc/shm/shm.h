@@ -1,16 +1,16 @@
 /* One memory segment shared by the ranks of a host, with waits that always end.
  *
  * The segment is a memfd (nothing is left in the file system after a crash) that every rank maps.
- * It begins with a control area; the rest is handed out by fsdpc_shm_alloc in a sequence that is
- * the same on all ranks, so that offsets agree without talking. The file is sparse: memory is used
- * when touched. Rank 0 creates it and passes it over an abstract UNIX socket to the others, which
- * also tells everyone's process id; each rank then holds a pidfd of each peer and one watcher
- * thread, so that a death is known within milliseconds: the watcher writes the first dead rank
- * into the segment by compare-and-swap and wakes all waiters.
+ * It begins with a control area; fsdpc_shm_alloc allocates the rest, by the same calls on all
+ * ranks, so that offsets agree without messages. The file is sparse: pages take memory when
+ * touched. Rank 0 creates the file and passes it to the others over an abstract UNIX socket, with
+ * the pidfds of all ranks. One watcher thread of each rank polls the peers' pidfds, so that a death
+ * is detected within milliseconds: the watcher writes the first dead rank into the segment by
+ * compare-and-swap and wakes all waiters.
  *
  * Every wait spins a little (not at all when there are more ranks than cores), then sleeps on a
  * futex in slices, and ends with FSDPC_OK, FSDPC_E_PEER ("rank 2 (pid 81) died ..."),
- * FSDPC_E_TIMEOUT (naming what was waited for and for which ranks) or FSDPC_E_INTERRUPT.
+ * FSDPC_E_TIMEOUT (deadline.h) or FSDPC_E_INTERRUPT.
  */
 #ifndef FSDPC_SHM_H
 #define FSDPC_SHM_H
@@ -31,22 +31,22 @@ extern int (*fsdpc_shm_interrupt_check)(void);
 /* Collective over the ranks of the host. `name` is the same on all ranks and unique to this group
  * (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
  * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO,
- * FSDPC_E_TIMEOUT ("rank 3 did not arrive within 600 s"), FSDPC_E_PEER. */
+ * FSDPC_E_TIMEOUT, FSDPC_E_PEER. */
 int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out);
-/* Local, never waits for a peer; marks this rank as having left, so that peers that still need it
- * are told so instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
+/* Local, never waits for a peer. Marks this rank as left, so that peers that need it get an error
+ * instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
-/* Only marks this rank as having left, so that a program which ends in order tells its peers while
- * others still hold the segment. Local; memory stays valid. */
+/* Only marks this rank as left, at the orderly end of a program that still uses the segment. Local;
+ * memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);
 
 /* Seconds: the deadline of every wait. */
 double fsdpc_shm_timeout(const fsdpc_shm *shm);
 
-/* Hands out `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
- * Purely local arithmetic plus making the file long enough. *offset is the position in the file.
- * With `reserve` the pages are allocated now, so that a full memory is FSDPC_E_NOMEM here and not
- * a signal later; without it they appear when touched. */
+/* Allocates `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
+ * Local arithmetic. *offset is the position in the file. With `reserve` the pages are allocated
+ * now, so that a full memory is FSDPC_E_NOMEM here and not a signal later; without it they appear
+ * when touched. */
 int fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset);
 /* Gives pages back to the kernel (contents become zero); the address range stays usable. */
 int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
@@ -59,8 +59,8 @@ size_t fsdpc_shm_page_bytes(void);
 
 /* --- waiting -------------------------------------------------------------------------------- */
 
-/* What is being waited for: goes into the error text and, while waiting, into the segment, where
- * peers and reports can read it. */
+/* The reason of a wait: goes into error texts and, during the wait, into the segment, where peers
+ * and reports read it. */
 typedef struct fsdpc_wait {
     const char *op;   /* "gather", "reduce", "barrier" */
     const char *unit; /* name of the unit or "" */
@@ -85,15 +85,15 @@ bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
  * FSDPC_E_PEER quoting it. The first abort wins. */
 void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 
-/* Error of a deadline: FSDPC_E_TIMEOUT, naming op, unit, own rank, seconds, `missing` ranks (NULL
- * or a list) and what each of them was last seen waiting for. */
+/* fsdpc_late_error() of this rank, with the `missing` ranks (NULL or a list) and the last wait of
+ * each. */
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
-/* FSDPC_E_PEER: `rank` has left in good order although it is needed. */
+/* FSDPC_E_PEER: `rank` has left although this rank waits for it. */
 int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
-/* --- waits that a rank may also end by itself: [Note: turns] in shm_turn.c --------------------- */
+/* --- waits that a rank may also end by itself: [Note: turns] in shm_turn.c -------------------- */
 
 enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that know of each other */
 
@@ -113,14 +113,14 @@ typedef struct fsdpc_shm_view {
 void fsdpc_shm_notify(fsdpc_shm *shm);
 /* Before what is waited for is examined. */
 void fsdpc_shm_look(fsdpc_shm *shm, fsdpc_shm_view *view);
-/* True when everybody who could end this rank's wait stands still since `view`, and none of them has
- * a way out that is better than `way`: this rank is to take its own now. False for WAY_NONE. */
+/* True when everybody who could end this rank's wait stands still since `view`, and none of them
+ * has a way out that is better than `way`: this rank is to take its own now. False for WAY_NONE. */
 bool fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way);
 /* Around a wait: begin, then look, examine, stand, again and again, then end. */
 void fsdpc_shm_stand_begin(fsdpc_shm *shm);
 void fsdpc_shm_stand_end(fsdpc_shm *shm);
-/* Sleeps until something has changed since `view`, at most until `until_ns`; `way` is this rank's if
- * it is stuck. Returns at once when it is. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
+/* Sleeps until something has changed since `view`, at most until `until_ns`; `way` is this rank's
+ * if it is stuck. Returns at once when it is. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
  * `until_ns`. */
 int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
                     int64_t until_ns, const fsdpc_wait *what);

@@ -1,8 +1,9 @@
-/* Rank 0's side of the meeting. See shm_rendezvous.c for what is said.
+/* Rank 0's side of the rendezvous. See shm_rendezvous.c for the messages.
  *
- * A connection is a stranger until it has said hello. One that says something else is sent away
- * and the others wait on; one that says nothing makes room when many more come. One that is a rank, but not of this group as rank 0 knows it, ends the
- * meeting for all: waiting longer would not mend it.
+ * A connection is a stranger until its hello. A stranger with another first message is rejected,
+ * and the others wait on; one without a message is closed when its place is needed. A hello of a
+ * rank that does not fit this group fails the rendezvous on all ranks, because no later message
+ * could make it fit.
  */
 #include <errno.h>
 #include <poll.h>
@@ -15,8 +16,8 @@
 #include "shm/shm_message.h"
 #include "base/status.h"
 
-enum { STRANGERS = 64 }; /* connections that have not said who they are */
-/* A rank says hello as soon as it is connected. */
+enum { STRANGERS = 64 }; /* connections without a hello */
+/* A rank sends its hello as soon as it is connected. */
 static const int64_t silence_ns = 500000000;
 
 typedef struct stranger {
@@ -24,7 +25,7 @@ typedef struct stranger {
     int64_t since_ns;
 } stranger;
 
-/* What a failure on one rank means on another. */
+/* The status on other ranks of a failure on one rank. */
 static int
 status_elsewhere(int status)
 {
@@ -37,7 +38,7 @@ typedef struct host {
     int listener;
     stranger strangers[STRANGERS]; /* in no order */
     int stranger_count;
-    int here; /* ranks that have said hello, rank 0 included */
+    int here; /* ranks whose hello has come, rank 0 included */
     bool all_pidfds;
     fsdpc_shm_message arrived; /* its bitmap is kept up to date */
 } host;
@@ -58,7 +59,7 @@ open_listener(const fsdpc_shm *shm, int *out)
         close(listener);
         if (errnum == EADDRINUSE) {
             return fsdpc_error(FSDPC_E_MISMATCH,
-                               "another process is rank 0 of a group named \"%s\" already",
+                               "another process already is rank 0 of a group named \"%s\"",
                                shm->name);
         }
         return fsdpc_error_errno(errnum, "listening as \"%s\"", shm->name);
@@ -68,11 +69,11 @@ open_listener(const fsdpc_shm *shm, int *out)
 }
 
 static void
-tell_arrivals(host *self)
+send_arrivals(host *self)
 {
     for (int i = 1; i < self->shm->world; i++) {
         if (self->shm->peers[i].socket >= 0) {
-            /* May be lost when a peer does not read: it only makes its time-out text poorer. */
+            /* Best effort: a lost message only makes the peer's time-out text poorer. */
             fsdpc_shm_message_try(self->shm->peers[i].socket, &self->arrived, NULL, 0);
         }
     }
@@ -91,11 +92,11 @@ check_hello(const host *self, const fsdpc_shm_message *hello)
     }
     if (hello->world != shm->world || hello->rank < 1 || hello->rank >= shm->world) {
         return fsdpc_error(FSDPC_E_MISMATCH,
-                           "pid %d came as rank %d of %d, but rank 0's group has %d ranks",
+                           "pid %d joined as rank %d of %d, but rank 0's group has %d ranks",
                            hello->pid, hello->rank, hello->world, shm->world);
     }
     if (shm->peers[hello->rank].socket >= 0) {
-        return fsdpc_error(FSDPC_E_MISMATCH, "two processes came as rank %d (pids %d and %d)",
+        return fsdpc_error(FSDPC_E_MISMATCH, "two processes joined as rank %d (pids %d and %d)",
                            hello->rank, (int)atomic_load(&shm->control->slots[hello->rank].pid),
                            hello->pid);
     }
@@ -124,13 +125,13 @@ admit(host *self, int socket, const fsdpc_shm_message *hello, fsdpc_shm_descript
     atomic_store(&self->shm->control->slots[hello->rank].pid, hello->pid);
     self->arrived.arrived[hello->rank / 64] |= (uint64_t)1 << (hello->rank % 64);
     self->here++;
-    tell_arrivals(self);
+    send_arrivals(self);
     return FSDPC_OK;
 }
 
-/* A stranger that says anything else than hello is no rank: it is sent away, the others wait on. */
+/* Admits a stranger that sends a hello and rejects every other one. */
 static int
-hear_stranger(host *self, int index)
+receive_stranger(host *self, int index)
 {
     fsdpc_shm_message hello;
     fsdpc_shm_descriptors passed;
@@ -144,13 +145,14 @@ hear_stranger(host *self, int index)
         return admit(self, socket, &hello, &passed);
     }
     fsdpc_shm_descriptors_close(&passed);
-    fsdpc_shm_message_fail(socket, FSDPC_E_MISMATCH,
-                           "this is not how a rank of an fsdpc group says hello");
+    fsdpc_shm_message_fail(
+        socket, FSDPC_E_MISMATCH,
+        "rejected: the first message is not the hello of a rank of an fsdpc group");
     close(socket);
     return FSDPC_OK;
 }
 
-/* The stranger that has been silent for longest, or -1. */
+/* The stranger that has been connected for longest, or -1. */
 static int
 most_silent(const host *self)
 {
@@ -163,7 +165,7 @@ most_silent(const host *self)
     return found;
 }
 
-/* Room for one more connection: whoever cannot be let in yet waits in the listener's queue. */
+/* True if one more connection can be accepted; until then it waits in the listener's queue. */
 static bool
 has_room(const host *self)
 {
@@ -172,7 +174,7 @@ has_room(const host *self)
 }
 
 static void
-greet(host *self)
+accept_stranger(host *self)
 {
     if (!has_room(self)) {
         return;
@@ -180,7 +182,7 @@ greet(host *self)
     if (self->stranger_count == STRANGERS) {
         int silent = most_silent(self);
         fsdpc_shm_message_fail(self->strangers[silent].socket, FSDPC_E_MISMATCH,
-                               "refused: too many connections, and no word on this one");
+                               "rejected: too many connections, and this one has sent no hello");
         close(self->strangers[silent].socket);
         self->strangers[silent] = self->strangers[--self->stranger_count];
     }
@@ -189,37 +191,43 @@ greet(host *self)
         return;
     }
     if (!fsdpc_shm_same_user(socket)) {
-        fsdpc_shm_message_fail(socket, FSDPC_E_MISMATCH, "refused: of another user than rank 0");
+        fsdpc_shm_message_fail(socket, FSDPC_E_MISMATCH,
+                               "rejected: this process belongs to another user than rank 0");
         close(socket);
         return;
     }
     self->strangers[self->stranger_count++] = (stranger){socket, fsdpc_shm_now_ns()};
 }
 
-/* A message of a rank that is here: `ready` counts, anything else ends the meeting. */
+/* A message of an admitted rank: READY is counted, any other one fails the rendezvous. */
 static int
-hear_peer(host *self, int rank, int *ready)
+receive_peer(host *self, int rank, int *ready)
 {
-    fsdpc_shm_message said;
+    fsdpc_shm_message got;
     fsdpc_shm_descriptors passed;
-    int rc = fsdpc_shm_message_receive(self->shm->peers[rank].socket, &said, &passed);
+    int rc = fsdpc_shm_message_receive(self->shm->peers[rank].socket, &got, &passed);
     if (rc == EAGAIN) {
         return FSDPC_OK;
     }
     fsdpc_shm_descriptors_close(&passed);
-    if (rc == 0 && said.kind == FSDPC_SHM_READY) {
+    if (rc == 0 && got.kind == FSDPC_SHM_READY) {
         ++*ready;
         return FSDPC_OK;
     }
-    if (rc == 0 && said.kind == FSDPC_SHM_FAIL) {
-        return fsdpc_error(status_elsewhere(said.status), "rank %d gave up: %s", rank, said.text);
+    if (rc == 0 && got.kind == FSDPC_SHM_FAIL) {
+        return fsdpc_error(status_elsewhere(got.status), "rank %d gave up: %s", rank, got.text);
     }
-    return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while the group met", rank,
-                       (int)atomic_load(&self->shm->control->slots[rank].pid));
+    int pid = (int)atomic_load(&self->shm->control->slots[rank].pid);
+    if (rc == EPIPE) {
+        return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died during the rendezvous", rank, pid);
+    }
+    char peer[48];
+    snprintf(peer, sizeof peer, "rank %d (pid %d)", rank, pid);
+    return fsdpc_shm_connection_error(rc ? rc : EPROTO, peer);
 }
 
 static int
-wait_for_talk(host *self, struct pollfd *polls)
+wait_for_messages(host *self, struct pollfd *polls)
 {
     const fsdpc_shm *shm = self->shm;
     polls[0] = (struct pollfd){.fd = has_room(self) ? self->listener : -1, .events = POLLIN};
@@ -240,24 +248,24 @@ wait_for_talk(host *self, struct pollfd *polls)
 }
 
 static int
-talk(host *self, int *ready)
+receive_messages(host *self, int *ready)
 {
     struct pollfd polls[FSDPC_SHM_MAX_RANKS + STRANGERS];
     int strangers = self->stranger_count;
-    FSDPC_TRY(wait_for_talk(self, polls));
+    FSDPC_TRY(wait_for_messages(self, polls));
     for (int i = 1; i < self->shm->world; i++) {
         if (polls[i].revents) {
-            FSDPC_TRY(hear_peer(self, i, ready));
+            FSDPC_TRY(receive_peer(self, i, ready));
         }
     }
-    /* Downwards: hearing one may move the last into its place. */
+    /* Downwards: receiving from one may move the last stranger into its place. */
     for (int i = strangers - 1; i >= 0; i--) {
         if (polls[self->shm->world + i].revents) {
-            FSDPC_TRY(hear_stranger(self, i));
+            FSDPC_TRY(receive_stranger(self, i));
         }
     }
     if (polls[0].revents) {
-        greet(self);
+        accept_stranger(self);
     }
     return FSDPC_OK;
 }
@@ -297,7 +305,7 @@ send_welcomes(host *self)
 }
 
 static void
-tell_failure(const fsdpc_shm *shm, int status)
+send_failure(const fsdpc_shm *shm, int status)
 {
     for (int i = 1; i < shm->world; i++) {
         if (shm->peers[i].socket >= 0) {
@@ -319,12 +327,12 @@ fsdpc_shm_host_meet(fsdpc_shm *shm, int64_t deadline_ns)
     self.arrived.arrived[0] = 1;
     FSDPC_GOTO(open_listener(shm, &self.listener), end);
     while (self.here < shm->world) {
-        FSDPC_GOTO(talk(&self, &ready), end);
+        FSDPC_GOTO(receive_messages(&self, &ready), end);
     }
     FSDPC_GOTO(send_welcomes(&self), end);
 end:
     if (status != FSDPC_OK) {
-        tell_failure(shm, status);
+        send_failure(shm, status);
     }
     for (int i = 0; i < self.stranger_count; i++) {
         close(self.strangers[i].socket);
@@ -342,13 +350,13 @@ fsdpc_shm_host_confirm(fsdpc_shm *shm, int own_status, int64_t deadline_ns)
     int status = own_status;
     memset(self.arrived.arrived, 0xff, sizeof self.arrived.arrived);
     while (status == FSDPC_OK && ready < shm->world - 1) {
-        status = talk(&self, &ready);
+        status = receive_messages(&self, &ready);
     }
     for (int i = 1; i < shm->world && status == FSDPC_OK; i++) {
         status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, deadline_ns);
     }
     if (status != FSDPC_OK) {
-        tell_failure(shm, status);
+        send_failure(shm, status);
     }
     return status;
 }

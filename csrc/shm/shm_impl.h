@@ -1,4 +1,4 @@
-/* What the files of the shared segment share: the control area and the private handle.
+/* Private to this folder: the control area and the handle of a segment.
  *
  *   offset 0                     sizeof(fsdpc_shm_control)             file_bytes (sparse)
  *   | control: failure, barrier, |  handed out by fsdpc_shm_alloc, in the same order on all ranks |
@@ -78,7 +78,7 @@ struct fsdpc_shm {
     int rank, world;
     double timeout_s;
     pid_t owner;
-    int forks; /* of this process when made: a forked child must not speak for its parent */
+    int forks; /* fsdpc_shm_forks() when made: a forked child must not act for its parent */
     int fd;    /* the memfd */
     int spins; /* of a wait before it sleeps; 0 when ranks outnumber cores */
     fsdpc_shm_control *control;
@@ -125,8 +125,8 @@ void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 
-/* shm_rendezvous.c. meet: rank 0 (which has shm->fd) collects the others and hands out the memfd
- * and the pidfds; the others get them. confirm: all tell rank 0 how their set-up went (`status`,
+/* shm_rendezvous.c. meet: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
+ * pidfds; the others receive them. confirm: all send rank 0 the status of their set-up (`status`,
  * with this thread's error text) and succeed or fail together. */
 int fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
@@ -136,26 +136,14 @@ void fsdpc_shm_peers_close(fsdpc_shm *shm);
 int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
-/* shm_turn.c. join: when all members have noted who they are; part: before the control area goes.
-*/
+/* shm_turn.c. join: once all members have written `who`; leave: before the control area is
+ * unmapped. */
 void fsdpc_shm_turn_join(fsdpc_shm *shm);
-void fsdpc_shm_turn_part(fsdpc_shm *shm);
+void fsdpc_shm_turn_leave(fsdpc_shm *shm);
 
-/* shm_wait.c. Writes what this rank does into its slot. */
+/* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);
-/* Names ranks in words: "rank 2", "ranks 2, 5 and 7". */
-void fsdpc_shm_name_ranks(const int *ranks, int count, char *text, size_t bytes);
-
-static inline void
-fsdpc_shm_pause(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
 
 #endif

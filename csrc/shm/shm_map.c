@@ -1,8 +1,9 @@
-/* Handing out, mapping and giving back parts of the shared file.
+/* Allocating, mapping and discarding ranges of the shared file.
  *
- * The file is far longer than any memory, so handing out is addition. Pages cost memory when
- * touched, or at once with `reserve`; because asking the kernel for more than there is can end in
- * its out-of-memory killer instead of an error, what is asked is first held against what is free.
+ * The file is far longer than any memory, so an allocation only adds to an offset. Pages take
+ * memory when touched, or at once with `reserve`. A request beyond the free memory would wake the
+ * kernel's out-of-memory killer instead of returning an error, so a request is compared with the
+ * free memory first.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -49,8 +50,8 @@ allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* One rank does it for all, the others find it done: only then does what is free mean something,
- * because the first one's pages are missing from it afterwards. */
+/* One rank allocates the pages for all. Otherwise each rank would compare its request with free
+ * memory from which the pages of the first one are already missing. */
 static int
 reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
@@ -73,7 +74,7 @@ reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return status;
 }
 
-/* --- handing out ---------------------------------------------------------------------------- */
+/* --- allocation ----------------------------------------------------------------------------- */
 
 int
 fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset)
@@ -83,14 +84,14 @@ fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset)
     size_t unit = bytes >= HUGE_BYTES ? HUGE_BYTES : fsdpc_shm_page_bytes();
     uint64_t start = fsdpc_round_up(shm->next_offset, unit);
     if (start > shm->file_bytes || bytes > shm->file_bytes - start - unit) {
-        return fsdpc_error(FSDPC_E_NOMEM,
-                           "rank %d wants %zu bytes of shared memory after %llu; the segment ends "
-                           "at %llu",
-                           shm->rank, bytes, (unsigned long long)start,
-                           (unsigned long long)shm->file_bytes);
+        return fsdpc_error(
+            FSDPC_E_NOMEM,
+            "rank %d: %zu bytes of shared memory at offset %llu exceed the segment's "
+            "%llu bytes",
+            shm->rank, bytes, (unsigned long long)start, (unsigned long long)shm->file_bytes);
     }
     size_t rounded = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
-    /* Taken even if the reservation fails, so that offsets stay the same on all ranks. */
+    /* Advanced even if the reservation fails, so that offsets stay equal on all ranks. */
     shm->next_offset = start + rounded;
     if (reserve && rounded > 0) {
         FSDPC_TRY(reserve_pages(shm, start, rounded));
@@ -123,7 +124,7 @@ fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* A free address range aligned for huge pages: reserve more than needed, cut the ends off. */
+/* A free address range aligned for huge pages: reserves more than needed and unmaps the ends. */
 static void *
 aligned_range(size_t bytes)
 {
@@ -162,7 +163,7 @@ fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void
                                  (unsigned long long)offset);
     }
     if (bytes >= HUGE_BYTES) {
-        /* Advice only: where shared memory gets no huge pages, small ones do. */
+        /* Best effort: without huge pages small ones are used. */
         madvise(mapped, bytes, MADV_HUGEPAGE);
     }
     *out = mapped;

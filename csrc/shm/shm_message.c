@@ -11,6 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/deadline.h"
 #include "base/status.h"
 
 #ifndef SYS_pidfd_open
@@ -23,7 +24,7 @@ static const uint64_t MAGIC = 0x6673647063736d31u;
 
 bool fsdpc_shm_without_pidfd;
 
-const fsdpc_wait fsdpc_shm_meeting = {.op = "the meeting of the group's ranks", .unit = ""};
+const fsdpc_wait fsdpc_shm_meeting = {.op = "the rendezvous of the group's ranks", .unit = ""};
 
 int
 fsdpc_shm_socket(void)
@@ -93,7 +94,8 @@ take_descriptors(struct msghdr *packet, fsdpc_shm_descriptors *passed)
     }
 }
 
-/* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for what is not a message of ours. */
+/* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for bytes that are no message of fsdpc, or
+ * errno. */
 int
 fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed)
 {
@@ -132,12 +134,13 @@ fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds
         if (rc == 0) {
             return FSDPC_OK;
         }
-        /* ETOOMANYREFS: too many descriptors on their way; receivers will take them. */
+        /* ETOOMANYREFS: too many descriptors in flight, until receivers take them. */
         if (rc != EAGAIN && rc != ETOOMANYREFS && rc != EINTR) {
-            return fsdpc_error(FSDPC_E_PEER, "the connection to a rank ended while the group met");
+            return fsdpc_shm_connection_error(rc, "a rank");
         }
         if (fsdpc_shm_now_ns() >= deadline_ns) {
-            return fsdpc_error(FSDPC_E_TIMEOUT, "a rank does not read its messages");
+            return fsdpc_error(FSDPC_E_TIMEOUT,
+                               "the rendezvous: a rank does not read its messages");
         }
         FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
         poll(NULL, 0, RETRY_MS);
@@ -150,7 +153,7 @@ fsdpc_shm_message_fail(int socket, int status, const char *text)
     fsdpc_shm_message failure = fsdpc_shm_message_new(FSDPC_SHM_FAIL);
     failure.status = status;
     snprintf(failure.text, FSDPC_SHM_MESSAGE_TEXT, "%s", text);
-    /* Best effort: a peer that cannot be told sees the connection end. */
+    /* Best effort: a peer that does not get the message sees the connection end. */
     fsdpc_shm_message_try(socket, &failure, NULL, 0);
 }
 
@@ -161,7 +164,7 @@ fsdpc_shm_address(const char *name, struct sockaddr_un *address, unsigned *bytes
     *bytes = 0;
     int used = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "fsdpc.%s", name);
     if (used < 0 || (size_t)used >= sizeof address->sun_path - 1) {
-        return fsdpc_error(FSDPC_E_INVAL, "the name of the group is too long");
+        return fsdpc_error(FSDPC_E_INVAL, "the name of group \"%s\" is too long", name);
     }
     *bytes = (unsigned)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
     return FSDPC_OK;
@@ -191,21 +194,41 @@ fsdpc_shm_slice_ms(int64_t deadline_ns)
 }
 
 int
+fsdpc_shm_late_meeting(const fsdpc_shm *shm, const int *missing, int count)
+{
+    char what[160];
+    snprintf(what, sizeof what, "the rendezvous of group \"%s\"", shm->name);
+    const fsdpc_late late = {shm->rank, shm->timeout_s, what, missing, count, NULL};
+    return fsdpc_late_error(&late);
+}
+
+int
 fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived)
 {
     int missing[FSDPC_SHM_MAX_RANKS];
     int count = 0;
-    char ranks[128];
     for (int i = 0; i < shm->world; i++) {
         if (!(arrived[i / 64] >> (i % 64) & 1)) {
             missing[count++] = i;
         }
     }
-    if (count == 0) {
-        return fsdpc_error(FSDPC_E_TIMEOUT, "the ranks did not get ready within %g s",
-                           shm->timeout_s);
+    return fsdpc_shm_late_meeting(shm, missing, count);
+}
+
+int
+fsdpc_shm_connection_error(int errnum, const char *peer)
+{
+    if (errnum == EPIPE || errnum == ECONNRESET) {
+        return fsdpc_error(FSDPC_E_PEER,
+                           "the rendezvous: %s closed the connection: it died, or the group was "
+                           "complete",
+                           peer);
     }
-    fsdpc_shm_name_ranks(missing, count, ranks, sizeof ranks);
-    return fsdpc_error(FSDPC_E_TIMEOUT, "%s did not arrive within %g s (group \"%s\")", ranks,
-                       shm->timeout_s, shm->name);
+    if (errnum == EPROTO) {
+        return fsdpc_error(FSDPC_E_MISMATCH,
+                           "the rendezvous: %s sent bytes that are no message of fsdpc, or of "
+                           "another build",
+                           peer);
+    }
+    return fsdpc_error_errno(errnum, "the rendezvous: the connection to %s failed", peer);
 }

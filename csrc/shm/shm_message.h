@@ -1,6 +1,4 @@
-/* What the ranks say to each other when they meet, and sending and receiving it.
- *
- * Private to the files named shm_*.c.
+/* The messages of the rendezvous, and sending and receiving them. Private to this folder.
  */
 #ifndef FSDPC_SHM_MESSAGE_H
 #define FSDPC_SHM_MESSAGE_H
@@ -66,7 +64,12 @@ int fsdpc_shm_own_pidfd(void);
 void fsdpc_shm_close(int *fd);
 /* Milliseconds to poll for: until the deadline, at most one slice. */
 int fsdpc_shm_slice_ms(int64_t deadline_ns);
-/* FSDPC_E_TIMEOUT naming the ranks that are not in the bitmap. */
+/* FSDPC_E_TIMEOUT of the rendezvous, naming the ranks that are missing. */
+int fsdpc_shm_late_meeting(const fsdpc_shm *shm, const int *missing, int count);
+/* The error of a connection to `peer` ("rank 0"): FSDPC_E_PEER at its end, FSDPC_E_MISMATCH for
+ * bytes of another protocol, else errno's. */
+int fsdpc_shm_connection_error(int errnum, const char *peer);
+/* The first of both, for the ranks that are not in the bitmap. */
 int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
 
 /* Rank 0's side of fsdpc_shm_meet and fsdpc_shm_confirm (shm_host.c). */

@@ -1,17 +1,19 @@
-/* The meeting of the ranks over an abstract UNIX socket, which leaves nothing in the file system.
+/* The rendezvous of the ranks over an abstract UNIX socket, which leaves nothing in the file
+ * system.
  *
  *     rank 0                                  rank r
  *     listen "\0fsdpc." name                  connect, again and again until the deadline
  *                            <- hello ------- rank, world, version, own pidfd
- *     --- arrived (bitmap) ->                 so that all can name who is missing
- *     --- welcome (memfd) -->                 when everyone is here
+ *     --- arrived (bitmap) ->                 so that all can name the missing ranks
+ *     --- welcome (memfd) -->                 when all ranks are connected
  *     --- pidfds ----------->
- *                            <- ready ------- set up, or why not
- *     --- go --------------->                 when everyone is ready
+ *                            <- ready ------- set up, or the error
+ *     --- go --------------->                 when all ranks are ready
  *
- * Either side may say `fail` with a status and a text at any time; a closed connection is a death.
- * A pidfd made by its own process and passed along cannot be of a wrong, reused pid. If one rank
- * cannot make one, nobody uses them: the connections stay open and their end is watched for.
+ * Either side may send `fail` with a status and a text at any time; a closed connection means
+ * death. Each process makes its own pidfd and sends it, so that a reused pid cannot be mistaken for
+ * the rank. If one rank cannot make a pidfd, no rank uses them: the connections stay open and their
+ * end is watched instead.
  */
 #include <errno.h>
 #include <poll.h>
@@ -50,8 +52,8 @@ connect_host(guest *self)
             return fsdpc_error_errno(errno, "connecting to rank 0 as \"%s\"", shm->name);
         }
         if (fsdpc_shm_now_ns() >= self->deadline_ns) {
-            return fsdpc_error(FSDPC_E_TIMEOUT, "rank 0 did not arrive within %g s (group \"%s\")",
-                               shm->timeout_s, shm->name);
+            const int host = 0;
+            return fsdpc_shm_late_meeting(shm, &host, 1);
         }
         FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
         poll(NULL, 0, RETRY_MS);
@@ -64,7 +66,7 @@ connect_host(guest *self)
 }
 
 static int
-say_hello(guest *self)
+send_hello(guest *self)
 {
     fsdpc_shm *shm = self->shm;
     fsdpc_shm_message hello = fsdpc_shm_message_new(FSDPC_SHM_HELLO);
@@ -78,27 +80,24 @@ say_hello(guest *self)
     return status;
 }
 
-/* The next message that is not about arrivals. */
+/* Receives the next message; ARRIVED only updates the bitmap. */
 static int
-hear_host(guest *self, fsdpc_shm_message *said, fsdpc_shm_descriptors *passed)
+receive_from_host(guest *self, fsdpc_shm_message *got, fsdpc_shm_descriptors *passed)
 {
     int socket = self->shm->peers[0].socket;
     for (;;) {
-        int rc = fsdpc_shm_message_receive(socket, said, passed);
-        if (rc == 0 && said->kind == FSDPC_SHM_ARRIVED) {
-            memcpy(self->arrived, said->arrived, sizeof self->arrived);
+        int rc = fsdpc_shm_message_receive(socket, got, passed);
+        if (rc == 0 && got->kind == FSDPC_SHM_ARRIVED) {
+            memcpy(self->arrived, got->arrived, sizeof self->arrived);
             fsdpc_shm_descriptors_close(passed);
             continue;
         }
-        if (rc == 0 && said->kind == FSDPC_SHM_FAIL) {
+        if (rc == 0 && got->kind == FSDPC_SHM_FAIL) {
             fsdpc_shm_descriptors_close(passed);
-            return fsdpc_error(said->status < 0 ? said->status : FSDPC_E_PEER, "%s", said->text);
+            return fsdpc_error(got->status < 0 ? got->status : FSDPC_E_PEER, "%s", got->text);
         }
         if (rc != EAGAIN) {
-            return rc == 0 ? FSDPC_OK
-                           : fsdpc_error(FSDPC_E_PEER,
-                                         "rank 0 closed the connection while the group met: it "
-                                         "died, or the group was complete");
+            return rc == 0 ? FSDPC_OK : fsdpc_shm_connection_error(rc, "rank 0");
         }
         if (fsdpc_shm_now_ns() >= self->deadline_ns) {
             return fsdpc_shm_missing_error(self->shm, self->arrived);
@@ -113,19 +112,19 @@ static int
 unexpected(fsdpc_shm_descriptors *passed)
 {
     fsdpc_shm_descriptors_close(passed);
-    return fsdpc_error(FSDPC_E_INTERNAL, "rank 0 sent something else than expected");
+    return fsdpc_error(FSDPC_E_INTERNAL, "the rendezvous: rank 0 sent an unexpected message");
 }
 
 static int
 take_pidfds(guest *self)
 {
     fsdpc_shm *shm = self->shm;
-    fsdpc_shm_message said;
+    fsdpc_shm_message got;
     fsdpc_shm_descriptors passed;
     for (int first = 0; first < shm->world; first += FSDPC_SHM_BATCH) {
-        FSDPC_TRY(hear_host(self, &said, &passed));
+        FSDPC_TRY(receive_from_host(self, &got, &passed));
         int expected = shm->world - first < FSDPC_SHM_BATCH ? shm->world - first : FSDPC_SHM_BATCH;
-        if (said.kind != FSDPC_SHM_PIDFDS || said.first != (uint32_t)first ||
+        if (got.kind != FSDPC_SHM_PIDFDS || got.first != (uint32_t)first ||
             passed.count != expected) {
             return unexpected(&passed);
         }
@@ -140,14 +139,14 @@ static int
 take_welcome(guest *self)
 {
     fsdpc_shm *shm = self->shm;
-    fsdpc_shm_message said;
+    fsdpc_shm_message got;
     fsdpc_shm_descriptors passed;
-    FSDPC_TRY(hear_host(self, &said, &passed));
-    if (said.kind != FSDPC_SHM_WELCOME || passed.count != 1) {
+    FSDPC_TRY(receive_from_host(self, &got, &passed));
+    if (got.kind != FSDPC_SHM_WELCOME || passed.count != 1) {
         return unexpected(&passed);
     }
     shm->fd = passed.fds[0];
-    shm->watch_sockets = said.watch_sockets != 0;
+    shm->watch_sockets = got.watch_sockets != 0;
     return shm->watch_sockets ? FSDPC_OK : take_pidfds(self);
 }
 
@@ -168,7 +167,7 @@ guest_meet(fsdpc_shm *shm, int64_t deadline_ns)
     self.arrived[0] = 1;
     self.arrived[shm->rank / 64] |= (uint64_t)1 << (shm->rank % 64);
     FSDPC_GOTO(connect_host(&self), end);
-    FSDPC_GOTO(say_hello(&self), end);
+    FSDPC_GOTO(send_hello(&self), end);
     FSDPC_GOTO(take_welcome(&self), end);
 end:
     return status == FSDPC_OK ? FSDPC_OK : guest_failed(shm, status);
@@ -179,14 +178,14 @@ guest_confirm(fsdpc_shm *shm, int own_status, int64_t deadline_ns)
 {
     guest self = {.shm = shm, .deadline_ns = deadline_ns};
     fsdpc_shm_message ready = fsdpc_shm_message_new(FSDPC_SHM_READY);
-    fsdpc_shm_message said;
+    fsdpc_shm_message got;
     fsdpc_shm_descriptors passed;
     memset(self.arrived, 0xff, sizeof self.arrived);
     int status = own_status;
     FSDPC_GOTO(own_status, end);
     FSDPC_GOTO(fsdpc_shm_message_send(shm->peers[0].socket, &ready, NULL, 0, deadline_ns), end);
-    FSDPC_GOTO(hear_host(&self, &said, &passed), end);
-    if (said.kind != FSDPC_SHM_GO) {
+    FSDPC_GOTO(receive_from_host(&self, &got, &passed), end);
+    if (got.kind != FSDPC_SHM_GO) {
         status = unexpected(&passed);
     }
 end:

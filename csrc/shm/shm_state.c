@@ -1,5 +1,5 @@
-/* The state of a segment that all files of the folder rest on: the clock, the failure word, who has
- * left, and whether this process is the rank or a forked child of it.
+/* The state of a segment that all files of the folder use: the clock, the failure word, the ranks
+ * that have left, and forks of this process.
  */
 #include <linux/futex.h>
 #include <stdio.h>
@@ -88,7 +88,7 @@ fsdpc_shm_usable(const fsdpc_shm *shm)
     if (!fsdpc_shm_is_owner(shm)) {
         return fsdpc_error(FSDPC_E_STATE,
                            "the group of rank %d (pid %d) is used in a forked child (pid %d); "
-                           "make a group of its own there",
+                           "create a new group there",
                            shm->rank, (int)shm->owner, (int)getpid());
     }
     return FSDPC_OK;
@@ -100,7 +100,7 @@ fsdpc_shm_wake_all(fsdpc_shm *shm)
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->broadcast, 1);
     fsdpc_shm_wake(&control->broadcast);
-    /* The one word that all ranks may sleep on where sleeping on two words is impossible. */
+    /* Without futex_waitv this is the one word that all ranks may sleep on. */
     fsdpc_shm_wake(&control->barrier_done);
 }
 
@@ -126,7 +126,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     fsdpc_shm_describe(what, op, sizeof op);
     if (failure >> 16 == FSDPC_SHM_ABORTED) {
         return fsdpc_error(FSDPC_E_PEER,
-                           "rank %d (pid %d) gave up while this rank (%d) was in %s; it said: %s",
+                           "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s",
                            rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
     }
     return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
@@ -136,7 +136,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 void
 fsdpc_shm_abort(fsdpc_shm *shm, const char *text)
 {
-    /* Once per rank: the text must not change after it has been published. */
+    /* Once per rank: the text must not change after its publication. */
     if (!fsdpc_shm_is_owner(shm) || atomic_exchange(&shm->aborting, 1)) {
         return;
     }

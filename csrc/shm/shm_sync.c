@@ -1,15 +1,17 @@
 /* Barrier and agreement over the control area.
  *
- * Barrier k: each rank notes k in its own line (so that the missing can be named), adds itself to
- * `arrived`, and the one that makes it k * world publishes k in `done`, on which all wait. Counters
- * wrap at 2^32 together. A barrier that failed leaves the counts uneven, so later ones are refused.
+ * Barrier k: each rank writes k into its own slot (so that missing ranks can be named) and
+ * increments `arrived`; the rank that brings `arrived` to k * world writes k into `done`, on which
+ * all wait. The counters wrap at 2^32 together. A failed barrier leaves the counters uneven, so
+ * later ones are refused.
  */
 #include <string.h>
 
+#include "base/pause.h"
 #include "shm/shm_impl.h"
 #include "base/status.h"
 
-/* True when a is before b on the circle of counts. */
+/* True when a is before b, modulo 2^32. */
 static bool
 before(uint32_t a, uint32_t b)
 {
@@ -65,7 +67,7 @@ end:
     return status;
 }
 
-/* Waits awake for as long as is worth while; true if the turn is over. */
+/* Spins for shm->spins rounds; true if the turn is over. */
 static bool
 spin_turn(const fsdpc_shm *shm, uint32_t turn)
 {
@@ -74,7 +76,7 @@ spin_turn(const fsdpc_shm *shm, uint32_t turn)
         if (!before(done, turn)) {
             return true;
         }
-        fsdpc_shm_pause();
+        fsdpc_pause();
     }
     return false;
 }
@@ -85,10 +87,11 @@ enter(fsdpc_shm *shm, const fsdpc_wait *what)
     FSDPC_TRY(fsdpc_shm_usable(shm));
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (shm->barrier_broken) {
-        return fsdpc_error(FSDPC_E_STATE,
-                           "an earlier wait of rank %d for its group failed; the group cannot be "
-                           "used any more",
-                           shm->rank);
+        return fsdpc_error(
+            FSDPC_E_STATE,
+            "an earlier collective of rank %d in this group failed: the group cannot "
+            "be used any more",
+            shm->rank);
     }
     return FSDPC_OK;
 }
@@ -139,7 +142,7 @@ fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what)
     FSDPC_TRY(fsdpc_shm_barrier(shm, what));
     fsdpc_shm_describe(what, op, sizeof op);
     int status = fsdpc_agree_compare(record_of, shm, shm->world, op);
-    /* Nobody may write the next text while somebody still reads this one. */
+    /* No rank may write its next text while another one reads this one. */
     FSDPC_TRY(fsdpc_shm_barrier(shm, what));
     return status;
 }

@@ -1,13 +1,13 @@
 /* Turns: waits that a rank may also end by itself, once nobody else can.
  *
  * A rank that waits for others can often go on otherwise: with private memory in place of a busy
- * slot, with a peer's values of an earlier pass. It should do so when all ranks wait for each other,
- * and only then. The ranks may wait in different places: for slots of different trees, of different
- * groups. So what follows belongs to the process, not to a tree or a group.
+ * slot, with a peer's values of an earlier pass. It should do so when all ranks wait for each
+ * other, and only then. The ranks may wait in different places: for slots of different trees, of
+ * different groups. So what follows belongs to the process, not to a tree or a group.
  *
- * [Note: turns] Each segment counts the changes of its members (`turn`), and holds one word for each
- * member that says how this process waits now: not at all (0), or since which turn, with which way
- * out. The rules, of which the first three are this file's and the last two its callers':
+ * [Note: turns] Each segment counts the changes of its members (`turn`), and holds one word for
+ * each member that says how this process waits now: not at all (0), or since which turn, with which
+ * way out. The rules, of which the first three are this file's and the last two its callers':
  *
  *   1. A process that has changed anything that a wait may be for moves on the turn of every segment
  *      it is in, after the change and before it waits or looks again.
@@ -31,9 +31,10 @@
  * either. So y's was not the earliest. All these loads and stores are sequentially consistent, hence
  * one order of all of them exists, and no scheduler can add to it.
  *
- * So a waiter that is `stuck` may rely on every other member standing still until it acts itself, but
- * for those that are stuck, too, and act at the same time. Ways out have ranks for that: a waiter
- * takes its own only if no other member has a better one, so all who act at turn t act alike.
+ * So a waiter that is `stuck` may rely on every other member standing still until it acts itself,
+ * but for those that are stuck, too, and act at the same time. Ways out have ranks for that: a
+ * waiter takes its own only if no other member has a better one, so all who act at turn t act
+ * alike.
  *
  *   PRIVATE  private memory in place of a slot. Changes nothing that others see.
  *   OLDER    values of a peer that has not begun this pass. The peer stands still, and stands
@@ -47,8 +48,8 @@
  * this rank enters, nothing ends that wait.
  *
  * When the last of all begins to wait, the others sleep: it rings their bell, a word that moves on
- * with each change, too, and that sleeps are on. tests/unit/test_turns.py runs the rules through all
- * orders of the steps of two and three ranks.
+ * with each change, too, and that sleeps are on. tests/unit/test_turns.py runs the rules through
+ * all orders of the steps of two and three ranks.
  */
 #include <time.h>
 #include <unistd.h>
@@ -150,7 +151,7 @@ fsdpc_shm_turn_join(fsdpc_shm *shm)
 }
 
 void
-fsdpc_shm_turn_part(fsdpc_shm *shm)
+fsdpc_shm_turn_leave(fsdpc_shm *shm)
 {
     pthread_mutex_lock(&joined.lock);
     if (shm->place >= 0 && joined.of[shm->place] == shm) {

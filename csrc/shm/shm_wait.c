@@ -1,9 +1,9 @@
-/* Sleeping in the shared segment until a word changes, and what is said when it does not.
+/* Sleeping in the shared segment until a word changes, and the errors of a wait.
  *
  * A sleeper waits on its own word and on the control area's broadcast word at once (futex_waitv),
- * so that a death or an abort, which bump the broadcast word, end every sleep whatever it is on.
- * Kernels without futex_waitv sleep on the word alone, in slices short enough to notice. Either
- * way a sleep ends after one slice: callers loop, and look around (signals, departures) in between.
+ * so that a death or an abort, which increment the broadcast word, end every sleep. Without
+ * futex_waitv a sleeper waits on its word alone, in short slices. A sleep ends after one slice in
+ * both cases: callers loop, and check signals and departures in between.
  */
 #include <errno.h>
 #include <linux/futex.h>
@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/deadline.h"
+#include "base/pause.h"
 #include "shm/shm_impl.h"
 #include "base/status.h"
 
@@ -51,7 +53,7 @@ fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what)
     atomic_store_explicit(&slot->note_ns, fsdpc_shm_now_ns(), memory_order_release);
 }
 
-/* Reads a peer's note; it may be torn when the peer writes at this moment, never unterminated. */
+/* Reads a peer's note. The text may be torn while the peer writes, but is always terminated. */
 static void
 read_note(const fsdpc_shm_slot *slot, char *text, size_t bytes)
 {
@@ -90,7 +92,7 @@ futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t until_ns)
     }
 }
 
-/* Returns after a change, a signal, a spurious wake or at until_ns; nobody needs to know which. */
+/* Returns after a change, a signal, a spurious wake or at until_ns; callers check which. */
 static void
 sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, uint32_t broadcast,
             int64_t until_ns)
@@ -110,7 +112,8 @@ sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, uint32_t broa
     }
 }
 
-/* Two threads of one rank may wait; the pair of bumps belongs to the first in and the last out. */
+/* Two threads of one rank may wait: only the first to begin and the last to end change the
+ * counter. */
 static void
 begin_blocked(fsdpc_shm *shm, const fsdpc_wait *what)
 {
@@ -132,7 +135,7 @@ static int
 sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
             const fsdpc_wait *what)
 {
-    /* Read before the check: a failure after it changes the value, and the sleep does not begin. */
+    /* Read before the check: a later failure changes the word, and the sleep does not begin. */
     uint32_t broadcast = atomic_load(&shm->control->broadcast);
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     int64_t now_ns = fsdpc_shm_now_ns();
@@ -156,7 +159,7 @@ fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64
         if (atomic_load_explicit(word, memory_order_acquire) != seen) {
             return FSDPC_OK;
         }
-        fsdpc_shm_pause();
+        fsdpc_pause();
     }
     FSDPC_TRY(fsdpc_shm_usable(shm));
     begin_blocked(shm, what);
@@ -166,20 +169,6 @@ fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64
 }
 
 /* --- texts ---------------------------------------------------------------------------------- */
-
-void
-fsdpc_shm_name_ranks(const int *ranks, int count, char *text, size_t bytes)
-{
-    enum { SHOWN = 16 };
-    size_t used = (size_t)snprintf(text, bytes, count == 1 ? "rank" : "ranks");
-    for (int i = 0; i < count && i < SHOWN && used < bytes; i++) {
-        const char *glue = i == 0 ? " " : i == count - 1 ? " and " : ", ";
-        used += (size_t)snprintf(text + used, bytes - used, "%s%d", glue, ranks[i]);
-    }
-    if (count > SHOWN && used < bytes) {
-        snprintf(text + used, bytes - used, " and %d more", count - SHOWN);
-    }
-}
 
 /* "; rank 2 (pid 81) waits in gather of unit 3 since 12.0 s" */
 static void
@@ -211,17 +200,13 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
 {
     enum { STATES = 8 };
     char op[FSDPC_SHM_WAIT_TEXT];
-    char ranks[128] = "the other ranks";
     char states[1024] = "";
     fsdpc_shm_describe(what, op, sizeof op);
-    if (missing && missing_count > 0) {
-        fsdpc_shm_name_ranks(missing, missing_count, ranks, sizeof ranks);
-        for (int i = 0; i < missing_count && i < STATES; i++) {
-            append_state(shm, missing[i], states, sizeof states);
-        }
+    for (int i = 0; missing && i < missing_count && i < STATES; i++) {
+        append_state(shm, missing[i], states, sizeof states);
     }
-    return fsdpc_error(FSDPC_E_TIMEOUT, "rank %d waited %g s in %s for %s%s", shm->rank,
-                       shm->timeout_s, op, ranks, states);
+    const fsdpc_late late = {shm->rank, shm->timeout_s, op, missing, missing_count, states};
+    return fsdpc_late_error(&late);
 }
 
 int

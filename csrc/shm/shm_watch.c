@@ -1,10 +1,10 @@
-/* The watcher: one thread per segment that learns of a peer's death within milliseconds.
+/* The watcher: one thread per segment that detects a peer's death within milliseconds.
  *
- * It polls the peers' pidfds, or, where there are none, the sockets of the rendezvous (rank 0 holds
- * one to each peer and finds all deaths; the others find rank 0's). A peer that has marked itself
- * as having left is dropped in silence. The thread takes no signals and holds no locks. Watching
- * sockets has a limit: a rank's forked children hold copies, so its death is seen only when they
- * have ended, too.
+ * The thread polls the peers' pidfds, or, without pidfds, the sockets of the rendezvous (rank 0 has
+ * one to each peer and detects all deaths; the others detect rank 0's). A peer that has marked
+ * itself as left is ignored. The thread blocks all signals and holds no locks. Sockets have a
+ * limit: a rank's forked children hold copies of them, so a death is detected only when the
+ * children have ended as well.
  */
 #include <errno.h>
 #include <poll.h>
@@ -30,7 +30,7 @@ watch(void *argument)
 {
     fsdpc_shm *shm = argument;
     struct pollfd polls[FSDPC_SHM_MAX_RANKS + 1];
-    /* Sockets: only their end is of interest, the rendezvous may still read messages from them. */
+    /* Sockets: only the end counts; the rendezvous may still read messages from them. */
     short events = shm->watch_sockets ? POLLRDHUP : POLLIN;
     for (int i = 0; i < shm->world; i++) {
         polls[i] =
@@ -96,7 +96,7 @@ fsdpc_shm_watch_stop(fsdpc_shm *shm)
     if (!shm->watching) {
         return;
     }
-    /* Cannot fail on a counter at zero; the thread sees it as readable. */
+    /* Cannot fail on a counter at zero; wakes the thread's poll. */
     eventfd_write(shm->stop_fd, 1);
     pthread_join(shm->watcher, NULL);
     shm->watching = false;

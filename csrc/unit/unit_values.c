@@ -87,7 +87,7 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
                        (size_t)span.length * item));
     }
     bool queued = span.length > 0 && place == FSDPC_ON_DEVICE && !unit->offload;
-    return queued ? FSDPC_OK : fsdpc_comm_settle(unit->shard, unit->name);
+    return queued ? FSDPC_OK : fsdpc_comm_drain(unit->shard, unit->name);
 }
 
 /* --- reading --------------------------------------------------------------------------------- */
@@ -188,7 +188,7 @@ read_segment(fsdpc_unit *unit, const stretch *own, const reading *to)
             FSDPC_GOTO(copy_out(unit, &seen, to), done);
         }
     }
-    FSDPC_GOTO(fsdpc_comm_settle(unit->shard, to->what), done);
+    FSDPC_GOTO(fsdpc_comm_drain(unit->shard, to->what), done);
 done:
     fsdpc_device_free(unit->device, window, bytes);
     return status;
@@ -209,7 +209,7 @@ read_parts(fsdpc_unit *unit, const reading *to)
             FSDPC_TRY(unit->world > 1 ? read_segment(unit, &own, to) : copy_out(unit, &own, to));
         }
     }
-    return unit->world > 1 ? FSDPC_OK : fsdpc_comm_settle(unit->shard, to->what);
+    return unit->world > 1 ? FSDPC_OK : fsdpc_comm_drain(unit->shard, to->what);
 }
 
 static part *
@@ -356,7 +356,7 @@ write_over_wire(fsdpc_unit *unit, int param, int64_t block, const void *data,
         FSDPC_GOTO(fsdpc_comm_all_gather(unit->shard, window, piece, what), done);
         FSDPC_GOTO(take_window(unit, param, block, window, first, count), done);
     }
-    FSDPC_GOTO(fsdpc_comm_settle(unit->shard, what), done);
+    FSDPC_GOTO(fsdpc_comm_drain(unit->shard, what), done);
 done:
     fsdpc_device_free(unit->device, window, bytes);
     return status;
@@ -371,7 +371,7 @@ fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *cons
     FSDPC_TRY(fsdpc_unit_settle(unit));
     if (unit->master_map || unit->world == 1) {
         FSDPC_TRY(write_mapped(unit, block, data, place, what));
-        return fsdpc_comm_settle(unit->shard, what);
+        return fsdpc_comm_drain(unit->shard, what);
     }
     for (int i = 0; i < unit->layout->param_count; i++) {
         FSDPC_TRY(write_over_wire(unit, i, block[i], data[i], place, what));

@@ -1,27 +1,27 @@
 """From torch's process groups to communicators of the C core.
 
-A group whose ranks all run on this host (same boot, PID and network namespace) talks through shared
-memory ("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank
-talks to nobody ("self"). GPUs talk through NCCL ("nccl", see ``_nccl``), whatever the group's
-backend is. Communicators are kept as long as torch keeps the group.
+A group whose ranks all run on this host (same boot, PID and network namespace) uses shared memory
+("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank needs
+neither ("self"). GPUs use NCCL ("nccl", see ``_nccl``), whatever the group's backend is.
+Communicators are kept as long as torch keeps the group.
 
 Environment, read on every rank when a group is first used; all ranks need the same values:
 
 ``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``c10d`` or ``nccl``. With ``c10d`` torch's own
                        counters, hooks and flight recorder see every collective. The CPU takes all
-                       but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` go by way of
-                       host memory, where the host waits in each collective: for several ranks on
-                       one GPU, or where there is no NCCL.
+                       but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` are staged
+                       through host memory, with host syncs in each collective: for several
+                       ranks on one GPU, or where there is no NCCL.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
 ``FSDPC_NCCL_REGISTER``
-                       0: slots of GPUs are not registered with NCCL (1 by default).
-``FSDPC_TRUST_ORDER``  1: with ``c10d``, leave out the small all-gather before each collective by
-                       which ranks learn that they mean different units.
+                       0: slots of GPUs are not registered with NCCL (default 1).
+``FSDPC_TRUST_ORDER``  1: with ``c10d``, skip the small all-gather before each collective that
+                       detects ranks whose collectives are of different units.
 
-``set_collectives`` says the first and the last from a program.
+``set_collectives`` sets the first and the last from a program.
 
-When the first communicator is made, this process is also prepared for its end: in good order it
-says so to its peers; with an uncaught exception it tells them its type and text.
+The first communicator also installs exit handlers: at an orderly exit the process leaves its
+groups; after an uncaught exception the peers get its type and text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from fsdpc._comm import nccl as _nccl
 from fsdpc._comm.texts import gather_texts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
-DEFAULT_TIMEOUT_S = 600.0
 
 # Of a group, by the GPU's number (None: the CPU).
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
@@ -107,9 +106,9 @@ def comm_for_group(
     Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
     each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
     when the group already has a communicator). ``ValueError``: ``shm`` is asked for although the
-    ranks are on several hosts, or a kind that does not carry the memory of this device.
-    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names who did not come;
-    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: not on another rank.
+    ranks are on several hosts, or a kind that does not support this device's memory.
+    ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks;
+    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: none on another rank.
     """
     comms = _comms.setdefault(pg, {})
     comm = comms.get(device)
@@ -136,10 +135,10 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
     ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
     ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
     process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in
-    host memory with the others. ``trust_order`` leaves out the small all-gather before each torch
-    collective by which ranks notice that they mean different units; without it ranks that do get
-    wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which children
-    inherit.
+    host memory with the others. ``trust_order`` skips the small all-gather before each torch
+    collective that detects ranks whose collectives are of different units; without the check such
+    ranks get wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which
+    children inherit.
 
     Local, but every rank must do the same. ``ValueError``: no such kind. ``RuntimeError``: a model
     was sharded over a group by another kind already, which that group keeps.
@@ -149,8 +148,8 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
         if before != kind:
             raise RuntimeError(
                 f"set_collectives({kind!r}): the process group {pg.group_name!r} of {pg.size()} "
-                f"ranks uses {before!r} already, and a group keeps its kind: call it before the "
-                "first model is sharded, or shard over a new group"
+                f"ranks uses {before!r} already, and a group keeps its kind: call set_collectives "
+                "before the first model is sharded, or shard over a new group"
             )
     os.environ["FSDPC_COLLECTIVES"] = kind
     os.environ["FSDPC_TRUST_ORDER"] = "1" if trust_order else "0"
@@ -173,7 +172,7 @@ def _alone(device: int | None) -> _C.Comm:
 
 @cache
 def _say_note(device: int) -> None:
-    """What users should know of a GPU, once a process."""
+    """Logs the note on a GPU, once a process."""
     note = _C.cuda_device(device)["note"]
     if note:
         logging.getLogger("fsdpc").warning(note)
@@ -196,13 +195,13 @@ def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> t
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others of its group before they meet."""
+    """What a rank sends to the others of its group before the rendezvous."""
 
     wanted: str
     timeout: str
     place: str
     name: str
-    # Errors of this rank: they end the meeting for all; only if it is over shared memory.
+    # Errors of this rank: the first fails all ranks, the second only a group over shared memory.
     refusal: str = ""
     obstacle: str = ""
 
@@ -238,8 +237,8 @@ def _connect(
 
 
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
-    """This rank's part, with what fails here as text: the others learn of it in their collective,
-    where they would otherwise wait for the whole deadline.
+    """This rank's offer, with its errors as text: the others get them from the collective, in which
+    they would otherwise wait until the deadline.
     """
     name = uuid.uuid4().hex
     try:
@@ -258,15 +257,15 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
 def _refuse_nccl(wanted: str) -> None:
     if wanted == "nccl":
         raise ValueError(
-            "FSDPC_COLLECTIVES=nccl carries the memory of GPUs, but these units are on the CPU; "
+            "FSDPC_COLLECTIVES=nccl supports GPUs only, but these units are on the CPU; "
             "use auto, shm or c10d"
         )
 
 
 def _try_segment(world: int, timeout: float) -> None:
-    """Makes what a rank needs before it can speak to its peers, and lets go of it: the segment, and
-    as many descriptors as rank 0 has open during the meeting (a socket and a pidfd of each peer,
-    the listener, the memory, the watcher's).
+    """Makes and frees what a rank needs for the rendezvous: the segment, and as many descriptors as
+    rank 0 has open meanwhile (a socket and a pidfd of each peer, the listener, the memory, the
+    watcher's).
     """
     _C.Comm.shm(0, 1, "fsdpc-try", timeout).close()
     opened = []
@@ -302,8 +301,8 @@ def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
     """The group's communicator for the CPU, made if need be, carries the GPUs' memory."""
     comm = comm_for_group(pg, kind=wanted).staged(device)
     logging.getLogger("fsdpc").warning(
-        f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions go by way of host memory, "
-        "which is slow; without it they go over NCCL"
+        f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions are staged through host "
+        "memory, which is slow; unset it to use NCCL"
     )
     _say_note(device)
     return comm
@@ -326,7 +325,7 @@ def _read_kind(kind: str | None) -> str:
 
 def read_timeout() -> float:
     """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``. Local."""
-    text = os.environ.get("FSDPC_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
+    text = os.environ.get("FSDPC_TIMEOUT") or str(_C.DEFAULT_TIMEOUT)
     try:
         seconds = float(text)
     except ValueError:

@@ -1,9 +1,9 @@
-"""What ranks of GPUs tell each other on the host: an all-gather of bytes through the group's store.
+"""The host channel of ranks on GPUs: an all-gather of bytes through the group's store.
 
-Rank 0 collects what all bring and lays it down as one piece, so that the store does work that grows
-with the number of ranks and not with its square. Every wait has the deadline of ``FSDPC_TIMEOUT``
-and ends in an error that names who did not come. A rank that fails says so in the store, and the
-others end their waits with its text. Keys of a turn are deleted once the next one is over.
+Rank 0 collects all pieces and stores them as one, so that the store's work grows with the number of
+ranks and not with its square. Every wait has the deadline ``FSDPC_TIMEOUT`` and ends in an error
+that names the missing ranks. A rank that fails writes its error into the store, and the others'
+waits raise this text. Keys of a turn are deleted once the next turn is over.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fsdpc._torch import process_group_store
 
 LEFT = "left in good order"
 _LONGEST_NAP_S = 0.05
-_LOOK_AROUND_S = 0.2  # how often a waiting rank looks whether another one has failed
+_PEERS_S = 0.2  # between a waiting rank's checks for peers that failed or left
 _LENGTH = struct.Struct("<Q")
-_PARTING_S = 5  # for words that are said while this process ends: the store may be gone
+_EXIT_S = 5  # timeout of messages at exit, when the store may be gone
 
 
 def store_of(pg: dist.ProcessGroup) -> Any:
-    """The store that torch keeps for a group, ``None`` where there is none to talk through."""
+    """The store that torch keeps for a group, ``None`` where there is none."""
     if process_group_store is None or dist.get_backend(pg) == "fake":
         return None
     return process_group_store(pg)
@@ -38,8 +38,8 @@ def store_of(pg: dist.ProcessGroup) -> Any:
 class Channel:
     """All-gathers of bytes among the ranks of a group under keys of its own.
 
-    Calling it is the host channel of ``Comm.nccl``. One thread at a time; ``failure`` may be asked
-    by others, through a connection of its own (``for_watching``).
+    An instance is the ``exchange`` argument of ``Comm.nccl``. One thread at a time; another thread
+    may call ``failure`` through a connection of its own (``for_watching``).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Channel:
         self._store = dist.PrefixStore(prefix, store)
         self.rank, self.world, self.timeout, self.name = rank, world, timeout, name
         self._turn = 0
-        self.known: str | None = None  # what somebody else found out: a rank has failed
+        self.known: str | None = None  # another rank's failure, set by the watching thread
 
     def renamed(self, prefix: str) -> Channel:
         """A channel of the same ranks under other keys."""
@@ -79,7 +79,7 @@ class Channel:
         turn, self._turn = self._turn, self._turn + 1
         keys, everything = [f"{turn}/{rank}" for rank in range(self.world)], f"{turn}/all"
         try:
-            self._heed(what)
+            self._check_failure(what)
             self._store.set(keys[self.rank], mine)
             if self.rank == 0:
                 self._await(keys, keys, what)
@@ -88,7 +88,7 @@ class Channel:
             else:
                 self._await([everything], keys, what)
                 pieces = self._split(self._store.get(everything), what)
-            if turn > 0:  # all have come to this turn, so nobody reads the one before
+            if turn > 0:  # all ranks are in this turn, so none reads the one before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
                 if self.rank == 0:
                     self._store.delete_key(f"{turn - 1}/all")
@@ -96,14 +96,14 @@ class Channel:
             raise
         except RuntimeError as error:  # torch's errors of stores and connections
             raise _C.CommError(
-                f"{what}: rank {self.rank}: the process group's store does not answer "
-                f"(communicator {self.name}); the process that keeps it, mostly rank 0's, "
+                f"{what}: rank {self.rank}: the process group's store does not respond "
+                f"(communicator {self.name}); the process that hosts the store, mostly rank 0's, "
                 f"may have ended: {error}"
             ) from error
         return pieces
 
     def _split(self, everything: bytes, what: str) -> list[bytes]:
-        """What ``_joined`` was given on rank 0; ``CommError`` for other bytes."""
+        """The inverse of ``_joined``; ``CommError`` for other bytes."""
         lengths_end = _LENGTH.size * self.world
         if len(everything) >= lengths_end:
             lengths = [n for (n,) in _LENGTH.iter_unpack(everything[:lengths_end])]
@@ -121,40 +121,40 @@ class Channel:
         return [self._store.get(key) for key in keys]
 
     def _await(self, wanted: list[str], keys: list[str], what: str) -> None:
-        """Until all that is wanted lies there; ``keys`` tell which ranks have come."""
+        """Waits until all keys in ``wanted`` exist; ``keys`` are those of the ranks, for errors."""
         begun = looked = time.monotonic()
         nap = 0.0002
         while not self._store.check(wanted):
             now = time.monotonic()
-            if self.known or now - looked > _LOOK_AROUND_S:
+            if self.known or now - looked > _PEERS_S:
                 looked = now
-                self._look_around(wanted, keys, what)
+                self._check_peers(wanted, keys, what)
             if now - begun > self.timeout:
                 raise _C.CommTimeout(self._late(keys, what))
             time.sleep(nap)
             nap = min(nap * 1.5, _LONGEST_NAP_S)
 
-    def _heed(self, what: str) -> None:
-        said = self.known or self.failure()
-        if said:
-            raise _C.PeerError(f"{what}: rank {self.rank} waits in vain: {said}")
+    def _check_failure(self, what: str) -> None:
+        failure = self.known or self.failure()
+        if failure:
+            raise _C.PeerError(f"{what}: rank {self.rank} cannot go on: {failure}")
 
-    def _look_around(self, wanted: list[str], keys: list[str], what: str) -> None:
-        self._heed(what)
+    def _check_peers(self, wanted: list[str], keys: list[str], what: str) -> None:
+        self._check_failure(what)
         if not self._store.check(["left"]):
             return
         owed = {rank: [keys[rank]] for rank in self._absent(keys)}
         if self.rank != 0:
-            owed[0] = wanted  # it may have come and left before it collected
+            owed[0] = wanted  # rank 0 may have left before it collected
         for rank, missing in owed.items():
             if self._store.check([f"left/{rank}"]) and not self._store.check(missing):
                 raise _C.PeerError(
-                    f"{what}: rank {self.rank} waits in vain: rank {rank} {LEFT} (communicator "
+                    f"{what}: rank {self.rank} cannot go on: rank {rank} {LEFT} (communicator "
                     f"{self.name})"
                 )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Ranks whose keys are missing: by halves, as there are few of them among many."""
+        """Ranks whose keys are missing, by bisection: they are few among many."""
         if self._store.check(keys):
             return []
         half = len(keys) // 2
@@ -163,52 +163,49 @@ class Channel:
         return self._absent(keys[:half], first) + self._absent(keys[half:], first + half)
 
     def _late(self, keys: list[str], what: str) -> str:
-        names = " and ".join(f"rank {rank}" for rank in self._absent(keys)) or "nobody in the end"
-        return (
-            f"{what}: rank {self.rank} waited {self.timeout:g} s, but {names} of the group did not "
-            f"come (communicator {self.name}); every rank must make this call"
-        )
+        more = f"; every rank must make this call (communicator {self.name})"
+        return _C.Comm.late_text(self.rank, self.timeout, what, self._absent(keys), more)
 
     # --- how ranks end ---------------------------------------------------------------------------
 
     def failure(self) -> str | None:
-        """What the first rank that failed said. Local; ``RuntimeError`` if the store is gone."""
+        """The error text of the first rank that failed. Local; ``RuntimeError`` without a store."""
         if not self._store.check(["failed"]):
             return None
         return self._store.get("failed").decode(errors="replace")
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank said that it ended in good order. As ``failure``."""
+        """Whether a rank has left in good order. As ``failure``."""
         return self._store.check([f"left/{rank}"])
 
     def publish(self, text: str) -> None:
-        """Tell the others that this rank has failed; the first word counts. Local."""
+        """Publishes this rank's failure to the others; the first one counts. Local."""
         self._say(lambda store: store.compare_set("failed", "", text))
 
     def leave(self) -> None:
-        """Tell the others that this rank ends in good order. Local."""
+        """Publishes that this rank leaves in good order. Local."""
 
         def words(store: Any) -> None:
             store.set(f"left/{self.rank}", "1")
-            store.set("left", "1")  # somebody has: only then it is worth asking who
+            store.set("left", "1")  # one check for all ranks, before those for each
 
         self._say(words)
 
     def for_watching(self) -> Channel:
-        """The same keys over a connection that no waiting thread holds."""
+        """The same keys over a connection of its own, for the watching thread."""
         twin = self.renamed("")
         twin._store = self._parallel()
         return twin
 
     def for_stalls(self) -> Any:
-        """The store of this channel's keys, for what is not an all-gather."""
+        """The store of this channel's keys, for messages other than all-gathers."""
         return self._store
 
     def _say(self, words: Callable[[Any], Any]) -> None:
-        """Nobody may be there to hear it: this is never an error."""
+        """Best effort: the store may be gone, which is no error."""
         try:
             store = self._parallel()
-            store.set_timeout(timedelta(seconds=_PARTING_S))
+            store.set_timeout(timedelta(seconds=_EXIT_S))
             words(store)
         except Exception:
             pass

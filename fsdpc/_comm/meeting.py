@@ -1,8 +1,8 @@
-"""Ranks meet before something that only some of them may have been told to do.
+"""A rendezvous before a call that a program may make on some ranks only.
 
-In shared memory every wait has a deadline and names who is missing. Over a wire the wait is the
-backend's, which ends late or never and names nobody; there the ranks sign in at the group's store
-first, where each can see who did not come.
+A communicator that ``names_absentees`` has a deadline and names the missing ranks. Over a wire the
+wait is the backend's, which ends late or never and names no rank; there each rank first sets a key
+in the group's store, where all see which keys are missing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _turns: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 
 
 def meet(groups: Groups, text: str, what: str) -> None:
-    """Wait for the ranks of the sharding group and compare what they are about to do. Collective.
+    """Wait for the ranks of the sharding group and compare their ``text``. Collective.
 
-    ``CommTimeout`` names the ranks that did not come within ``FSDPC_TIMEOUT``, ``MismatchError``
+    ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``, ``MismatchError``
     quotes a rank whose ``text`` differs; ``what`` is in both.
     """
-    if groups.shard.kind == "c10d" and groups.shard_pg is not None:
+    if not groups.shard.names_absentees and groups.shard_pg is not None:
         _sign_in(groups.shard_pg, what)
     groups.shard.agree(text, what)
 
@@ -43,19 +43,16 @@ def _sign_in(pg: dist.ProcessGroup, what: str) -> None:
     store.set(keys[rank], _HERE)
     absent = _wait(store, keys, seconds)
     if absent:
-        store.set(keys[rank], _LEFT)  # not deleted: others who give up now must not miss this rank
-        names = " and ".join(f"rank {r}" for r in absent)
-        raise _C.CommTimeout(
-            f"{what}: rank {rank} waited {seconds:g} s, but {names} of the group did not come; "
-            "every rank must make this call"
-        )
+        store.set(keys[rank], _LEFT)  # not deleted, or ranks that time out now would miss this one
+        more = "; every rank must make this call"
+        raise _C.CommTimeout(_C.Comm.late_text(rank, seconds, what, absent, more))
     _turns[pg] = turn + 1
-    if turn > 0:  # all have signed in for this turn, so nobody looks at the one before
+    if turn > 0:  # all ranks have set this turn's key, so none reads the one before
         store.delete_key(f"fsdpc/{turn - 1}/{rank}")
 
 
 def _wait(store: Any, keys: list[str], seconds: float) -> list[int]:
-    """Ranks that did not sign in, or left again before this rank came and did not return."""
+    """Ranks without a key, or with one of an attempt that timed out before this rank's."""
     deadline = time.monotonic() + seconds
     try:
         store.wait(keys, timedelta(seconds=seconds))

@@ -1,8 +1,8 @@
-"""Communicators of GPUs: how their ranks meet, and who watches them.
+"""Communicators of GPUs: the rendezvous of their ranks, and the thread that watches the ranks.
 
-The ranks meet at the process group's store, where rank 0 leaves NCCL's ids. A thread of this
-process then looks whether a rank has failed or died, and ends the waits of this one: NCCL alone
-would wait for the deadline.
+The rendezvous is at the process group's store, where rank 0 leaves NCCL's ids. A thread of each
+process then checks whether a rank has failed or died, and ends the waits of its own rank: NCCL
+alone would wait until the deadline.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 @dataclass(frozen=True)
 class _Hello:
-    """What a rank says when it comes."""
+    """A rank's first message."""
 
     settings: dict[str, Any]  # equal on all ranks, or MismatchError
     place: str
     pid: int
     gpu: int
-    visible: str  # of which GPUs that is the number
-    registers: bool  # it has what memory is registered from
-    error: str  # why this rank cannot go on
-    ids: tuple[bytes, bytes, str]  # rank 0's count: gathers, reductions, keys
+    visible: str  # CUDA_VISIBLE_DEVICES, in which `gpu` counts
+    registers: bool  # the GPU has virtual memory management, which registration needs
+    error: str  # this rank's failure, or ""
+    ids: tuple[bytes, bytes, str]  # rank 0's are used: for gathers, reductions, the store's keys
 
     def to_bytes(self) -> bytes:
         return encode(astuple(self))
 
     @staticmethod
     def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
-        """``CommError`` names the rank whose bytes are none."""
+        """``CommError`` names a rank whose bytes are malformed."""
         kinds = (dict, str, int, int, str, bool, str, tuple)
         said = _read(data, rank, what)
         fits = isinstance(said, tuple) and len(said) == len(kinds)
         if not fits or not all(type(v) is kind for v, kind in zip(said, kinds, strict=True)):
-            raise _unreadable(rank, what, "it is no greeting")
+            raise _unreadable(rank, what, "not a first message of fsdpc")
         _check_ids(said[7], rank, what)
         if not 0 < said[2] < 2**31 or not isinstance(said[0].get(_VERSION), str):
-            raise _unreadable(rank, what, "it names no process, or no version")
+            raise _unreadable(rank, what, "no process id, or no version")
         return _Hello(*said)
 
 
@@ -69,7 +69,7 @@ def _read(data: bytes, rank: int, what: str) -> Any:
 def _check_ids(ids: Any, rank: int, what: str) -> None:
     kinds = [type(each) for each in ids] if isinstance(ids, tuple) else []
     if kinds != [bytes, bytes, str]:
-        raise _unreadable(rank, what, "its ids are none")
+        raise _unreadable(rank, what, "malformed ids")
 
 
 def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
@@ -86,16 +86,16 @@ def make_nccl_comm(
 ) -> _C.Comm:
     """A new communicator among the GPUs of a group. Collective over ``pg``.
 
-    ``device`` is the number of this rank's GPU; ``place`` is equal for processes that can see each
-    other die; ``settings`` (and the deadline in seconds) must be equal on all ranks.
-    ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: not on another rank;
-    ``MismatchError``; ``CommTimeout`` names who did not come.
+    ``device`` is the number of this rank's GPU; ``place`` is equal for processes that can open
+    pidfds of each other; ``settings`` (and the deadline in seconds) must be equal on all ranks.
+    ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: none on another rank;
+    ``MismatchError``; ``CommTimeout`` names the missing ranks.
     """
     store = store_of(pg)
     if store is None:
         raise ValueError(
             f"the process group {pg.group_name!r} of backend {dist.get_backend(pg)!r} has no store "
-            "through which its ranks could meet: shard over another group, or on the CPU"
+            "for the rendezvous of its ranks: shard over another group, or on the CPU"
         )
     turn = _made.get(pg, 0)
     _made[pg] = turn + 1
@@ -110,7 +110,7 @@ def make_nccl_comm(
         raise type(error)(f"{error}{_sharing(everyone)}") from error
     if all(hello.place == place for hello in everyone):
         _wire.note_one_host(comm)
-    meeting.gather(b"", f"starting communicator {name}")  # and forget the first turn
+    meeting.gather(b"", f"starting communicator {name}")  # deletes the keys of the turn before
     watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
     return comm
 
@@ -126,7 +126,7 @@ class _Start:
     def twice(self, everyone: list[_Hello]) -> _C.Comm:
         try:
             return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
-        except NotImplementedError:  # on all ranks alike: registering has spoilt NCCL's side
+        except NotImplementedError:  # on all ranks: the trial of registration broke NCCL's side
             mine = _new_ids() if self.meeting.rank == 0 else None
             said = self.meeting.gather(encode(mine), self.name)
             ids = _read(said[0], 0, self.name)
@@ -140,7 +140,7 @@ class _Start:
 
 
 def _sharing(everyone: list[_Hello]) -> str:
-    """What to try where ranks share a GPU, to go on an error's text; else nothing."""
+    """The end of an error's text if ranks share a GPU, else ""."""
     version = everyone[0].settings[_VERSION]
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 30):
         return ""
@@ -150,7 +150,7 @@ def _sharing(everyone: list[_Hello]) -> str:
         if other != rank:
             return (
                 f". Ranks {other} and {rank} share GPU {hello.gpu}, which {version} may refuse ("
-                "2.30 does not): FSDPC_COLLECTIVES=shm goes by way of host memory"
+                "2.30 does not): FSDPC_COLLECTIVES=shm stages through host memory"
             )
     return ""
 
@@ -198,7 +198,7 @@ def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -
 
 
 class _Watched:
-    """A communicator, and what is known of its other ranks. The communicator is not kept."""
+    """A communicator (weakly referenced) and the state of its other ranks."""
 
     def __init__(self, comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
         self.comm = weakref.ref(comm)
@@ -211,7 +211,7 @@ class _Watched:
             if pid is not None and rank != channel.rank:
                 try:
                     self.peers[os.pidfd_open(pid)] = (rank, pid)
-                except OSError:  # not permitted, or gone already: the deadline speaks then
+                except OSError:  # not permitted, or dead already: the deadline detects that
                     continue
 
     def died(self, descriptor: int) -> None:
@@ -231,10 +231,10 @@ class _Watched:
             self._ask(lambda: self._stall.look(comm))
 
     def _ask(self, question: Any) -> Any:
-        """A store that is gone says nothing: its process may have ended in good order."""
+        """``None`` once the store is gone: its process may have ended in good order."""
         try:
             return question() if self._answers else None
-        except _C.StateError:  # closed: nothing waits in it, but its peers are still looked after
+        except _C.StateError:  # closed: no wait to end, but the peers' deaths are still of interest
             return None
         except RuntimeError:
             self._answers = False
@@ -259,17 +259,17 @@ _thread_pid: int | None = None
 
 
 def watch(comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
-    """Look after a communicator until it is gone. ``pids``: processes that this one can see."""
+    """Watch a communicator until it is gone. ``pids``: of the ranks that share this one's place."""
     global _thread_pid
     with _lock:
         if _thread_pid != os.getpid():  # the first one, or a forked child's first one
             _watched.clear()
             _thread_pid = os.getpid()
-            threading.Thread(target=_look_after, name="fsdpc-watch", daemon=True).start()
+            threading.Thread(target=_watch_all, name="fsdpc-watch", daemon=True).start()
         _watched.append(_Watched(comm, channel, pids))
 
 
-def _look_after() -> None:
+def _watch_all() -> None:
     while True:
         with _lock:
             for each in [w for w in _watched if w.comm() is None]:
@@ -287,13 +287,13 @@ def _look_after() -> None:
 
 
 def publish(text: str) -> None:
-    """Tell the ranks of all communicators that this process has failed. Local."""
+    """Publishes this process's failure to the ranks of all communicators. Local."""
     for each in _own():
         each.channel.publish(f"rank {each.channel.rank} gave up: {text}")
 
 
 def leave() -> None:
-    """Tell them that it ends in good order. Local."""
+    """Publishes that this process leaves in good order. Local."""
     for each in _own():
         each.channel.leave()
 

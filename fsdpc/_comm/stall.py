@@ -1,9 +1,9 @@
-"""What ranks of GPUs tell each other when a collective does not end: where each of them stands.
+"""The position of every rank when a collective of GPUs stalls.
 
-A collective that waits says only what this rank is in. Half of the deadline on, 30 seconds at most,
-the rank asks the others through the store; each one's watching thread answers, whatever its program
-is doing. Who asked first collects the answers, logs them once as a warning, and gives them to all:
-they are then in the text of a deadline that passes.
+A rank knows only its own collective. After half of the deadline, 30 seconds at most, a stalled rank
+asks the others through the store; each rank's watching thread answers, whatever its program does.
+The rank that asked first collects the answers, logs them once as a warning and sends them to all
+ranks, for the text of a deadline that passes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ _SAID_CHARACTERS = 600
 
 
 class Stall:
-    """A rank's part in such questions, under keys of a communicator's own.
+    """A rank's part in such questions, under keys of the communicator's own.
 
-    ``look`` is called again and again by the thread that watches, with the communicator. Its errors
-    are those of the store.
+    The watching thread calls ``look`` periodically with the communicator. Errors are the store's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._patience = min(LONGEST_PATIENCE_S, timeout / 2)
         self._answer_time = min(LONGEST_ANSWER_S, timeout / 6)
-        self._question = 0  # the last one that this rank knows of
+        self._question = 0  # the last one that this rank has answered
         self._stalled = False
-        self._collects_at: float | None = None  # this rank put the question
-        self._report_until = 0.0  # a report is on its way, unless who collects has failed
+        self._collects_at: float | None = None  # set if this rank asked
+        self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
 
     def look(self, comm: _C.Comm) -> None:
         seconds, where = _C.nccl_stall(comm)
@@ -56,7 +55,7 @@ class Stall:
         return f"stall/{self._question}/{what}"
 
     def _answer(self, where: str) -> None:
-        """To questions that another rank has put."""
+        """Answers the questions of other ranks."""
         while self._store.check([f"stall/{self._question + 1}/asked"]):
             self._question += 1
             self._store.set(self._key(self._rank), where)

@@ -1,8 +1,8 @@
-"""In which dtype gradients travel between GPUs (docs/decisions/016-low-precision-wire.md).
+"""The dtype in which gradients are sent between GPUs (docs/decisions/016-low-precision-wire.md).
 
-NCCL's ordinary kernels round a sum in bfloat16 or float16 after each rank; those on symmetric
-memory sum in float32 and round once. So what nobody asked to be narrow travels as float32 where the
-sum of more than two ranks would be rounded on the way.
+NCCL's ordinary kernels round a sum in bfloat16 or float16 after each rank; its kernels on symmetric
+memory sum in float32 and round once. So gradients without a ``reduce_dtype`` are sent as float32 if
+the sum of more than two ranks would be rounded repeatedly.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def note_one_host(comm: _C.Comm) -> None:
 
 def sums_wide(comm: _C.Comm) -> bool:
     """Whether narrow gradients are summed as if in float32 and rounded once. Local."""
-    return comm.kind != "nccl" or comm.world <= 2 or (comm.symmetric and comm in _one_host)
+    return not comm.rounds_sums or comm.world <= 2 or (comm.symmetric and comm in _one_host)
 
 
 def default_dtype(compute: torch.dtype, comm: _C.Comm) -> torch.dtype:
-    """What gradients of parameters that compute in ``compute`` travel as, where ``MixedPrecision``
-    names no ``reduce_dtype``. Local, the same on all ranks of ``comm``.
+    """The dtype in which gradients of parameters that compute in ``compute`` are sent, if
+    ``MixedPrecision`` has no ``reduce_dtype``. Local, the same on all ranks of ``comm``.
     """
     return torch.float32 if compute in NARROW and not sums_wide(comm) else compute
 
 
 def remark(comm: _C.Comm, names: str) -> str:
-    """For the precision line: how sums of these dtypes are rounded, where that depends on NCCL."""
-    if comm.kind != "nccl" or comm.world <= 2 or not ("bf16" in names or "fp16" in names):
+    """For the precision line: how NCCL rounds sums of these dtypes."""
+    if not comm.rounds_sums or comm.world <= 2 or not ("bf16" in names or "fp16" in names):
         return ""
     if sums_wide(comm):
         return " (summed in fp32, symmetric memory)"

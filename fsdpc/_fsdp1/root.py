@@ -64,7 +64,8 @@ def lazy_init(root: Any) -> None:
     if root._unit is None and units:
         units = [(0, _pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
     _attach_tree(root, units)
-    if root._tree is not None and root._tree.kind != "shared" and root.world_size > 1:
+    one_memory = all(unit.groups.shard.one_memory for _, unit in units)
+    if root._tree is not None and not one_memory and root.world_size > 1:
         marked = attach_marked(root)
         if marked:
             root._tree.core.defer_reduces()

@@ -269,7 +269,7 @@ one_rank_has_nothing_to_do(void)
     CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, 4, (fsdpc_dtype)99, FSDPC_SUM, "u"), FSDPC_E_INVAL,
                 "unknown");
     CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, INT64_MAX, FSDPC_F32, FSDPC_SUM, "u"), FSDPC_E_INVAL,
-                "no size");
+                "overflow");
     CHECK_ERROR(fsdpc_comm_all_reduce(comm, x, 4, FSDPC_F32, (enum fsdpc_op)7, "u"), FSDPC_E_INVAL,
                 "7");
     CHECK_ERROR(fsdpc_comm_broadcast(comm, x, 4, 1, "u"), FSDPC_E_INVAL, "root 1");

@@ -1,9 +1,11 @@
 /* The shared segment: meeting, waiting, death, departure, agreement, and nothing left behind. */
+#include <errno.h>
 #include <math.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
 #include "ranks.h"
+#include "shm/shm_message.h"
 
 static const fsdpc_wait WAIT = {.op = "gather", .unit = "layers.3"};
 
@@ -99,7 +101,7 @@ memory_is_handed_out_mapped_and_given_back(void)
                 "pages");
     CHECK_ERROR(fsdpc_shm_discard(shm, 3, page), FSDPC_E_INVAL, "pages");
     CHECK_ERROR(fsdpc_shm_alloc(shm, (size_t)1 << 43, true, &none), FSDPC_E_NOMEM, "MiB are free");
-    CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM, "segment ends");
+    CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM, "exceed the segment's");
     fsdpc_shm_free(shm);
     /* Mappings outlive the handle. */
     memset(a, 3, 2 * page);
@@ -264,7 +266,7 @@ a_missing_rank_is_named(void)
         run->timeout_s = 0.4;
         run->option = missing;
         ranks_start(run, come_unless_option);
-        snprintf(part, sizeof part, "rank %d did not arrive within 0.4 s", missing);
+        snprintf(part, sizeof part, "\" for rank %d (FSDPC_TIMEOUT sets", missing);
         check_result(run, 1, FSDPC_E_TIMEOUT, part);
         check_result(run, missing == 0 ? 2 : 0, FSDPC_E_TIMEOUT, part);
         ranks_free(run);
@@ -294,13 +296,13 @@ wrong_company_is_refused_by_all(void)
 {
     ranks_run *run = ranks_new(2);
     ranks_start(run, come_with_another_world);
-    check_result(run, 0, FSDPC_E_MISMATCH, "came as rank 1 of 5");
+    check_result(run, 0, FSDPC_E_MISMATCH, "joined as rank 1 of 5");
     check_result(run, 1, FSDPC_E_MISMATCH, "group has 3 ranks");
     ranks_free(run);
     run = ranks_new(3);
     ranks_start(run, come_twice_as_one);
     for (int rank = 0; rank < 3; rank++) {
-        check_result(run, rank, FSDPC_E_MISMATCH, "two processes came as rank 1");
+        check_result(run, rank, FSDPC_E_MISMATCH, "two processes joined as rank 1");
     }
     ranks_free(run);
 }
@@ -326,8 +328,8 @@ a_taken_name_is_said(void)
     ranks_run *run = ranks_new(2);
     ranks_start(run, second_host);
     bool first = run->results[0].status == FSDPC_E_MISMATCH;
-    check_result(run, first ? 0 : 1, FSDPC_E_MISMATCH, "another process is rank 0");
-    check_result(run, first ? 1 : 0, FSDPC_E_TIMEOUT, "rank 1 did not arrive");
+    check_result(run, first ? 0 : 1, FSDPC_E_MISMATCH, "another process already is rank 0");
+    check_result(run, first ? 1 : 0, FSDPC_E_TIMEOUT, "waited 1 s in the rendezvous of group");
     ranks_free(run);
 }
 
@@ -363,6 +365,49 @@ a_stranger_is_sent_away(void)
     ranks_run *run = ranks_new(2);
     ranks_start(run, come_after_nonsense);
     ranks_free(run);
+}
+
+/* Listens in rank 0's place and answers with `option`: 0 nonsense, 1 the end of the connection. */
+static void
+pose_as_host(int rank, ranks_run *run)
+{
+    fsdpc_shm *shm = NULL;
+    if (rank == 1) {
+        REQUIRE(rank_await(&run->flags[0], 1));
+        join_group(rank, run, &shm);
+        return;
+    }
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int used = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
+    socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    REQUIRE(bind(listener, (struct sockaddr *)&address, bytes) == 0 && listen(listener, 1) == 0);
+    atomic_store(&run->flags[0], 1);
+    int guest = accept(listener, NULL, NULL);
+    char hello[4096];
+    REQUIRE(recv(guest, hello, sizeof hello, 0) > 0);
+    if (run->option == 0) {
+        REQUIRE(send(guest, "220 ready", 9, 0) == 9);
+        (void)recv(guest, hello, sizeof hello, 0);
+    }
+    close(guest);
+    close(listener);
+}
+
+static void
+what_ended_the_rendezvous_is_named(void)
+{
+    const char *const parts[] = {"rank 0 sent bytes that are no message of fsdpc",
+                                 "rank 0 closed the connection"};
+    for (int option = 0; option < 2; option++) {
+        ranks_run *run = ranks_new(2);
+        run->option = option;
+        ranks_start(run, pose_as_host);
+        check_result(run, 1, option == 0 ? FSDPC_E_MISMATCH : FSDPC_E_PEER, parts[option]);
+        ranks_free(run);
+    }
+    CHECK_ERROR(fsdpc_shm_connection_error(ENOBUFS, "rank 3"), FSDPC_E_IO,
+                "the connection to rank 3 failed: No buffer space available");
 }
 
 /* Rank 2 holds more silent connections than rank 0 keeps, before a rank comes. */
@@ -540,7 +585,7 @@ leave_early(int rank, ranks_run *run)
     CHECK(fsdpc_shm_left(shm, 1));
     /* Nobody died: only who waits for the one that left is told. */
     CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
-    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier wait");
+    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier collective");
     REQUIRE(rank_await(&run->flags[2 - rank], 1) || rank == 0);
     atomic_store(&run->flags[rank], 1);
     fsdpc_shm_free(shm);
@@ -569,7 +614,7 @@ stay_away_from_the_barrier(int rank, ranks_run *run)
         CHECK(rank_await(&run->flags[0], 1) && rank_await(&run->flags[2], 1));
     } else {
         rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
-        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier wait");
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier collective");
         atomic_store(&run->flags[rank], 1);
     }
     fsdpc_shm_free(shm);
@@ -844,6 +889,7 @@ main(void)
     a_taken_name_is_said();
     a_stranger_is_sent_away();
     silent_connections_keep_nobody_out();
+    what_ended_the_rendezvous_is_named();
     death_in_the_meeting_ends_it();
     run_all_kernels(death_is_named_by_the_survivors);
     departure_is_not_death(false);

@@ -39,18 +39,15 @@ old_entries_are_overwritten_in_order(void)
     for (uint64_t i = 0; i < 21; i++) {
         add(trace, i);
     }
-    CHECK_INT(fsdpc_trace_total(trace), 21);
     REQUIRE(fsdpc_trace_copy(trace, got, 16) == 8);
     for (uint64_t i = 0; i < 8; i++) {
         CHECK_INT(got[i].bytes, 13 + i);
     }
     fsdpc_trace_clear(trace);
-    CHECK_INT(fsdpc_trace_total(trace), 0);
     CHECK_INT(fsdpc_trace_copy(trace, got, 16), 0);
     add(trace, 99);
     REQUIRE(fsdpc_trace_copy(trace, got, 16) == 1);
     CHECK_INT(got[0].bytes, 99);
-    CHECK_INT(fsdpc_trace_total(trace), 1);
     fsdpc_trace_free(trace);
 }
 
@@ -58,6 +55,7 @@ static void
 names_and_limits(void)
 {
     fsdpc_trace *trace = NULL;
+    fsdpc_trace_entry only;
     CHECK_STR(fsdpc_trace_op_name(FSDPC_TRACE_BACKWARD_END), "backward_end");
     CHECK_STR(fsdpc_trace_op_name(FSDPC_TRACE_OP_COUNT), "?");
     CHECK_STR(fsdpc_phase_name(FSDPC_PHASE_RECOMPUTE), "recompute");
@@ -66,7 +64,7 @@ names_and_limits(void)
     CHECK(trace == NULL);
     REQUIRE_OK(fsdpc_trace_new(0, &trace));
     add(trace, 1);
-    CHECK_INT(fsdpc_trace_total(trace), 1);
+    CHECK_INT(fsdpc_trace_copy(trace, &only, 1), 1);
     fsdpc_trace_free(trace);
     add(NULL, 1);
     fsdpc_trace_free(NULL);
@@ -133,8 +131,8 @@ writers_and_a_reader_do_not_mix_entries(void)
     for (int i = 0; i < WRITERS; i++) {
         pthread_join(threads[i], NULL);
     }
-    CHECK_INT(fsdpc_trace_total(trace), WRITERS * ENTRIES);
-    check_entries(got, fsdpc_trace_copy(trace, got, RING));
+    CHECK_INT(fsdpc_trace_copy(trace, got, RING), RING);
+    check_entries(got, RING);
     fsdpc_trace_free(trace);
 }
 

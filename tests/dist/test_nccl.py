@@ -214,7 +214,7 @@ def test_keys_of_turns_that_are_over_are_deleted(rank, world):
 @ranks(2, env=GPU)
 def test_nccl_does_not_carry_host_memory(rank, world):
     os.environ["FSDPC_COLLECTIVES"] = "nccl"
-    with pytest.raises(ValueError, match="=nccl carries the memory of GPUs.*on the CPU"):
+    with pytest.raises(ValueError, match="=nccl supports GPUs.*on the CPU"):
         connect(dist.new_group([0, 1]), device=None)
 
 
@@ -255,14 +255,13 @@ def test_agree_and_barriers_name_who_is_missing(rank, world, numel):
     comm = connect()
     if rank == 2:
         dist.barrier()
-        with pytest.raises(_C.PeerError, match="late: rank 2 waits in vain: rank|rank . gave up"):
+        with pytest.raises(_C.PeerError, match="late: rank 2 cannot go on: rank|rank . gave up"):
             comm.barrier("late")
         return
     with pytest.raises(_C.CommError) as caught:
         comm.agree("text", "construction of unit layers.3")
     text = str(caught.value)
-    assert "construction of unit layers.3: rank" in text and "waited 3 s" in text
-    assert "but rank 2 of the group did not come" in text
+    assert "waited 3 s in construction of unit layers.3 for rank 2 (FSDPC_TIMEOUT" in text
     dist.barrier()
     with pytest.raises(type(caught.value)):  # as broken as before
         comm.all_gather(np.zeros(numel * world))
@@ -271,12 +270,12 @@ def test_agree_and_barriers_name_who_is_missing(rank, world, numel):
 @ranks(2, env={**GPU, "FSDPC_TIMEOUT": "2"})
 def test_a_rank_that_does_not_come_to_the_start(rank, world):
     if rank == 0:
-        with pytest.raises(_C.CommTimeout, match="starting communicator group .*rank 1 of the grou"):
+        with pytest.raises(_C.CommTimeout, match="starting communicator group .*for rank 1 "):
             connect()
         dist.barrier()
     else:
         dist.barrier()
-        with pytest.raises(_C.PeerError, match="rank 0 gave up: starting communicator"):
+        with pytest.raises(_C.PeerError, match="rank 0 gave up: .* in starting communicator"):
             connect()
 
 
@@ -323,7 +322,7 @@ def test_a_rank_that_is_stopped(numel):
     )
     assert outcomes[1].stopped and outcomes[0].returned, outcomes[0]
     assert "gather of unit layers.3" in outcomes[0].value
-    words = "rank 1 of the group did not come" if numel == 3 else "another rank has not come to it"
+    words = "for rank 1 (FSDPC" if numel == 3 else "for the other ranks (FSDPC"
     assert words in outcomes[0].value
 
 
@@ -432,9 +431,9 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("how, said", [
-    ("exit", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 left in good order"),
-    ("destroy", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 left in good order"),
-    ("raise", "PeerError construction of unit 3: rank 0 waits in vain: rank 1 gave up: RuntimeE"),
+    ("exit", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
+    ("destroy", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
+    ("raise", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE"),
 ])
 def test_processes_end_without_hanging(tmp_path, how, said):
     began = time.monotonic()

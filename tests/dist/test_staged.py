@@ -1,4 +1,4 @@
-"""GPUs whose ranks talk by way of host memory, on simulated ones: values, training, errors."""
+"""GPUs whose ranks staged through host memory, on simulated ones: values, training, errors."""
 
 from __future__ import annotations
 

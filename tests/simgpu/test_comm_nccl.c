@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/comm_nccl.h"
+#include "comm/comm_nccl_impl.h"
 #include "gpu.h"
 #include "comm/nccl_api.h"
 #include "ranks.h"
@@ -19,20 +19,34 @@ typedef struct setup {
     CUstream stream;
     float *x;     /* 64 floats */
     int64_t live; /* heap blocks before */
+    int leaks;    /* what the device keeps */
+    fsdpc_device *device;
     int rank, world;
 } setup;
 
 static void
+use_stream(fsdpc_device *device, CUstream stream)
+{
+    fsdpc_stream *current;
+    memcpy(&current, &stream, sizeof current);
+    (void)fsdpc_device_use(device, current);
+}
+
+static void
 rank_begin(setup *s, int rank, const ranks_run *run)
 {
-    fsdpc_device *device;
+    fsdpc_event *event;
     gpu_start();
     simnccl_reset();
     simgpu_policy_random((uint64_t)(run->option * 10 + rank));
-    REQUIRE_OK(fsdpc_device_cpu(&device));
     *s = (setup){.rank = rank, .world = run->world};
+    REQUIRE_OK(fsdpc_device_cuda(0, &s->device));
+    REQUIRE_OK(fsdpc_device_event_new(s->device, &event));
+    fsdpc_device_event_free(s->device, event);
+    s->leaks = simgpu_leaks(NULL, 0);
     s->live = fsdpc_mem_live();
     s->stream = gpu_stream("gather");
+    use_stream(s->device, s->stream);
     s->x = gpu_floats(64, "unit 3");
     for (int i = 0; i < 64; i++) {
         s->x[i] = (float)(rank + 1);
@@ -42,14 +56,11 @@ rank_begin(setup *s, int rank, const ranks_run *run)
 static int
 open_comm(setup *s, double timeout_s, const fsdpc_comm_nccl_options *more)
 {
-    fsdpc_device *device;
     fsdpc_comm_nccl_options options = more ? *more : (fsdpc_comm_nccl_options){0};
-    REQUIRE_OK(fsdpc_device_cpu(&device));
     options.name = "gather";
     options.timeout_s = timeout_s;
     options.poll_ms = 5;
-    options.stream = s->stream;
-    return fsdpc_comm_nccl(device, s->rank, s->world, id, &options, &s->comm);
+    return fsdpc_comm_nccl(s->device, s->rank, s->world, id, &options, &s->comm);
 }
 
 static void
@@ -69,7 +80,7 @@ close_comm(setup *s)
     fsdpc_comm_free(s->comm);
     CHECK_CU(cuStreamDestroy(s->stream), CUDA_SUCCESS);
     CHECK_CU(cuMemFree((CUdeviceptr)(uintptr_t)s->x), CUDA_SUCCESS);
-    CHECK_INT(simgpu_leaks(NULL, 0), 0);
+    CHECK_INT(simgpu_leaks(NULL, 0), s->leaks);
     CHECK_INT(simnccl_count().communicators, 0);
     CHECK_INT(simnccl_count().registered, 0);
     CHECK_INT(simnccl_count().misuses, 0);
@@ -89,7 +100,7 @@ parts(setup *s, int rank, int world, float sum)
     CHECK_INT(fsdpc_comm_reduce_scatter_parts(s->comm, scatters, 2, "reduce of unit 4"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_all_gather_parts(s->comm, gathers, 0, "nothing"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_reduce_scatter_parts(s->comm, bytes, 2, "bytes"), FSDPC_E_INVAL);
-    CHECK_INT(fsdpc_comm_nccl_wait(s->comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s->comm), FSDPC_OK);
     CHECK_INT(simnccl_count().joined - joined, 2);
     for (int r = 0; r < world; r++) {
         CHECK(s->x[16 + r] == (float)(r + 1) && s->x[20 + r] == (float)(r + 1));
@@ -110,7 +121,7 @@ collectives(int rank, ranks_run *run)
     CHECK_STR(fsdpc_comm_kind(s.comm), "nccl");
     int64_t syncs = simgpu_count().host_syncs;
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 3"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     for (int r = 0; r < run->world; r++) {
         CHECK(s.x[4 * r] == (float)(r + 1) || r == rank);
     }
@@ -119,7 +130,7 @@ collectives(int rank, ranks_run *run)
     CHECK_INT(fsdpc_comm_broadcast(s.comm, s.x + 48, 16, run->world - 1, "broadcast"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_reduce_scatter(s.comm, s.x + 52, 3, FSDPC_F32, "reduce of unit 3"),
               FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     CHECK(s.x[32] == sum && s.x[39] == sum && s.x[31] != sum + 1);
     CHECK(s.x[40] == (float)run->world && s.x[47] == (float)run->world);
     CHECK(s.x[48] == (float)run->world && s.x[51] == (float)run->world);
@@ -132,7 +143,7 @@ collectives(int rank, ranks_run *run)
                 run->world > 1 ? FSDPC_E_MISMATCH : FSDPC_OK, "");
     CHECK_INT(fsdpc_comm_check(s.comm), FSDPC_OK);
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather after a mismatch"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     CHECK_INT(simgpu_count().races, 0);
     CHECK_INT(simgpu_count().faults, 0);
     close_comm(&s);
@@ -144,13 +155,14 @@ many(int rank, ranks_run *run)
 {
     setup s;
     rank_begin(&s, rank, run);
+    const int64_t events = simgpu_count().events_created;
     REQUIRE_OK(open_comm(&s, 30, NULL));
     s.x[0] = 1;
     for (int i = 0; i < 1200; i++) {
         CHECK_INT(fsdpc_comm_all_reduce(s.comm, s.x, 1, FSDPC_F32, FSDPC_MAX, "max"), FSDPC_OK);
     }
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
-    CHECK(simgpu_count().events_created <= 512);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
+    CHECK(simgpu_count().events_created <= events + 512);
     CHECK(s.x[0] == 1);
     close_comm(&s);
 }
@@ -201,7 +213,7 @@ sum_for_last_rank(setup *s, uint16_t *at)
         at[i] = fsdpc_f32_to_bf16(s->rank == 0 ? 256.0f : 1.0f);
     }
     CHECK_INT(fsdpc_comm_reduce_scatter(s->comm, at, 1, FSDPC_BF16, "reduce"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s->comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s->comm), FSDPC_OK);
     return fsdpc_bf16_to_f32(at[s->rank]);
 }
 
@@ -210,7 +222,7 @@ static void
 bad_registrations(setup *s, void *slot, bool windows, bool registers)
 {
     /* What cuMemAlloc gives, and what is no whole grain. */
-    const char *const text = "registering a buffer: NCCL answers \"invalid argument\"";
+    const char *const text = "registering a buffer: NCCL returned \"invalid argument\"";
     CHECK_ERROR(fsdpc_comm_register(s->comm, s->x, 256), registers ? FSDPC_E_COMM : FSDPC_OK,
                 registers ? text : "");
     CHECK_ERROR(fsdpc_comm_register(s->comm, (char *)slot + 8, 64),
@@ -235,10 +247,7 @@ registration(int rank, ranks_run *run)
     simnccl_get_options()->version = version;
     simnccl_get_options()->in_progress = rank;
     fsdpc_comm_nccl_options options = {.name = "gather", .timeout_s = 30, .registers = registers};
-    fsdpc_device *device;
-    REQUIRE_OK(fsdpc_device_cuda(0, &device));
-    options.stream = s.stream;
-    REQUIRE_OK(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm));
+    REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
     CHECK_INT(fsdpc_comm_is_symmetric(s.comm), shared && registers && version >= 22800);
     CHECK_INT(simnccl_count().registered, 0); /* that of the trial is given back */
 
@@ -255,7 +264,7 @@ registration(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().direct, registers ? 1 : 0);
     CHECK_INT(simnccl_count().windowed, shared && registers ? 1 : 0);
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 4, "elsewhere"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     CHECK_INT(simnccl_count().direct, registers ? 1 : 0);
 
     fsdpc_comm_forget(s.comm, slot);
@@ -294,11 +303,9 @@ many_registrations(int rank, ranks_run *run)
     enum { MANY = 100 };
     setup s;
     void *slots[MANY];
-    fsdpc_device *device;
     rank_begin(&s, rank, run);
-    fsdpc_comm_nccl_options options = {.timeout_s = 30, .stream = s.stream, .registers = true};
-    REQUIRE_OK(fsdpc_device_cuda(0, &device));
-    REQUIRE_OK(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm));
+    fsdpc_comm_nccl_options options = {.timeout_s = 30, .registers = true};
+    REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
     for (int i = 0; i < MANY; i++) {
         CUdeviceptr range = gpu_range("slot");
         gpu_map(range, gpu_memory());
@@ -320,16 +327,13 @@ static void
 a_trial_spoils_nccl(int rank, ranks_run *run)
 {
     setup s;
-    fsdpc_device *device;
     rank_begin(&s, rank, run);
-    fsdpc_comm_nccl_options options = {
-        .timeout_s = 30, .stream = s.stream, .registers = true, .poll_ms = 1};
-    REQUIRE_OK(fsdpc_device_cuda(0, &device));
+    fsdpc_comm_nccl_options options = {.timeout_s = 30, .registers = true, .poll_ms = 1};
     channel_rank = rank;
     options.exchange = spread;
     options.context = run;
     simnccl_get_options()->window_error = rank == 1 ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : 0;
-    CHECK_ERROR(fsdpc_comm_nccl(device, rank, run->world, id, &options, &s.comm),
+    CHECK_ERROR(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm),
                 FSDPC_E_UNAVAILABLE, "NCCL failed when memory was registered");
     CHECK(s.comm == NULL);
     CHECK_INT(simnccl_count().communicators, 0);
@@ -377,7 +381,7 @@ a_child_frees_its_parents(int rank, ranks_run *run)
     REQUIRE(child > 0 && waitpid(child, &status, 0) == child);
     CHECK_INT(status, 0);
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     close_comm(&s);
 }
 
@@ -406,7 +410,7 @@ check_over(setup *s, int status, const char *part)
 {
     CHECK_ERROR(fsdpc_comm_check(s->comm), status, part);
     CHECK_ERROR(fsdpc_comm_all_gather(s->comm, s->x, 16, "a later gather"), status, part);
-    CHECK_ERROR(fsdpc_comm_nccl_wait(s->comm), status, part);
+    CHECK_ERROR(fsdpc_nccl_await((nccl_comm *)s->comm), status, part);
     while (cuStreamQuery(s->stream) == CUDA_ERROR_NOT_READY) {
         rank_sleep_ms(1);
     }
@@ -428,10 +432,11 @@ a_rank_stops(int rank, ranks_run *run)
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 4"), FSDPC_OK);
     await_failure(&s);
     char expected[160];
-    snprintf(expected, sizeof expected,
-             "rank %d: reduce of unit layers.3 (collective 2 of communicator gather, %d bytes) has "
-             "not ended after 0.3 s",
-             rank, 16 * run->world);
+    snprintf(
+        expected, sizeof expected,
+        "rank %d waited 0.3 s in reduce of unit layers.3 (collective 2 of communicator gather, "
+        "%d bytes) for the other ranks",
+        rank, 16 * run->world);
     check_over(&s, FSDPC_E_TIMEOUT, expected);
     close_comm(&s);
 }
@@ -446,10 +451,10 @@ nccl_reports_an_error(int rank, ranks_run *run)
     }
     REQUIRE_OK(open_comm(&s, rank == 0 ? 30 : 1, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     /* Told by the call itself, or by the watching thread: whoever looks first. */
     (void)fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1");
-    (void)fsdpc_comm_nccl_wait(s.comm);
+    (void)fsdpc_nccl_await((nccl_comm *)s.comm);
     if (rank == 0) {
         check_over(&s, FSDPC_E_COMM, "gather of unit 1");
         CHECK_ERROR(fsdpc_comm_check(s.comm), FSDPC_E_COMM, "remote process exited");
@@ -483,8 +488,9 @@ a_call_is_refused(int rank, ranks_run *run)
     REQUIRE(simnccl_plant(SIMNCCL_REFUSE, -1, 2, FSDPC_NCCL_SYSTEM_ERROR));
     REQUIRE_OK(open_comm(&s, 30, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
-    CHECK_ERROR(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_E_COMM,
-                "gather of unit 1: NCCL answers \"unhandled system error\" (2): a planted refusal");
+    CHECK_ERROR(
+        fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1"), FSDPC_E_COMM,
+        "gather of unit 1: NCCL returned \"unhandled system error\" (2): a planted refusal");
     check_over(&s, FSDPC_E_COMM, "gather of unit 1");
     close_comm(&s);
 }
@@ -498,8 +504,8 @@ not_all_ranks_start(int rank, ranks_run *run)
         REQUIRE(simnccl_plant(SIMNCCL_INIT_STALL, -1, 1, 0));
     }
     CHECK_ERROR(open_comm(&s, 0.2, NULL), FSDPC_E_TIMEOUT,
-                "starting communicator gather: NCCL has been busy for 0.2 s (communicator "
-                "gather): not all ranks have come");
+                "waited 0.2 s in starting communicator gather (communicator gather) for the other "
+                "ranks (FSDPC_TIMEOUT sets this limit)");
     CHECK(s.comm == NULL);
     close_comm(&s);
 }
@@ -514,7 +520,7 @@ late_ranks_are_awaited(int rank, ranks_run *run)
     }
     REQUIRE_OK(open_comm(&s, 30, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather"), FSDPC_OK);
-    CHECK_INT(fsdpc_comm_nccl_wait(s.comm), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     CHECK(s.x[4 * (1 - rank)] == (float)(2 - rank));
     close_comm(&s);
 }
@@ -540,7 +546,8 @@ the_user_interrupts(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, 30, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather"), FSDPC_OK);
     fsdpc_shm_interrupt_check = ctrl_c;
-    CHECK_ERROR(fsdpc_comm_nccl_wait(s.comm), FSDPC_E_INTERRUPT, "interrupted while waiting");
+    CHECK_ERROR(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_E_INTERRUPT,
+                "interrupted while waiting");
     check_over(&s, FSDPC_E_COMM, "gave up: interrupted");
     close_comm(&s);
     fsdpc_shm_interrupt_check = NULL;
@@ -632,6 +639,7 @@ arguments(void)
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_INVAL, "rank 0 is not one of a group of 0");
     s.world = 1;
     REQUIRE_CU(cuCtxSetCurrent(NULL));
+    REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a GPU's device would set its context */
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_STATE, "no CUDA context");
 }
 

@@ -172,7 +172,7 @@ failures_stay(void)
                 "pinned host memory");
     CHECK_ERROR(fsdpc_comm_check(comm), FSDPC_E_NOMEM, "pinned host memory");
     CHECK_INT(o.calls, 0);
-    CHECK_ERROR(fsdpc_comm_staged(gpu, comm, NULL, NULL, &none), FSDPC_E_INVAL, "host memory");
+    CHECK_ERROR(fsdpc_comm_staged(gpu, comm, NULL, NULL, &none), FSDPC_E_INVAL, "must be a GPU");
     end(&o, inner, comm);
     o = (other){.fails = 1};
     comm = staged(&o, &inner);

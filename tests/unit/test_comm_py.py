@@ -153,6 +153,30 @@ def test_not_made_by_hand():
         _C.Comm.world = 3
 
 
+def test_properties_of_kinds(loopback):
+    def properties(comm):
+        return comm.one_memory, comm.names_absentees, comm.rounds_sums
+
+    assert properties(_C.Comm.self_()) == (False, True, False)
+    assert properties(_C.Comm.shm(0, 1, "fsdpc-test-kinds", 5.0)) == (True, True, False)
+    assert properties(loopback[1]) == (False, False, False)
+
+
+def test_text_of_a_deadline():
+    said = _C.Comm.late_text(3, 0.5, "gather of unit a", [1, 2])
+    limit = "(FSDPC_TIMEOUT sets this limit)"
+    assert said == f"rank 3 waited 0.5 s in gather of unit a for ranks 1 and 2 {limit}"
+    said = _C.Comm.late_text(3, 600, "gather", [], "; more")
+    assert said == f"rank 3 waited 600 s in gather for the other ranks {limit}; more"
+    said = _C.Comm.late_text(0, 1, "gather", range(1, 200))
+    assert "for ranks 1, 2, 3, " in said and " and 183 more (" in said
+    for bad in ([0, 1, "x"], [0, 1, "x", ["y"]], [0, 1, "x", 5]):
+        with pytest.raises(TypeError):
+            _C.Comm.late_text(*bad)
+    assert _C.DEFAULT_TIMEOUT == 600
+    assert _C.Comm.nccl.__text_signature__.count("timeout=600.0") == 1
+
+
 # --- callbacks -------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ STUB = Path(fsdpc.__file__).with_name("_C.pyi")
 TREE = ast.parse(STUB.read_text())
 CLASSES = {n.name: n for n in TREE.body if isinstance(n, ast.ClassDef)}
 FUNCTIONS = {n.name: n for n in TREE.body if isinstance(n, ast.FunctionDef)}
+CONSTANTS = {n.target.id for n in TREE.body if isinstance(n, ast.AnnAssign)}
 PRESENT = {name for name in dir(_C) if not name.startswith("_")}
 
 
@@ -23,7 +24,7 @@ def public(names) -> set[str]:
 
 
 def test_same_names():
-    assert public(CLASSES) | public(FUNCTIONS) == PRESENT
+    assert public(CLASSES) | public(FUNCTIONS) | public(CONSTANTS) == PRESENT
 
 
 @pytest.mark.parametrize("name", sorted(public(CLASSES) & PRESENT))

@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <structmember.h>
 
+#include "base/deadline.h"
+
 /* --- methods --------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(abort_doc, "abort($self, text)\n--\n\n"
@@ -63,6 +65,37 @@ comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(late_text_doc,
+             "late_text(rank, seconds, what, missing, more='')\n--\n\n"
+             "Text of the CommTimeout of a wait in `what` of `rank` for the ranks in the sequence\n"
+             "`missing` (none: for the others), and what follows it.");
+
+static PyObject *
+comm_late_text(PyObject *Py_UNUSED(type), PyObject *arguments)
+{
+    enum { MOST = 64 };
+    int missing[MOST];
+    char text[2048];
+    PyObject *ranks;
+    fsdpc_late late = {.missing = missing};
+    if (!PyArg_ParseTuple(arguments, "idsO|s:late_text", &late.rank, &late.seconds, &late.what,
+                          &ranks, &late.more) ||
+        (ranks = PySequence_Tuple(ranks)) == NULL) {
+        return NULL;
+    }
+    /* The text shows fewer and counts the rest. */
+    late.missing_count = (int)PyTuple_GET_SIZE(ranks);
+    for (int i = 0; i < late.missing_count && i < MOST && !PyErr_Occurred(); i++) {
+        missing[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(ranks, i));
+    }
+    Py_DECREF(ranks);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    fsdpc_late_text(&late, text, sizeof text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
 /* Of those in other files. */
 
 PyDoc_STRVAR(self__doc,
@@ -87,20 +120,31 @@ PyDoc_STRVAR(
     "of bytes over the memory, valid for the call. What they raise becomes the cause of "
     "CommError.");
 
+#define TEXT(value) #value
+#define TEXT_OF(macro) TEXT(macro)
+
 PyDoc_STRVAR(
     nccl_doc,
-    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=600.0, exchange=None, *, "
-    "register=False)\n--\n\n"
-    "A communicator of GPUs over NCCL, and a second one for its reductions. Collective: all ranks\n"
-    "pass the same two ids of nccl_id(). device: this rank's GPU by number. timeout is in seconds\n"
-    "and holds for this call and each later collective. exchange(memory, piece_bytes, what):\n"
-    "the host's own channel, an all-gather on a 1-D array of bytes, for what ranks tell each "
-    "other\n"
-    "outside of steps; without it that goes over the GPU. register: slots are registered with "
-    "NCCL\n"
-    "where it can do that; the same on all ranks. Methods take arrays in host memory, for\n"
-    "that channel, and torch's tensors on the GPU, for NCCL on torch's current stream.\n"
-    "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
+    "nccl($type, rank, world, id, reduce_id, device, name='', timeout=" TEXT_OF(
+        FSDPC_DEFAULT_TIMEOUT_S) ", exchange=None, *, "
+                                 "register=False)\n--\n\n"
+                                 "A communicator of GPUs over NCCL, and a second one for its "
+                                 "reductions. Collective: all ranks\n"
+                                 "pass the same two ids of nccl_id(). device: this rank's GPU by "
+                                 "number. timeout is in seconds\n"
+                                 "and holds for this call and each later collective. "
+                                 "exchange(memory, piece_bytes, what):\n"
+                                 "the host's own channel, an all-gather on a 1-D array of bytes, "
+                                 "for what ranks tell each "
+                                 "other\n"
+                                 "outside of steps; without it that goes over the GPU. register: "
+                                 "slots are registered with "
+                                 "NCCL\n"
+                                 "where it can do that; the same on all ranks. Methods take arrays "
+                                 "in host memory, for\n"
+                                 "that channel, and torch's tensors on the GPU, for NCCL on "
+                                 "torch's current stream.\n"
+                                 "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
 
 PyDoc_STRVAR(all_gather_doc,
              "all_gather($self, array, what='')\n--\n\n"
@@ -153,6 +197,7 @@ static PyMethodDef comm_methods[] = {
     FAST(abort, comm_abort, 0),
     FAST(fail, comm_fail, 0),
     {"close", comm_close, METH_NOARGS, close_doc},
+    {"late_text", comm_late_text, METH_VARARGS | METH_STATIC, late_text_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -186,6 +231,24 @@ comm_device(PyObject *self, void *Py_UNUSED(closure))
     return ordinal < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(ordinal);
 }
 
+static PyObject *
+comm_one_memory(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->one_memory);
+}
+
+static PyObject *
+comm_names_absentees(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->names_absentees);
+}
+
+static PyObject *
+comm_rounds_sums(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->rounds_sums);
+}
+
 /* Of reductions: what is asked is how they sum. */
 static PyObject *
 comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
@@ -206,6 +269,11 @@ static PyGetSetDef comm_getset[] = {
     {"kind", comm_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
     {"device", comm_device, NULL, "Number of the GPU whose memory it carries; None: the CPU's.",
      NULL},
+    {"one_memory", comm_one_memory, NULL, "True if the ranks share memory.", NULL},
+    {"names_absentees", comm_names_absentees, NULL,
+     "True if agree() and barrier() name the ranks that did not come by the deadline.", NULL},
+    {"rounds_sums", comm_rounds_sums, NULL,
+     "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.", NULL},
     {"symmetric", comm_symmetric, NULL,
      "True if NCCL reduces on windows of memory that all ranks' GPUs see.", NULL},
     {"closed", comm_closed, NULL, "True after close().", NULL},
@@ -276,5 +344,11 @@ fsdpc_py_comm_exec(PyObject *module)
 {
     fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
     fsdpc_py_module_state *state = fsdpc_py_state(module);
-    return fsdpc_py_add_type(module, &comm_spec, &state->comm_type);
+    if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
+        return -1;
+    }
+    PyObject *timeout = PyFloat_FromDouble(FSDPC_DEFAULT_TIMEOUT_S);
+    int result = PyModule_AddObjectRef(module, "DEFAULT_TIMEOUT", timeout);
+    Py_XDECREF(timeout);
+    return result;
 }

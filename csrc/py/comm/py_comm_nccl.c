@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/deadline.h"
 #include "comm/comm_nccl.h"
 #include "base/mem.h"
 #include "py/comm/py_comm.h"
@@ -165,7 +166,7 @@ fail:
 PyObject *
 fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
 {
-    request from = {.name = "", .timeout = 600.0, .exchange = Py_None};
+    request from = {.name = "", .timeout = FSDPC_DEFAULT_TIMEOUT_S, .exchange = Py_None};
     fsdpc_comm *comm = NULL;
     int status;
     if (read_request(values, count, keywords, &from) < 0) {
@@ -219,7 +220,7 @@ nccl_of(PyObject *object)
     if (fsdpc_py_comm_get(object, &comm) < 0) {
         return NULL;
     }
-    if (strcmp(fsdpc_comm_kind(comm), "nccl") != 0) {
+    if (!fsdpc_comm_is_nccl(comm)) {
         PyErr_Format(PyExc_ValueError, "a communicator of kind \"nccl\" is needed, not \"%s\"",
                      fsdpc_comm_kind(comm));
         return NULL;

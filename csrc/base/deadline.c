@@ -1,0 +1,39 @@
+/* The text of a deadline that has passed. See deadline.h. */
+#include "base/deadline.h"
+
+#include <stdio.h>
+
+#include "base/status.h"
+
+void
+fsdpc_name_ranks(const int *ranks, int count, char *text, size_t bytes)
+{
+    enum { SHOWN = 16 };
+    size_t used = (size_t)snprintf(text, bytes, count == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count && i < SHOWN && used < bytes; i++) {
+        const char *glue = i == 0 ? " " : i == count - 1 ? " and " : ", ";
+        used += (size_t)snprintf(text + used, bytes - used, "%s%d", glue, ranks[i]);
+    }
+    if (count > SHOWN && used < bytes) {
+        snprintf(text + used, bytes - used, " and %d more", count - SHOWN);
+    }
+}
+
+void
+fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes)
+{
+    char ranks[128] = "the other ranks";
+    if (late->missing && late->missing_count > 0) {
+        fsdpc_name_ranks(late->missing, late->missing_count, ranks, sizeof ranks);
+    }
+    snprintf(text, bytes, "rank %d waited %g s in %s for %s (FSDPC_TIMEOUT sets this limit)%s",
+             late->rank, late->seconds, late->what, ranks, late->more ? late->more : "");
+}
+
+int
+fsdpc_late_error(const fsdpc_late *late)
+{
+    char text[2048];
+    fsdpc_late_text(late, text, sizeof text);
+    return fsdpc_error(FSDPC_E_TIMEOUT, "%s", text);
+}
