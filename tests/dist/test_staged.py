@@ -80,7 +80,7 @@ def test_the_cpus_communicator_carries_it(rank, world):
     on_cpu = connect("shm", None)
     on_gpu = connect("shm")
     assert on_gpu is not on_cpu and (on_cpu.device, on_gpu.device) == (None, 0)
-    with pytest.raises(ValueError, match="only a communicator of host memory"):
+    with pytest.raises(ValueError, match="device must be a GPU"):
         on_gpu.staged(0)
     with pytest.raises(NotImplementedError, match="no CUDA device 9 here"):
         on_cpu.staged(9)
