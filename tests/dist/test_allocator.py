@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -176,6 +177,39 @@ def test_a_model_trains_on_it_and_says_what_it_holds(rank, world):
     others = 3 << 20  # windows of the communicators, lists for launches, rounding
     assert kept + slots <= device_bytes < kept + slots + others
     simgpu_is_content()
+
+
+@ranks(1, env=GPU)
+def test_a_unit_waits_until_its_tree_is_closed(rank, world):
+    cache = Cache()
+    flat = _C.FlatParameter("layer", _C.Comm.self_(0), SPECS)
+    done: list[bytes] = []
+    other = threading.Thread(target=lambda: done.append(flat.grad_bits()))
+    was_in: list[bool] = []
+
+    def free(address):
+        if not was_in:
+            other.start()
+            other.join(0.3)
+            was_in.append(not other.is_alive())
+        cache.free(address)
+
+    _C.set_cuda_allocator(0, cache.alloc, free)
+    tree = _C.Tree([flat], [0])
+    tree.close()
+    other.join()
+    assert (was_in, done) == ([False], [b"\0"])
+
+
+@ranks(1, env=GPU)
+def test_a_failure_of_the_gpu_is_no_error_in_the_users_gradient(rank, world):
+    model = FullyShardedDataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    simgpu.fail("cuLaunchKernel", 1, 719)
+    with pytest.raises(RuntimeError, match="719|LAUNCH_FAILED|cuLaunchKernel"):
+        model._unit.flat.adopt_grads()
 
 
 @ranks(1, env=GPU)

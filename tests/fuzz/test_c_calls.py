@@ -112,7 +112,7 @@ def test_hooks_of_a_tree_without_torch_are_refused(kind):
         flat = unit()
         tree = _C.Tree([flat], [0])
         hook = flat.hook({kind!r}, 0)
-        with pytest.raises(_C.StateError, match="unit u: its tree was made without torch"):
+        with pytest.raises(_C.StateError, match="unit u: hooks need torch"):
             hook(None, (torch.ones(3),), torch.ones(3))
         """
     )
@@ -194,7 +194,7 @@ def test_a_callback_of_a_collective_cannot_use_the_unit():
         calls.flat = flat
         with pytest.raises(_C.CommError) as caught:
             flat.gather()
-        assert "middle of a collective" in str(caught.value.__cause__)
+        assert "inside a collective" in str(caught.value.__cause__)
         """
     )
 
@@ -232,9 +232,9 @@ def test_reading_into_what_cannot_be_written_is_refused():
         still.flags.writeable = False
         mapped = np.frombuffer(mmap.mmap(-1, 4096, access=mmap.ACCESS_READ), np.float32)[:4]
         for target in (still, mapped):
-            with pytest.raises(ValueError, match="parameter w of unit u wants a .*writable"):
+            with pytest.raises(ValueError, match="parameter w of unit u needs a .*writable"):
                 flat.read([target])
-            with pytest.raises(ValueError, match="parameter w of unit u wants a .*writable"):
+            with pytest.raises(ValueError, match="parameter w of unit u needs a .*writable"):
                 flat.read_blocks([4], [target])
         bits = _C.FlatParameter("b", _C.Comm.self_(), [("t", 8, *["uint8"] * 3, False)])
         target = bytes(8)
@@ -273,7 +273,7 @@ def test_a_frozen_unit_has_no_gradient_to_hand_out():
 def test_a_gradient_hook_of_no_parameter_is_refused(number):
     passes(
         f"""
-        with pytest.raises(IndexError, match="unit u has 1 parameters, there is no number"):
+        with pytest.raises(IndexError, match="unit u has 1 parameters; index .* is out of range"):
             unit().hook("grad", {number})
         """
     )
@@ -323,7 +323,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
     passes(
         """
         flat = unit()
-        with pytest.raises(ValueError, match="unit u is in the list twice"):
+        with pytest.raises(ValueError, match="unit u is listed twice"):
             _C.Tree([flat, flat], [0, 0])
         with pytest.raises(TypeError, match="not iterable"):
             _C.Tree(2147483647, np.array(["a"] * 12))

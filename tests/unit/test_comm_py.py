@@ -278,13 +278,13 @@ def test_refused_arrays(loopback):
         (np.zeros((3, 4)).T, ValueError, "not contiguous"),
         (fixed, ValueError, "read-only"),
         (b"abcdef", ValueError, "read-only"),
-        (np.zeros(7), ValueError, "7 elements, which is no multiple of 3 ranks"),
+        (np.zeros(7), ValueError, "7 elements, which is not a multiple of 3 ranks"),
         (np.zeros(6, np.int32), TypeError, "can be reduced"),
         ([1.0, 2.0, 3.0], TypeError, "expected a tensor or an array, not list|array"),
     ]:
         with pytest.raises(error, match=text):
             comm.reduce_scatter(array)
-    with pytest.raises(ValueError, match="op is 'sum', 'max' or 'min', not 'mean'"):
+    with pytest.raises(ValueError, match="op must be 'sum', 'max' or 'min', not 'mean'"):
         comm.all_reduce(np.zeros(3), op="mean")
     with pytest.raises(ValueError, match="root"):
         comm.broadcast(np.zeros(3), root=3)

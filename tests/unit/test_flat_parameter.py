@@ -194,7 +194,7 @@ def test_wrong_parameters_are_refused(params, text):
 
 
 def test_a_unit_belongs_to_one_tree(flat):
-    with pytest.raises(ValueError, match="one depth per unit"):
+    with pytest.raises(ValueError, match="one entry per unit"):
         _C.Tree([flat], [0, 1])
     with pytest.raises(ValueError, match="depths"):
         _C.Tree([flat], [-1])

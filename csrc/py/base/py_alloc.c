@@ -149,8 +149,8 @@ set_cuda_allocator(PyObject *module, PyObject *args)
     if (allocate != Py_None) {
         return set_hooks(device, allocate, free_block, give_unused) < 0 ? NULL : Py_NewRef(Py_None);
     }
-    return fsdpc_device_set_allocator(device, NULL) == FSDPC_OK ? Py_NewRef(Py_None)
-                                                                : fsdpc_py_raise(FSDPC_E_INTERNAL);
+    status = fsdpc_device_set_allocator(device, NULL);
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
 
 static PyObject *

@@ -10,7 +10,7 @@ ask_torch(int ordinal, void **out)
     if (function == NULL) {
         PyErr_SetString(
             fsdpc_py_current()->state_error,
-            "nobody has said how to find the current CUDA stream (set_stream_function)");
+            "the current CUDA stream is unknown: set_stream_function() has not been called");
         return -1;
     }
     PyObject *number = PyLong_FromLong(ordinal);
@@ -58,7 +58,7 @@ fsdpc_py_set_stream_function(PyObject *module, PyObject *function)
 {
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (!PyCallable_Check(function)) {
-        PyErr_SetString(PyExc_TypeError, "set_stream_function wants a callable");
+        PyErr_SetString(PyExc_TypeError, "set_stream_function: the argument must be callable");
         return NULL;
     }
     Py_XSETREF(state->current_stream, Py_NewRef(function));

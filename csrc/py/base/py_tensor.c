@@ -29,7 +29,7 @@ fsdpc_py_view_finish(fsdpc_py_view *view)
         fits = !__builtin_mul_overflow(numel, view->shape[i], &numel);
     }
     if (!fits || __builtin_mul_overflow(numel, (int64_t)view->itemsize, &bytes)) {
-        PyErr_SetString(PyExc_BufferError, "the tensor's shape is no size of a memory");
+        PyErr_SetString(PyExc_BufferError, "the tensor's shape overflows the size of memory");
         return -1;
     }
     numel = empty ? 0 : numel;
@@ -93,7 +93,7 @@ fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place)
     if (view->place.type == place.type && view->place.id == place.id) {
         return 0;
     }
-    PyErr_Format(PyExc_BufferError, "the tensor is not in %s but in %s",
+    PyErr_Format(PyExc_BufferError, "the tensor must be in %s, but is in %s",
                  place_text(place, want, sizeof want), place_text(view->place, have, sizeof have));
     return -1;
 }
@@ -111,9 +111,10 @@ read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
         *out = (fsdpc_py_place){DLPACK_DEVICE_CUDA, tensor->device.id};
         return 0;
     default:
-        PyErr_Format(PyExc_BufferError,
-                     "the tensor is neither in host memory nor a GPU's (DLPack device type %d)",
-                     (int)tensor->device.type);
+        PyErr_Format(
+            PyExc_BufferError,
+            "the tensor is neither in host memory nor in CUDA memory (DLPack device type %d)",
+            (int)tensor->device.type);
         return -1;
     }
 }
@@ -306,7 +307,8 @@ read_device(PyObject *tensor, fsdpc_py_place *out)
         (void)read_ordinal(device, &out->id);
     } else if (text != NULL && strcmp(text, "cpu") != 0) {
         PyErr_Format(PyExc_BufferError,
-                     "the tensor is neither in host memory nor a GPU's (device %.50s)", text);
+                     "the tensor is neither in host memory nor in CUDA memory (device %.50s)",
+                     text);
     }
     Py_XDECREF(held);
     Py_XDECREF(device);

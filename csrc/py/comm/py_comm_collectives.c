@@ -42,7 +42,8 @@ check_pieces(const fsdpc_py_view *view, int world)
     if (view->numel % world == 0) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "the array has %lld elements, which is no multiple of %d ranks",
+    PyErr_Format(PyExc_ValueError,
+                 "the array has %lld elements, which is not a multiple of %d ranks",
                  (long long)view->numel, world);
     return -1;
 }
@@ -186,7 +187,7 @@ parse_op(const char *name, enum fsdpc_op *out)
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "op is 'sum', 'max' or 'min', not '%.50s'", name);
+    PyErr_Format(PyExc_ValueError, "op must be 'sum', 'max' or 'min', not '%.50s'", name);
     return -1;
 }
 

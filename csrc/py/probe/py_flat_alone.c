@@ -71,7 +71,7 @@ fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused)
     (void)unused;
     if (!self->own_tree || fsdpc_unit_refs(self->unit) == 0) {
         return run_core(fsdpc_error(FSDPC_E_STATE,
-                                    "release() of unit %s without a gather() before it",
+                                    "release() of unit %s without a preceding gather()",
                                     fsdpc_unit_name(self->unit)));
     }
     if (fsdpc_py_enter(self) < 0) {
@@ -95,7 +95,7 @@ view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tens
     int result = PyTuple_GET_SIZE(items) == layout->param_count ? 0 : -1;
     if (result < 0) {
         PyErr_Format(PyExc_ValueError,
-                     "reduce wants one gradient or None per parameter of unit %s (%d)",
+                     "reduce: grads must have one gradient or None per parameter of unit %s (%d)",
                      fsdpc_unit_name(self->unit), layout->param_count);
     }
     for (int i = 0; result == 0 && i < layout->param_count; i++) {

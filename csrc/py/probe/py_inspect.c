@@ -56,7 +56,7 @@ function_of(const char *how)
     if (strcmp(how, "methods") == 0) {
         return fsdpc_py_torch_view_slow;
     }
-    PyErr_Format(PyExc_ValueError, "how is 'any', 'torch' or 'methods', not '%.50s'", how);
+    PyErr_Format(PyExc_ValueError, "how must be 'any', 'torch' or 'methods', not '%.50s'", how);
     return NULL;
 }
 
@@ -83,7 +83,7 @@ tensor_info(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t cou
         return NULL;
     }
     if (repeat > LONGEST_REPEAT) {
-        PyErr_Format(PyExc_ValueError, "repeat is %lld, at most %d", (long long)repeat,
+        PyErr_Format(PyExc_ValueError, "repeat is %lld; the maximum is %d", (long long)repeat,
                      LONGEST_REPEAT);
         return NULL;
     }

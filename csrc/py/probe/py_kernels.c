@@ -14,7 +14,8 @@ static int
 check_same_count(const fsdpc_py_buffer *a, const fsdpc_py_buffer *b)
 {
     if (a->n != b->n) {
-        PyErr_Format(PyExc_ValueError, "%lld and %lld elements", (long long)a->n, (long long)b->n);
+        PyErr_Format(PyExc_ValueError, "the arrays differ in length: %lld and %lld elements",
+                     (long long)a->n, (long long)b->n);
         return -1;
     }
     return 0;
@@ -26,7 +27,7 @@ check_arithmetic(const fsdpc_py_buffer *buffer, bool accumulator)
 {
     const fsdpc_dtype type = buffer->dtype;
     if (type == FSDPC_BYTES || (accumulator && type != FSDPC_F32 && type != FSDPC_F64)) {
-        PyErr_Format(PyExc_ValueError, "no arithmetic with, or no sum in, %s",
+        PyErr_Format(PyExc_ValueError, "the kernels cannot compute with, or sum in, %s",
                      fsdpc_dtype_name(type));
         return -1;
     }

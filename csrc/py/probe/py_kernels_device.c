@@ -38,7 +38,7 @@ read_target(PyObject *item, fsdpc_pack_target *out)
     const char *dtype;
     if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "LLs", &n, &offset, &dtype)) {
         if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "a target is (elements, offset, dtype)");
+            PyErr_SetString(PyExc_TypeError, "a target must be (elements, offset, dtype)");
         }
         return -1;
     }
@@ -77,7 +77,8 @@ make_plan(pack_way *way)
 {
     int status;
     if (way->kernels.device == NULL) {
-        PyErr_SetString(PyExc_ValueError, "a device packs by a plan, a table does not");
+        PyErr_SetString(PyExc_ValueError,
+                        "kernel_pack_plan needs a device, not a table of kernels");
         return -1;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -147,7 +148,7 @@ open_source(PyObject *item, const pack_call *call, int i)
         return -1;
     }
     if (view->numel != call->way->targets[i].n) {
-        PyErr_Format(PyExc_ValueError, "tensor %d has %lld elements, its target %lld", i,
+        PyErr_Format(PyExc_ValueError, "tensor %d has %lld elements, but its target has %lld", i,
                      (long long)view->numel, (long long)call->way->targets[i].n);
         return -1;
     }
@@ -194,7 +195,7 @@ open_call(PyObject *capsule, PyObject *dst, PyObject *src, pack_call *call)
         return -1;
     }
     if ((size_t)call->dst.n < call->way->bytes) {
-        PyErr_Format(PyExc_ValueError, "the buffer has %lld bytes, the plan %zu",
+        PyErr_Format(PyExc_ValueError, "the buffer has %lld bytes, but the plan needs %zu",
                      (long long)call->dst.n, call->way->bytes);
         return -1;
     }
@@ -263,13 +264,13 @@ fsdpc_py_kernel_scale_by(PyObject *module, PyObject *const *args, Py_ssize_t cou
         return NULL;
     }
     if (where.device == NULL) {
-        PyErr_SetString(PyExc_ValueError, "a device has this kernel, a table has not");
+        PyErr_SetString(PyExc_ValueError, "kernel_scale_by needs a device, not a table of kernels");
         return NULL;
     }
     if (fsdpc_py_buffer_open(x, dtype, true, &where, &values) == 0 &&
         fsdpc_py_buffer_open(factor, "float64", false, &where, &number) == 0) {
         if (number.n != 1) {
-            PyErr_SetString(PyExc_ValueError, "the factor is one float64");
+            PyErr_SetString(PyExc_ValueError, "factor must be one float64");
         } else {
             const int status = fsdpc_device_scale_by(where.device, values.view.data, values.dtype,
                                                      values.n, number.view.data);

@@ -14,13 +14,13 @@ bind_full(fsdpc_py_flat *flat, PyObject *full)
 {
     int count = fsdpc_unit_layout(flat->unit)->param_count;
     if (PyTuple_GET_SIZE(full) != count) {
-        PyErr_SetString(PyExc_ValueError, "bind: one full tensor per parameter, please");
+        PyErr_SetString(PyExc_ValueError, "bind: full must have one entry per parameter");
         return -1;
     }
     for (int i = 0; i < count; i++) {
         PyObject *tensor = PyTuple_GET_ITEM(full, i);
         if (tensor != Py_None && !fsdpc_py_is_torch(tensor)) {
-            PyErr_Format(PyExc_TypeError, "bind: full[%d] is a tensor or None, not %.100s", i,
+            PyErr_Format(PyExc_TypeError, "bind: full[%d] must be a tensor or None, not %.100s", i,
                          Py_TYPE(tensor)->tp_name);
             return -1;
         }
@@ -36,7 +36,8 @@ check_row(PyObject *row, const char *list)
     if (PyTuple_Check(row)) {
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "bind: %s holds tuples, not %.100s", list, Py_TYPE(row)->tp_name);
+    PyErr_Format(PyExc_TypeError, "bind: the rows of %s must be tuples, not %.100s", list,
+                 Py_TYPE(row)->tp_name);
     return -1;
 }
 
@@ -48,7 +49,7 @@ check_number(const fsdpc_py_flat *flat, long number)
         return -1;
     }
     if (number < 0 || number >= fsdpc_unit_layout(flat->unit)->param_count || !flat->full[number]) {
-        PyErr_Format(PyExc_ValueError, "bind: no such parameter (%ld), or no full tensor of it",
+        PyErr_Format(PyExc_ValueError, "bind: parameter %ld does not exist or has no full tensor",
                      number);
         return -1;
     }
@@ -124,8 +125,8 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
         fsdpc_py_seen *seen = &flat->seen[i];
         if (!fsdpc_py_is_torch(param) || PyTuple_GET_SIZE(indices) == 0) {
             PyErr_SetString(PyExc_ValueError,
-                            "bind: a row of seen is a tensor, its gradient or None, and a tuple of "
-                            "the numbers of at least one parameter");
+                            "bind: a row of seen must be a tensor, its gradient or None, and a "
+                            "tuple of at least one parameter's index");
             return -1;
         }
         seen->param = Py_NewRef(param);
@@ -213,7 +214,7 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
     }
     if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen) ||
         !PyList_Check(watched)) {
-        PyErr_SetString(PyExc_TypeError, "bind takes four lists");
+        PyErr_SetString(PyExc_TypeError, "bind: full, sites, seen and watched must be lists");
         return NULL;
     }
     if (fsdpc_py_flat_in_use(flat)) {

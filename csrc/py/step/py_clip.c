@@ -26,7 +26,7 @@ take_tensors(const fsdpc_py_tree *self, PyObject *out, PyObject *extra, fsdpc_tr
         return -1;
     }
     if (view.numel != 2) {
-        PyErr_SetString(PyExc_ValueError, "clip: out holds two numbers");
+        PyErr_SetString(PyExc_ValueError, "clip: out must have two elements");
         return -1;
     }
     plan->out = view.data;
@@ -37,7 +37,7 @@ take_tensors(const fsdpc_py_tree *self, PyObject *out, PyObject *extra, fsdpc_tr
         return -1;
     }
     if (view.ndim != 2 || view.shape[1] * 8 != FSDPC_NORM_PART_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "clip: extra has rows of sum, largest, 0");
+        PyErr_SetString(PyExc_ValueError, "clip: extra must be 2-D with rows of (sum, largest, 0)");
         return -1;
     }
     plan->extra = view.data;
@@ -49,7 +49,8 @@ static int
 take_masks(const fsdpc_py_tree *self, PyObject *list, const uint8_t **masks)
 {
     if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != self->count) {
-        PyErr_Format(PyExc_ValueError, "clip: a tuple of one mask or None per unit, please: %d",
+        PyErr_Format(PyExc_ValueError,
+                     "clip: masks must be a tuple of %d items, one mask or None per unit",
                      self->count);
         return -1;
     }
@@ -57,7 +58,7 @@ take_masks(const fsdpc_py_tree *self, PyObject *list, const uint8_t **masks)
         PyObject *mask = PyTuple_GET_ITEM(list, i);
         const int params = fsdpc_unit_layout(self->units[i]->unit)->param_count;
         if (mask != Py_None && (!PyBytes_Check(mask) || PyBytes_GET_SIZE(mask) != params)) {
-            PyErr_Format(PyExc_TypeError, "clip: the mask of unit %s must be bytes, %d of them",
+            PyErr_Format(PyExc_TypeError, "clip: the mask of unit %s must be %d bytes",
                          fsdpc_unit_name(self->units[i]->unit), params);
             return -1;
         }
@@ -107,7 +108,7 @@ fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
         return NULL;
     }
     if (!self->tree || self->count == 0) {
-        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed, or has no units");
+        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed or has no units");
         return NULL;
     }
     return clip(self, masks, out, extra, &plan);

@@ -122,12 +122,12 @@ fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     if (length != fsdpc_unit_layout(self->unit)->segment_count) {
-        PyErr_SetString(PyExc_ValueError, "thaw: one byte per segment, please");
+        PyErr_SetString(PyExc_ValueError, "thaw: segments must have one byte per segment");
         return NULL;
     }
     if (self->tree) {
         PyErr_Format(fsdpc_py_current()->state_error,
-                     "unit %s belongs to a tree: its gradients cannot be laid anew",
+                     "thaw: unit %s belongs to a tree; detach the tree first",
                      fsdpc_unit_name(self->unit));
         return NULL;
     }
@@ -144,8 +144,9 @@ PyObject *
 fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != self->seen_count) {
-        PyErr_SetString(PyExc_ValueError,
-                        "renew_grads: a list of one tensor or None per parameter of bind's `seen`");
+        PyErr_SetString(
+            PyExc_ValueError,
+            "renew_grads: grads must be a list of one tensor or None per row of bind's `seen`");
         return NULL;
     }
     for (int i = 0; i < self->seen_count; i++) {

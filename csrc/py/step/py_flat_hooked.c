@@ -103,8 +103,7 @@ fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer)
         return NULL;
     }
     if (!view.contiguous || (size_t)view.numel * view.itemsize != bytes) {
-        PyErr_Format(PyExc_ValueError,
-                     "pack_grads of unit %s wants a contiguous buffer of %zu bytes",
+        PyErr_Format(PyExc_ValueError, "pack_grads: unit %s needs a contiguous buffer of %zu bytes",
                      fsdpc_unit_name(self->unit), bytes);
         return NULL;
     }
@@ -127,7 +126,8 @@ view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
             continue;
         }
         if (k == PyTuple_GET_SIZE(pieces)) {
-            PyErr_SetString(PyExc_ValueError, "take_sums: one piece per trainable segment, please");
+            PyErr_SetString(PyExc_ValueError,
+                            "take_sums: pieces must have one entry per trainable segment");
             return -1;
         }
         if (fsdpc_py_torch_view_on(PyTuple_GET_ITEM(pieces, k++), fsdpc_py_full_place(self),
@@ -178,7 +178,7 @@ fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     if (length != layout->param_count) {
-        PyErr_SetString(PyExc_ValueError, "take_sums: one byte per parameter, please");
+        PyErr_SetString(PyExc_ValueError, "take_sums: used must have one byte per parameter");
         return NULL;
     }
     if (fsdpc_py_enter(self) < 0) {

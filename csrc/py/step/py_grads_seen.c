@@ -62,14 +62,18 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
         at = seen->cover_count > 1 ? span.piece_begin : 0;
         if (!view.contiguous || (view.numel != length && view.numel != piece_of(layout, i))) {
             PyErr_Format(PyExc_ValueError,
-                         "the gradient put into parameter %s of unit %s does not fit its shard: "
+                         "the gradient assigned to parameter %s of unit %s does not fit its shard: "
                          "it must be contiguous with %lld elements",
                          layout->params[i].name, fsdpc_unit_name(flat->unit), (long long)length);
             return -1;
         }
         const char *values = (const char *)view.data + (size_t)at * view.itemsize;
-        if (length > 0 && fsdpc_unit_take_grad(flat->unit, i, values, view.dtype) != FSDPC_OK) {
-            fsdpc_py_raise(FSDPC_E_INVAL);
+        int status = FSDPC_OK;
+        if (length > 0) {
+            status = fsdpc_unit_take_grad(flat->unit, i, values, view.dtype);
+        }
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
             return -1;
         }
     }
@@ -149,8 +153,9 @@ start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
 {
     for (int c = 0; c < seen->cover_count; c++) {
         fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
-        if (zero && fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) != FSDPC_OK) {
-            fsdpc_py_raise(FSDPC_E_INTERNAL);
+        int status = zero ? fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) : FSDPC_OK;
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
             return -1;
         }
     }

@@ -77,7 +77,7 @@ static int
 go_in(const fsdpc_py_hook *self, fsdpc_py_use *use)
 {
     if (!self->owner) {
-        PyErr_SetString(fsdpc_py_current()->state_error, "the hook's unit is gone");
+        PyErr_SetString(fsdpc_py_current()->state_error, "the unit of this hook no longer exists");
         return -1;
     }
     return self->kind == FSDPC_HOOK_END ? fsdpc_py_use_tree((fsdpc_py_tree *)self->owner, use)
@@ -95,8 +95,8 @@ check_torch(const fsdpc_py_hook *self)
         return 0;
     }
     PyErr_Format(fsdpc_py_current()->state_error,
-                 "unit %s: its tree was made without torch's functions; hooks need a Tree(..., "
-                 "torch=...)",
+                 "unit %s: hooks need torch's functions, which its tree was created without; pass "
+                 "Tree(..., torch=...)",
                  fsdpc_unit_name(flat->unit));
     return -1;
 }

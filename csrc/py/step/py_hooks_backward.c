@@ -29,8 +29,8 @@ static int
 model_is_gone(const fsdpc_py_flat *flat)
 {
     PyErr_Format(fsdpc_py_current()->state_error,
-                 "backward reached unit %s, whose model was deleted or initialised anew since its "
-                 "forward; keep the model until backward has run",
+                 "backward reached unit %s, whose model was deleted or reinitialised since its "
+                 "forward; keep the model until backward has ended",
                  fsdpc_unit_name(flat->unit));
     return -1;
 }
@@ -71,7 +71,7 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
         return -1;
     }
     int status;
-    FSDPC_PY_CORE(status, fsdpc_tree_backward_enter(tree->tree, flat->id));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || look_for_second(flat) < 0) {
         return -1;
     }
@@ -117,9 +117,9 @@ send_grads(fsdpc_py_flat *flat, bool sync)
         goto done;
     }
     if (sync) {
-        FSDPC_PY_CORE(status, fsdpc_tree_reduce(tree, flat->id, flat->grads));
+        FSDPC_PY_UNLOCKED(status = fsdpc_tree_reduce(tree, flat->id, flat->grads));
     } else {
-        FSDPC_PY_CORE(status, fsdpc_tree_keep_local(tree, flat->id, flat->grads));
+        FSDPC_PY_UNLOCKED(status = fsdpc_tree_keep_local(tree, flat->id, flat->grads));
     }
     result = fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
 done:
@@ -148,9 +148,9 @@ fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
 {
     PyErr_Format(fsdpc_py_current()->state_error,
                  "a gradient of parameter %s of unit %s was computed while the unit was not "
-                 "gathered: something that its forward computed reaches the loss without being "
+                 "gathered: a tensor that its forward computed reaches the loss without being "
                  "returned from forward (an attribute, a global, a custom class). Return it, "
-                 "or wrap the module that uses it as well",
+                 "or wrap the module that uses that tensor as well",
                  fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit));
     return -1;
 }

@@ -42,6 +42,6 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
     tree->twice = false;
     tree->sums = tree->count == 0 || tree->units[0]->sync;
     int status;
-    FSDPC_PY_CORE(status, fsdpc_tree_begin_backward(tree->tree));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_backward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);
 }

@@ -129,7 +129,7 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
     if (!touched || put_away(tree, touched) < 0) {
         goto done;
     }
-    FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, tree->sums));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, tree->sums));
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_forget_backward(tree->units[i]);
         memset(tree->units[i]->unit->used, 0,

@@ -88,7 +88,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (!tree->twice) {
         fsdpc_tree_forget_kept(tree->tree);
     }
-    FSDPC_PY_CORE(status, fsdpc_tree_end_backward(tree->tree, sync));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, sync));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }

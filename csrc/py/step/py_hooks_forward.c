@@ -29,8 +29,8 @@ call_on_thaw(fsdpc_py_tree *tree)
     PyObject *call = tree->on_thaw;
     if (!call) {
         PyErr_SetString(fsdpc_py_current()->state_error,
-                        "a parameter that was frozen when it was wrapped requires a gradient now, "
-                        "and this tree cannot make memory for it");
+                        "a parameter that was frozen when the model was wrapped now requires a "
+                        "gradient, and this tree cannot allocate memory for one");
         return -1;
     }
     tree->thaws = true;
@@ -78,7 +78,7 @@ begin_pass(fsdpc_py_tree *tree)
         return call_on_thaw(tree);
     }
     int status;
-    FSDPC_PY_CORE(status, fsdpc_tree_begin_forward(tree->tree));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
@@ -120,7 +120,7 @@ begin_outermost(fsdpc_py_flat *flat)
     }
     if (begun > 0) {
         PyErr_Format(fsdpc_py_current()->state_error,
-                     "unit %s: requires_grad of a parameter changes while a forward begins",
+                     "unit %s: requires_grad of a parameter changed while a forward began",
                      fsdpc_unit_name(flat->unit));
     }
     return begun == 0 ? 0 : -1;
@@ -246,7 +246,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
     }
     tree = flat->tree;
     int status;
-    FSDPC_PY_CORE(status, fsdpc_tree_forward_enter(tree->tree, flat->id));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_forward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
         return -1;
     }
@@ -273,7 +273,7 @@ check_kind(const fsdpc_py_flat *flat, PyObject *output)
     }
     PyErr_Format(fsdpc_py_current()->state_error,
                  "forward of unit %s returned a %s, whose body would run after the unit's "
-                 "parameters are released: return the values (a list of them, say), or wrap the "
+                 "parameters are released: return the values (for example as a list), or wrap the "
                  "module that uses the generator instead of this one",
                  fsdpc_unit_name(flat->unit), Py_TYPE(output)->tp_name);
     return -1;
@@ -346,7 +346,7 @@ leave_forward(fsdpc_py_flat *flat, int hooked)
     status = fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
     bool ends = status == FSDPC_OK && tree->forward_depth == 0 && !tree->recompute && hooked == 0;
     if (ends) {
-        FSDPC_PY_CORE(status, fsdpc_tree_end_forward(tree->tree));
+        FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_forward(tree->tree));
     }
     if (fsdpc_py_checked(status) < 0) {
         return -1;

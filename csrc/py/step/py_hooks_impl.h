@@ -23,12 +23,12 @@ typedef struct fsdpc_py_hook {
     uint64_t backward;
 } fsdpc_py_hook;
 
-/* status = expression, without the GIL. */
-#define FSDPC_PY_CORE(status, expression) \
-    do {                                  \
-        Py_BEGIN_ALLOW_THREADS(status)    \
-        = (expression);                   \
-        Py_END_ALLOW_THREADS              \
+/* Runs a statement, as in FSDPC_PY_UNLOCKED(status = call()), without the GIL. */
+#define FSDPC_PY_UNLOCKED(statement)                          \
+    do {                                                      \
+        PyThreadState *fsdpc_py_thread = PyEval_SaveThread(); \
+        statement;                                            \
+        PyEval_RestoreThread(fsdpc_py_thread);                \
     } while (0)
 
 /* --- py_hook.c ------------------------------------------------------------------------------- */

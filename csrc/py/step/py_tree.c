@@ -24,7 +24,7 @@ take_units(fsdpc_py_tree *self, PyObject *units)
         }
         for (int other = 0; other < self->count; other++) {
             if (self->units[other] == flat) {
-                PyErr_Format(PyExc_ValueError, "Tree: unit %s is in the list twice",
+                PyErr_Format(PyExc_ValueError, "Tree: unit %s is listed twice",
                              fsdpc_unit_name(flat->unit));
                 return -1;
             }
@@ -63,14 +63,14 @@ make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *optio
         goto done;
     }
     if (PyTuple_GET_SIZE(depths) != self->count) {
-        PyErr_SetString(PyExc_ValueError, "Tree: one depth per unit, please");
+        PyErr_SetString(PyExc_ValueError, "Tree: depths must have one entry per unit");
         goto done;
     }
     for (int i = 0; i < self->count; i++) {
         long depth = PyLong_AsLong(PyTuple_GET_ITEM(depths, i));
         if (depth < 0 || depth > 1000) {
             if (!PyErr_Occurred()) {
-                PyErr_SetString(PyExc_ValueError, "Tree: depths are numbers from 0 to 1000");
+                PyErr_SetString(PyExc_ValueError, "Tree: depths must be from 0 to 1000");
             }
             goto done;
         }
@@ -104,7 +104,8 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
         return 0;
     }
     if (!PyTuple_Check(torch)) {
-        PyErr_Format(PyExc_TypeError, "Tree: torch is a tuple of nine or None, not %.100s",
+        PyErr_Format(PyExc_TypeError,
+                     "Tree: torch must be a tuple of nine items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
@@ -141,7 +142,8 @@ parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
         return -1;
     }
     if (backward_prefetch < FSDPC_PREFETCH_NONE || backward_prefetch > FSDPC_PREFETCH_POST) {
-        PyErr_SetString(PyExc_ValueError, "Tree: backward_prefetch is 0 (none), 1 (pre), 2 (post)");
+        PyErr_SetString(PyExc_ValueError,
+                        "Tree: backward_prefetch must be 0 (none), 1 (pre) or 2 (post)");
         return -1;
     }
     options.backward_prefetch = (enum fsdpc_prefetch)backward_prefetch;
@@ -196,15 +198,34 @@ let_units_go(fsdpc_py_tree *self)
     }
 }
 
-static int
-tree_clear(fsdpc_py_tree *self)
+/* Freeing waits for the GPU, up to a minute per stream, and the GPU may wait for a collective that
+ * another thread has yet to issue. So the GIL is released, also under tp_clear and tp_dealloc: both may
+ * run Python code in any case, and no second collection starts before the first one has ended. Other
+ * threads wait at the gate, then find the tree closed; units that are in another tree by now are not
+ * touched. */
+static void
+free_core(fsdpc_py_tree *self)
 {
-    let_units_go(self);
+    fsdpc_tree *core = self->tree;
+    self->tree = NULL;
     if (self->count > 0) {
         fsdpc_py_enter_quietly(self->units[0]->unit->device);
     }
-    fsdpc_tree_free(self->tree);
-    self->tree = NULL;
+    fsdpc_py_shut_tree(self);
+    Py_BEGIN_ALLOW_THREADS
+    fsdpc_tree_free(core);
+    Py_END_ALLOW_THREADS
+    let_units_go(self);
+    fsdpc_py_reopen_tree(self);
+}
+
+static int
+tree_clear(fsdpc_py_tree *self)
+{
+    if (self->tree) {
+        free_core(self);
+    }
+    let_units_go(self);
     int count = self->count;
     self->count = 0; /* what the units' end calls finds a tree without units */
     for (int i = 0; i < count; i++) {
@@ -294,7 +315,7 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
     (void)unused;
     if (fsdpc_py_tree_in_use(self) && !self->thaws) {
         PyErr_SetString(fsdpc_py_current()->state_error,
-                        "the tree is in use; let its units go when the step is over");
+                        "the tree is in use; detach its units after the step has ended");
         return NULL;
     }
     if (self->tree && fsdpc_tree_in_backward(self->tree) && !fsdpc_py_in_backward(self) &&
@@ -482,7 +503,8 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
         return NULL;
     }
     if (unit < 0 || unit >= self->count) {
-        PyErr_SetString(PyExc_IndexError, "announce: no such unit");
+        PyErr_Format(PyExc_IndexError, "announce: the tree has %d units; index %d is out of range",
+                     self->count, unit);
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -536,7 +558,9 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"phase", (getter)get_phase, NULL, "'idle', 'forward' or 'backward'.", NULL},
-    {"kind", (getter)get_kind, NULL, "'shared', 'wire' or 'mixed'.", NULL},
+    {"kind", (getter)get_kind, NULL,
+     "How ranks exchange: 'shared', 'wire', 'stream', 'mixed' (units differ) or 'none' (no units).",
+     NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
      "Called when a synchronised backward has sent all that it knows of.", NULL},
     {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,

@@ -67,7 +67,7 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     if (number < 0 || number >= self->seen_count) {
-        PyErr_SetString(PyExc_IndexError, "replace_param: no such parameter");
+        PyErr_SetString(PyExc_IndexError, "replace_param: the parameter's index is out of range");
         return NULL;
     }
     fsdpc_py_seen *seen = &self->seen[number];
@@ -92,7 +92,7 @@ fsdpc_py_grad_version(const fsdpc_py_seen *seen)
     long value = version ? PyLong_AsLong(version) : -1;
     Py_XDECREF(version);
     if (value < 0 && !PyErr_Occurred()) {
-        PyErr_SetString(PyExc_ValueError, "a gradient has a version below 0");
+        PyErr_SetString(PyExc_ValueError, "a gradient has a negative version");
     }
     return value;
 }
@@ -161,7 +161,7 @@ sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
     }
     char *copy = fsdpc_mem_calloc(bytes, 1);
     int status = copy ? fsdpc_device_read_back(device, copy, part, bytes, "a gradient of no_sync")
-                      : fsdpc_error(FSDPC_E_NOMEM, "no memory to look at a gradient");
+                      : fsdpc_error(FSDPC_E_NOMEM, "no memory to read a gradient back");
     enum sign sign = all_zero(copy ? copy : "", copy ? bytes : 0) ? POSITIVE_ZEROS : OTHER;
     fsdpc_mem_free(copy);
     if (status != FSDPC_OK) {

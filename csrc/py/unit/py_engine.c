@@ -78,7 +78,7 @@ fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
         return -1;
     }
     if (index < 0 || index >= count) {
-        PyErr_Format(PyExc_IndexError, "unit %s has %d parameters, there is no number %ld",
+        PyErr_Format(PyExc_IndexError, "unit %s has %d parameters; index %ld is out of range",
                      fsdpc_unit_name(self->unit), count, index);
         return -1;
     }

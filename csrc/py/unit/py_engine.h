@@ -159,6 +159,10 @@ void fsdpc_py_end_use(fsdpc_py_use *use);
 /* The same for the unit alone, without waiting, and without a reference. */
 int fsdpc_py_try_flat(fsdpc_py_flat *flat);
 void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
+/* Around freeing a tree that is not in use: other threads wait at its gate and its units'. They take no
+ * reference. The second one does what was put off for units meanwhile. */
+void fsdpc_py_shut_tree(fsdpc_py_tree *tree);
+void fsdpc_py_reopen_tree(fsdpc_py_tree *tree);
 /* True if some thread, perhaps this one, is inside. */
 bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
 bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);

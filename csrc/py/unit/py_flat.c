@@ -153,7 +153,9 @@ flat_dealloc(fsdpc_py_flat *self)
     if (self->unit) {
         fsdpc_py_enter_quietly(self->unit->device);
     }
+    Py_BEGIN_ALLOW_THREADS
     fsdpc_unit_free(self->unit);
+    Py_END_ALLOW_THREADS
     Py_XDECREF(self->shard_comm);
     Py_XDECREF(self->replicate_comm);
     type->tp_free(self);
@@ -201,7 +203,7 @@ check_param(const fsdpc_py_flat *self, int param)
     if (param >= 0 && param < count) {
         return 0;
     }
-    PyErr_Format(PyExc_IndexError, "unit %s has %d parameters, there is no number %d",
+    PyErr_Format(PyExc_IndexError, "unit %s has %d parameters; index %d is out of range",
                  fsdpc_unit_name(self->unit), count, param);
     return -1;
 }
@@ -224,7 +226,7 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
             return fsdpc_py_hook_new((enum fsdpc_py_hook_kind)k, (PyObject *)self, param);
         }
     }
-    PyErr_Format(PyExc_ValueError, "there is no hook '%s'", kind);
+    PyErr_Format(PyExc_ValueError, "hook: unknown kind '%s'", kind);
     return NULL;
 }
 

@@ -44,7 +44,7 @@ take_tensor(const fsdpc_py_flat *self, int i, PyObject *tensor, blocks *all)
                                      : view->dtype == dtype && view->numel == length;
     if (!fits || !view->contiguous || (all->writes && view->readonly)) {
         PyErr_Format(PyExc_ValueError,
-                     "rank %d's block of parameter %s of unit %s wants a contiguous%s %s tensor of "
+                     "rank %d's block of parameter %s of unit %s needs a contiguous%s %s tensor of "
                      "%lld elements",
                      fsdpc_unit_rank(self->unit), layout->params[i].name,
                      fsdpc_unit_name(self->unit), all->writes ? ", writable" : "",
@@ -61,7 +61,7 @@ fill(const fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, blocks *al
 {
     int count = fsdpc_unit_layout(self->unit)->param_count;
     if (PyTuple_GET_SIZE(numbers) != count || PyTuple_GET_SIZE(tensors) != count) {
-        PyErr_Format(PyExc_ValueError, "unit %s wants one block and one tensor per parameter (%d)",
+        PyErr_Format(PyExc_ValueError, "unit %s needs one block and one tensor per parameter (%d)",
                      fsdpc_unit_name(self->unit), count);
         return -1;
     }
@@ -70,10 +70,10 @@ fill(const fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, blocks *al
         all->block[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i));
         if (all->block[i] < 0 || (all->block[i] == 0) != (tensor == Py_None)) {
             if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError,
-                             "parameter %s of unit %s: a block above 0 and a tensor, or 0 and None",
-                             fsdpc_unit_layout(self->unit)->params[i].name,
-                             fsdpc_unit_name(self->unit));
+                PyErr_Format(
+                    PyExc_ValueError,
+                    "parameter %s of unit %s needs a positive block and a tensor, or 0 and None",
+                    fsdpc_unit_layout(self->unit)->params[i].name, fsdpc_unit_name(self->unit));
             }
             return -1;
         }

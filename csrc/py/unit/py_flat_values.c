@@ -19,7 +19,7 @@ fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side)
     }
     if (*side >= 0 && (*side == FSDPC_ON_DEVICE) != on_device) {
         PyErr_Format(PyExc_ValueError,
-                     "unit %s: some tensors are on the GPU and some in host memory, choose one",
+                     "unit %s: the tensors must be all on the GPU or all in host memory",
                      fsdpc_unit_name(flat->unit));
         return -1;
     }
@@ -44,7 +44,7 @@ check_full_tensor(const fsdpc_py_flat *self, enum fsdpc_which which, int i, PyOb
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
-                 "parameter %s of unit %s wants a contiguous%s %s tensor of %lld elements",
+                 "parameter %s of unit %s needs a contiguous%s %s tensor of %lld elements",
                  layout->params[i].name, fsdpc_unit_name(self->unit), writable ? ", writable" : "",
                  fsdpc_dtype_name(dtype), (long long)layout->params[i].numel);
     fsdpc_py_view_release(view);
@@ -150,7 +150,8 @@ fsdpc_py_flat_read(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
     if (PyTuple_GET_SIZE(tensors) == fsdpc_unit_layout(self->unit)->param_count) {
         result = read_into(self, grad ? FSDPC_GRAD : FSDPC_MASTER, tensors);
     } else {
-        PyErr_Format(PyExc_ValueError, "read wants one tensor or None per parameter of unit %s",
+        PyErr_Format(PyExc_ValueError,
+                     "read: tensors must have one tensor or None per parameter of unit %s",
                      fsdpc_unit_name(self->unit));
     }
     Py_DECREF(tensors);
@@ -164,7 +165,7 @@ parse_mask(const fsdpc_py_flat *self, PyObject *object)
 {
     if (!PyBytes_Check(object) ||
         PyBytes_GET_SIZE(object) != fsdpc_unit_layout(self->unit)->param_count) {
-        PyErr_SetString(PyExc_TypeError, "mask must be bytes, one per parameter");
+        PyErr_SetString(PyExc_TypeError, "mask must be bytes with one byte per parameter");
         return NULL;
     }
     return (const uint8_t *)PyBytes_AS_STRING(object);

@@ -56,14 +56,14 @@ fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index)
     return capsule(self, data, fsdpc_unit_grad_dtype(self->unit, i), length);
 }
 
-/* fsdpc_py_flat_full_param(i, shape): shape in elements of the compute dtype. */
+/* full_param(i, shape): shape in elements of the compute dtype. */
 PyObject *
 fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count)
 {
     int i;
     if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) > FSDPC_PY_MAX_DIMS) {
         PyErr_SetString(PyExc_TypeError,
-                        "fsdpc_py_flat_full_param takes a number and a shape (tuple)");
+                        "full_param takes a parameter's index and a shape (tuple)");
         return NULL;
     }
     if (fsdpc_py_flat_index(self, args[0], &i) < 0) {
@@ -75,7 +75,8 @@ fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t 
         shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], d));
         if (shape[d] < 0) {
             if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "parameter %s of unit %s: a dimension of %lld",
+                PyErr_Format(PyExc_ValueError,
+                             "parameter %s of unit %s: the shape has the dimension %lld",
                              fsdpc_unit_layout(self->unit)->params[i].name,
                              fsdpc_unit_name(self->unit), (long long)shape[d]);
             }
@@ -88,7 +89,8 @@ fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t 
     }
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     if (numel != layout->params[i].numel) {
-        PyErr_Format(PyExc_ValueError, "parameter %s of unit %s has %lld elements, the shape %lld",
+        PyErr_Format(PyExc_ValueError,
+                     "parameter %s of unit %s has %lld elements, but the shape has %lld",
                      layout->params[i].name, fsdpc_unit_name(self->unit),
                      (long long)layout->params[i].numel, (long long)numel);
         return NULL;
@@ -105,7 +107,7 @@ parse_segment(const fsdpc_py_flat *self, PyObject *object, int *out)
     long index = PyLong_AsLong(object);
     if (index < 0 || index >= fsdpc_unit_layout(self->unit)->segment_count) {
         if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_IndexError, "unit %s has %d segments, there is no number %ld",
+            PyErr_Format(PyExc_IndexError, "unit %s has %d segments; index %ld is out of range",
                          fsdpc_unit_name(self->unit), fsdpc_unit_layout(self->unit)->segment_count,
                          index);
         }
@@ -165,8 +167,8 @@ host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
     if (fsdpc_py_own_place(self).type != DLPACK_DEVICE_CPU) {
         PyErr_Format(
             PyExc_BufferError,
-            "unit %s is in a GPU's memory, which NumPy does not see: shard_part, grad_part "
-            "and full_param give tensors over it",
+            "unit %s is in GPU memory, which NumPy cannot view; use shard_part, grad_part or "
+            "full_param for tensors over it",
             fsdpc_unit_name(self->unit));
         return NULL;
     }

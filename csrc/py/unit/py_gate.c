@@ -90,8 +90,8 @@ check_outside(const char *name)
 {
     return !fsdpc_py_is_in_core()
                ? 0
-               : refuse(name, "called from the middle of a collective of this thread (a callback "
-                              "or a signal handler); call it when the collective is over");
+               : refuse(name, "called inside a collective of this thread (from a callback or a "
+                              "signal handler); call it after the collective has returned");
 }
 
 /* --- entering and leaving -------------------------------------------------------------------- */
@@ -199,6 +199,25 @@ fsdpc_py_end_use(fsdpc_py_use *use)
     Py_XDECREF(use->flat);
     Py_XDECREF(use->tree);
     PyErr_Restore(type, value, traceback);
+}
+
+/* --- freeing --------------------------------------------------------------------------------- */
+
+void
+fsdpc_py_shut_tree(fsdpc_py_tree *tree)
+{
+    take(&tree->gate);
+}
+
+void
+fsdpc_py_reopen_tree(fsdpc_py_tree *tree)
+{
+    tree->gate.depth--;
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->units[i]->unbinds && !fsdpc_py_flat_in_use(tree->units[i])) {
+            tree->units[i]->gate.late((PyObject *)tree->units[i]);
+        }
+    }
 }
 
 /* --- who is inside --------------------------------------------------------------------------- */

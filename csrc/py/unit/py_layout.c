@@ -1,6 +1,6 @@
 /* fsdpc._C.layout: the placement of a unit's parameters as plain Python data.
  *
- * For the planner and the tests; the engine uses layout.h directly, so both see the same bytes.
+ * Only tests call the function; the engine uses layout.h directly, so both see the same bytes.
  */
 #include "py/unit/py_layout.h"
 
@@ -33,14 +33,15 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     long long numel;
     int trainable;
     if (!PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "layout: a parameter is a tuple, not %.100s",
+        PyErr_Format(PyExc_TypeError, "layout: a parameter must be a tuple, not %.100s",
                      Py_TYPE(item)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(item,
-                          "sLsssp;layout: a parameter is (name: str, numel: int, storage: str, "
-                          "compute: str, reduce: str, trainable: bool)",
-                          &out->name, &numel, &storage, &compute, &reduce, &trainable)) {
+    if (!PyArg_ParseTuple(
+            item,
+            "sLsssp;layout: a parameter must be (name: str, numel: int, storage: str, "
+            "compute: str, reduce: str, trainable: bool)",
+            &out->name, &numel, &storage, &compute, &reduce, &trainable)) {
         return -1;
     }
     out->numel = numel;
@@ -92,7 +93,7 @@ parse_request(PyObject *const *args, Py_ssize_t nargs, struct request *out)
         return -1;
     }
     if (world > MAX_WORLD) {
-        PyErr_Format(PyExc_ValueError, "layout: %d ranks; parts are listed for at most %d", world,
+        PyErr_Format(PyExc_ValueError, "layout: world is %d, but at most %d is supported", world,
                      MAX_WORLD);
         return -1;
     }
