@@ -3,7 +3,7 @@
  * Multi-phase initialisation with the state in the module. Sub-interpreters and a second load in
  * the same process are refused, because devices and communicators belong to the process; hence one
  * global pointer to the one state is sound. Importing prints nothing, starts no thread, opens no
- * file, and looks at no processor feature: that is left to first use.
+ * file and reads no processor feature: first use does.
  */
 #define FSDPC_PY_NUMPY_OWNER
 #include "py/base/py_numpy.h"
@@ -40,27 +40,29 @@ static int
 add_exceptions(PyObject *module, fsdpc_py_module_state *state)
 {
     if (add_exception(module, "fsdpc.CommError",
-                      "Ranks could not talk to each other; base of the communication errors.",
+                      "Communication between ranks failed; base of the communication errors.",
                       PyExc_RuntimeError, NULL, &state->comm_error) < 0) {
         return -1;
     }
-    if (add_exception(module, "fsdpc.PeerError",
-                      "Another rank died, left or raised; the message says which and why.",
-                      state->comm_error, NULL, &state->peer_error) < 0) {
+    if (add_exception(
+            module, "fsdpc.PeerError",
+            "Another rank died, left or raised; the message names the rank and the reason.",
+            state->comm_error, NULL, &state->peer_error) < 0) {
         return -1;
     }
-    if (add_exception(module, "fsdpc.CommTimeout",
-                      "A rank did not arrive in time; the message says which and what for.",
-                      state->comm_error, PyExc_TimeoutError, &state->comm_timeout) < 0) {
+    if (add_exception(
+            module, "fsdpc.CommTimeout",
+            "A rank did not arrive in time; the message names the rank and the operation.",
+            state->comm_error, PyExc_TimeoutError, &state->comm_timeout) < 0) {
         return -1;
     }
     if (add_exception(module, "fsdpc.MismatchError",
-                      "Ranks disagree about what they do; the message quotes the difference.",
+                      "Ranks made calls that differ; the message quotes the difference.",
                       state->comm_error, PyExc_ValueError, &state->mismatch_error) < 0) {
         return -1;
     }
-    if (add_exception(module, "fsdpc.StateError", "A call came out of order.", PyExc_RuntimeError,
-                      NULL, &state->state_error) < 0) {
+    if (add_exception(module, "fsdpc.StateError", "A call was made in the wrong state.",
+                      PyExc_RuntimeError, NULL, &state->state_error) < 0) {
         return -1;
     }
     return add_exception(module, "fsdpc.OutOfMemoryError", "Device memory is exhausted.",

@@ -101,7 +101,8 @@ memory_is_handed_out_mapped_and_given_back(void)
                 "pages");
     CHECK_ERROR(fsdpc_shm_discard(shm, 3, page), FSDPC_E_INVAL, "pages");
     CHECK_ERROR(fsdpc_shm_alloc(shm, (size_t)1 << 43, true, &none), FSDPC_E_NOMEM, "MiB are free");
-    CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM, "exceed the segment's");
+    CHECK_ERROR(fsdpc_shm_alloc(shm, SIZE_MAX - page, false, &none), FSDPC_E_NOMEM,
+                "exceed the segment's");
     fsdpc_shm_free(shm);
     /* Mappings outlive the handle. */
     memset(a, 3, 2 * page);

@@ -1,9 +1,9 @@
 /* What the files of the Python layer share: module state, errors, arguments, tensors.
  *
- * The layer turns Python objects into plain C values, lets go of the GIL, calls the core and turns
- * its status into an exception. There is one module state in a process (sub-interpreters and a
- * second load are refused, since devices and communicators belong to the process), so that errors
- * can be raised where no module object is at hand: fsdpc_py_current() is that state.
+ * The layer converts Python objects to C values, releases the GIL, calls the core and converts its
+ * status to an exception. There is one module state in a process (sub-interpreters and a second
+ * load are refused, since devices and communicators belong to the process), so that errors can be
+ * raised where no module object is at hand: fsdpc_py_current() is that state.
  *
  * Functions returning PyObject * give a new reference, or NULL with an exception set; functions
  * returning int give 0, or -1 with an exception set, unless stated otherwise. The GIL is held by
@@ -60,7 +60,7 @@ void fsdpc_py_set_current(fsdpc_py_module_state *state);
 /* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
  * and stores a reference in *slot (a member of the module state, which owns it). */
 int fsdpc_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
-/* True when the interpreter is going down and the GIL must not be asked for any more. */
+/* True when the interpreter is shutting down and the GIL must not be taken any more. */
 bool fsdpc_py_finalizing(void);
 
 /* --- callbacks (py_state.c) ------------------------------------------------------------------ */
@@ -70,29 +70,29 @@ bool fsdpc_py_finalizing(void);
 void fsdpc_py_core_calls_python(int more);
 bool fsdpc_py_is_in_core(void);
 /* Around a callback into Python from a thread with or without the GIL: an exception that was set
- * before stays the first one. FSDPC_E_STATE while the interpreter shuts down. */
+ * before is restored after it. FSDPC_E_STATE while the interpreter shuts down. */
 typedef struct fsdpc_py_entered {
     PyGILState_STATE gil;
     PyObject *type, *value, *trace;
 } fsdpc_py_entered;
 int fsdpc_py_callback_enter(fsdpc_py_entered *self);
-/* Gives `status` back. */
+/* Returns `status`. */
 int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
 
 /* --- errors (py_status.c) ---------------------------------------------------------------------*/
 
 /* Raises the exception class of `status` with this thread's error text; always returns NULL. An
  * exception that is already set because a callback raised it becomes the cause of the new one. One
- * that a signal handler raised (FSDPC_E_INTERRUPT), and one that is no Exception (SystemExit), is
- * kept as it is. */
+ * that a signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), stays
+ * as it is. */
 PyObject *fsdpc_py_raise(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
-/* Calls a callable without arguments, which the call may take out of its place. 0 or -1. */
+/* Calls a callable without arguments; the call may remove the callable from its owner. 0 or -1. */
 int fsdpc_py_call(PyObject *callable);
-/* For waits, without the GIL: runs Python's signal handlers (on the main thread, elsewhere it does
- * nothing). Non-zero if one raised; that stays set and is found by fsdpc_py_raise. */
+/* For waits, without the GIL: runs Python's signal handlers (on the main thread; a no-op
+ * elsewhere). Non-zero if one raised: the exception stays set, and fsdpc_py_raise keeps it. */
 int fsdpc_py_check_signals(void);
 
 /* --- arguments (py_args.c) ------------------------------------------------------------------- */
@@ -135,7 +135,7 @@ typedef struct fsdpc_py_place {
     int32_t type, id;
 } fsdpc_py_place;
 extern const fsdpc_py_place fsdpc_py_host;
-/* Of tensors in a device's memory. */
+/* The place of tensors in a device's memory. */
 fsdpc_py_place fsdpc_py_place_of(const fsdpc_device *device);
 
 /* Memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
@@ -154,8 +154,8 @@ typedef struct fsdpc_py_view {
     PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
-/* Any object with __dlpack__ (host memory only) or the buffer protocol. The view holds on to the
- * memory until fsdpc_py_view_release. TypeError, BufferError. */
+/* Any object with __dlpack__ (host memory only) or the buffer protocol. The view keeps the memory
+ * alive until fsdpc_py_view_release. TypeError, BufferError. */
 int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
 /* The same; a torch tensor may also be in a GPU's memory. */
 int fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out);
@@ -170,7 +170,7 @@ int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view
 int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
 /* 0 if the view is in that place, else -1 with BufferError. */
 int fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place);
-/* Only where its memory begins: the cheapest question. */
+/* Only the address of a tensor's memory: the cheapest query. */
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
 /* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
 int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
@@ -179,19 +179,19 @@ bool fsdpc_py_is_torch(PyObject *object);
 /* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
  * BufferError. */
 int fsdpc_py_view_finish(fsdpc_py_view *view);
-/* Copies what a DLPack tensor in host or CUDA memory says. BufferError. */
+/* Fills a view from a DLPack tensor in host or CUDA memory. BufferError. */
 int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
-/* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. Whoever
- * consumes it keeps `owner` alive; shape is copied. */
+/* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. The
+ * consumer keeps `owner` alive; shape is copied. */
 PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
                                  fsdpc_py_place place, PyObject *owner);
 
 /* --- streams (py_stream.c) ------------------------------------------------------------------- */
 
-/* What this thread asks of the device from now on goes on torch's current stream. Nothing to do for
- * a device that does not queue. */
+/* This thread's work for the device goes on torch's current stream from now on. A no-op for a
+ * synchronous device. */
 int fsdpc_py_enter_device(fsdpc_device *device);
-/* The same where no exception may come out: a current exception stays, a failure is dropped. */
+/* The same where no exception may be raised: one that is set stays, a failure is ignored. */
 void fsdpc_py_enter_quietly(fsdpc_device *device);
 /* set_stream_function(function) of the module. */
 PyObject *fsdpc_py_set_stream_function(PyObject *module, PyObject *function);

@@ -1,8 +1,8 @@
-/* An allocator of Python's for a GPU's memory: torch's, so that its cache and its figures hold what
- * units allocate. Only set-up allocates, so a call into Python costs nothing that counts.
+/* A Python allocator for a GPU's memory: torch's, so that torch's cache and statistics include what
+ * units allocate. Only set-up allocates, so the cost of calling Python does not matter.
  *
- * The core calls these with the GIL released or held. What `alloc` raises stays set in this thread
- * and becomes the cause of what is raised in the end; an OutOfMemoryError keeps its class.
+ * The core calls these with the GIL released or held. An exception that `alloc` raises stays set in
+ * this thread and becomes the cause of the final one; an OutOfMemoryError keeps its class.
  */
 #include <string.h>
 
@@ -51,7 +51,7 @@ alloc(void *context, size_t bytes, fsdpc_stream *stream, void **out)
     return fsdpc_py_callback_leave(&state, status);
 }
 
-/* Nobody can be told of what goes wrong here but the interpreter's own hook. */
+/* No caller can receive an exception here: sys.unraisablehook gets it. */
 static void
 finish(PyObject *result, PyObject *callable)
 {
@@ -170,13 +170,13 @@ cuda_allocated(PyObject *module, PyObject *argument)
 PyMethodDef fsdpc_py_alloc_methods[] = {
     {"set_cuda_allocator", set_cuda_allocator, METH_VARARGS,
      "set_cuda_allocator(ordinal, alloc, free, trim=None, /)\n--\n\n"
-     "Memory that units allocate on that GPU (not what slots are made of) comes from\n"
-     "alloc(bytes, stream) -> address from now on, and goes back by free(address) when the GPU "
-     "has\n"
-     "done with it. trim() shall give unused memory to the driver; it is called when slots find\n"
-     "none. alloc and free None: the driver's again. Called with the GIL, at set-up only."},
+     "Memory that units allocate on that GPU (except for slots) comes from\n"
+     "alloc(bytes, stream) -> address from now on, and is returned by free(address) when the GPU\n"
+     "has finished with it. trim() must return unused memory to the driver; it is called when the\n"
+     "driver has no memory for a slot. alloc and free None: the driver allocates again. All are\n"
+     "called with the GIL, at set-up only."},
     {"cuda_allocated", cuda_allocated, METH_O,
      "cuda_allocated(ordinal, /)\n--\n\n"
-     "Returns the bytes that are out now from allocators that were set for that GPU."},
+     "Returns the bytes now allocated from the allocators that were set for that GPU."},
     {NULL, NULL, 0, NULL},
 };

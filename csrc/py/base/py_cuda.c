@@ -1,4 +1,5 @@
-/* The GPUs of this process as plain data. Asking starts the CUDA driver; importing does not. */
+/* The GPUs of this process as plain data. The first query starts the CUDA driver; importing does
+ * not. */
 #include "py/base/py_cuda.h"
 
 #include <limits.h>
@@ -79,19 +80,17 @@ PyMethodDef fsdpc_py_cuda_methods[] = {
      "function(ordinal) returns the driver's handle of that GPU's current stream on this thread."},
     {"stand_in", stand_in, METH_NOARGS,
      "stand_in()\n--\n\n"
-     "True if $FSDPC_LIBCUDA names a simulated driver, whose memory is host memory: CPU models "
-     "are\n"
-     "then sharded on its GPU. NotImplementedError: the library named there does not work."},
+     "True if $FSDPC_LIBCUDA names a simulated driver, whose memory is host memory: CPU models\n"
+     "are then sharded on its GPU. NotImplementedError if that library cannot be loaded."},
     {"cuda_image_bytes", cuda_image_bytes, METH_NOARGS,
      "cuda_image_bytes()\n--\n\n"
      "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."},
     {"cuda_device", cuda_device, METH_O,
      "cuda_device(ordinal, /)\n--\n\n"
-     "Returns what is known of a GPU: device, kernels, virtual_memory, stand_in, align_bytes, "
-     "note.\n"
-     "NotImplementedError in one sentence where there is no such GPU, driver or kernel."},
+     "Returns a GPU's properties: device, kernels, virtual_memory, stand_in, align_bytes, note.\n"
+     "NotImplementedError where there is no such GPU, driver or kernel."},
     {"cuda_waits", cuda_waits, METH_O,
      "cuda_waits(ordinal, /)\n--\n\n"
-     "Returns how often the host has waited for that GPU in this process: torch's waits aside."},
+     "Returns the number of host syncs with that GPU in this process, without torch's."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,11 +1,11 @@
-/* The ground of the Python layer: the module state, types that it owns, and the way back into Python
- * from the middle of a core call.
+/* The base of the Python layer: the module state, the types that the state owns, and callbacks into
+ * Python from the middle of a core call.
  */
 #include "py/base/py.h"
 
 static fsdpc_py_module_state *current_state;
 
-/* How much Python code runs in the middle of core calls of this thread. */
+/* Nesting of Python code that runs in the middle of core calls of this thread. */
 static _Thread_local int in_core;
 
 /* --- module state ---------------------------------------------------------------------------- */

@@ -45,8 +45,8 @@ exception_class(int status)
     }
 }
 
-/* Memory that another allocator did not have is missed under that allocator's own exception, which
- * its users catch. */
+/* An out-of-memory error of another allocator keeps that allocator's exception class, which its
+ * users catch. */
 static PyObject *
 class_for(int status, PyObject *cause)
 {

@@ -1,5 +1,5 @@
-/* torch's current stream becomes the engine's: asked for anew at each entry, because users change it
- * as they like. A simulated GPU has torch's operators on its default stream.
+/* torch's current stream becomes the engine's. It is read at each entry, because users may change
+ * it at any time. On a simulated GPU torch's operators run on the default stream.
  */
 #include "py/base/py.h"
 

@@ -7,7 +7,7 @@
  * which also yields the better error text.
  *
  * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
- * do not tell, so that is asked of the tensor in both ways.
+ * do not report that, so the tensor's methods are called in both cases.
  */
 #include <stdio.h>
 #include <string.h>

@@ -1,6 +1,6 @@
-/* A "c10d" communicator's way back into Python: collectives as methods of a Python object.
+/* The callbacks of a "c10d" communicator: collectives as methods of a Python object.
  *
- * The core calls these with the GIL released or held; they take it, wrap the memory as a NumPy
+ * The core calls these with the GIL released or held; they take the GIL, wrap the memory as a NumPy
  * array of bytes that is valid for the call only, and call the method. An exception raised there
  * stays set in this thread and ends the collective with FSDPC_E_COMM; when that status reaches
  * Python, fsdpc_py_raise makes the exception its cause (or keeps it, for KeyboardInterrupt).

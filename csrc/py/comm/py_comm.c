@@ -1,8 +1,8 @@
 /* The Python type Comm: a communicator's methods, its attributes, its life.
  *
- * close() ends the use by Python and tells the peers that this rank left in good order; the
- * communicator itself lives as long as the object, because units and buffers borrow it. How one is
- * made is in py_comm_make.c and py_comm_nccl.c, its collectives are in py_comm_collectives.c.
+ * close() ends the use by Python and marks this rank as gone for its peers; the communicator itself
+ * lives as long as the object, because units and buffers borrow it. The constructors are in
+ * py_comm_make.c and py_comm_nccl.c, the collectives in py_comm_collectives.c.
  */
 #include "py/comm/py_comm_impl.h"
 
@@ -15,7 +15,7 @@
 
 PyDoc_STRVAR(abort_doc, "abort($self, text)\n--\n\n"
                         "Breaks the group: waits of all ranks end with PeerError quoting `text`\n"
-                        "(kinds other than 'shm': on this rank only). Local, waits for nobody.");
+                        "(kinds other than 'shm': on this rank only). Local; does not wait.");
 
 static PyObject *
 comm_abort(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *keywords)
@@ -48,9 +48,9 @@ comm_fail(PyObject *self, PyObject *const *values, Py_ssize_t count, PyObject *k
 
 PyDoc_STRVAR(close_doc,
              "close($self)\n--\n\n"
-             "Leaves the group in good order: peers that still need this rank are told\n"
-             "so. Local; gives what is on its way over NCCL a few seconds to end. Later\n"
-             "collectives raise StateError.");
+             "Leaves the group: peers that still wait for this rank get PeerError. Local;\n"
+             "collectives in flight over NCCL get a few seconds to end. Later collectives\n"
+             "raise StateError.");
 
 static PyObject *
 comm_close(PyObject *object, PyObject *Py_UNUSED(ignored))
@@ -96,12 +96,11 @@ comm_late_text(PyObject *Py_UNUSED(type), PyObject *arguments)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-/* Of those in other files. */
+/* Documentation of the methods in other files. */
 
-PyDoc_STRVAR(self__doc,
-             "self_($type, device=None)\n--\n\n"
-             "A communicator of this rank alone; needs no peer. device: a GPU's number,\n"
-             "None for the CPU. NotImplementedError where there is no such GPU.");
+PyDoc_STRVAR(self__doc, "self_($type, device=None)\n--\n\n"
+                        "A communicator of this rank alone. device: a GPU's number,\n"
+                        "None for the CPU. NotImplementedError where there is no such GPU.");
 
 PyDoc_STRVAR(
     shm_doc,
@@ -134,27 +133,25 @@ PyDoc_STRVAR(
                                  "number. timeout is in seconds\n"
                                  "and holds for this call and each later collective. "
                                  "exchange(memory, piece_bytes, what):\n"
-                                 "the host's own channel, an all-gather on a 1-D array of bytes, "
-                                 "for what ranks tell each "
-                                 "other\n"
-                                 "outside of steps; without it that goes over the GPU. register: "
-                                 "slots are registered with "
-                                 "NCCL\n"
-                                 "where it can do that; the same on all ranks. Methods take arrays "
-                                 "in host memory, for\n"
-                                 "that channel, and torch's tensors on the GPU, for NCCL on "
-                                 "torch's current stream.\n"
+                                 "an all-gather between hosts, on a 1-D array of bytes, for "
+                                 "messages outside of steps; without\n"
+                                 "exchange these messages go over the GPU. register: slots are "
+                                 "registered with NCCL where NCCL\n"
+                                 "supports that; the same on all ranks. Methods take arrays in "
+                                 "host memory, sent by exchange,\n"
+                                 "and torch's tensors on the GPU, sent by NCCL on torch's current "
+                                 "stream.\n"
                                  "Raises ValueError, CommTimeout, CommError, NotImplementedError.");
 
 PyDoc_STRVAR(all_gather_doc,
              "all_gather($self, array, what='')\n--\n\n"
-             "In place: the array holds one piece a rank; this rank's is there before, all are\n"
-             "there after. Any dtype. Collective. `what` goes into error texts.");
+             "In place: the array holds one piece per rank; this rank's piece is set before the\n"
+             "call, all pieces after. Any dtype. Collective. `what` is quoted in errors.");
 
 PyDoc_STRVAR(reduce_scatter_doc,
              "reduce_scatter($self, array, what='')\n--\n\n"
-             "In place: the array holds one piece a rank; after, this rank's piece is the sum\n"
-             "over ranks and the others are unspecified. Floating point. Collective.");
+             "In place: the array holds one piece per rank; after the call this rank's piece is\n"
+             "the sum over ranks and the others are unspecified. Floating point. Collective.");
 
 PyDoc_STRVAR(all_reduce_doc, "all_reduce($self, array, op='sum', what='')\n--\n\n"
                              "In place: every rank gets the sum ('max', 'min') of all arrays.\n"
@@ -173,10 +170,10 @@ PyDoc_STRVAR(agree_doc, "agree($self, text, what='')\n--\n\n"
 PyDoc_STRVAR(
     staged_doc,
     "staged($self, device, /)\n--\n\n"
-    "The same ranks' communicator for the memory of a GPU, given by its number: collectives\n"
-    "on copies in host memory, in each of which the host waits. Keeps this one, whose\n"
-    "collectives and its own are called one at a time. ValueError: this one is a GPU's.\n"
-    "NotImplementedError where there is no such GPU. Local.");
+    "A communicator of the same ranks for the memory of a GPU, given by its number: each\n"
+    "collective runs on a copy in host memory, and the host waits for it. Keeps this\n"
+    "communicator alive; collectives of the two must not overlap. ValueError if this one is a\n"
+    "GPU's, NotImplementedError where there is no such GPU. Local.");
 
 #define FAST(name, function, flags)                                                           \
     {#name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS | (flags), \
@@ -234,22 +231,22 @@ comm_device(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *
 comm_one_memory(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->one_memory);
+    return PyBool_FromLong(fsdpc_comm_get_caps(((fsdpc_py_comm *)self)->comm)->one_memory);
 }
 
 static PyObject *
 comm_names_absentees(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->names_absentees);
+    return PyBool_FromLong(fsdpc_comm_get_caps(((fsdpc_py_comm *)self)->comm)->names_absentees);
 }
 
 static PyObject *
 comm_rounds_sums(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyBool_FromLong(fsdpc_comm_get_caps(((comm_object *)self)->comm)->rounds_sums);
+    return PyBool_FromLong(fsdpc_comm_get_caps(((fsdpc_py_comm *)self)->comm)->rounds_sums);
 }
 
-/* Of reductions: what is asked is how they sum. */
+/* Asks the communicator of reductions: the attribute says how gradients are summed. */
 static PyObject *
 comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -267,15 +264,15 @@ static PyGetSetDef comm_getset[] = {
     {"rank", comm_rank, NULL, "Rank within the group.", NULL},
     {"world", comm_world, NULL, "Number of ranks of the group.", NULL},
     {"kind", comm_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
-    {"device", comm_device, NULL, "Number of the GPU whose memory it carries; None: the CPU's.",
-     NULL},
+    {"device", comm_device, NULL,
+     "Number of the GPU whose memory the collectives take; None: the CPU.", NULL},
     {"one_memory", comm_one_memory, NULL, "True if the ranks share memory.", NULL},
     {"names_absentees", comm_names_absentees, NULL,
      "True if agree() and barrier() name the ranks that did not come by the deadline.", NULL},
     {"rounds_sums", comm_rounds_sums, NULL,
      "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.", NULL},
     {"symmetric", comm_symmetric, NULL,
-     "True if NCCL reduces on windows of memory that all ranks' GPUs see.", NULL},
+     "True if NCCL reduces in symmetric memory of all ranks' GPUs.", NULL},
     {"closed", comm_closed, NULL, "True after close().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

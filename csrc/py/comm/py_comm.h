@@ -11,11 +11,11 @@
 int fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out);
 
 /* Fills the callbacks of a "c10d" communicator of `world` ranks: they call the methods of `object`
- * (see py_c10d.c) and own a reference to it, which fsdpc_comm_free gives back through `release`. */
+ * (see py_c10d.c) and own a reference to it, which fsdpc_comm_free drops through `release`. */
 int fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out);
 
-/* A Comm object over `comm`, which it takes over, even on failure. `callbacks` (or NULL) is what the
- * communicator keeps, for the garbage collector. */
+/* A Comm object that takes over `comm`, even on failure. `callbacks` (or NULL) is the object that
+ * the communicator keeps, for the garbage collector. */
 PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks);
 /* Comm.nccl(), and the functions beside it (py_comm_nccl.c). */
 PyObject *fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count,

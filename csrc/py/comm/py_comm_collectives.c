@@ -1,6 +1,6 @@
 /* The collectives of a Comm, on arrays and tensors.
  *
- * Each turns its array into a view, lets go of the GIL, calls the core and maps the status.
+ * Each turns its array into a view, releases the GIL, calls the core and maps the status.
  */
 #include "py/comm/py_comm_impl.h"
 
@@ -71,8 +71,8 @@ typedef struct job {
     bool on_device;
 } job;
 
-/* torch's tensors in the memory of the group's GPU go by its own collectives, queued on torch's
- * current stream; host memory goes as the group carries it. */
+/* torch's tensors in the memory of the group's GPU take its collectives, queued on torch's current
+ * stream; host memory takes the group's host collectives. */
 static int
 choose_way(job *self, PyObject *array)
 {
@@ -114,7 +114,7 @@ run_broadcast(job *self)
         self->comm, self->view.data, view_bytes(&self->view), self->root, self->what);
 }
 
-/* `pieces`, `floats`: what is demanded of the array. */
+/* `pieces`, `floats`: what is required of the array. */
 static PyObject *
 run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floats)
 {

@@ -3,7 +3,7 @@
 
 #include <limits.h>
 
-/* Takes over `status` of making `comm`: an object over it, or its exception. */
+/* An object over `comm`, or the exception of the `status` of making it. */
 static PyObject *
 made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
 {

@@ -1,8 +1,8 @@
-/* Comm.nccl(): communicators over NCCL, with the host's own channel as a Python callable.
+/* Comm.nccl(): communicators over NCCL, with the hosts' channel as a Python callable.
  *
- * The channel is called with the GIL taken, like the callbacks of a "c10d" communicator. What it
- * raises keeps its kind when it is one of our errors (CommTimeout, PeerError): it says who is
- * missing better than the layers above could.
+ * The channel is called with the GIL held, like the callbacks of a "c10d" communicator. A
+ * CommTimeout or PeerError that the callable raises keeps its class and text: the channel names the
+ * missing rank, which the layers above cannot.
  */
 #include <stdio.h>
 #include <string.h>
@@ -18,7 +18,7 @@ typedef struct channel {
     int world;
 } channel;
 
-/* Status of the exception that is set, which is taken away where its text says all. */
+/* Status of the exception that is set; the exception is cleared where its text says all. */
 static int
 status_of_exception(const char *what)
 {
@@ -68,7 +68,7 @@ release(void *context)
     fsdpc_mem_free(to);
 }
 
-/* What the arguments say. */
+/* The arguments of nccl(). */
 typedef struct request {
     int32_t rank, world, device;
     PyObject *id, *reduce_id, *exchange;
@@ -132,7 +132,8 @@ set_channel(PyObject *callable, int world, fsdpc_comm_nccl_options *options)
     return 0;
 }
 
-/* Without the GIL. Takes the options' context over. The second communicator is for reductions. */
+/* Called without the GIL. Takes over the options' context. The second communicator is for
+ * reductions. */
 static int
 make(const request *from, const fsdpc_comm_nccl_options *options, const char *const ids[2],
      fsdpc_comm **out)
@@ -141,7 +142,7 @@ make(const request *from, const fsdpc_comm_nccl_options *options, const char *co
     fsdpc_device *device = NULL;
     fsdpc_comm *comm = NULL, *twin = NULL;
     char name[64];
-    /* The first one keeps the channel, and outlives the second. */
+    /* The first communicator owns the channel and outlives the second. */
     fsdpc_comm_nccl_options second = *options;
     second.name = name;
     second.release = NULL;
@@ -212,7 +213,7 @@ nccl_version(PyObject *module, PyObject *ignored)
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }
 
-/* NULL with an exception set: not one over NCCL. */
+/* NULL with an exception set unless `object` is a communicator over NCCL. */
 static fsdpc_comm *
 nccl_of(PyObject *object)
 {
@@ -258,18 +259,17 @@ nccl_note_others(PyObject *module, PyObject *arguments)
 PyMethodDef fsdpc_py_nccl_methods[] = {
     {"nccl_stall", nccl_stall, METH_O,
      "nccl_stall(comm)\n--\n\n"
-     "(seconds, text) of a communicator of kind \"nccl\": for how long the oldest of its "
-     "collectives\n"
-     "has been on its way, 0.0 where none is, and which, or after which one this rank is. Local."},
+     "(seconds, text) of a communicator of kind \"nccl\": for how long its oldest collective has\n"
+     "been in flight (0.0: none is), and its name, or that of the last one that ended. Local."},
     {"nccl_note_others", nccl_note_others, METH_VARARGS,
      "nccl_note_others(comm, text)\n--\n\n"
-     "What is known of the other ranks: it is said when a deadline of `comm` passes. Local; '' "
-     "takes\n"
-     "it back."},
+     "Sets the text about the other ranks that is quoted when a deadline of `comm` passes; '' "
+     "removes\n"
+     "the text. Local."},
     {"nccl_id", nccl_id, METH_NOARGS,
      "nccl_id()\n--\n\n"
-     "A new id for Comm.nccl(), made on one rank and given to the others. NotImplementedError in\n"
-     "one sentence where there is no NCCL, or one older than 2.18."},
+     "A new id for Comm.nccl(), to be made on one rank and sent to the others.\n"
+     "NotImplementedError where there is no NCCL, or NCCL is older than 2.18."},
     {"nccl_version", nccl_version, METH_NOARGS,
      "nccl_version()\n--\n\nWhich NCCL is used: 'NCCL 2.28.3 (/path/libnccl.so.2)'."},
     {NULL, NULL, 0, NULL},

@@ -1,5 +1,5 @@
 /* A flat parameter without a tree of modules: gather, release and reduce by hand, with NumPy alone.
- * It makes a tree of its own, of one unit, on first use.
+ * The first use creates a tree of this one unit.
  */
 #define PY_SSIZE_T_CLEAN
 #include "py/unit/py_engine.h"
@@ -167,7 +167,7 @@ fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t coun
     return result;
 }
 
-/* enter_forward(), leave_forward(): a reference without any module's forward, for those who gather
+/* enter_forward(), leave_forward(): a reference without a module's forward, for callers that gather
  * several units ahead of use. */
 PyObject *
 fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)

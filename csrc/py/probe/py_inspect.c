@@ -1,5 +1,5 @@
-/* How the extension sees a tensor, as plain Python data; for tests, measurements and bug reports.
- */
+/* The extension's view of a tensor as plain Python data; for tests, measurements and bug
+ * reports. */
 #include "py/probe/py_inspect.h"
 
 #include <string.h>
@@ -65,7 +65,7 @@ PyDoc_STRVAR(
     "tensor_info(tensor, how='any', repeat=1)\n--\n\n"
     "What the extension sees of a tensor or an array: data, dtype, itemsize, numel, shape,\n"
     "strides (in elements), contiguous, readonly. how: 'any' (DLPack, buffer), 'torch'\n"
-    "(fast), 'methods' (by the tensor's methods). ns: time per look over `repeat` looks.");
+    "(fast), 'methods' (by the tensor's methods). ns: time per view over `repeat` views.");
 
 static PyObject *
 tensor_info(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t count,

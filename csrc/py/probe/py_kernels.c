@@ -21,7 +21,7 @@ check_same_count(const fsdpc_py_buffer *a, const fsdpc_py_buffer *b)
     return 0;
 }
 
-/* A table trusts its caller; a device checks, and its status goes through. */
+/* A table does not check its arguments; a device does, and its status is raised. */
 static int
 check_arithmetic(const fsdpc_py_buffer *buffer, bool accumulator)
 {
@@ -368,15 +368,15 @@ PyMethodDef fsdpc_py_kernel_methods[] = {
      "Returns (sum of squares, largest magnitude, whether any element is not finite)."},
     {"kernel_pack_plan", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack_plan),
      "kernel_pack_plan(targets, bytes, kernels=None)\n--\n\n"
-     "The way of tensors into a buffer of so many bytes. targets: (elements, offset in bytes,\n"
-     "dtype) each, by rising offset; what lies between them becomes zeros."},
+     "A plan for packing tensors into a buffer of `bytes` bytes. targets: (elements, offset in\n"
+     "bytes, dtype) each, by rising offset; gaps between them are zeroed."},
     {"kernel_pack", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack),
      "kernel_pack(plan, dst, src, scale=1.0)\n--\n\n"
      "Packs tensors of any strides, one for each of the plan's targets (None: zeros), times "
      "scale."},
     {"kernel_scale_by", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_scale_by),
      "kernel_scale_by(x, dtype, factor, kernels=None)\n--\n\n"
-     "x[i] *= factor, one float64 in memory of the GPU, where the host never reads it."},
+     "x[i] *= factor, one float64 in GPU memory, without a host sync."},
     {"kernel_names", kernel_names, METH_NOARGS,
      "kernel_names()\n--\n\nReturns the names of the tables that this processor runs."},
     {"set_num_threads", set_num_threads, METH_O,

@@ -1,4 +1,4 @@
-/* The kernels of the CPU device as functions of the extension; for tests and measurements. */
+/* The kernels as functions of the extension; for tests and measurements. */
 #ifndef FSDPC_PY_KERNELS_H
 #define FSDPC_PY_KERNELS_H
 

@@ -1,5 +1,5 @@
-/* Kernels that a device has and a table has not: many tensors by one launch, and a product with a
- * number that the host never reads. A plan is a capsule that ends with its last user.
+/* Kernels that only devices have: many tensors by one launch, and a product with a factor that the
+ * host never reads. A plan is a capsule, freed with its last reference.
  */
 #include "base/mem.h"
 #include "py/probe/py_kernels_impl.h"

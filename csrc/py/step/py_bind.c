@@ -1,6 +1,6 @@
-/* The torch objects that a unit stands for: gathered tensors, places in modules, the parameters and
- * gradients that the optimizer sees. Set once by bind(); what runs in a step is dictionary stores
- * and attribute reads over prepared arrays. The gradients are in py_grads_full.c and
+/* The torch objects of a unit: gathered tensors, their entries in modules, the parameters and
+ * gradients that the optimizer sees. bind() sets them once; a step only stores dictionary entries
+ * and reads attributes, from prepared arrays. The gradients are in py_grads_full.c and
  * py_grads_seen.c.
  */
 #include "py/unit/py_engine.h"
@@ -41,7 +41,7 @@ check_row(PyObject *row, const char *list)
     return -1;
 }
 
-/* The gathered tensor of a parameter's number from Python must be there. */
+/* Checks a parameter's index from Python, and that its gathered tensor exists. */
 static int
 check_number(const fsdpc_py_flat *flat, long number)
 {
@@ -238,7 +238,8 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* What is released may run Python code, which must find the unit without what is on its way out. */
+/* Dropping references may run Python code, which must not find the references that are being
+ * dropped. */
 void
 fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
 {

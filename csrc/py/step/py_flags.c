@@ -1,10 +1,10 @@
-/* requires_grad of the parameters that the optimizer sees, carried over to the gathered tensors, and
- * the gradient hooks on these.
+/* requires_grad of the parameters that the optimizer sees, copied to the gathered tensors, and the
+ * gradient hooks on these.
  *
  * Flags are read when a pass begins, and once more when a backward does: like an unsharded leaf, a
- * parameter that was frozen in between gets no gradient. One that was frozen when its unit was made
- * has no memory for a gradient; when it is to be trained, the tree's `on_thaw` makes some
- * (fsdpc/_engine/thaw.py), with all ranks together.
+ * parameter that was frozen in between gets no gradient. A parameter that was frozen when its unit
+ * was made has no gradient memory; when the parameter is to be trained, the tree's `on_thaw`
+ * allocates it (fsdpc/_engine/thaw.py). Collective.
  */
 #include "py/unit/py_engine.h"
 
@@ -12,7 +12,7 @@
 
 /* --- gradient hooks -------------------------------------------------------------------------- */
 
-/* torch takes no hook on a tensor that is frozen, and keeps one through later freezing. */
+/* torch refuses a hook on a frozen tensor, and keeps a hook through later freezing. */
 static int
 watch_one(fsdpc_py_flat *flat, int i)
 {
@@ -155,7 +155,7 @@ fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list)
             return NULL;
         }
     }
-    /* Which parameters run last in backward is not known any more. */
+    /* The parameters that get their gradients last are no longer known. */
     if (fsdpc_py_watch_all(self) < 0 || fsdpc_py_note_waiting(self) < 0) {
         return NULL;
     }

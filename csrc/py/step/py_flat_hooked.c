@@ -1,6 +1,6 @@
-/* A unit whose gradients a communication hook sums: what the hook's caller in Python needs to pack
- * them, and to add what came back. When its turn is, the tree decides (tree.h); the order of calls
- * in a backward is in py_hooks_backward.c.
+/* A unit whose gradients a communication hook sums: packing the gradients for the hook's caller in
+ * Python, and adding the sums. The tree decides when the hook runs (tree.h); the order of calls in
+ * a backward is in py_hooks_backward.c.
  */
 #include "py/unit/py_engine.h"
 
@@ -33,7 +33,7 @@ fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure)
 int
 fsdpc_py_call_comm_hook(fsdpc_py_flat *flat)
 {
-    PyObject *hook = Py_NewRef(flat->comm_hook); /* a hook may take itself away */
+    PyObject *hook = Py_NewRef(flat->comm_hook); /* a hook may remove itself */
     PyObject *result = PyObject_CallNoArgs(hook);
     Py_DECREF(hook);
     if (!result) {

@@ -1,5 +1,4 @@
-/* Gradients that autograd made, of the gathered tensors: looked for, collected for a reduction,
- * dropped.
+/* Gradients that autograd made for the gathered tensors: found, collected for a reduction, dropped.
  */
 #include "py/unit/py_engine.h"
 

@@ -44,7 +44,7 @@ piece_of(const fsdpc_layout *layout, int param)
     return layout->segments[layout->params[param].segment].piece_numel;
 }
 
-/* The user put another tensor into .grad: its values become ours. */
+/* The user assigned another tensor to .grad: its values are copied into the unit's gradient. */
 static int
 take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
@@ -93,7 +93,7 @@ reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
     return 0;
 }
 
-/* Our gradient tensor, but the user may have pointed it at other memory (grad.data = ...). */
+/* The unit's gradient tensor, which the user may have pointed at other memory (grad.data = ...). */
 static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
 {
@@ -215,7 +215,7 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
     if (!sync && fsdpc_py_show_waiting(flat, seen) < 0) {
         return -1;
     }
-    /* The user may have pointed it elsewhere before clearing it. */
+    /* The user may have pointed the tensor elsewhere before clearing .grad. */
     const void *data;
     if (fsdpc_py_torch_data(seen->grad, &data) < 0 ||
         (data != seen->grad_data &&
@@ -225,9 +225,9 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
     return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
 }
 
-/* A rank that holds no element of a parameter shows no gradient, as torch does, but while one waits:
- * clearing it is then the user's way to discard that. Who listens is called on every rank, and sees
- * an empty one (fsdpc/_engine/listeners.py takes it away). */
+/* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient
+ * of no_sync waits: the user discards that by clearing .grad. Listeners are called on every rank,
+ * here with an empty gradient (fsdpc/_engine/listeners.py removes it). */
 static int
 show_nothing(fsdpc_py_seen *seen)
 {

@@ -1,5 +1,5 @@
-/* A Hook: making one, and what hooks of every kind do. The type and its call are in py_hooks.c, which
- * leaves the call's address in the module state.
+/* Creating a Hook, and helpers of all kinds of hooks. The type and its call are in py_hooks.c,
+ * which stores the call's address in the module state.
  */
 #include "py/step/py_hooks_impl.h"
 

@@ -15,8 +15,8 @@
  *
  * py_hooks_forward.c, py_hooks_begin.c, py_hooks_backward.c and py_hooks_end.c hold what each does.
  *
- * The GIL is let go around everything that copies, casts or waits; a release is a few stores and
- * keeps it.
+ * The GIL is released around everything that copies, casts or waits, but kept for the release of a
+ * unit, which is a few stores.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -48,12 +48,13 @@ end_is_over(fsdpc_py_hook *self)
     return pending;
 }
 
-/* torch drops the end hook of a backward that raised: uncalled, or when the hook itself has failed. */
+/* torch drops the end hook of a backward that raised without calling it, or when the hook itself has
+ * failed. */
 static void
 backward_broke(fsdpc_py_tree *tree)
 {
     PyObject *type, *value, *traceback;
-    /* In use by another thread: what it does next clears the backward away. */
+    /* Another thread uses the tree: its next call clears the backward. */
     if (!tree->tree || tree->count == 0 || fsdpc_py_tree_in_use(tree) ||
         !fsdpc_tree_in_backward(tree->tree)) {
         return;
@@ -145,7 +146,7 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywo
     }
     if (self->kind == FSDPC_HOOK_PRE_FORWARD && !use.tree) {
         result = fsdpc_py_attach(use.flat);
-        /* Now it has a tree, to go into as well. */
+        /* The unit has a tree now, whose gate must be entered too. */
         result = result < 0 ? -1 : go_in(self, &tree_use);
     }
     if (result == 0 && (result = check_torch(self)) == 0 && (result = enter(self)) == 0) {

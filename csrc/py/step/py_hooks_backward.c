@@ -19,7 +19,7 @@
  * parameter has one. Those of the module that is registered first run first in forward as a rule,
  * and get their gradients last: when they have arrived and every other parameter has its gradient
  * too, the unit is done. Where that is not so (other order, parameters unused) every parameter is
- * watched and counted from then on; what no hook has told of is found at the end of backward.
+ * watched and counted from then on; gradients without a hook are found at the end of backward.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -86,8 +86,8 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
 
 /* --- sending --------------------------------------------------------------------------------- */
 
-/* A unit with a communication hook that had its turn keeps what comes later in the same backward;
- * the end of backward sends it. */
+/* A unit whose communication hook has run keeps later gradients of the same backward, which the end
+ * of backward sends. */
 static int
 send_by_hook(fsdpc_py_flat *flat)
 {
@@ -173,7 +173,8 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     return flat->sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
 }
 
-/* Another order than supposed: hooks put on the parameters now still see what is to come. */
+/* The order is not the expected one: hooks that are registered now still catch the gradients to
+ * come. */
 static void
 count_from_now_on(fsdpc_py_flat *flat)
 {
@@ -229,7 +230,7 @@ watched_arrived(fsdpc_py_flat *flat)
     return fsdpc_py_watch_all(flat);
 }
 
-/* torch calls the hook of a parameter that was frozen since its forward, too. 1, 0, or -1. */
+/* torch also calls the hook of a parameter that was frozen after its forward. 1, 0, or -1. */
 static int
 still_trains(const fsdpc_py_flat *flat, int param)
 {
@@ -269,7 +270,7 @@ fsdpc_py_grad_arrived(fsdpc_py_hook *self)
     return flat->arrived_count >= flat->expected ? all_arrived(flat) : 0;
 }
 
-/* No graph of the unit's can run any more, as far as the backward has come. */
+/* The backward has left every graph of the unit that it has entered. */
 static int
 all_closed(fsdpc_py_flat *flat)
 {

@@ -3,7 +3,7 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-/* Gradients that no hook has told of. */
+/* Finds gradients without a hook. */
 static int
 find_unwatched(fsdpc_py_flat *flat)
 {
@@ -44,7 +44,7 @@ finish_partial_units(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* The optimizer's parameters show their gradients; who listens is told when all do. */
+/* The optimizer's parameters show their gradients; when all do, listeners are called. */
 static int
 show_all_grads(fsdpc_py_tree *tree, bool sync)
 {

@@ -1,5 +1,5 @@
-/* A pass: it begins with the outermost module's forward; a unit's modules show full tensors during
- * its own.
+/* A pass begins with the outermost module's forward; a unit's modules show full tensors during the
+ * unit's forward.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -51,8 +51,8 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
     return 0;
 }
 
-/* A pass that none is around: what an earlier one left is put away, and what the user did to the
- * parameters since is taken over. 1: `tree` is not the units' tree any more. */
+/* Begins an outermost pass: leftovers of an earlier pass are cleared, and the user's changes to the
+ * parameters are taken over. 1: `tree` is no longer the units' tree. */
 static int
 begin_pass(fsdpc_py_tree *tree)
 {
@@ -224,7 +224,7 @@ done:
     return result;
 }
 
-/* In a hook, with an exception: nobody else takes the forward back. */
+/* For a hook, with an exception set: no other code undoes the forward. */
 static int
 forward_broke_off(fsdpc_py_flat *flat)
 {
@@ -237,7 +237,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
     fsdpc_py_tree *tree = flat->tree;
-    /* A depth left over by a forward that broke off outside of our sight. */
+    /* The depth is stale: a forward raised without a call of forward_failed. */
     if (tree->forward_depth > 0 && flat->id == 0 && flat->installed == 0) {
         tree->forward_depth = 0;
     }
@@ -263,7 +263,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
 
 /* --- the outputs ----------------------------------------------------------------------------- */
 
-/* A generator's body would run with whatever the released unit shows. */
+/* A generator's body would run after the release, on sharded parameters. */
 static int
 check_kind(const fsdpc_py_flat *flat, PyObject *output)
 {
@@ -279,8 +279,8 @@ check_kind(const fsdpc_py_flat *flat, PyObject *output)
     return -1;
 }
 
-/* Outputs that are the unit's own parameters, or views of them, become copies that autograd knows: their
- * memory shows other values as soon as the unit is released. *output may be replaced (owned). */
+/* Outputs that are the unit's own parameters, or views of them, become differentiable copies: their
+ * memory holds other values as soon as the unit is released. *output may be replaced (owned). */
 static int
 copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
 {

@@ -1,4 +1,5 @@
-/* What the files of the hooks share. A function that torch calls gives 0, or -1 with an exception. */
+/* Shared by the files of the hooks. A function that torch calls returns 0, or -1 with an
+ * exception. */
 #ifndef FSDPC_PY_HOOKS_IMPL_H
 #define FSDPC_PY_HOOKS_IMPL_H
 
@@ -19,7 +20,7 @@ typedef struct fsdpc_py_hook {
     /* A pre_backward hook that was made for one forward: how many of its inputs are watched, for how
      * many the gradient is to come, and in which backward. */
     int inputs, inputs_left;
-    PyObject *input_hook; /* that watches them; borrowed, to tell it from others */
+    PyObject *input_hook; /* that watches them; borrowed, for comparison */
     uint64_t backward;
 } fsdpc_py_hook;
 
@@ -42,9 +43,9 @@ PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
 
 /* --- py_hooks_forward.c ---------------------------------------------------------------------- */
 
-/* Has a unit without a tree get one from on_unattached. */
+/* Gives a unit without a tree one, by on_unattached. */
 int fsdpc_py_attach(fsdpc_py_flat *flat);
-/* *out: None, or what forward is to be called with, or is to return, instead. */
+/* *out: replaces forward's inputs, or its output; stays NULL where nothing is replaced. */
 int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
                          PyObject **out);
 int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
@@ -67,14 +68,16 @@ int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
-/* Whether the gradients of a unit's parameters do not tell that its values are not needed any more. */
+/* Whether the parameters' gradients alone do not show that the unit's values are no longer
+ * needed. */
 bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
-/* The unit has all gradients that it will get for now. */
+/* To be called when the unit has all gradients that it will get for now. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
 /* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
-/* Raises: a gradient of this parameter was computed while the unit was not gathered. -1. */
+/* Raises StateError: a gradient of this parameter was computed while the unit was not gathered.
+ * -1. */
 int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);
 
 /* --- py_hooks_end.c -------------------------------------------------------------------------- */

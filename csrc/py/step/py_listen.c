@@ -1,10 +1,10 @@
 /* Hooks that the user put on the parameters that the optimizer sees, and optimizers that are to step
  * in backward (torch.distributed.optim._apply_optimizer_in_backward).
  *
- * Such a parameter takes part in no graph, so autograd never calls what hangs on it. The end of
- * backward collects the parameters that got a gradient and have listeners; torch's side calls them
- * when all units are done (fsdpc/_engine/listeners.py). Not earlier: ranks that are behind may still
- * gather this rank's values for their backward.
+ * Such a parameter is in no graph, so autograd never calls its hooks. The end of backward collects
+ * the parameters that got a gradient and have listeners; torch's side calls them when all units are
+ * done (fsdpc/_engine/listeners.py). Not earlier: ranks that are behind may still gather this rank's
+ * values for their backward.
  */
 #include "py/unit/py_engine.h"
 

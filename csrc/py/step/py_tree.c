@@ -1,5 +1,4 @@
-/* fsdpc._C.Tree: the units of one root module in the order of a training step, and what they did.
- */
+/* fsdpc._C.Tree: the units of one root module in the order of a training step, and their trace. */
 #include "py/unit/py_engine.h"
 
 #include <string.h>
@@ -42,7 +41,7 @@ take_units(fsdpc_py_tree *self, PyObject *units)
     return 0;
 }
 
-/* The units that take_units went into. */
+/* Leaves the gates that take_units entered. */
 static void
 leave_units(fsdpc_py_tree *self)
 {
@@ -183,7 +182,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* The units forget the tree; their modules show sharded parameters. */
+/* The units belong to no tree afterwards. */
 static void
 let_units_go(fsdpc_py_tree *self)
 {
@@ -199,10 +198,10 @@ let_units_go(fsdpc_py_tree *self)
 }
 
 /* Freeing waits for the GPU, up to a minute per stream, and the GPU may wait for a collective that
- * another thread has yet to issue. So the GIL is released, also under tp_clear and tp_dealloc: both may
- * run Python code in any case, and no second collection starts before the first one has ended. Other
- * threads wait at the gate, then find the tree closed; units that are in another tree by now are not
- * touched. */
+ * another thread has yet to issue. So the GIL is released, also under tp_clear and tp_dealloc: both
+ * may run Python code in any case, and no second collection starts before the first one has ended.
+ * Other threads wait at the gate, then find the tree closed; units that are in another tree by now
+ * are not touched. */
 static void
 free_core(fsdpc_py_tree *self)
 {
@@ -227,7 +226,7 @@ tree_clear(fsdpc_py_tree *self)
     }
     let_units_go(self);
     int count = self->count;
-    self->count = 0; /* what the units' end calls finds a tree without units */
+    self->count = 0; /* what runs when units are freed finds a tree without units */
     for (int i = 0; i < count; i++) {
         Py_CLEAR(self->units[i]);
     }
@@ -280,7 +279,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
-    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
+    PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->gate.late = close_now;
     if (parse_tree(self, args, keywords) < 0) {
         Py_DECREF(self);
@@ -513,7 +512,7 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
     return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
 
-/* Called by the garbage collector's way, too, at any moment of a step: then it is put off. */
+/* A garbage collection may call this at any moment of a step: then the call is put off. */
 static PyObject *
 tree_close(fsdpc_py_tree *self, PyObject *unused)
 {
@@ -531,12 +530,13 @@ tree_close(fsdpc_py_tree *self, PyObject *unused)
 static PyMethodDef methods[] = {
     {"memory", FAST(tree_memory), METH_NOARGS, "memory()\n--\n\nBytes by role, on this rank."},
     {"trace", FAST(tree_trace), METH_NOARGS,
-     "trace()\n--\n\nWhat happened, oldest first: dicts with op, phase, step, unit, bytes, "
+     "trace()\n--\n\nThe latest events, oldest first: dicts with op, phase, step, unit, bytes, "
      "time_ns."},
-    {"clear_trace", FAST(tree_clear_trace), METH_NOARGS, "clear_trace()\n--\n\nForgets it."},
+    {"clear_trace", FAST(tree_clear_trace), METH_NOARGS,
+     "clear_trace()\n--\n\nDrops the events so far."},
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
-     "defer_reduces()\n--\n\nReductions that match by order wait for the end of backward (units "
-     "that run by data)."},
+     "defer_reduces()\n--\n\nPostpones reductions that are matched by their order to the end of "
+     "backward, for units that run or not depending on the data."},
     {"clip", FAST(fsdpc_py_tree_clip), METH_FASTCALL | METH_KEYWORDS,
      "clip(masks, p, max_norm, out, extra=None, scale=True)\n--\n\nOn a GPU, queued: out[0] = the "
      "norm "
@@ -546,13 +546,15 @@ static PyMethodDef methods[] = {
      "of "
      "other gradients. Collective."},
     {"announce", FAST(tree_announce), METH_VARARGS,
-     "announce(unit, param)\n--\n\nTells ranks that begin a pass instead that this parameter is to "
-     "be trained: MismatchError there, and here. Collective where ranks send."},
+     "announce(unit, param)\n--\n\nAnnounces that this parameter is trained from now on: ranks "
+     "that "
+     "begin a pass instead raise MismatchError, and so does this rank. Collective where ranks "
+     "send."},
     {"close", FAST(tree_close), METH_NOARGS,
-     "close()\n--\n\nLets the units go and gives the memory of slots back; if a hook is running, "
-     "when that has ended. Local."},
+     "close()\n--\n\nDetaches the units and frees the slots, after the running hook if there is "
+     "one. Local."},
     {"detach", FAST(tree_detach), METH_NOARGS,
-     "detach()\n--\n\nLets the units go; another tree may take them."},
+     "detach()\n--\n\nDetaches the units; another tree may take them afterwards."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -562,12 +564,13 @@ static PyGetSetDef getset[] = {
      "How ranks exchange: 'shared', 'wire', 'stream', 'mixed' (units differ) or 'none' (no units).",
      NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
-     "Called when a synchronised backward has sent all that it knows of.", NULL},
+     "Called when a synchronised backward has sent all its reductions, before its end.", NULL},
     {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
-     "Called when a pass begins and a parameter that was frozen so far is to be trained: gives the "
-     "units memory for it and another tree.",
+     "Called when a pass begins and a parameter that was frozen is now trained: allocates its "
+     "gradient and gives the units a new tree.",
      NULL},
-    {"backwards", (getter)get_backwards, NULL, "Synchronised backwards finished.", NULL},
+    {"backwards", (getter)get_backwards, NULL, "Number of synchronised backwards that have ended.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -61,7 +61,7 @@ set_version(const fsdpc_py_flat *flat, long version)
     return result ? 0 : -1;
 }
 
-/* Also when they were written to: what is raised then is that. */
+/* Runs also after a forbidden write, whose exception is then the one that is raised. */
 static int
 close_values(fsdpc_py_flat *flat)
 {
@@ -95,7 +95,7 @@ fsdpc_py_mark(fsdpc_py_flat *flat)
     return gathered ? set_version(flat, flat->gathered_version) : close_values(flat);
 }
 
-/* All of them, whatever fails; the first failure is raised. */
+/* Marks all units, whatever fails; the first failure is raised. */
 int
 fsdpc_py_mark_all(fsdpc_py_tree *tree)
 {
@@ -117,8 +117,8 @@ fsdpc_py_mark_all(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* Whether every trainable parameter was written to since the last look; some alone may belong to
- * another loss than the graphs that are alive. */
+/* Checks whether every trainable parameter was written to since the last check; a step of only some
+ * may belong to another loss than the live graphs. */
 int
 fsdpc_py_look_for_step(fsdpc_py_flat *flat)
 {

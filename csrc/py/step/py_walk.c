@@ -1,7 +1,7 @@
-/* Finding the tensors in what a forward is given and gives back, and the autograd nodes behind them.
+/* Finds the tensors in a forward's inputs and outputs, and the autograd nodes behind them.
  *
- * Containers may hold each other in cycles and to any depth, and what `visit` calls may change them:
- * every container is opened once, and the walk owns a reference to each value that it has yet to come to.
+ * Containers may hold each other in cycles and to any depth, and what `visit` calls may change
+ * them: every container is opened once, and the walk owns a reference to each pending value.
  */
 #include "py/unit/py_engine.h"
 
@@ -320,7 +320,7 @@ hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return result;
 }
 
-/* An input that is handed through as it came: none of the unit's nodes is behind it. */
+/* An input that is returned unchanged: no node of the unit made it. */
 static int
 is_input(const fsdpc_py_tree *tree, PyObject *tensor)
 {

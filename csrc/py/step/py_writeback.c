@@ -1,13 +1,13 @@
 /* What users do to the parameters and gradients that the optimizer sees, outside of a step.
  *
- * A parameter that points at other memory (p.data = ...), or whose place in its module something
- * else has taken, is noticed when the next pass begins; Python then takes the values over
+ * A parameter that points at other memory (p.data = ...), or whose entry in its module was
+ * replaced, is detected when the next pass begins; Python then takes the values over
  * (fsdpc/_engine/writeback.py).
  *
  * [Note: negative zeros] After no_sync a gradient of zeros stands for what waits on this rank.
  * zero_grad(set_to_none=False) on it must discard that, but leaves zeros as well. So the zeros that
  * the engine shows are negative: scaling and clipping keep their sign, zero_() does not. A part
- * without elements has no sign to look at and goes with the rest of its unit.
+ * without elements has no sign and is treated as the rest of its unit.
  */
 #include "py/unit/py_engine.h"
 
@@ -150,8 +150,8 @@ all_zero(const char *bytes, size_t count)
     return true;
 }
 
-/* What is in a GPU's memory is read back: the host waits, but only where the user wrote into a
- * gradient between two backwards of no_sync. */
+/* GPU memory is read back by a host sync, but only where the user wrote into a gradient between two
+ * backwards of no_sync. */
 static enum sign
 sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
 {

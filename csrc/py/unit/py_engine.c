@@ -1,4 +1,5 @@
-/* What the files of the engine's types share: strings, and the questions that each asks of a unit. */
+/* What the files of the engine's types share: strings, and the questions that each asks of a
+ * unit. */
 #include "py/unit/py_engine.h"
 
 #include "unit/unit_impl.h"

@@ -8,11 +8,11 @@
 #include "py/base/py.h"
 #include "tree/tree.h"
 
-/* Who is inside; see py_gate.c. */
+/* The thread that uses a unit or a tree; see py_gate.c. */
 typedef struct fsdpc_py_gate {
     unsigned long thread;
-    int depth;                      /* how often that thread has come in */
-    void (*late)(PyObject *object); /* does what was put off */
+    int depth;                      /* nested entries of that thread */
+    void (*late)(PyObject *object); /* runs what was put off */
 } fsdpc_py_gate;
 
 /* A place where a parameter is registered: dict[key] is `full` while gathered for use, else
@@ -24,18 +24,18 @@ typedef struct fsdpc_py_site {
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
 typedef struct fsdpc_py_seen {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
-    PyObject *alias;        /* a second tensor over it: the user may point `grad` elsewhere */
+    PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
-    long param_version; /* of `param`, as last seen */
+    long param_version; /* of `param`, when last read */
     long version;       /* of `grad` when the last backward ended, if it waits */
     long broken;        /* of `grad` when the last backward broke off, -1: not looked at */
     bool touched;       /* by the user since then */
     bool waits;         /* `grad` stands for gradients of no_sync */
     int *covers;
     int cover_count;
-    bool requires_grad; /* as last seen */
+    bool requires_grad; /* when last read */
     bool holds_nothing; /* other ranks hold its elements */
-    bool cleared;       /* had no gradient when this backward came to it */
+    bool cleared;       /* had no gradient when this backward reached it */
 } fsdpc_py_seen;
 
 typedef struct fsdpc_py_flat {
@@ -43,24 +43,24 @@ typedef struct fsdpc_py_flat {
     fsdpc_unit *unit;
     PyObject *shard_comm, *replicate_comm; /* kept alive; replicate_comm may be NULL */
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
-    bool own_tree;                         /* made by gather() on a unit that stands alone */
+    bool own_tree;                         /* made by gather() of a unit without a tree */
     int id;
     uint64_t backward; /* number of the last one in an earlier tree, whose graphs may still come */
     fsdpc_py_gate gate;
     bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
-    PyObject *on_changed; /* takes parameters over that the user changed */
-    PyObject *comm_hook;  /* sums the gradients over the ranks in the engine's place, or NULL */
+    PyObject *on_changed; /* takes over parameters that the user changed */
+    PyObject *comm_hook;  /* sums the gradients over the ranks instead of the engine, or NULL */
     PyObject **full;      /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
     int site_count;
     fsdpc_py_seen *seen;
     int seen_count;
-    /* Room for the gradients of one reduction, per parameter. */
+    /* Buffers for the gradients of one reduction, per parameter. */
     fsdpc_tensor *grads;
     fsdpc_py_view *views;
     PyObject **held;
-    int installed; /* how many users want the gathered tensors in the modules */
+    int installed; /* number of users that need the gathered tensors in the modules */
     bool in_pass;  /* a forward of the model runs: sites show stand-ins instead of sharded ones */
     /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
     bool by_gather;
@@ -69,7 +69,7 @@ typedef struct fsdpc_py_flat {
     bool marked;        /* as gathered */
     long gathered_version, released_version;
     bool hold_installed;
-    bool shown; /* whole values of the user's own are in the modules: they stay */
+    bool shown; /* the modules hold full values of the user: they stay */
     bool sync;  /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
@@ -79,14 +79,14 @@ typedef struct fsdpc_py_flat {
     uint8_t *hooked;            /* per parameter: its gathered tensor has one */
     struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
     /* Of the backward in progress. */
-    int open_calls; /* forwards that it has reached the outputs of and not all watched inputs */
-    bool unseen;    /* or whose inputs are not watched */
-    bool complete;  /* all gradients are there, the hold goes at the end of backward */
+    int open_calls; /* forwards whose outputs it has reached, but not all watched inputs */
+    bool unseen;    /* it has reached a forward whose inputs are not watched */
+    bool complete;  /* all gradients exist; the hold ends with the backward */
     bool collected; /* `grads` and `held` are filled */
     bool entered;   /* was gathered for this backward */
     uint8_t *arrived;
     int arrived_count, expected;
-    bool prepared;   /* the state of the seen gradients has been looked at */
+    bool prepared;   /* fsdpc_py_prepare_grads has run */
     bool incomplete; /* the last backward left parameters without gradient */
 } fsdpc_py_flat;
 
@@ -97,15 +97,15 @@ typedef struct fsdpc_py_tree {
     int count;
     fsdpc_py_gate gate;
     bool closes;    /* as soon as it is not in use */
-    bool late_work; /* it or a unit of it waits for that */
-    bool thaws;     /* on_thaw runs, and may take the units away */
+    bool late_work; /* the tree or a unit has put something off until then */
+    bool thaws;     /* on_thaw runs, and may detach the units */
     int forward_depth;
     bool recompute;        /* the outermost forward in progress runs inside a backward */
     bool twice;            /* the backward in progress makes a graph for a second one */
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
     bool sums;             /* that backward's gradients are summed over the ranks (no no_sync) */
     uint64_t backward;     /* number of that backward */
-    bool outer_grad;       /* and began with gradients enabled */
+    bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyObject *listeners; /* calls the hooks of a list of parameters */
     PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_engine/interop.py */
@@ -116,7 +116,7 @@ typedef struct fsdpc_py_tree {
     PyObject *inputs, *input_hook;
 } fsdpc_py_tree;
 
-/* Strings made once. */
+/* Interned strings. */
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
         *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
@@ -143,27 +143,27 @@ int fsdpc_py_enter(const fsdpc_py_flat *flat);
 
 /* --- py_gate.c ------------------------------------------------------------------------------- */
 
-/* What a thread is inside of: references to both, either may be NULL. */
+/* What a thread uses: references to both, either may be NULL. */
 typedef struct fsdpc_py_use {
     fsdpc_py_flat *flat;
     fsdpc_py_tree *tree;
 } fsdpc_py_use;
 
-/* Before anything that reaches the core: waits, with a deadline, until no other thread is inside the
- * unit (and its tree), or the tree. StateError. What was begun is to be ended. */
+/* To be called before the core: waits, with a deadline, until no other thread uses the unit (and
+ * its tree), or the tree. StateError. Each use must be ended by fsdpc_py_end_use. */
 int fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use);
 int fsdpc_py_use_tree(fsdpc_py_tree *tree, fsdpc_py_use *use);
-/* Does what was put off while the unit or tree was in use, by the gates' `late`. Keeps the exception
- * that is set. */
+/* Does what was put off while the unit or tree was in use, by the gates' `late`. Keeps the
+ * exception that is set. */
 void fsdpc_py_end_use(fsdpc_py_use *use);
 /* The same for the unit alone, without waiting, and without a reference. */
 int fsdpc_py_try_flat(fsdpc_py_flat *flat);
 void fsdpc_py_leave_flat(fsdpc_py_flat *flat);
-/* Around freeing a tree that is not in use: other threads wait at its gate and its units'. They take no
- * reference. The second one does what was put off for units meanwhile. */
+/* Around freeing a tree that is not in use: other threads wait at its gate and its units'. They
+ * take no reference. The second one does what was put off for units meanwhile. */
 void fsdpc_py_shut_tree(fsdpc_py_tree *tree);
 void fsdpc_py_reopen_tree(fsdpc_py_tree *tree);
-/* True if some thread, perhaps this one, is inside. */
+/* True if a thread, perhaps this one, uses the unit or the tree. */
 bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
 bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
 
@@ -247,8 +247,8 @@ int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
 /* Puts a gradient hook on every trainable gathered tensor from now on. */
 int fsdpc_py_watch_all(fsdpc_py_flat *flat);
-/* Carries requires_grad of the seen parameters over to the gathered ones. 1: a parameter that has no
- * memory for a gradient is to be trained, and was left as it is; 0: none; -1 with an exception. */
+/* Copies requires_grad of the seen parameters to the gathered ones. 1: a parameter without gradient
+ * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 /* Only of those that have been frozen since. */
 int fsdpc_py_carry_frozen(fsdpc_py_flat *flat);
@@ -257,21 +257,22 @@ PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
 
 /* --- py_versions.c --------------------------------------------------------------------------- */
 
-/* After the unit may have been gathered or released: sites and versions follow. 0, or -1 with an
+/* Updates sites and versions after the unit may have been gathered or released. 0, or -1 with an
  * exception: StateError when the gathered values were written to. */
 int fsdpc_py_mark(fsdpc_py_flat *flat);
 int fsdpc_py_mark_all(fsdpc_py_tree *tree);
-/* A pass or a backward begins: what was saved before the optimizer's last step is out of date. */
+/* To be called when a pass or a backward begins: tensors that autograd saved before the optimizer's
+ * last step become stale. */
 int fsdpc_py_look_for_step(fsdpc_py_flat *flat);
 
 /* --- py_grads_seen.c ------------------------------------------------------------------------- */
 
 /* `grad` is the tensor over the gradient of `seen`, whose covers are known. */
 int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad);
-/* Looks at what the user did to the seen gradients since the last backward (cleared, replaced) and
- * sets up accumulation accordingly. Once per backward. */
+/* Reads what the user did to the seen gradients since the last backward (cleared, replaced) and
+ * sets up accumulation. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
-/* Makes gradients that the user put in place the unit's own. */
+/* Copies gradients that the user assigned into the unit's memory. */
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened
  * gets the parameters that have listeners, as by fsdpc_py_note_listeners. */
@@ -282,7 +283,7 @@ int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened);
 /* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
  * reference to each gradient in flat->held. Does nothing when they are there already. */
 int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
-/* How many of the parameters that should get a gradient have been collected one. */
+/* Number of parameters with a collected gradient. */
 int fsdpc_py_count_held(const fsdpc_py_flat *flat);
 /* Among `params` (NULL: the first `count`): with `all`, 1 if every gathered tensor has a gradient;
  * without, 1 if any has. 0 otherwise, -1 with an exception. */
@@ -309,8 +310,8 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* --- py_listen.c ----------------------------------------------------------------------------- */
 
-/* A parameter has got a gradient: if the user wants to hear of it, it is added to *list (NULL: made
- * when needed; the caller's). */
+/* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
+ * has listeners. */
 int fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list);
 /* 1, 0, or -1 with an exception. */
 int fsdpc_py_has_listeners(const fsdpc_py_seen *seen);
@@ -345,7 +346,7 @@ PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int p
 
 /* --- py_hooks_forward.c ---------------------------------------------------------------------- */
 
-/* The forward broke off inside this unit. */
+/* The forward of this unit raised. */
 int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
 /* py_hooks_begin.c: a backward of the tree is in progress, in whatever thread. One that has failed
  * is over: torch has dropped its end hook. */

@@ -1,10 +1,10 @@
 /* fsdpc._C.FlatParameter: one unit as a Python object.
  *
- * Memory goes out as DLPack capsules and NumPy arrays over the unit's own buffers, so nothing is
- * copied and torch is not needed. A flat parameter that stands alone can gather(), release() and
- * reduce(); one that belongs to a Tree is driven by the tree's hooks.
+ * Memory is exported as DLPack capsules and NumPy arrays over the unit's buffers, without copies
+ * and without torch. A flat parameter without a tree can gather(), release() and reduce(); the
+ * hooks of its tree drive one that has a tree.
  *
- * Here are the type and its life; what its methods do is in py_flat_*.c and py_bind.c.
+ * This file has the type and its life; the methods are in py_flat_*.c and py_bind.c.
  */
 #define PY_SSIZE_T_CLEAN
 #include "py/unit/py_engine.h"
@@ -78,7 +78,7 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     if (!self) {
         return NULL;
     }
-    PyObject_GC_UnTrack(self); /* nobody finds it before it is whole */
+    PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->id = -1;
     self->gate.late = unbind_late;
     self->sync = true;
@@ -153,6 +153,7 @@ flat_dealloc(fsdpc_py_flat *self)
     if (self->unit) {
         fsdpc_py_enter_quietly(self->unit->device);
     }
+    /* Freeing waits for the GPU: see free_core in py_tree.c. No thread can find the unit here. */
     Py_BEGIN_ALLOW_THREADS
     fsdpc_unit_free(self->unit);
     Py_END_ALLOW_THREADS
@@ -230,7 +231,8 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     return NULL;
 }
 
-/* What reaches the core goes through the unit's gate: name(self, ...) calls fsdpc_py_flat_name. */
+/* Methods that call the core pass the unit's gate: guarded_name(self, ...) calls
+ * fsdpc_py_flat_name. */
 #define GUARDED(name, parameters, given)               \
     static PyObject *guarded_##name parameters         \
     {                                                  \
@@ -290,13 +292,13 @@ static PyMethodDef methods[] = {
      "full_param(i, shape)\n--\n\nDLPack capsule over the gathered parameter i: valid while the "
      "unit is gathered, at an address that never changes."},
     {"write", FAST(guarded_write), METH_FASTCALL | METH_KEYWORDS,
-     "write(param, tensor, grad=False)\n--\n\nTakes this rank's part out of a full tensor. Local."},
+     "write(param, tensor, grad=False)\n--\n\nCopies this rank's part from a full tensor. Local."},
     {"read", FAST(guarded_read), METH_FASTCALL | METH_KEYWORDS,
      "read(tensors, grad=False)\n--\n\nFills full tensors (None: skipped) from all ranks' parts. "
      "Collective."},
     {"read_blocks", FAST(guarded_read_blocks), METH_VARARGS,
      "read_blocks(blocks, tensors)\n--\n\nFills this rank's block of each parameter: elements "
-     "[rank * blocks[i], (rank + 1) * blocks[i]) as far as there are; 0 and None: skipped. "
+     "[rank * blocks[i], (rank + 1) * blocks[i]), cut at the end; 0 and None: skipped. "
      "Collective."},
     {"write_blocks", FAST(guarded_write_blocks), METH_VARARGS,
      "write_blocks(blocks, tensors)\n--\n\nReplaces values by all ranks' blocks. Collective."},
@@ -305,41 +307,40 @@ static PyMethodDef methods[] = {
     {"scale_grads", FAST(guarded_scale_grads), METH_VARARGS,
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
     {"replace_param", FAST(guarded_replace), METH_VARARGS,
-     "replace_param(number, param)\n--\n\nAnother object stands for the number-th parameter of "
-     "bind()'s `seen`."},
+     "replace_param(number, param)\n--\n\nReplaces the parameter in row `number` of bind()'s "
+     "`seen`, over the same memory."},
     {"grad_bits", FAST(guarded_grad_bits), METH_NOARGS,
      "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
     {"pack_grads", FAST(guarded_pack_grads), METH_O,
-     "pack_grads(buffer)\n--\n\nWrites them into a buffer of layout()['reduce_bytes'] bytes, each "
-     "segment in rank order, gaps and absent ones as zeros."},
+     "pack_grads(buffer)\n--\n\nWrites this rank's gradients into a buffer of "
+     "layout()['reduce_bytes'] bytes, each segment in rank order, gaps and missing gradients as "
+     "zeros."},
     {"take_sums", FAST(guarded_take_sums), METH_VARARGS,
      "take_sums(pieces, used)\n--\n\nAdds this rank's pieces (one per trainable segment) of sums "
      "made elsewhere to the gradient; `used`: bytes as of grad_bits() over all ranks."},
     {"unbind", FAST(flat_unbind), METH_NOARGS,
-     "unbind()\n--\n\nForgets the torch objects: torch's hooks on them hold the unit, unseen by "
-     "gc."},
+     "unbind()\n--\n\nDrops the torch objects. torch's hooks on these objects keep the unit alive "
+     "in cycles that gc cannot see."},
     {"thaw", FAST(fsdpc_py_flat_thaw), METH_VARARGS,
-     "thaw(segments)\n--\n\nMakes room for gradients of more segments (one byte each); all "
-     "gradients "
-     "move: renew_grads() must follow. In no tree; every rank does the same."},
+     "thaw(segments)\n--\n\nAllocates gradients of more segments (one byte each). All gradients "
+     "move, so renew_grads() must follow. Only without a tree; the same call on every rank."},
     {"renew_grads", FAST(fsdpc_py_flat_renew_grads), METH_O,
-     "renew_grads(grads)\n--\n\nThe tensors over the gradients after thaw(), None where there is "
-     "no "
-     "room."},
+     "renew_grads(grads)\n--\n\nSets the tensors over the gradients after thaw(), None where a "
+     "parameter has no gradient memory."},
     {"adopt_grads", FAST(guarded_adopt), METH_NOARGS,
-     "adopt_grads()\n--\n\nCopies gradients that the user put into .grad into the unit's own."},
+     "adopt_grads()\n--\n\nCopies gradients that the user assigned to .grad into the unit's "
+     "memory."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, seen, watched, versions=None, by_gather=False)\n--\n\nThe torch objects "
-     "that "
-     "this unit stands for. versions: a tensor that shares the version counter of `full`; "
-     "by_gather: "
-     "sites show `full` while the unit is gathered."},
+     "bind(full, sites, seen, watched, versions=None, by_gather=False)\n--\n\nSets the torch "
+     "objects of this unit. versions: a tensor that shares the version counter of `full`; "
+     "by_gather: sites show `full` while the unit is gathered."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
     {"enter_forward", FAST(guarded_enter), METH_NOARGS,
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
-    {"leave_forward", FAST(guarded_leave), METH_NOARGS, "leave_forward()\n--\n\nUndoes it."},
+    {"leave_forward", FAST(guarded_leave), METH_NOARGS,
+     "leave_forward()\n--\n\nUndoes one enter_forward()."},
     {"forward_failed", FAST(guarded_forward_failed), METH_NOARGS,
-     "forward_failed()\n--\n\nTo be called when the module's forward raised."},
+     "forward_failed()\n--\n\nMust be called when the module's forward raised."},
     {NULL, NULL, 0, NULL},
 };
 

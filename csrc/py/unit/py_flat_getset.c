@@ -159,9 +159,9 @@ set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
     return truth < 0 ? -1 : 0;
 }
 
-/* --- what Python is called for --------------------------------------------------------------- */
+/* --- callables ------------------------------------------------------------------------------- */
 
-/* The closure of such an attribute: where in the object its callable is. */
+/* The closure of such an attribute is its callable's offset in the object. */
 #define CALLABLE(member) (void *)offsetof(fsdpc_py_flat, member)
 
 static PyObject **
@@ -187,19 +187,18 @@ set_callable(fsdpc_py_flat *self, PyObject *value, void *closure)
 PyGetSetDef fsdpc_py_flat_getset[] = {
     {"name", (getter)get_name, (setter)set_name, "Name of the unit.", NULL},
     {"world", (getter)get_world, NULL, "Ranks that share the unit.", NULL},
-    {"rank", (getter)get_rank, NULL, "This rank among them.", NULL},
+    {"rank", (getter)get_rank, NULL, "This rank's number in that group.", NULL},
     {"shape", (getter)get_shape, NULL, "Shape of `full`, padding included.", NULL},
     {"dtype", (getter)get_dtype, NULL, "Storage dtype; 'uint8' when the unit has several.", NULL},
     {"shard", (getter)fsdpc_py_flat_get_shard, NULL,
      "This rank's values as a NumPy array, no copy.", NULL},
     {"full", (getter)fsdpc_py_flat_get_full, NULL,
-     "The gathered values as a NumPy array, no copy; only meaningful between gather and release.",
-     NULL},
+     "The gathered values as a NumPy array, no copy; valid only between gather and release.", NULL},
     {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
      "This rank's gradient as a NumPy array, no copy.", NULL},
     {"readable", (getter)get_readable, NULL,
-     "Whether the gathered tensors show the parameters' values now.", NULL},
-    {"refs", (getter)get_refs, NULL, "How often the unit is gathered at the moment.", NULL},
+     "True if the gathered tensors hold the parameters' values now.", NULL},
+    {"refs", (getter)get_refs, NULL, "Number of references to the gathered values.", NULL},
     {"offloaded", (getter)get_offloaded, NULL,
      "Shard and gradient lie in pinned host memory of a GPU.", NULL},
     {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
@@ -213,15 +212,15 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"in_pass", (getter)get_in_pass, NULL,
      "True while forwards of other units see stand-ins instead of sharded parameters.", NULL},
     {"shown", (getter)get_shown, (setter)set_shown,
-     "The modules show whole values of the caller's: a pass does not touch their entries.", NULL},
+     "The modules show full values of the caller: a pass leaves the modules' entries alone.", NULL},
     {"on_changed", (getter)get_callable, (setter)set_callable,
-     "Called before a pass when the user has changed what the optimizer's parameters point at, or "
-     "what is in their places.",
+     "Called before a pass when the user has pointed the optimizer's parameters at other memory or "
+     "replaced them in their modules.",
      CALLABLE(on_changed)},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
-     "Called, in one order on all ranks, to sum the unit's gradients in the engine's place; true "
-     "when it did so, false to be called again at the end of backward.",
+     "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "
+     "returns true if it did, false to be called again at the end of backward.",
      NULL},
-    {"kept", (getter)get_kept, NULL, "Gradients of this unit wait on this rank.", NULL},
+    {"kept", (getter)get_kept, NULL, "True if this rank holds gradients of no_sync.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,13 +1,13 @@
-/* Who is inside a unit or a tree: one thread at a time, and nobody frees what a thread is using.
+/* Which thread uses a unit or a tree: one at a time, and what a thread uses is not freed.
  *
- * The core is for one thread, and its calls let go of the GIL. So each method and hook that reaches
- * the core goes through the gate of its unit and, where it has one, its tree. The same thread may
- * come again (a hook calls Python, which calls a method); another one waits, with a deadline. What
- * would free things in use is put off until the last user has left: a function that the unit or tree
- * has left at its gate then does it.
+ * The core is single-threaded, and its calls release the GIL. So each method and hook that calls
+ * the core enters the gate of its unit and, where the unit has one, its tree. The same thread may
+ * enter again (a hook calls Python, which calls a method); another thread waits, with a deadline.
+ * What would free things in use is put off until the last exit, and then done by the gate's
+ * function `late`.
  *
- * A callback of a collective and a signal handler run in the middle of a core call: for them every
- * gate is shut.
+ * A callback of a collective and a signal handler run in the middle of a core call: every gate
+ * refuses them.
  *
  * Gates are read and written under the GIL only.
  */
@@ -20,7 +20,7 @@
 enum { NESTED_S = 5, UNKNOWN_S = 600 };
 #define LONGEST_NAP_NS 2000000
 
-static _Thread_local int inside; /* gates that this thread has gone through and not left */
+static _Thread_local int inside; /* gates that this thread has entered and not left */
 
 static bool
 is_shut(const fsdpc_py_gate *gate)
@@ -52,7 +52,7 @@ now_s(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* A thread that is inside something else may be what the other one waits for: it gives up soon. */
+/* A thread that uses another unit may be what the other thread waits for: its deadline is short. */
 static double
 patience(const fsdpc_unit *unit)
 {
@@ -228,7 +228,7 @@ fsdpc_py_flat_in_use(const fsdpc_py_flat *flat)
     return flat->gate.depth > 0 || (flat->tree && flat->tree->gate.depth > 0);
 }
 
-/* A unit's own tree may have been made while its gate was passed. */
+/* A tree may have been made by a call that entered only its unit's gate. */
 bool
 fsdpc_py_tree_in_use(const fsdpc_py_tree *tree)
 {

@@ -1,5 +1,5 @@
-/* Parameter lists from Python and layouts to Python, shared by fsdpc._C.layout (py_layout.c) and the
- * flat parameter (py_flat.c). */
+/* Parameter lists from Python and layouts to Python, shared by fsdpc._C.layout (py_layout.c) and
+ * the flat parameter (py_flat.c). */
 #ifndef FSDPC_PY_LAYOUT_H
 #define FSDPC_PY_LAYOUT_H
 
