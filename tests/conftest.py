@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     kept = choose(items, config.getoption("--combinations"))
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = sorted(kept, key=lambda item: folder_order(item.path))
+    in_parts = hasattr(config, "workerinput")  # pytest-xdist's
+    items[:] = sorted(kept, key=lambda item: folder_order(item.path)) if in_parts else kept
 
 
 def folder_order(path: Path) -> int:
