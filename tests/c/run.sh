@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs C test programs, $TEST_JOBS (1) at a time, each at most $TEST_TIMEOUT (120) s: run.sh PROGRAM...
+# Runs C test programs, $TEST_JOBS (1) at a time, each at most $TEST_TIMEOUT (300) s: run.sh PROGRAM...
 # Shows the output of those that fail or skip (and of the programs $SHOW), and closes with a count.
 if [ "$1" = --one ]; then
     name=$(basename "$2")
     log=$results/$name.log
-    timeout -k 5 "${TEST_TIMEOUT:-120}" "$2" >"$log" 2>&1 </dev/null
+    timeout -k 5 "${TEST_TIMEOUT:-300}" "$2" >"$log" 2>&1 </dev/null
     code=$?
     case $code in
     0)
@@ -13,7 +13,7 @@ if [ "$1" = --one ]; then
 }"  ok       $name"
         ;;
     77) text="  skipped  $name: $(tail -n 1 "$log")" ;;
-    124) text="  FAILED   $name: no end after ${TEST_TIMEOUT:-120} s
+    124) text="  FAILED   $name: no end after ${TEST_TIMEOUT:-300} s
 $(tail -n 100 "$log")" ;;
     *) text="  FAILED   $name: exit code $code
 $(tail -n 100 "$log")" ;;

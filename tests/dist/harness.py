@@ -49,7 +49,8 @@ from typing import Any
 DEADLINE_S = float(os.environ.get("FSDPC_TEST_DEADLINE", "60"))
 PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that it speaks first
 GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
-DUMP_S = 0.5  # how long a rank may take to print its stacks before it is killed
+DUMP_S = 10.0  # how long a rank may take to begin to print its stacks before it is killed
+DUMPED_S = 0.3  # how long it may take to print the rest
 TEMPLATE_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -477,10 +478,14 @@ class Launch:
 
     def dump_stacks(self) -> None:
         running = [p for p in self.processes if not p.outcome and not p.exited]
+        sizes = {process.log: log_size(process) for process in running}
         for process in running:
             os.kill(process.pid, signal.SIGCONT)
             os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(DUMP_S)
+        until = time.monotonic() + DUMP_S
+        while time.monotonic() < until and any(log_size(p) == sizes[p.log] for p in running):
+            time.sleep(0.02)
+        time.sleep(DUMPED_S)
         for process in running:
             process.outcome = Outcome(process.rank, expired=True)
 
@@ -512,6 +517,13 @@ class Launch:
         except OSError:
             pass
         return outcome
+
+
+def log_size(process: RankProcess) -> int:
+    try:
+        return os.path.getsize(process.log)
+    except OSError:
+        return 0
 
 
 def template_main(fd: int) -> None:

@@ -47,7 +47,7 @@ def sleep_on_rank_zero(rank, world):
 
 def test_the_deadline_prints_stacks():
     with pytest.raises(RankFailure, match=r"rank 0 was still running(.|\n)*sleep_on_rank_zero"):
-        run_ranks(sleep_on_rank_zero, 2, timeout=1.0)
+        run_ranks(sleep_on_rank_zero, 2, timeout=3.0)
 
 
 def die_and_survive(rank, world):
