@@ -27,7 +27,7 @@ def torchrun(name: str, *arguments: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

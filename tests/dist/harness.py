@@ -46,7 +46,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = float(os.environ.get("FSDPC_TEST_DEADLINE", "60"))
+DEADLINE_S = float(os.environ.get("FSDPC_TEST_DEADLINE", "120"))
 PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that it speaks first
 GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
 DUMP_S = 10.0  # how long a rank may take to begin to print its stacks before it is killed

@@ -242,7 +242,7 @@ def test_fake_backend():
         print(comm.kind, comm.rank, comm.world)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=300)
     assert done.stdout.split() == ["c10d", "1", "4"], done.stderr
 
 
@@ -373,7 +373,7 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
         for rank in ranks_to_start
     ]
     try:
-        return processes[0].communicate(timeout=60)[0].strip()
+        return processes[0].communicate(timeout=300)[0].strip()
     finally:
         for process in processes:
             process.kill()

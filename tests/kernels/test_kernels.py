@@ -291,7 +291,7 @@ def choose(**settings: str) -> subprocess.CompletedProcess[str]:
     )
     command = [sys.executable, "-c", code]
     environment = {**os.environ, **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_settings_from_the_environment() -> None:

@@ -23,7 +23,7 @@ def refusal(**environment: str) -> str:
         [sys.executable, "-c", ASK],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
         env=os.environ | environment,
     )
@@ -85,7 +85,7 @@ def build_with(nvcc: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", BUILD],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
         env=os.environ | {"NVCC": nvcc},
     )

@@ -285,7 +285,7 @@ def run_ranks(world: int, body: str, name: str) -> None:
         [sys.executable, "-W", "error", "-c", script, str(world), name],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
 
