@@ -18,8 +18,8 @@ import torch
 
 from fsdpc import _C
 
-ROUNDS = 400
-SLACK = ROUNDS // 4  # caches of the interpreter's; a leak is at least one a round
+ROUNDS = 100
+SLACK = ROUNDS // 2  # caches of the interpreter's; a leak is at least one a round
 
 SPECS = [
     ("w", 4, "float32", "float32", "float32", True),
