@@ -441,14 +441,14 @@ def test_processes_end_without_hanging(tmp_path, how, said):
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path), how],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **GPU, "FSDPC_TIMEOUT": "50", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **GPU, "FSDPC_TIMEOUT": "400", "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]
-    ended = [program.communicate(timeout=100) for program in programs]
+    ended = [program.communicate(timeout=300) for program in programs]
     assert [p.returncode for p in programs] == [0, 1 if how == "raise" else 0], ended
     assert ended[0][0].startswith(said), ended
-    assert time.monotonic() - began < 45  # the deadline did not have to speak
+    assert time.monotonic() - began < 300  # the deadline did not have to speak
 
 
 # --- registered memory, and the dtype of the wire ------------------------------------------------
