@@ -59,7 +59,7 @@ short_forward(model *m, int step, int end)
     use(m, ROOT, step);
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, FIRST));
     use(m, FIRST, step);
-    CHECK(m->units[SECOND]->begun && !m->units[SECOND]->ready);
+    CHECK(fsdpc_unit_use(m->units[SECOND])->begun && !fsdpc_unit_use(m->units[SECOND])->ready);
     if (end == BROKE_OFF) {
         FSDPC_TRY(fsdpc_tree_forward_failed(m->tree, FIRST));
         return fsdpc_tree_forward_failed(m->tree, ROOT);
