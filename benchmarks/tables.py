@@ -149,7 +149,23 @@ def gpu_tables(result: dict) -> str:
     return "\n\n".join(blocks)
 
 
+def checkouts_tables(result: dict) -> str:
+    """The table of checkouts.py."""
+    names = ("step_ms", "cpu_ms", "step_to_local", "host_us_per_unit")
+    rows = [
+        [
+            f"{model}, {name}",
+            *(figure(sides[side].get(name), 2) for side in ("old", "new", "ratio")),
+        ]
+        for model, sides in result["models"].items()
+        for name in names
+    ]
+    title = f"### Checkouts: {result['old']} and {result['new']}, {result['rounds']} rounds"
+    return "\n\n".join([title, run_line(result), markdown(["", "old", "new", "new / old"], rows)])
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
+    "checkouts": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,
     "kernels": kernel_tables,
