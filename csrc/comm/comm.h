@@ -105,8 +105,8 @@ fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);
-/* Several collectives of one kind, as if one by one; "nccl" groups them into one call. Parts
- * without elements are skipped. */
+/* Several collectives of one kind, with the result of one call per part; the kind "nccl" makes one
+ * grouped call. Parts without elements are skipped. */
 typedef struct fsdpc_comm_part {
     void *buffer;
     int64_t piece_numel;

@@ -1,4 +1,4 @@
-/* Gathering and reducing on a device with streams (a GPU): the host only queues work and waits of streams.
+/* Gathering and reducing on a device with streams (a GPU): the host queues work and stream waits.
  *
  *   gather stream   waits for the slot's last reader and for the optimizer, casts this rank's
  *                   pieces into their place in the slot, all-gathers in place       -> filled
@@ -9,7 +9,7 @@
  *   caller's stream waits for `summed` at the end of backward; then the optimizer may read
  *
  * A gather reads shards, which the optimizer writes. The caller's stream waits for each gather whose
- * values it uses, and at the end of a pass for those that were prefetched and not used.
+ * values are used, and at the end of a pass for prefetched gathers whose values were not used.
  *
  * Gathers and reductions have communicators of their own, so that a gather never queues behind a
  * reduction. All ranks must gather and reduce in one order, as on a wire. A step has no allocation and no

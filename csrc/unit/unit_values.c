@@ -1,8 +1,8 @@
 /* A unit's values in and out: whole parameters, and parameters cut into one block per rank in
  * another way than the unit cuts them. See unit.h.
  *
- * On one host every master shard is mapped, and a rank copies just the elements that it needs from (or
- * to) all of them between two barriers, without scratch memory. A single rank has all values itself. Over a
+ * On one host every master shard is mapped, and a rank copies the elements that it needs directly
+ * from or to the shards of all ranks, between two barriers. A group of one rank copies its own shard. Over a
  * wire the same elements pass through a window of limited size in device memory; one stream fills the
  * window, gathers and empties it, so that the window can be filled again at once.
  */

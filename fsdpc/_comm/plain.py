@@ -135,19 +135,19 @@ def decode(data: bytes) -> Any:
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or length > len(data) - _HEAD.size:
-            raise Malformed("it does not begin as what fsdpc sends")
+            raise Malformed("the first bytes are not those of an fsdpc message")
         begin = _HEAD.size + length
         reader = _Reader(memoryview(data)[begin:])
         value = reader.value(json.loads(bytes(data[_HEAD.size : begin])))
         if reader.at != len(reader.raw):
-            raise Malformed("it is longer than it says")
+            raise Malformed("the message is longer than its head states")
         return value
     except Malformed:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RuntimeError) as error:
         raise Malformed(f"{type(error).__name__}: {error}") from error
     except struct.error as error:
-        raise Malformed(f"it is shorter than its head: {error}") from error
+        raise Malformed(f"the message is shorter than its head: {error}") from error
 
 
 class _Reader:
@@ -176,7 +176,7 @@ class _Reader:
 
     def items(self, forms: Any) -> list[Any]:
         if not isinstance(forms, list):
-            raise Malformed("items that are no list")
+            raise Malformed("the items are not a list")
         return [self.value(form) for form in forms]
 
     def pairs(self, forms: Any) -> list[tuple[Any, Any]]:
@@ -218,7 +218,7 @@ def _check_bytes(numel: int, itemsize: int, count: Any) -> None:
 
 def _sizes(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
-        raise Malformed("a shape that is none")
+        raise Malformed(f"{shape!r:.40} is not a shape")
     return tuple(shape)
 
 

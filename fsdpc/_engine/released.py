@@ -87,9 +87,14 @@ def _pass_on(name: str) -> None:
     setattr(ReleasedParameter, name, method if callable(plain) else property(get, put))
 
 
-for _name in ("grad", "requires_grad", "requires_grad_", "register_hook"):
+for _name in (
+    "grad",
+    "requires_grad",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+):
     _pass_on(_name)
-_pass_on("register_post_accumulate_grad_hook")
 
 
 def _find(args: Any, kwargs: Any) -> ReleasedParameter:

@@ -42,7 +42,6 @@ NOT_YET_PRIVATE = {
     ("csrc/py/unit", "unit/unit_impl.h"),
     ("csrc/py/step", "unit/unit_impl.h"),
     ("csrc/py/step", "tree/tree_impl.h"),
-    ("csrc/py/step", "exchange/exchange_impl.h"),
     ("csrc/py/probe", "unit/unit_impl.h"),
 }
 Rule = Callable[[str, str], Iterator[str]]

@@ -148,7 +148,7 @@ fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t coun
         PyErr_NoMemory();
     } else if (view_grads(self, list, views, grads) == 0) {
         fsdpc_tree *tree = self->tree->tree;
-        self->unit->add = add;
+        fsdpc_unit_set_add(self->unit, add);
         Py_BEGIN_ALLOW_THREADS
         status = fsdpc_tree_begin_backward(tree);
         status = status ? status : fsdpc_tree_backward_done(tree, 0, true);

@@ -4,7 +4,6 @@
  */
 #include "py/unit/py_engine.h"
 
-#include "exchange/exchange_impl.h"
 #include "base/mem.h"
 #include "tree/tree_impl.h"
 #include "unit/unit_impl.h"
@@ -68,8 +67,8 @@ static void
 note(fsdpc_py_flat *self, enum fsdpc_trace_op op)
 {
     if (self->tree && self->tree->tree) {
-        fsdpc_exchange_note(self->tree->tree->nodes[self->id].exchange, op, self->unit,
-                            fsdpc_unit_layout(self->unit)->reduce_bytes);
+        fsdpc_tree_note(self->tree->tree, self->id, op,
+                        fsdpc_unit_layout(self->unit)->reduce_bytes);
     }
 }
 

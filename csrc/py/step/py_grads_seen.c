@@ -3,7 +3,6 @@
  */
 #include "py/unit/py_engine.h"
 
-#include <string.h>
 
 #include "unit/unit_impl.h"
 
@@ -190,7 +189,7 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
             return -1;
         }
     }
-    flat->unit->add = any_ours;
+    fsdpc_unit_set_add(flat->unit, any_ours);
     return 0;
 }
 
@@ -259,7 +258,7 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
         }
     }
     if (sync) {
-        memset(unit->used, 0, (size_t)unit->layout->param_count);
+        fsdpc_unit_clear_used(unit);
     }
     if (result == 0 && flat->prepared && unit->local_any) {
         result = fsdpc_py_note_waiting(flat);

@@ -11,12 +11,12 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
     flat->prepared = flat->entered = flat->complete = flat->unseen = false;
 }
 
-/* [Note: touched gradients] When a backward has broken off, a unit's gradients of some ranks may lie
- * in reduce slots. They are summed when the peers are here for it, at the next pass at the latest, into
- * the shard gradient, which holds then what an unsharded model's would: part of the failed backward. But
- * a user who has cleared or changed .grad in place since must find it as it was left. So the versions of
- * these tensors are noted when the backward breaks off, and what has another one by then, or was
- * not looked at, gets its values back afterwards. */
+/* [Note: touched gradients] When a backward fails, gradients of some ranks may still be in reduce slots.
+ * The ranks sum these gradients at the next pass at the latest, into the shard gradient, which then holds
+ * part of the failed backward, as an unsharded model's would. A user who has cleared or changed .grad in
+ * place in the meantime must find that value unchanged. Therefore the versions of the .grad tensors are
+ * noted when the backward fails; a tensor whose version has changed by the time of the sum, or was not
+ * noted, gets its value back after the sum. */
 
 static int
 look_at_broken(fsdpc_py_flat *flat)
@@ -110,7 +110,7 @@ put_away(fsdpc_py_tree *tree, PyObject *touched)
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_drop_held(tree->units[i]);
         /* A forward around a broken autograd.grad goes on with what its modules show. */
-        bool runs = tree->tree->nodes[i].running > 0;
+        bool runs = fsdpc_tree_is_running(tree->tree, i);
         if ((runs ? fsdpc_py_end_hold(tree->units[i]) : fsdpc_py_uninstall_all(tree->units[i])) <
                 0 ||
             fsdpc_py_clear_full_grads(tree->units[i], true) < 0 ||
@@ -132,8 +132,7 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, tree->sums));
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_forget_backward(tree->units[i]);
-        memset(tree->units[i]->unit->used, 0,
-               (size_t)fsdpc_unit_layout(tree->units[i]->unit)->param_count);
+        fsdpc_unit_clear_used(tree->units[i]->unit);
     }
     if (fsdpc_py_checked(status) == 0 && give_back_touched(touched) == 0) {
         result = fsdpc_py_mark_all(tree);

@@ -146,7 +146,7 @@ fsdpc_py_attach(fsdpc_py_flat *flat)
 static bool
 wants_inputs(const fsdpc_py_flat *flat)
 {
-    if (flat->incomplete && fsdpc_exchange_any_order(flat->tree->tree->nodes[flat->id].exchange)) {
+    if (flat->incomplete && fsdpc_tree_any_order(flat->tree->tree, flat->id)) {
         return true;
     }
     return fsdpc_py_has_frozen(flat) && !fsdpc_py_has_nested(flat);

@@ -72,7 +72,7 @@ int fsdpc_py_input_done(fsdpc_py_hook *self);
  * needed. */
 bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
-/* To be called when the unit has all gradients that it will get for now. */
+/* All gradients that this backward computes for the unit have arrived: drops its hold and reduces. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
 /* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);

@@ -101,7 +101,7 @@ static bool
 waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
     for (int c = 0; c < seen->cover_count; c++) {
-        if (flat->unit->local_used[seen->covers[c]]) {
+        if (fsdpc_unit_used_locally(flat->unit, seen->covers[c])) {
             return true;
         }
     }
