@@ -3,7 +3,6 @@
  */
 #include "py/unit/py_engine.h"
 
-
 #include "unit/unit_impl.h"
 
 static int64_t
