@@ -152,6 +152,11 @@ struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */
 bool fsdpc_unit_reshards(const fsdpc_unit *unit);
+/* Only while no tree has the unit. */
+void fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard);
+/* As in the options; set between backwards, the same on all ranks. */
+double fsdpc_unit_divide(const fsdpc_unit *unit);
+void fsdpc_unit_set_divide(fsdpc_unit *unit, double divide);
 /* The address range of the gathered values; zeros for a direct unit. */
 fsdpc_range *fsdpc_unit_range(fsdpc_unit *unit);
 bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* mapped to spare memory, not to its slot */

@@ -27,6 +27,24 @@ fsdpc_unit_reshards(const fsdpc_unit *unit)
     return unit->reshard;
 }
 
+void
+fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard)
+{
+    unit->reshard = reshard;
+}
+
+double
+fsdpc_unit_divide(const fsdpc_unit *unit)
+{
+    return unit->divide;
+}
+
+void
+fsdpc_unit_set_divide(fsdpc_unit *unit, double divide)
+{
+    unit->divide = divide;
+}
+
 fsdpc_range *
 fsdpc_unit_range(fsdpc_unit *unit)
 {

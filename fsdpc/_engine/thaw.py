@@ -97,8 +97,7 @@ def _renew(unit: Any, k: int, segment: int) -> None:
     """Make a tensor over the gradient's new memory, and replace the old one in ``.grad``."""
     param, old, covers = unit.seen[k]
     if unit.use_orig_params:
-        shape = None if unit.is_sharded else unit.shapes[covers[0]]
-        grad = over(unit.flat.grad_part(covers[0]), param.dtype, shape)
+        grad = unit.grad_view(covers[0])
     else:
         grad = over(unit.flat.grad_segment(segment), param.dtype)
     if old is not None and param.grad is old:

@@ -43,6 +43,8 @@ class Unit(WholeValues):
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
 
+    by_rows = False  # each rank holds whole rows, and the optimizer sees DTensors
+
     def __init__(
         self,
         name: str,
@@ -184,16 +186,35 @@ class Unit(WholeValues):
 
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
-            dtype, shape = self.dtypes[i], None if self.is_sharded else self.shapes[i]
             info.param.grad = None
-            info.param.data = over(self.flat.shard_part(i), dtype, shape)
+            info.param.data = self.shard_view(i)
             info.param._fsdp_flattened = True  # torch's mark of managed parameters
-            grad = over(self.flat.grad_part(i), dtype, shape) if self.trainable[i] else None
-            self._see(info.param, grad, (i,))
+            self._see(info.param, self.grad_view(i) if self.trainable[i] else None, (i,))
+
+    def shard_view(self, i: int) -> Tensor:
+        """A tensor over this rank's elements of parameter ``i``. Local."""
+        shape = None if self.is_sharded else self.shapes[i]
+        return over(self.flat.shard_part(i), self.dtypes[i], shape)
+
+    def grad_view(self, i: int) -> Tensor:
+        """What ``.grad`` of the sharded parameter ``i`` shows, over the shard gradient. Local."""
+        shape = None if self.is_sharded else self.shapes[i]
+        return over(self.flat.grad_part(i), self.dtypes[i], shape)
+
+    def local(self, param: Tensor) -> Tensor:
+        """The tensor with this rank's elements of a sharded parameter. Local."""
+        return param
+
+    def point_at_shard(self, index: int) -> None:
+        """Let ``seen[index]`` show the shard again after the user pointed it elsewhere. Local."""
+        self.seen[index][0].data = self.views[index]
+
+    def check_replacement(self, param: Tensor, what: str) -> None:
+        """Raise ``ValueError`` if ``param`` cannot stand for one of the sharded parameters."""
 
     def _see(self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]) -> None:
         self._seen.append((param, grad, covers))
-        self.views.append(param.data)
+        self.views.append(self.local(param).data)
 
     def _make_flat_params(self) -> None:
         layout = self.flat.layout()
@@ -233,6 +254,7 @@ class Unit(WholeValues):
             watched,
             versions=self._versions,
             by_gather=not self.use_orig_params,
+            dtensors=self.by_rows,
         )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.take_over(this())

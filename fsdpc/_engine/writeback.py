@@ -43,11 +43,11 @@ def take_over(unit: Any) -> None:
         for index, info in enumerate(unit.infos):
             _take_replacement(unit, index, info)
     for index, (param, _, _) in enumerate(unit.seen):
-        view = unit.views[index]
-        same = param.data_ptr() == view.data_ptr() and param.shape == view.shape
-        if not same or param.dtype != view.dtype:
-            _write(unit, index, param.detach())
-            param.data = view
+        view, now = unit.views[index], unit.local(param).detach()
+        same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
+        if not same or now.dtype != view.dtype:
+            _write(unit, index, now)
+            unit.point_at_shard(index)
 
 
 def _take_replacement(unit: Any, index: int, info: Any) -> None:
@@ -73,13 +73,14 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
             f"{what} was replaced by a parameter of unit {owner.name!r} on rank {rank}: tie "
             "parameters before wrapping, in one unit"
         )
-    _write(unit, index, new.detach())
+    unit.check_replacement(new, what)
+    _write(unit, index, unit.local(new).detach())
     _, grad, covers = unit.seen[index]
     info.param.grad = new.grad = None
-    new.data = unit.views[index]
+    unit.seen[index] = (new, grad, covers)
+    unit.point_at_shard(index)
     unit.flat.replace_param(index, new)
     unit.released[index]._fsdpc_sharded = new
-    unit.seen[index] = (new, grad, covers)
     info.param = new
     set_owner(new, unit)
 

@@ -136,7 +136,7 @@ bind_seen(fsdpc_py_flat *flat, PyObject *list)
             return -1;
         }
         seen->requires_grad = seen->grad != NULL;
-        if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+        if (fsdpc_py_local_data(flat, param, &seen->param_data) < 0) {
             return -1;
         }
         flat->expected += seen->grad ? seen->cover_count : 0;
@@ -168,9 +168,10 @@ bind_watched(fsdpc_py_flat *flat, PyObject *list)
 }
 
 static int
-bind_all(fsdpc_py_flat *flat, PyObject *const rows[4])
+bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
 {
     fsdpc_py_flat_unbind(flat);
+    flat->dtensors = dtensors;
     if (bind_full(flat, rows[0]) == 0 && bind_sites(flat, rows[1]) == 0 &&
         bind_seen(flat, rows[2]) == 0 && bind_watched(flat, rows[3]) == 0) {
         return 0;
@@ -200,7 +201,7 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
     PyObject *full, *sites, *seen, *watched, *versions = Py_None;
-    bool by_gather = false;
+    bool by_gather = false, dtensors = false;
     const fsdpc_py_arg table[] = {
         {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
         {"sites", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sites},
@@ -208,8 +209,9 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
         {"watched", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &watched},
         {"versions", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &versions},
         {"by_gather", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &by_gather},
+        {"dtensors", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &dtensors},
     };
-    if (fsdpc_py_args("bind", table, 6, args, count, keywords) < 0) {
+    if (fsdpc_py_args("bind", table, 7, args, count, keywords) < 0) {
         return NULL;
     }
     if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen) ||
@@ -228,7 +230,7 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
     bool whole = rows[0] && rows[1] && rows[2] && rows[3];
     int result = whole ? fsdpc_py_try_flat(flat) : -1;
     if (result == 0) {
-        result = bind_all(flat, rows);
+        result = bind_all(flat, rows, dtensors);
         result = result == 0 ? bind_versions(flat, versions, by_gather) : result;
         fsdpc_py_leave_flat(flat);
     }
@@ -268,6 +270,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     for (int i = 0; i < seen_count; i++) {
         Py_CLEAR(seen[i].param);
         Py_CLEAR(seen[i].grad);
+        Py_CLEAR(seen[i].shown);
         Py_CLEAR(seen[i].alias);
         fsdpc_mem_free(seen[i].covers);
     }
@@ -326,7 +329,7 @@ fsdpc_py_uninstall(fsdpc_py_flat *flat)
 int
 fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
 {
-    flat->hold_installed = false;
+    flat->hold_installed = flat->unsharded = false;
     if (flat->installed == 0) {
         return 0;
     }

@@ -19,18 +19,21 @@ int
 fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
     fsdpc_py_view view;
-    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
-        return -1;
+    PyObject *local = fsdpc_py_local(flat, grad), *alias = NULL;
+    if (local && fsdpc_py_torch_view_on(local, fsdpc_py_own_place(flat), &view) == 0) {
+        alias = PyObject_CallMethodNoArgs(local, fsdpc_py_name.detach);
     }
-    PyObject *alias = PyObject_CallMethodNoArgs(grad, fsdpc_py_name.detach);
     if (!alias) {
+        Py_XDECREF(local);
         return -1;
     }
-    Py_XSETREF(seen->grad, Py_NewRef(grad));
+    Py_XSETREF(seen->shown, Py_NewRef(grad));
+    Py_XSETREF(seen->grad, local);
     Py_XSETREF(seen->alias, alias);
     seen->grad_data = view.data;
     seen->broken = -1;
-    seen->holds_nothing = view.numel == 0 && numel_of(flat, seen) > 0;
+    /* Operations on a DTensor are collective: each rank must see its gradient. */
+    seen->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, seen) > 0;
     return 0;
 }
 
@@ -42,13 +45,23 @@ piece_of(const fsdpc_layout *layout, int param)
     return layout->segments[layout->params[param].segment].piece_numel;
 }
 
+/* `grad` keeps the memory that *out describes. */
+static int
+local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
+{
+    PyObject *local = fsdpc_py_local(flat, grad);
+    int result = local ? fsdpc_py_torch_view_on(local, fsdpc_py_own_place(flat), out) : -1;
+    Py_XDECREF(local);
+    return result;
+}
+
 /* The user assigned another tensor to .grad: its values are copied into the unit's gradient. */
 static int
 take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
     fsdpc_py_view view;
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
-    if (fsdpc_py_torch_view_on(grad, fsdpc_py_own_place(flat), &view) < 0) {
+    if (local_view(flat, grad, &view) < 0) {
         return -1;
     }
     int64_t at = 0;
@@ -91,21 +104,29 @@ reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
     return 0;
 }
 
+/* Undoes what the user did to the object that .grad shows. */
+static int
+point_back(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    if (PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias) < 0) {
+        return -1;
+    }
+    return flat->dtensors ? PyObject_SetAttr(seen->shown, fsdpc_py_name.local_tensor, seen->grad)
+                          : 0;
+}
+
 /* The unit's gradient tensor, which the user may have pointed at other memory (grad.data = ...). */
 static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
 {
     fsdpc_py_view view;
-    if (fsdpc_py_torch_view_on(seen->grad, fsdpc_py_own_place(flat), &view) < 0) {
+    if (local_view(flat, seen->shown, &view) < 0) {
         return -1;
     }
     if (view.data == seen->grad_data || view.numel == 0) {
         return reload_seen(flat, seen);
     }
-    if (take_foreign(flat, seen, seen->grad) < 0) {
-        return -1;
-    }
-    return PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias);
+    return take_foreign(flat, seen, seen->shown) < 0 ? -1 : point_back(flat, seen);
 }
 
 static int
@@ -114,7 +135,7 @@ replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
     if (take_foreign(flat, seen, grad) < 0) {
         return -1;
     }
-    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->shown);
 }
 
 static enum grad_state
@@ -126,7 +147,7 @@ look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
     }
     enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
     if (grad != Py_None &&
-        (grad == seen->grad ? check_ours(flat, seen) : replace_foreign(flat, seen, grad)) < 0) {
+        (grad == seen->shown ? check_ours(flat, seen) : replace_foreign(flat, seen, grad)) < 0) {
         state = GRAD_ERROR;
     }
     Py_DECREF(grad);
@@ -215,12 +236,11 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
     }
     /* The user may have pointed the tensor elsewhere before clearing .grad. */
     const void *data;
-    if (fsdpc_py_torch_data(seen->grad, &data) < 0 ||
-        (data != seen->grad_data &&
-         PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias) < 0)) {
+    if (fsdpc_py_local_data(flat, seen->shown, &data) < 0 ||
+        (data != seen->grad_data && point_back(flat, seen) < 0)) {
         return -1;
     }
-    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->grad);
+    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->shown);
 }
 
 /* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient

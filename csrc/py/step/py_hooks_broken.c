@@ -23,7 +23,7 @@ look_at_broken(fsdpc_py_flat *flat)
 {
     for (int i = 0; i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        seen->broken = seen->grad ? fsdpc_py_grad_version(seen) : -1;
+        seen->broken = seen->grad ? fsdpc_py_grad_version(flat, seen) : -1;
         if (seen->grad && seen->broken < 0) {
             return -1;
         }
@@ -43,17 +43,17 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
 
 /* 1: the user has done something to the gradient since; -1 with an exception. */
 static int
-was_touched(const fsdpc_py_seen *seen)
+was_touched(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
     PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
     if (!grad) {
         return -1;
     }
     int touched = grad != Py_None;
-    if (touched && grad == seen->grad && seen->broken >= 0) {
+    if (touched && grad == seen->shown && seen->broken >= 0) {
         const void *data;
-        long version = fsdpc_py_grad_version(seen);
-        touched = version < 0 || fsdpc_py_torch_data(grad, &data) < 0
+        long version = fsdpc_py_grad_version(flat, seen);
+        touched = version < 0 || fsdpc_py_local_data(flat, grad, &data) < 0
                       ? -1
                       : version != seen->broken || data != seen->grad_data;
     }
@@ -67,7 +67,7 @@ keep_touched(fsdpc_py_flat *flat, PyObject *list)
 {
     for (int i = 0; i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        int touched = seen->grad && !flat->shown ? was_touched(seen) : 0;
+        int touched = seen->grad && !flat->shown ? was_touched(flat, seen) : 0;
         if (touched < 0) {
             return -1;
         }

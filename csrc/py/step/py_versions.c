@@ -132,7 +132,7 @@ fsdpc_py_look_for_step(fsdpc_py_flat *flat)
         if (!seen->requires_grad || seen->holds_nothing) {
             continue;
         }
-        long version = read_version(seen->param);
+        long version = fsdpc_py_local_version(flat, seen->param);
         if (version < 0) {
             return -1;
         }

@@ -28,10 +28,10 @@ place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
 }
 
 static int
-memory_has_changed(const fsdpc_py_seen *seen)
+memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
     const void *data;
-    if (fsdpc_py_torch_data(seen->param, &data) < 0) {
+    if (fsdpc_py_local_data(flat, seen->param, &data) < 0) {
         return -1;
     }
     return data != seen->param_data;
@@ -48,7 +48,7 @@ fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
         changed = place_has_changed(flat, &flat->sites[i]);
     }
     for (int i = 0; changed == 0 && i < flat->seen_count; i++) {
-        changed = memory_has_changed(&flat->seen[i]);
+        changed = memory_has_changed(flat, &flat->seen[i]);
     }
     if (changed <= 0 || !flat->on_changed) {
         return changed < 0 ? -1 : 0;
@@ -71,7 +71,7 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     fsdpc_py_seen *seen = &self->seen[number];
-    if (fsdpc_py_torch_data(param, &seen->param_data) < 0) {
+    if (fsdpc_py_local_data(self, param, &seen->param_data) < 0) {
         return NULL;
     }
     for (int i = 0; i < self->site_count; i++) {
@@ -86,15 +86,9 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
 /* --- gradients that wait --------------------------------------------------------------------- */
 
 long
-fsdpc_py_grad_version(const fsdpc_py_seen *seen)
+fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
-    PyObject *version = PyObject_GetAttr(seen->grad, fsdpc_py_name.version);
-    long value = version ? PyLong_AsLong(version) : -1;
-    Py_XDECREF(version);
-    if (value < 0 && !PyErr_Occurred()) {
-        PyErr_SetString(PyExc_ValueError, "a gradient has a negative version");
-    }
-    return value;
+    return fsdpc_py_local_version(flat, seen->shown);
 }
 
 static bool
@@ -130,7 +124,7 @@ fsdpc_py_note_waiting(fsdpc_py_flat *flat)
     for (int i = 0; i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
         seen->waits = seen->grad && waits(flat, seen);
-        if (seen->waits && (seen->version = fsdpc_py_grad_version(seen)) < 0) {
+        if (seen->waits && (seen->version = fsdpc_py_grad_version(flat, seen)) < 0) {
             return -1;
         }
     }
@@ -203,7 +197,7 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 static int
 was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
 {
-    long version = fsdpc_py_grad_version(seen);
+    long version = fsdpc_py_grad_version(flat, seen);
     if (version < 0 || version == seen->version) {
         return version < 0 ? -1 : 0;
     }

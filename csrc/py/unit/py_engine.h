@@ -24,6 +24,7 @@ typedef struct fsdpc_py_site {
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
 typedef struct fsdpc_py_seen {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
+    PyObject *shown;        /* what param.grad is: `grad`, or a DTensor around that tensor */
     PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
     long param_version; /* of `param`, when last read */
@@ -69,6 +70,8 @@ typedef struct fsdpc_py_flat {
     bool marked;        /* as gathered */
     long gathered_version, released_version;
     bool hold_installed;
+    bool unsharded; /* by unshard(): the modules show gathered parameters without a forward */
+    bool dtensors; /* the optimizer sees DTensors around this rank's rows */
     bool shown; /* the modules hold full values of the user: they stay */
     bool sync;  /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
@@ -120,7 +123,7 @@ typedef struct fsdpc_py_tree {
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
         *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
-        *backward_optimizers;
+        *backward_optimizers, *local_tensor;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
@@ -130,6 +133,14 @@ int fsdpc_py_make_names(void);
 
 /* 0, or -1 with TypeError. Borrowed. */
 int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
+
+/* The tensor with this rank's memory behind a parameter or gradient that the optimizer sees: the tensor
+ * itself, or what a DTensor wraps. New reference, NULL with an exception. */
+PyObject *fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor);
+/* Address of its first element. 0, or -1 with an exception. */
+int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
+/* Writes that autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */
+long fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor);
 
 /* A parameter's number from Python; IndexError names the unit. */
 int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
@@ -243,6 +254,11 @@ int fsdpc_py_end_hold(fsdpc_py_flat *flat);
 /* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
 int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
+/* --- py_unshard.c ---------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused);
+
 /* --- py_flags.c ------------------------------------------------------------------------------ */
 
 /* Puts a gradient hook on every trainable gathered tensor from now on. */
@@ -302,7 +318,7 @@ PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
 /* `seen` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
 /* What autograd has counted of writes to `grad`; -1 with an exception. */
-long fsdpc_py_grad_version(const fsdpc_py_seen *seen);
+long fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
 /* A backward has ended: which seen gradients stand for something that waits. */
 int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
 /* Discards what waits for gradients that the user has set to zero in place since. */

@@ -267,6 +267,8 @@ GUARDED_ONE(take_sums)
 GUARDED_ONE(adopt)
 GUARDED_ONE(enter)
 GUARDED_ONE(leave)
+GUARDED_ONE(unshard)
+GUARDED_ONE(reshard)
 GUARDED_ONE(forward_failed)
 /* clang-format on */
 
@@ -339,6 +341,11 @@ static PyMethodDef methods[] = {
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
     {"leave_forward", FAST(guarded_leave), METH_NOARGS,
      "leave_forward()\n--\n\nUndoes one enter_forward()."},
+    {"unshard", FAST(guarded_unshard), METH_NOARGS,
+     "unshard()\n--\n\nShows the gathered parameters in the modules until reshard() or the next "
+     "pass. Collective outside of a pass."},
+    {"reshard", FAST(guarded_reshard), METH_NOARGS,
+     "reshard()\n--\n\nUndoes unshard(); without one a no-op."},
     {"forward_failed", FAST(guarded_forward_failed), METH_NOARGS,
      "forward_failed()\n--\n\nMust be called when the module's forward raised."},
     {NULL, NULL, 0, NULL},

@@ -159,6 +159,63 @@ set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
     return truth < 0 ? -1 : 0;
 }
 
+static PyObject *
+get_reshards(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(fsdpc_unit_reshards(self->unit));
+}
+
+static int
+set_reshards(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    int truth = value ? PyObject_IsTrue(value) : -1;
+    if (truth < 0) {
+        return -1;
+    }
+    if (self->tree) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "reshards: unit %s belongs to a tree, whose slots depend on the flag",
+                     fsdpc_unit_name(self->unit));
+        return -1;
+    }
+    fsdpc_unit_set_reshards(self->unit, truth > 0);
+    return 0;
+}
+
+static int
+set_divide(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    double divide = value ? PyFloat_AsDouble(value) : 0.0;
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(divide > 0) || (self->tree && fsdpc_tree_in_backward(self->tree->tree))) {
+        PyErr_Format(PyExc_ValueError,
+                     "divide: the factor of unit %s must be a positive number, set between backwards",
+                     fsdpc_unit_name(self->unit));
+        return -1;
+    }
+    fsdpc_unit_set_divide(self->unit, divide);
+    return 0;
+}
+
+static PyObject *
+get_divide(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyFloat_FromDouble(fsdpc_unit_divide(self->unit));
+}
+
+static PyObject *
+get_unsharded(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->unsharded);
+}
+
 /* --- callables ------------------------------------------------------------------------------- */
 
 /* The closure of such an attribute is its callable's offset in the object. */
@@ -202,6 +259,11 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"offloaded", (getter)get_offloaded, NULL,
      "Shard and gradient lie in pinned host memory of a GPU.", NULL},
     {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
+    {"reshards", (getter)get_reshards, (setter)set_reshards,
+     "Released after forward and gathered again for backward. Set without a tree only.", NULL},
+    {"divide", (getter)get_divide, (setter)set_divide,
+     "Gradients are divided by this number, once.", NULL},
+    {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},
     {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
     {"on_unattached", (getter)get_callable, (setter)set_callable,
      "Called by the first forward of a unit without a tree.", CALLABLE(on_unattached)},

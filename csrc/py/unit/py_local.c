@@ -1,0 +1,56 @@
+/* This rank's memory behind the parameters and gradients that the optimizer sees. With a layout by rows
+ * these are DTensors: wrappers without memory of their own around the tensor `_local_tensor`, which the
+ * user, load_state_dict(assign=True) or Module.to() may replace.
+ */
+#include "py/unit/py_engine.h"
+
+PyObject *
+fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)
+{
+    if (!flat->dtensors) {
+        return Py_NewRef(tensor);
+    }
+    PyObject *local = PyObject_GetAttr(tensor, fsdpc_py_name.local_tensor);
+    if (!local && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(PyExc_TypeError,
+                     "unit %s: its sharded parameters are DTensors, and so must be their values and "
+                     "gradients, but found a %.100s: use torch.distributed.tensor.distribute_tensor",
+                     fsdpc_unit_name(flat->unit), Py_TYPE(tensor)->tp_name);
+    }
+    return local;
+}
+
+int
+fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out)
+{
+    PyObject *local = fsdpc_py_local(flat, tensor);
+    int result = local ? fsdpc_py_torch_data(local, out) : -1;
+    Py_XDECREF(local);
+    return result;
+}
+
+static long
+version_of(PyObject *tensor)
+{
+    PyObject *number = PyObject_GetAttr(tensor, fsdpc_py_name.version);
+    long value = number ? PyLong_AsLong(number) : -1;
+    Py_XDECREF(number);
+    if (value < 0 && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, "a tensor has a negative version");
+    }
+    return value;
+}
+
+/* torch counts an operation on a DTensor at the DTensor, and one on its local tensor there. */
+long
+fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor)
+{
+    long outer = version_of(tensor);
+    if (outer < 0 || !flat->dtensors) {
+        return outer;
+    }
+    PyObject *local = fsdpc_py_local(flat, tensor);
+    long inner = local ? version_of(local) : -1;
+    Py_XDECREF(local);
+    return inner < 0 ? -1 : outer + inner;
+}

@@ -1,0 +1,190 @@
+"""Lazy initialisation of a tree of units, at the first use of its outermost host.
+
+It finds the units and their nesting depth, checks the options that must be equal across the tree,
+passes the units to the engine (``fsdpc._engine.tree.Tree``) and sets the precision line. An inner
+host that was a root before joins the outer host's tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdpc import _C
+from fsdpc._comm import wire as _wire
+from fsdpc._engine import thaw as _thaw
+from fsdpc._engine.compiled import call_untraced
+from fsdpc._engine.host import FrontEnd
+from fsdpc._engine.tree import Tree
+
+logger = logging.getLogger("fsdpc")
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def lazy_init(front: FrontEnd, root: Any) -> None:
+    """Make ``root`` the root of its tree unless it belongs to a tree already. Collective over the
+    units' groups.
+
+    Units of another root leave that root's tree, which is rebuilt at its next use. ``StateError``:
+    the other root is in forward or backward. ``ValueError``: options or devices of the units
+    differ. ``MismatchError``: ranks have different trees.
+    """
+    if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
+        return
+    placed = list(front.members(root))
+    members = [member for _, _, member in placed]
+    front.check(members)
+    _check_one_device(front, members)
+    for member in members:
+        _leave_tree(front, member, root)
+    for name, _, member in placed:
+        member._is_root = member is root
+        member._root = weakref.ref(root)
+        front.prepare(member, name)
+    units = [(depth, member._unit) for _, depth, member in placed if member._unit is not None]
+    if root._unit is None and units:
+        units = [(0, front.pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
+    _attach_tree(front, root, units)
+    root.precision_line = precision_line(root, [unit for _, unit in units])
+    if root.rank == 0:
+        logger.info(root.precision_line)
+
+
+def _leave_tree(front: FrontEnd, member: Any, root: Any) -> None:
+    """Undo the lazy initialisation of ``member``'s previous root unless that is ``root``."""
+    tree = None if member._unit is None else member._unit.tree
+    if tree is not None and tree.training_state != "idle":
+        raise _C.StateError(
+            f"unit {member._unit.name!r} is in {tree.training_state} as part of another model on "
+            f"rank {member.rank}, so {front.describe(root)} cannot use it now: finish the "
+            "other model's step first, or give each model its own units (copy.deepcopy)"
+        )
+    before = None if member._root is None else member._root()
+    if before is not None:
+        release_tree(front, before)
+    elif tree is not None:  # its root was deleted
+        tree.detach()
+
+
+def release_tree(front: FrontEnd, root: Any) -> None:
+    """Undo lazy initialisation: the units leave their tree, and the next use determines their root.
+    Local.
+    """
+    if root._tree is not None:
+        root._tree.detach()
+    for handle in root._mark_handles:
+        handle.remove()
+    root._mark_handles = []
+    if root._pass_unit is not None:
+        root._pass_unit = None
+        front.forget_pass_unit(root)
+    for _, _, member in front.members(root):
+        member._is_root = member._root = member._tree = None
+
+
+def _check_one_device(front: FrontEnd, members: list[Any]) -> None:
+    names: dict[torch.device, str] = {}
+    for member in members:
+        if member._unit is not None:
+            names.setdefault(member.compute_device, member._unit.name)
+    if len(names) > 1:
+        found = ", ".join(f"{name or '(root)'!r} on {device}" for device, name in names.items())
+        raise ValueError(
+            f"the units of a model must be on one device, but found {found}: {front.one_device}"
+        )
+
+
+def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> None:
+    if not units:
+        return
+    options = front.options(root)
+    root._tree = Tree(
+        [unit for _, unit in units],
+        [depth for depth, _ in units],
+        backward_prefetch=options.backward_prefetch,
+        forward_prefetch=options.forward_prefetch,
+        limit_all_gathers=options.limit_all_gathers,
+    )
+    this = weakref.ref(root)
+    root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, front, this())
+    front.attached(root)
+
+
+def _thaw_tree(front: FrontEnd, root: Any) -> None:
+    """Rebuild the tree with memory for the gradients of unfrozen parameters. Collective over the
+    units' groups, between passes.
+    """
+    old = root._tree
+    old.core.announce(*_thaw.first(old.units))
+    _thaw.agree(old.units)
+    units = list(zip(old.depths, old.units, strict=True))
+    old.detach()
+    old.core.close()
+    try:
+        for _, unit in units:
+            _thaw.thaw(unit)
+        _attach_tree(front, root, units)
+    except BaseException:
+        release_tree(front, root)  # the next forward retries, on all ranks
+        raise
+    root.precision_line = precision_line(root, [unit for _, unit in units])
+
+
+@contextmanager
+def no_sync(units: list[Any]) -> Iterator[None]:
+    """Leave gradients of ``units`` unreduced; restored on exit, also after exceptions. Local."""
+    before = [unit.require_sync for unit in units]
+    for unit in units:
+        unit.require_sync = False
+    try:
+        yield
+    finally:
+        for unit, value in zip(units, before, strict=True):
+            unit.require_sync = value
+
+
+def precision_line(root: Any, units: list[Any]) -> str:
+    """One line with the dtype of each role, for the log and for ``model.precision_line``."""
+    units = [unit for unit in units if unit is not root._pass_unit]
+    segments = [segment for unit in units for segment in unit.flat.layout()["segments"]]
+    trained = [segment for segment in segments if segment["trainable"]]
+    divide = units[0].groups.divide if units else 1
+    travels = _dtypes(trained, "reduce")
+    rounding = _wire.remark(units[0].groups.shard, travels) if units else ""
+    parts = [
+        f"fsdpc: storage {_dtypes(segments, 'storage')}",
+        f"compute {_dtypes(segments, 'compute')}",
+        f"reduce {travels}{rounding}",
+        f"accumulate {_dtypes(trained, 'accumulate')}",
+        f"optimizer {_dtypes(trained, 'storage')}",
+        f"gradients / {divide:g}",
+        f"{_count(len(units), 'unit')}{_slots(root)}",
+    ]
+    return " | ".join(parts)
+
+
+def _dtypes(segments: list[dict[str, Any]], role: str) -> str:
+    """Short names of the dtypes in one role, e.g. ``fp32`` or ``bf16+fp32``."""
+    names = sorted({_SHORT.get(segment[role], segment[role]) for segment in segments})
+    return "+".join(names) or "none"
+
+
+def _slots(root: Any) -> str:
+    """``, 2 gather slots of 436 MB, 1 reduce slot``."""
+    if root._tree is None:
+        return ""
+    stats = root._tree.memory_stats()
+    megabytes = stats["gather_slot_bytes"] / 1e6
+    size = f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+    gather = f"{_count(stats['gather_slots'], 'gather slot')} of {size}"
+    return f", {gather}, {_count(stats['reduce_slots'], 'reduce slot')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

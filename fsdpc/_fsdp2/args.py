@@ -1,0 +1,114 @@
+"""Arguments of ``fully_shard``: checks with torch's exceptions, meshes and devices."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdpc._comm.bootstrap import Groups, make_groups
+from fsdpc._engine.device import engine_device
+from fsdpc.api import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a unit's parameters lie. ``mesh``: that of their DTensors; the last of its data-parallel
+    dimensions shards, one before replicates. ``groups``: the communicators over these dimensions.
+    """
+
+    mesh: DeviceMesh
+    groups: Groups
+    device: torch.device
+    replicates: bool
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """Placements of a parameter that is plain before sharding."""
+        return (Replicate(), Shard(0)) if self.replicates else (Shard(0),)
+
+    @property
+    def shard_world(self) -> int:
+        return self.groups.shard.world
+
+
+def check_module(module: nn.Module) -> None:
+    """``TypeError``: not a module. ``ValueError``: a container without a forward of its own."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard expects an nn.Module but got {type(module).__name__}")
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks on one dimension, on the accelerator if there is one. Collective."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """``ValueError``: not 1-D or 2-D. ``AssertionError``: 2-D without names."""
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified"
+        )
+
+
+def place_on(mesh: DeviceMesh) -> Place:
+    """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
+    over its second. Collective.
+    """
+    kind = mesh.device_type
+    if kind not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"fsdpc shards on CPUs and NVIDIA GPUs, not on a mesh of type {kind!r}"
+        )
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    replicates = mesh.ndim == 2
+    shard = mesh.get_group(1 if replicates else 0)
+    replicate = mesh.get_group(0) if replicates else None
+    strategy = ShardingStrategy.HYBRID_SHARD if replicates else ShardingStrategy.FULL_SHARD
+    groups = make_groups(strategy, shard, replicate, device=engine_device(device))
+    return Place(mesh, groups, device, replicates)
+
+
+def reshards(value: Any, world: int) -> bool:
+    """Whether a unit is released after forward. An int names the number of ranks that keep it: 1 is
+    False, every other divisor of ``world`` is True here (the values are equal; torch keeps a copy
+    for each group of so many ranks). torch's ``ValueError`` for other values.
+    """
+    if value is None or isinstance(value, bool):
+        return value is not False
+    if not isinstance(value, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {value}"
+        )
+    if value < 1 or value > world or world % value != 0:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{world}, not {value}"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
+            "reshard_after_forward=True (bool)",
+            stacklevel=4,
+        )
+    return value != 1

@@ -1,0 +1,128 @@
+"""Which modules and parameters one call of ``fully_shard`` manages.
+
+A call manages every parameter below its modules that no earlier call manages and that is not
+ignored. A parameter with several registration sites (tied weights) appears once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdpc._engine.unit import ParamInfo
+from fsdpc._engine.writeback import owner_of
+
+
+def state_of(module: nn.Module) -> Any:
+    """The state of the call of ``fully_shard`` that has ``module`` as an argument, or None."""
+    return module.__dict__.get("_fsdpc_state")
+
+
+def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules of a list without those below another one of the list."""
+    below = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if module not in below]
+
+
+def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """``(name, module)`` in registration order, each module once, without those that an earlier call
+    manages. Names are relative to their root, with its number in front if there are several.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    for number, root in enumerate(roots):
+        prefix = f"{number}" if len(roots) > 1 else ""
+        for name, module in _below(root, prefix):
+            if module not in seen:
+                seen.add(module)
+                found.append((name, module))
+    return found
+
+
+def _below(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    stack = [(prefix, root)]
+    seen: set[nn.Module] = set()
+    while stack:
+        name, module = stack.pop()
+        if module in seen or state_of(module) is not None:
+            continue
+        seen.add(module)
+        yield name, module
+        children = [
+            (f"{name}.{key}" if name else key, child)
+            for key, child in module._modules.items()
+            if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def collect_infos(
+    managed: list[tuple[str, nn.Module]], ignored: set[nn.Parameter], what: str
+) -> list[ParamInfo]:
+    """The call's parameters with all their sites.
+
+    torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that is
+    not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
+    """
+    infos: dict[int, ParamInfo] = {}
+    for module_name, module in managed:
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            info = infos.get(id(param))
+            if info is None:
+                _check(param, name, what)
+                info = infos[id(param)] = ParamInfo(name, param)
+            info.sites.append((module, attribute))
+    return list(infos.values())
+
+
+def _check(param: nn.Parameter, name: str, what: str) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        raise ValueError(
+            f"Parameter {name!r} of {what} is shared with a parameter already managed by another "
+            f"FSDP group, unit {owner.name!r}: pass the modules that share the parameter to one "
+            "call of fully_shard, as a list"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"parameter {name!r} of {what} is a DTensor already ({param.placements} on "
+            f"{param.device_mesh}): fsdpc.fully_shard does not shard distributed parameters yet; "
+            "pass it in ignored_params, or use torch's fully_shard for this model"
+        )
+    if getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"parameter {name!r} of {what} is a flat parameter of FullyShardedDataParallel: shard "
+            "a model with one of both interfaces"
+        )
+    if hasattr(param, "fsdp_pre_all_gather") or hasattr(param, "fsdp_post_all_gather"):
+        raise NotImplementedError(
+            f"parameter {name!r} of {what} is a {type(param).__name__} with "
+            "fsdp_pre_all_gather/fsdp_post_all_gather: fsdpc gathers plain values in its own memory "
+            "and calls no code of the tensor; convert the parameter to a plain tensor"
+        )
+    if param.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
+            "numel equal to 1."
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters yet: parameter {name!r} of {what} "
+            f"has shape {tuple(param.shape)} and strides {param.stride()}"
+        )
+
+
+def move_to(device: torch.device, managed: list[tuple[str, nn.Module]], skip: set[Any]) -> None:
+    """Move parameters and buffers of the managed modules to ``device``, meta tensors excepted."""
+    for _, module in managed:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or tensor in skip or tensor.is_meta or tensor.device == device:
+                continue
+            tensor.data = tensor.data.to(device)
