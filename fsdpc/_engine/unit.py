@@ -46,7 +46,7 @@ class Unit(WholeValues):
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
 
-    by_rows = False  # each rank holds whole rows, and the optimizer sees DTensors
+    dtensors = False  # the optimizer sees DTensors around this rank's rows
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Unit(WholeValues):
             watched,
             versions=self._versions,
             by_gather=not self.use_orig_params,
-            dtensors=self.by_rows,
+            dtensors=self.dtensors,
         )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.take_over(this())

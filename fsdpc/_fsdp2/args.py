@@ -112,3 +112,28 @@ def reshards(value: Any, world: int) -> bool:
             stacklevel=4,
         )
     return value != 1
+
+
+def check_placement(choose: Any, info: Any) -> None:
+    """``shard_placement_fn`` may choose ``Shard(0)`` or None for every parameter.
+    ``NotImplementedError``: another dimension or mesh. torch's exceptions for other values.
+    """
+    chosen = None if choose is None else choose(info.param)
+    if chosen is None:
+        return
+    if not isinstance(chosen, Shard):
+        if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
+            raise NotImplementedError(
+                f"shard_placement_fn: a mesh of its own for parameter {info.name!r} is not supported"
+            )
+        raise AssertionError(f"Expected Shard but got {chosen} for parameter {info.name!r}")
+    dim = chosen.dim + info.param.dim() if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < info.param.dim():
+        raise AssertionError(
+            f"Shard dim {chosen.dim} is invalid for {info.param.dim()}D tensor: {info.param.shape}"
+        )
+    if dim != 0:
+        raise NotImplementedError(
+            f"shard_placement_fn: parameter {info.name!r} would be sharded on dimension {dim}; "
+            "fsdpc.fully_shard shards rows (dimension 0)"
+        )

@@ -22,12 +22,12 @@ class RowUnit(Unit):
     of their shards exists from the start.
     """
 
-    by_rows = True
+    dtensors = True
 
     def __init__(self, name: str, infos: list[ParamInfo], place: Place, **options: Any) -> None:
         self.place = place
         self.meta = [info.param.is_meta for info in infos]
-        super().__init__(name, infos, place.groups, use_orig_params=True, **options)
+        super().__init__(name, infos, place.groups, use_orig_params=True, by_rows=True, **options)
 
     # --- sharded parameters ----------------------------------------------------------------------
 

@@ -1,0 +1,353 @@
+"""``fully_shard`` and ``FSDPModule``: torch's names, arguments and behaviour over the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdpc import _C
+from fsdpc._engine.compiled import not_traced
+from fsdpc._fsdp2 import args as _args
+from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
+from fsdpc._fsdp2.state import State, lazy_init, release, states_below
+
+M = TypeVar("M", bound=nn.Module)
+_CLASSES: dict[type, type] = {}
+_HINT = "accepted for compatibility; fsdpc's schedule does not depend on the value"
+
+
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``."""
+
+    def wait(self) -> None:
+        """Make the unsharded parameters usable on the current stream; they are already."""
+
+
+class FSDPModule(TorchFSDPModule):
+    """What ``fully_shard`` adds to a module's class; the methods are those of
+    ``torch.distributed.fsdp.FSDPModule``. Setters are local and must be called on every rank.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the original class: slices of a sharded ``nn.Sequential`` are plain."""
+        plain = cls.__mro__[3]
+        made = plain.__new__(plain, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._get_fsdp_state().call(super().__call__, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded {type(self).__mro__[3].__name__} cannot be pickled: save its state_dict()"
+        )
+
+    def _get_fsdp_state(self) -> State:
+        state = self.__dict__.get("_fsdpc_state")
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {type(self).__name__}")
+        return state
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
+        self.reshard()
+        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        self._get_fsdp_state().take_over()
+        return result
+
+    # --- parameters ---
+
+    def reshard(self) -> None:
+        """Free the full parameters and show the sharded ones. Local."""
+        self._get_fsdp_state().reshard_now()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Show full parameters of this module's unit until ``reshard``, or until the next pass
+        begins. Collective outside of a pass.
+        """
+        self._get_fsdp_state().unshard()
+        return UnshardHandle() if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """Root only (``RuntimeError``): clean up after an exception in forward or backward. fsdpc does
+        so when the next pass begins; this method ends the tree, whose references are dropped. Local.
+        """
+        state = self._get_fsdp_state()
+        if state._is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        state._open = 0
+        release(state)
+
+    # --- when gradients are reduced ---
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: a backward leaves gradients on this rank; the next one with True reduces the sum."""
+        for state in self._states(recurse):
+            if state._unit is not None:
+                state._unit.require_sync = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP. False: gradients stay on this rank until a backward with True, which sums over shards
+        and replicas at once.
+        """
+        for state in self._states(recurse):
+            if state._unit is not None and state.place.replicates:
+                state._unit.require_sync = bool(requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted: each backward waits for its own reductions."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Override ``reshard_after_forward``, for a root too. Between steps."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._states(recurse):
+            state.reshard, state.automatic = reshard_after_forward, False
+            release(state)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted: a backward always releases its units."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
+        state = self._get_fsdp_state()
+        if state._unit is not None:
+            state._unit.flat.divide = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: fsdpc always sums on the wire and divides once."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Accepted: ranks may use different parameters in any case."""
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Not supported: the engine sums in place, in fp32, without a flat tensor to hand out."""
+        raise NotImplementedError(
+            "fsdpc.fully_shard has no all-reduce hook: its sums never exist as one flat tensor. Change "
+            "gradients in hooks of register_post_accumulate_grad_hook on the sharded parameters"
+        )
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the gathers of the next forward wait for ``event`` (root only on torch)."""
+        if event is not None and self._get_fsdp_state().compute_device.type == "cuda":
+            torch.cuda.current_stream().wait_event(event)
+
+    # --- hints ---
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Accepted: the engine prefetches in the order of the previous step."""
+        _check_modules(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Accepted: the engine prefetches in the reverse order of the forward."""
+        _check_modules(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted: the unit is gathered in backward if a gradient reaches the outputs."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accepted: ``FSDPC_REDUCE_SLOTS`` bounds the reductions in flight."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers)}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accepted: gathers and reductions have communicators of their own on GPUs."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: gathers and reductions use the engine's slots, without staging buffers."""
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Not supported: the engine gathers in place."""
+        raise NotImplementedError(_custom("set_custom_all_gather"))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Not supported: the engine reduces in its slots."""
+        raise NotImplementedError(_custom("set_custom_reduce_scatter"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported; slots are registered with NCCL where that is possible."""
+        raise NotImplementedError(_custom("set_symm_mem_for_comm"))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted."""
+
+    def _states(self, recurse: bool) -> list[State]:
+        assert isinstance(self, nn.Module)
+        return states_below(self) if recurse else [self._get_fsdp_state()]
+
+
+def _custom(name: str) -> str:
+    return (
+        f"{name}: fsdpc's collectives work in place on slots that the engine owns, so a caller's "
+        "collective has no buffers to fill"
+    )
+
+
+def _check_modules(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+
+
+@overload
+def fully_shard(module: M, **options: Any) -> M: ...
+@overload
+def fully_shard(module: list[M], **options: Any) -> list[M]: ...
+
+
+def fully_shard(  # type: ignore[misc]
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of ``module``, or of a list of modules as one unit, in place, and return
+    it: ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with its arguments and exceptions.
+
+    Parameters that an earlier call manages are left out, so call it on the inner modules first. They
+    become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
+    ``torch.chunk(param, world, 0)[r]``. ``mesh``: 1-D shards; 2-D, with names, replicates over its
+    first dimension and shards over its second. Collective over the mesh: every rank must make the
+    call with an equal module and equal options (``MismatchError`` names the difference).
+
+    Trainable parameters of several dtypes in one unit are allowed. ``NotImplementedError``:
+    parameters that are DTensors already, ``dp_mesh_dims``, placements other than ``Shard(0)``.
+    """
+    modules = roots_of(module if isinstance(module, list) else [module])
+    for one in modules:
+        _args.check_module(one)
+        if state_of(one) is not None or isinstance(one, TorchFSDPModule):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard has already been applied to {type(one).__name__}"
+            )
+    if not modules:
+        raise ValueError("fully_shard: the list of modules is empty")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fsdpc.fully_shard does not take dp_mesh_dims: it shards plain parameters; pass the "
+            "data-parallel submesh as mesh"
+        )
+    mesh = _args.default_mesh() if mesh is None else mesh
+    _args.check_mesh(mesh)
+    place = _args.place_on(mesh)
+    ignored = set(ignored_params or ())
+    managed = managed_modules(modules)
+    what = ", ".join(type(one).__name__ for one in modules)
+    infos = collect_infos(managed, ignored, what)
+    for info in infos:
+        _args.check_placement(shard_placement_fn, info)
+    state = State(
+        modules,
+        place,
+        reshard=_args.reshards(reshard_after_forward, place.shard_world),
+        automatic=reshard_after_forward is None,
+        precision=mp_policy,
+        offload=offload_policy,
+    )
+    move_to(place.device, managed, ignored)
+    if infos:
+        state.make_unit(infos)
+    for _, one in managed:
+        one._is_fsdp_managed_module = True  # type: ignore[assignment]
+        one._fsdp_use_orig_params = True  # type: ignore[assignment]
+    for one in modules:
+        _become_sharded(one, state)
+    return module
+
+
+def _become_sharded(module: nn.Module, state: State) -> None:
+    """Swap the module's class and register its hooks."""
+    plain = type(module)
+    sharded = _CLASSES.get(plain)
+    if sharded is None:
+        names = {"__deepcopy__": _no_deepcopy, "__module__": plain.__module__}
+        sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), names)
+    module.__class__ = sharded
+    module.__dict__["_fsdpc_state"] = state
+    module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(state.post_forward)
+    module.register_state_dict_pre_hook(_before_state_dict)
+    module.register_load_state_dict_post_hook(_after_load)
+
+
+def _no_deepcopy(self: Any, memo: Any) -> Any:
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization."
+    )
+
+
+def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+    state_of(module).reshard_now()
+
+
+def _after_load(module: Any, incompatible_keys: Any) -> None:
+    state_of(module).take_over()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather and release ``module``'s parameters around the method too, as around ``forward``. Local.
+    A no-op for modules without ``fully_shard``. ``ValueError``: no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    plain = getattr(module, method_name)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, args, plain(*args, **kwargs))
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._get_fsdp_state().call(run, self, *args, **kwargs)
+
+    setattr(module, method_name, method.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted: streams belong to the process's communicators, which roots share already.
+    ``ValueError``: an element is no FSDPModule.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+_ = (_C, lazy_init)

@@ -1,0 +1,234 @@
+"""What one call of ``fully_shard`` has made: its modules, its unit, its options, its hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdpc._engine import root as _root
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.compiled import call_untraced, not_traced
+from fsdpc._engine.host import FrontEnd, TreeOptions
+from fsdpc._engine.inputs import cast_tree, preparation
+from fsdpc._engine.interop import autocasts
+from fsdpc._engine.unit import ParamInfo
+from fsdpc._fsdp2.args import Place
+from fsdpc._fsdp2.collect import state_of
+from fsdpc._fsdp2.unit import RowUnit
+
+
+class State:
+    """The host of one unit (``fsdpc._engine.host.UnitHost``). ``modules``: the call's modules.
+
+    ``automatic``: ``reshard_after_forward`` was None, so that the root keeps its parameters.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        place: Place,
+        *,
+        reshard: bool,
+        automatic: bool,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+    ) -> None:
+        self.modules = modules
+        self.place = place
+        self.reshard, self.automatic = reshard, automatic
+        self.precision = precision
+        self.offload = offload
+        self.divide: float | None = None
+        self.compute_device = place.device
+        self.rank = torch.distributed.get_rank()
+        self.world_size = place.shard_world
+        self.precision_line = ""
+        self._name = ", ".join(type(module).__name__ for module in modules)
+        self._groups = place.groups
+        self._unit: RowUnit | None = None
+        self._pass_unit: RowUnit | None = None
+        self._tree: Any = None
+        self._root: weakref.ref[Any] | None = None
+        self._is_root: bool | None = None
+        self._mark_handles: list[Any] = []
+        self._prepare_inputs: Callable[..., Any] | None = None
+        self._open = 0  # forwards in progress that have to be undone if they raise
+
+    def make_unit(self, infos: list[ParamInfo]) -> None:
+        """Shard the call's parameters. Collective over the mesh."""
+        self._unit = self._new_unit(infos)
+        for info in infos:
+            _writeback.set_owner(info.param, self._unit)
+
+    def _new_unit(self, infos: list[ParamInfo]) -> RowUnit:
+        unit = RowUnit(
+            self._name,
+            infos,
+            self.place,
+            param_dtype=self.precision.param_dtype,
+            reduce_dtype=self.precision.reduce_dtype,
+            reshard_after_forward=self.reshard,
+            offload=isinstance(self.offload, CPUOffloadPolicy),
+        )
+        this = weakref.ref(self)
+        unit.on_unattached = lambda: call_untraced(lazy_init, this())
+        return unit
+
+    @property
+    def training_unit(self) -> RowUnit | None:
+        """The unit whose hooks run around the modules' forwards."""
+        return self._unit or self._pass_unit
+
+    # --- the step --------------------------------------------------------------------------------
+
+    @not_traced
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: gathers, then casts the inputs."""
+        if self._is_root is None and self._unit is None:
+            call_untraced(lazy_init, self)
+        unit = self._unit or self._pass_unit
+        if unit is not None:
+            prepared = unit.pre_forward_hook(module, args, kwargs)
+            self._open += 1
+            if prepared is not None:
+                args, kwargs = prepared
+        if self._prepare_inputs is not None:
+            return self._prepare_inputs(args, kwargs)
+        return args, kwargs
+
+    @not_traced
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: releases, then casts the output."""
+        unit = self._unit or self._pass_unit
+        if unit is not None and self._open > 0:
+            self._open -= 1
+            copied = unit.post_forward_hook(args, output)
+            if copied is not None:
+                output = copied
+        if self.precision.output_dtype is not None:
+            output = cast_tree(self.precision.output_dtype, output)
+        if autocasts():
+            # Autocast caches low-precision weights, in the end those of the whole model.
+            torch.clear_autocast_cache()
+        return output
+
+    @not_traced
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, undoing the forwards that it leaves open when it raises."""
+        before = self._open
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            unit = self._unit or self._pass_unit
+            while unit is not None and self._open > before:
+                self._open -= 1
+                unit.forward_failed()
+            raise
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Show full parameters in the modules. Collective outside of a pass."""
+        if self._unit is None:
+            return
+        lazy_init(self)
+        outside = self._unit.tree.training_state == "idle"
+        self._unit.flat.unshard()
+        if outside:  # no rank may change its shard before all have read it
+            self._unit.groups.shard.agree("", what=f"unshard of unit {self._name}")
+
+    def reshard_now(self) -> None:
+        """Undo ``unshard``. Local."""
+        if self._unit is not None and self._unit.flat.unsharded:
+            self._unit.flat.reshard()
+
+    def take_over(self) -> None:
+        """Move values that the user has put into the parameters to the shards. Local."""
+        if self._unit is not None:
+            _writeback.take_over(self._unit)
+
+
+def members(root: State) -> Iterator[tuple[str, int, State]]:
+    """``(name, nesting depth among units, state)`` in module order below the root's modules."""
+    done: set[int] = set()
+    seen: set[nn.Module] = set()
+    stack: list[tuple[str, int, nn.Module]] = [("", 0, module) for module in reversed(root.modules)]
+    while stack:
+        name, depth, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        state = state_of(module)
+        if state is not None:
+            if id(state) not in done:
+                done.add(id(state))
+                yield name, depth, state
+            depth += state._unit is not None
+        children = [
+            (f"{name}.{key}" if name else key, depth, child)
+            for key, child in module._modules.items()
+            if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def states_below(module: nn.Module) -> list[State]:
+    """The states of all calls at or below ``module``, in module order."""
+    found = [state_of(child) for child in module.modules()]
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def lazy_init(state: State) -> None:
+    """``fsdpc._engine.root.lazy_init`` of a state."""
+    _root.lazy_init(FRONT, state)
+
+
+def release(state: State) -> None:
+    """End the tree that ``state`` belongs to; the next forward makes another one. Local."""
+    root = None if state._root is None else state._root()
+    if root is not None:
+        _root.release_tree(FRONT, root)
+
+
+def _prepare(state: State, name: str) -> None:
+    unit = state._unit
+    dtype = state.precision.param_dtype if state.precision.cast_forward_inputs else None
+    state._prepare_inputs = preparation(state.compute_device if state._is_root else None, dtype)
+    if unit is None:
+        return
+    unit.name = name or unit.name
+    if any(unit.meta):
+        names = [info.name for info, meta in zip(unit.infos, unit.meta, strict=True) if meta]
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names} of unit {unit.name!r}. For example, "
+            "call module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values."
+        )
+    reshard = state.reshard and not (state.automatic and state._is_root)
+    if unit.flat.reshards != reshard:
+        unit.flat.reshards = reshard
+
+
+def _pass_unit(root: State) -> RowUnit:
+    if root._pass_unit is None:
+        root._pass_unit = root._new_unit([])
+    return root._pass_unit
+
+
+FRONT = FrontEnd(
+    members=members,
+    describe=lambda root: root._name,
+    check=lambda states: None,
+    prepare=_prepare,
+    pass_unit=_pass_unit,
+    forget_pass_unit=lambda root: None,
+    options=lambda root: TreeOptions(),
+    attached=lambda root: None,
+    one_device="pass a mesh of the same device type to every call of fully_shard",
+)
