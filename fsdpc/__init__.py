@@ -26,12 +26,15 @@ _EXCEPTIONS = (
 _API = (
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
@@ -41,14 +44,22 @@ _API = (
     "StateDictSettings",
     "StateDictType",
 )
+_FSDP2 = (
+    "FSDPModule",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
 _HOME = {
     **dict.fromkeys(_EXCEPTIONS, "fsdpc._C"),
     **dict.fromkeys(_API, "fsdpc.api"),
+    **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
     "install": "fsdpc._fsdp1.install",
     "mark_data_dependent": "fsdpc._fsdp1.marks",
-    "memory_stats": "fsdpc._fsdp1.root",
+    "memory_stats": "fsdpc._engine.root",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._fsdp1.install",
 }
@@ -57,9 +68,11 @@ _SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CommError",
     "CommTimeout",
     "FSDP",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -68,6 +81,8 @@ __all__ = [
     "LocalStateDictConfig",
     "MismatchError",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "OutOfMemoryError",
@@ -79,11 +94,15 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
+    "UnshardHandle",
     "__version__",
+    "fully_shard",
     "install",
     "mark_data_dependent",
     "memory_stats",
+    "register_fsdp_forward_method",
     "set_collectives",
+    "share_comm_ctx",
     "uninstall",
 ]
 
@@ -97,18 +116,28 @@ if TYPE_CHECKING:
         StateError,
     )
     from fsdpc._comm.bootstrap import set_collectives
+    from fsdpc._engine.root import memory_stats
     from fsdpc._fsdp1.install import install, uninstall
     from fsdpc._fsdp1.marks import mark_data_dependent
-    from fsdpc._fsdp1.root import memory_stats
+    from fsdpc._fsdp2.module import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,
+        CPUOffloadPolicy,
         FlatParameter,
         FullOptimStateDictConfig,
         FullStateDictConfig,
         LocalOptimStateDictConfig,
         LocalStateDictConfig,
         MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
         OptimStateDictConfig,
         OptimStateKeyType,
         ShardedOptimStateDictConfig,

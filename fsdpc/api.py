@@ -4,6 +4,7 @@ Re-exported and never redefined, so that equality, ``isinstance`` and pickles ho
 script's ``torch.distributed.fsdp`` imports and its ``fsdpc`` imports. No logic lives here.
 """
 
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,12 +28,15 @@ from fsdpc._torch import FlatParameter, TrainingState
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedOptimStateDictConfig",

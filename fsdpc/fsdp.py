@@ -75,6 +75,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     """
 
     _fsdpc_is_unit = True
+    _fsdpc_host = property(lambda self: self)
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What the engine asks of a front end: the description of a unit's host, and the front end's part of
-lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` both fill them; a third front
-end needs no change below these two protocols.
+"""What the engine asks of a front end: the description of a unit's host, and the front end's
+part of lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` both fill them; a
+third front end needs no change below these two protocols.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fsdpc._engine.unit import Unit
 
 
 class UnitHost(Protocol):
-    """The object that owns at most one unit: an instance of a wrapper class, or the state of one call
-    of ``fully_shard``.
+    """The object that owns at most one unit: an instance of a wrapper class, or the state of one
+    call of ``fully_shard``.
 
-    ``_unit``: None without managed parameters. ``_pass_unit``: a unit without parameters whose hooks
-    mark the begin and end of a pass, for a root without a unit. ``_root``, ``_tree``, ``_is_root``:
-    None until lazy initialisation; ``_tree`` is set on roots only. ``_mark_handles``: hooks to be
-    removed when the tree ends.
+    ``_unit``: None without managed parameters. ``_pass_unit``: a unit without parameters whose
+    hooks mark the begin and end of a pass, for a root without a unit. ``_root``, ``_tree``,
+    ``_is_root``: None until lazy initialisation; ``_tree`` is set on roots only. ``_mark_handles``:
+    hooks to be removed when the tree ends.
     """
 
     _name: str
@@ -55,11 +55,12 @@ class FrontEnd:
     """A front end's part of lazy initialisation; see ``fsdpc/_engine/root.py``.
 
     ``members(root)``: ``(clean name, nesting depth among units, host)`` in module order, the root
-    first, each host once. ``describe(host)``: what the host is, for errors. ``check(hosts)``: raises
-    ``ValueError`` if options that must be equal in a tree differ. ``prepare(host, name)``: sets what
-    depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``, made when
-    needed. ``forget_pass_unit(root)``: its hooks are not used any more. ``options(root)``.
-    ``attached(root)``: called with each new tree. ``one_device``: how a user puts units on one device.
+    first, each host once. ``describe(host)``: what the host is, for errors. ``check(hosts)``:
+    raises ``ValueError`` if options that must be equal in a tree differ. ``prepare(host, name)``:
+    sets what depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``,
+    made when needed. ``forget_pass_unit(root)``: its hooks are not used any more.
+    ``options(root)``. ``attached(root)``: called with each new tree. ``one_device``: how a user
+    puts units on one device.
     """
 
     members: Callable[[Any], Iterable[tuple[str, int, Any]]]

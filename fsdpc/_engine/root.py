@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdpc import _C
 from fsdpc._comm import wire as _wire
@@ -188,3 +189,23 @@ def _slots(root: Any) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def memory_stats(model: nn.Module) -> dict[str, int]:
+    """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
+
+    Sums of ``Tree.memory_stats()`` over the trees in ``model``; empty before the first forward. On
+    a GPU slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver and
+    not in torch's statistics; the other keys (shards and shard gradients unless offloaded,
+    gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
+    ``TypeError``: ``model`` is not an ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")
+    hosts = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
+    trees = {id(host._tree): host._tree for host in hosts if host is not None and host._tree}
+    total: dict[str, int] = {}
+    for tree in trees.values():
+        for key, value in tree.memory_stats().items():
+            total[key] = total.get(key, 0) + value
+    return total

@@ -19,8 +19,9 @@ from fsdpc.api import ShardingStrategy
 
 @dataclass(frozen=True)
 class Place:
-    """Where a unit's parameters lie. ``mesh``: that of their DTensors; the last of its data-parallel
-    dimensions shards, one before replicates. ``groups``: the communicators over these dimensions.
+    """Where a unit's parameters lie. ``mesh``: that of their DTensors; the last of its
+    data-parallel dimensions shards, one before replicates. ``groups``: the communicators over these
+    dimensions.
     """
 
     mesh: DeviceMesh
@@ -63,9 +64,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified"
-        )
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
 def place_on(mesh: DeviceMesh) -> Place:
@@ -124,7 +123,7 @@ def check_placement(choose: Any, info: Any) -> None:
     if not isinstance(chosen, Shard):
         if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
             raise NotImplementedError(
-                f"shard_placement_fn: a mesh of its own for parameter {info.name!r} is not supported"
+                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}"
             )
         raise AssertionError(f"Expected Shard but got {chosen} for parameter {info.name!r}")
     dim = chosen.dim + info.param.dim() if chosen.dim < 0 else chosen.dim

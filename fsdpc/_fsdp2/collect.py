@@ -29,8 +29,8 @@ def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """``(name, module)`` in registration order, each module once, without those that an earlier call
-    manages. Names are relative to their root, with its number in front if there are several.
+    """``(name, module)`` in registration order, each module once, without those that an earlier
+    call manages. Names are relative to their root, with its number in front if there are several.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
@@ -65,8 +65,8 @@ def collect_infos(
 ) -> list[ParamInfo]:
     """The call's parameters with all their sites.
 
-    torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that is
-    not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
+    torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
+    is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in managed:
@@ -104,8 +104,8 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
     if hasattr(param, "fsdp_pre_all_gather") or hasattr(param, "fsdp_post_all_gather"):
         raise NotImplementedError(
             f"parameter {name!r} of {what} is a {type(param).__name__} with "
-            "fsdp_pre_all_gather/fsdp_post_all_gather: fsdpc gathers plain values in its own memory "
-            "and calls no code of the tensor; convert the parameter to a plain tensor"
+            "fsdp_pre_all_gather/fsdp_post_all_gather: fsdpc gathers plain values in its own "
+            "memory and calls no code of the tensor; convert the parameter to a plain tensor"
         )
     if param.dim() == 0:
         raise ValueError(

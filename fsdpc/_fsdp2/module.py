@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdpc import _C
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
-from fsdpc._fsdp2.state import State, lazy_init, release, states_below
+from fsdpc._fsdp2.state import State, release, states_below
 
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
-_HINT = "accepted for compatibility; fsdpc's schedule does not depend on the value"
+_FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
 class UnshardHandle:
@@ -41,6 +40,8 @@ class FSDPModule(TorchFSDPModule):
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
+
+    _fsdpc_host = property(lambda self: self._get_fsdp_state())
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +79,9 @@ class FSDPModule(TorchFSDPModule):
         return UnshardHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Root only (``RuntimeError``): clean up after an exception in forward or backward. fsdpc does
-        so when the next pass begins; this method ends the tree, whose references are dropped. Local.
+        """Root only (``RuntimeError``): clean up after an exception in forward or backward.
+        fsdpc does so when the next pass begins; this method ends the tree, whose references are
+        dropped. Local.
         """
         state = self._get_fsdp_state()
         if state._is_root is False:
@@ -92,14 +94,16 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: a backward leaves gradients on this rank; the next one with True reduces the sum."""
+        """False: a backward leaves gradients on this rank; the next one with True reduces the
+        sum.
+        """
         for state in self._states(recurse):
             if state._unit is not None:
                 state._unit.require_sync = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP. False: gradients stay on this rank until a backward with True, which sums over shards
-        and replicas at once.
+        """HSDP. False: gradients stay on this rank until a backward with True, which sums over
+        shards and replicas at once.
         """
         for state in self._states(recurse):
             if state._unit is not None and state.place.replicates:
@@ -139,11 +143,14 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Accepted: ranks may use different parameters in any case."""
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
         """Not supported: the engine sums in place, in fp32, without a flat tensor to hand out."""
         raise NotImplementedError(
-            "fsdpc.fully_shard has no all-reduce hook: its sums never exist as one flat tensor. Change "
-            "gradients in hooks of register_post_accumulate_grad_hook on the sharded parameters"
+            "fsdpc.fully_shard has no all-reduce hook: its sums never exist as one flat tensor. "
+            "Change gradients in hooks (register_post_accumulate_grad_hook) of the sharded "
+            "parameters"
         )
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -164,14 +171,18 @@ class FSDPModule(TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted: the unit is gathered in backward if a gradient reaches the outputs."""
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Accepted: ``FSDPC_REDUCE_SLOTS`` bounds the reductions in flight."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers)}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         """Accepted: gathers and reductions have communicators of their own on GPUs."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -222,16 +233,17 @@ def fully_shard(  # type: ignore[misc]
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard the parameters of ``module``, or of a list of modules as one unit, in place, and return
-    it: ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with its arguments and exceptions.
+    it: ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with its arguments and
+    exceptions.
 
-    Parameters that an earlier call manages are left out, so call it on the inner modules first. They
-    become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
+    Parameters that an earlier call manages are left out, so call it on the inner modules first.
+    They become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
     ``torch.chunk(param, world, 0)[r]``. ``mesh``: 1-D shards; 2-D, with names, replicates over its
     first dimension and shards over its second. Collective over the mesh: every rank must make the
     call with an equal module and equal options (``MismatchError`` names the difference).
@@ -298,9 +310,7 @@ def _become_sharded(module: nn.Module, state: State) -> None:
 
 
 def _no_deepcopy(self: Any, memo: Any) -> Any:
-    raise AssertionError(
-        "FSDP does not support deepcopy. Please use state dict for serialization."
-    )
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
 def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
@@ -312,8 +322,8 @@ def _after_load(module: Any, incompatible_keys: Any) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and release ``module``'s parameters around the method too, as around ``forward``. Local.
-    A no-op for modules without ``fully_shard``. ``ValueError``: no such method.
+    """Gather and release ``module``'s parameters around the method too, as around ``forward``.
+    Local. A no-op for modules without ``fully_shard``. ``ValueError``: no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -350,4 +360,3 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
-_ = (_C, lazy_init)

@@ -119,7 +119,9 @@ class State:
 
     @not_traced
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``, undoing the forwards that it leaves open when it raises."""
+        """``function(*args, **kwargs)``, undoing the forwards that it leaves open when it
+        raises.
+        """
         before = self._open
         try:
             return function(*args, **kwargs)

@@ -15,10 +15,11 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdpc import _C
+from fsdpc._engine import root as _root
 from fsdpc._fsdp1 import placement as _placement
-from fsdpc._fsdp1 import root as _root
 from fsdpc._fsdp1.collect import Ignored
 from fsdpc._fsdp1.placement import CPU, asked_device, default_device, place
+from fsdpc._fsdp1.root import FRONT
 
 
 @pytest.fixture
@@ -160,9 +161,9 @@ def test_units_on_two_devices_are_refused_by_name():
         )
 
     here, there = member("", "cuda:0"), member("layers.1", "cuda:1")
-    _root._check_one_device([here, here])
+    _root._check_one_device(FRONT, [here, here])
     with pytest.raises(ValueError, match=r"'\(root\)' on cuda:0, 'layers.1' on cuda:1.*device_id"):
-        _root._check_one_device([here, there])
+        _root._check_one_device(FRONT, [here, there])
 
 
 def test_a_module_without_parameters_goes_where_its_units_are(two_gpus: None):

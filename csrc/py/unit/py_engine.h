@@ -71,9 +71,9 @@ typedef struct fsdpc_py_flat {
     long gathered_version, released_version;
     bool hold_installed;
     bool unsharded; /* by unshard(): the modules show gathered parameters without a forward */
-    bool dtensors; /* the optimizer sees DTensors around this rank's rows */
-    bool shown; /* the modules hold full values of the user: they stay */
-    bool sync;  /* false inside no_sync */
+    bool dtensors;  /* the optimizer sees DTensors around this rank's rows */
+    bool shown;     /* the modules hold full values of the user: they stay */
+    bool sync;      /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;

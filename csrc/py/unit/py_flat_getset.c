@@ -193,9 +193,10 @@ set_divide(fsdpc_py_flat *self, PyObject *value, void *closure)
         return -1;
     }
     if (!(divide > 0) || (self->tree && fsdpc_tree_in_backward(self->tree->tree))) {
-        PyErr_Format(PyExc_ValueError,
-                     "divide: the factor of unit %s must be a positive number, set between backwards",
-                     fsdpc_unit_name(self->unit));
+        PyErr_Format(
+            PyExc_ValueError,
+            "divide: the factor of unit %s must be a positive number, set between backwards",
+            fsdpc_unit_name(self->unit));
         return -1;
     }
     fsdpc_unit_set_divide(self->unit, divide);

@@ -12,10 +12,11 @@ fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)
     }
     PyObject *local = PyObject_GetAttr(tensor, fsdpc_py_name.local_tensor);
     if (!local && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Format(PyExc_TypeError,
-                     "unit %s: its sharded parameters are DTensors, and so must be their values and "
-                     "gradients, but found a %.100s: use torch.distributed.tensor.distribute_tensor",
-                     fsdpc_unit_name(flat->unit), Py_TYPE(tensor)->tp_name);
+        PyErr_Format(
+            PyExc_TypeError,
+            "unit %s: its sharded parameters are DTensors, and so must be their values and "
+            "gradients, but found a %.100s: use torch.distributed.tensor.distribute_tensor",
+            fsdpc_unit_name(flat->unit), Py_TYPE(tensor)->tp_name);
     }
     return local;
 }
