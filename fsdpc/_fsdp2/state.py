@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,14 +62,13 @@ class State:
     def make_unit(self, infos: list[ParamInfo]) -> None:
         """Shard the call's parameters. Collective over the mesh."""
         self._unit = self._new_unit(infos)
-        for info in infos:
-            _writeback.set_owner(info.param, self._unit)
 
-    def _new_unit(self, infos: list[ParamInfo]) -> RowUnit:
+    def _new_unit(self, infos: list[ParamInfo], adopted: Sequence[nn.Parameter] = ()) -> RowUnit:
         unit = RowUnit(
             self._name,
             infos,
             self.place,
+            adopted=adopted,
             param_dtype=self.precision.param_dtype,
             reduce_dtype=self.precision.reduce_dtype,
             reshard_after_forward=self.reshard,
@@ -150,9 +149,43 @@ class State:
             self._unit.flat.reshard()
 
     def take_over(self) -> None:
-        """Move values that the user has put into the parameters to the shards. Local."""
-        if self._unit is not None:
-            _writeback.take_over(self._unit)
+        """Move values that the user has put into the parameters to the shards. Local, unless their
+        dtypes have changed (``model.to(dtype)``): then collective over the mesh.
+        """
+        unit = self._unit
+        if unit is None:
+            return
+        local = [unit.local(param) for param in unit.shard_params]
+        for info, tensor in zip(unit.infos, local, strict=True):
+            if not tensor.is_meta and tensor.device != unit.own_device:
+                raise NotImplementedError(
+                    f"parameter {info.name!r} of unit {unit.name!r} was moved to {tensor.device}, but "
+                    f"its shard is on {unit.own_device}: move the model before fully_shard, or pass "
+                    "a mesh of that device type"
+                )
+        if [tensor.dtype for tensor in local] == unit.dtypes:
+            _writeback.take_over(unit)
+        else:
+            self._convert(unit, local)
+
+    def _convert(self, unit: RowUnit, local: list[torch.Tensor]) -> None:
+        """Shard the parameters anew in other dtypes; the Parameter objects stay."""
+        release(self)
+        adopted = unit.shard_params
+        infos = []
+        for i, (info, tensor) in enumerate(zip(unit.infos, local, strict=True)):
+            blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
+            param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
+            infos.append(ParamInfo(info.name, param, info.sites))
+        new = self._unit = self._new_unit(infos, adopted)
+        new.meta = [tensor.is_meta for tensor in local]
+        for view, tensor in zip(new.views, local, strict=True):
+            if not tensor.is_meta:
+                view.copy_(tensor)
+        new.require_sync = unit.require_sync
+        new.flat.divide = unit.flat.divide
+        new.flat.adopt_grads()
+        unit.flat.unbind()
 
 
 def members(root: State) -> Iterator[tuple[str, int, State]]:
