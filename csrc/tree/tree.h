@@ -58,9 +58,6 @@ int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
 /* Drops the hold without gradients (frozen units). */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
-/* The unit's gradients stay on this rank until a call with `local` false; all ranks agree. Its turn in the
- * order of reductions passes without it. */
-void fsdpc_tree_set_local(fsdpc_tree *tree, int unit, bool local);
 /* The next unit that must be reduced now, or -1. at_end: no further unit will become complete. */
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 /* Reduces the unit that next_due named. */

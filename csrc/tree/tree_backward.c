@@ -98,7 +98,7 @@ goes_in_turn(const struct fsdpc_node *node)
 static bool
 awaits_turn(const struct fsdpc_node *node)
 {
-    return !node->reduced && !node->local && fsdpc_unit_layout(node->unit)->trainable_count > 0 &&
+    return !node->reduced && fsdpc_unit_layout(node->unit)->trainable_count > 0 &&
            goes_in_turn(node);
 }
 
@@ -132,12 +132,6 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
         }
     }
     return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
-}
-
-void
-fsdpc_tree_set_local(fsdpc_tree *tree, int unit, bool local)
-{
-    tree->nodes[unit].local = local;
 }
 
 void

@@ -14,7 +14,6 @@ struct fsdpc_node {
     int running;   /* forwards of it that have begun and not ended */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
-    bool local;    /* its gradients stay on this rank in this backward */
     int order;     /* position in `order`, -1 */
 };
 

@@ -61,7 +61,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
         self.reshard()
-        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         self._get_fsdp_state().take_over()
         return result
 
@@ -95,7 +95,7 @@ class FSDPModule(TorchFSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: a backward leaves gradients on this rank; the next one with True reduces the
-        sum.
+        sum. If only some units of a model have False, a backward ends with the reduction of all.
         """
         for state in self._states(recurse):
             if state._unit is not None:

@@ -159,9 +159,9 @@ class State:
         for info, tensor in zip(unit.infos, local, strict=True):
             if not tensor.is_meta and tensor.device != unit.own_device:
                 raise NotImplementedError(
-                    f"parameter {info.name!r} of unit {unit.name!r} was moved to {tensor.device}, but "
-                    f"its shard is on {unit.own_device}: move the model before fully_shard, or pass "
-                    "a mesh of that device type"
+                    f"parameter {info.name!r} of unit {unit.name!r} was moved to {tensor.device}, "
+                    f"but its shard is on {unit.own_device}: move the model before fully_shard, or "
+                    "pass a mesh of that device type"
                 )
         if [tensor.dtype for tensor in local] == unit.dtypes:
             _writeback.take_over(unit)

@@ -26,7 +26,14 @@ class RowUnit(Unit):
 
     dtensors = True
 
-    def __init__(self, name: str, infos: list[ParamInfo], place: Place, *, adopted: Sequence[nn.Parameter] = (), **options: Any
+    def __init__(
+        self,
+        name: str,
+        infos: list[ParamInfo],
+        place: Place,
+        *,
+        adopted: Sequence[nn.Parameter] = (),
+        **options: Any,
     ) -> None:
         self.place = place
         self.adopted = adopted

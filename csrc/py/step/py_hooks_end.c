@@ -52,7 +52,7 @@ show_all_grads(fsdpc_py_tree *tree, bool sync)
     int result = 0;
     for (int i = 0; result == 0 && i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
-        if (fsdpc_py_show_grads(flat, sync && flat->sync, &listened) < 0) {
+        if (fsdpc_py_show_grads(flat, sync, &listened) < 0) {
             result = -1;
             break;
         }
