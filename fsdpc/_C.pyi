@@ -103,8 +103,12 @@ def tensor_info(
     tensor: Any, how: Literal["any", "torch", "methods"] = "any", repeat: int = 1
 ) -> dict[str, Any]: ...
 def export_dlpack(array: _Array) -> Any: ...
+
+# (name, numel, storage, compute, reduce, trainable[, row_numel])
+_Spec = tuple[str, int, str, str, str, bool] | tuple[str, int, str, str, str, bool, int]
+
 def layout(
-    specs: Sequence[tuple[str, int, str, str, str, bool]],
+    specs: Sequence[_Spec],
     world: int,
     align_bytes: int,
     spans: bool = False,
@@ -173,7 +177,7 @@ class FlatParameter:
         self,
         name: str,
         comm: Comm,
-        params: Sequence[tuple[str, int, str, str, str, bool]],
+        params: Sequence[_Spec],
         replicate: Comm | None = None,
         divide: float = 1.0,
         reshard: bool = True,

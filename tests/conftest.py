@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "what torch's operators touch there, and fails tests in which accesses race",
     )
     parser.addoption(
+        "--layout",
+        choices=["flat", "rows"],
+        default="flat",
+        help="rows: every unit with use_orig_params is cut between the rows of its parameters",
+    )
+    parser.addoption(
         "--jitter",
         metavar="SEED",
         help="random ranks are late before random modules, autograd nodes and optimizer steps, "
@@ -57,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     config.pluginmanager.register(Table())
     os.environ["FSDPC_TEST_COMBINATIONS"] = config.getoption("--combinations")  # for the harness
+    os.environ["FSDPC_TEST_LAYOUT"] = config.getoption("--layout")  # for the harness
     if config.getoption("--jitter") is not None:
         os.environ["FSDPC_TEST_JITTER"] = config.getoption("--jitter")  # for the harness
     if config.getoption("--gpu") == "sim":

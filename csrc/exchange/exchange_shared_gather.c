@@ -89,42 +89,50 @@ unlock_slot(struct fsdpc_slot_ctl *slot)
 
 /* --- chunks ---------------------------------------------------------------------------------- */
 
-static int64_t
-chunk_numel(const fsdpc_segment *seg)
-{
-    return CHUNK_BYTES / (int64_t)fsdpc_dtype_bytes(seg->compute);
-}
-
-static uint32_t
-chunks_of_segment(const fsdpc_segment *seg)
-{
-    int64_t each = chunk_numel(seg);
-    return (uint32_t)((seg->piece_numel + each - 1) / each);
-}
-
-/* Per piece. */
+/* A chunk is a range of bytes of a rank's shard, which may hold a part of a segment or many segments. */
 static uint32_t
 chunks_of_unit(const fsdpc_unit *unit)
 {
-    uint32_t total = 0;
-    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
-        total += chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s]);
+    return (uint32_t)((fsdpc_unit_layout(unit)->shard_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES);
+}
+
+/* The last segment that starts at or before a byte of the shard. */
+static int
+segment_at(const fsdpc_layout *layout, size_t byte)
+{
+    int low = 0, high = layout->segment_count - 1;
+    while (low < high) {
+        int middle = low + (high - low + 1) / 2;
+        if (layout->segments[middle].shard_offset <= byte) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
     }
-    return total;
+    return low;
 }
 
 static int
 fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
 {
-    int s = 0;
-    while (chunk >= chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s])) {
-        chunk -= chunks_of_segment(&fsdpc_unit_layout(unit)->segments[s++]);
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const size_t first = (size_t)chunk * CHUNK_BYTES, last = first + CHUNK_BYTES;
+    for (int s = segment_at(layout, first); s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        const size_t item = fsdpc_dtype_bytes(seg->storage);
+        const size_t end = seg->shard_offset + (size_t)seg->piece_numel * item;
+        if (seg->shard_offset >= last) {
+            break;
+        }
+        size_t from = first > seg->shard_offset ? first : seg->shard_offset;
+        size_t to = end < last ? end : last;
+        if (from < to) {
+            FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, r,
+                                                (int64_t)((from - seg->shard_offset) / item),
+                                                (int64_t)((to - from) / item)));
+        }
     }
-    const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
-    int64_t begin = (int64_t)chunk * chunk_numel(seg);
-    int64_t left = seg->piece_numel - begin;
-    return fsdpc_exchange_cast_piece(x, unit, s, r, begin,
-                                     left < chunk_numel(seg) ? left : chunk_numel(seg));
+    return FSDPC_OK;
 }
 
 /* Casts the unclaimed chunks of rank r's piece. */

@@ -97,8 +97,10 @@ PyDoc_STRVAR(
     layout_doc,
     "layout($module, specs, world, align_bytes, spans=False, /)\n--\n\n"
     "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
-    "which part. specs: (name, numel, storage, compute, reduce, trainable) each, dtypes as\n"
-    "text. Offsets and sizes in bytes, counts in elements. ValueError, TypeError.");
+    "which part and the padding of each rank's shard. specs: (name, numel, storage, compute,\n"
+    "reduce, trainable[, row_numel]) each, dtypes as text. row_numel > 0: the parameter is cut\n"
+    "between its rows, as by torch.chunk. Offsets and sizes in bytes, counts in elements.\n"
+    "ValueError, TypeError.");
 
 static PyMethodDef layout_methods[] = {
     {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},

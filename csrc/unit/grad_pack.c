@@ -48,8 +48,9 @@ lay_local(fsdpc_unit *unit)
         const fsdpc_segment *seg = &unit->layout->segments[s];
         unit->local_offset[s] = bytes;
         if (seg->trainable) {
-            bytes +=
-                (size_t)seg->piece_numel * (size_t)unit->world * fsdpc_dtype_bytes(seg->accumulate);
+            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)unit->world *
+                                        fsdpc_dtype_bytes(seg->accumulate),
+                                    unit->layout->align_bytes);
         }
     }
     unit->local_bytes = bytes;
@@ -155,11 +156,9 @@ done:
 static void
 list_params(const fsdpc_layout *layout, int *order)
 {
-    for (int s = 0; s < layout->segment_count; s++) {
-        for (int i = 0; i < layout->param_count; i++) {
-            if (layout->params[i].segment == s && layout->params[i].trainable_index >= 0) {
-                *order++ = i;
-            }
+    for (int k = 0; k < layout->param_count; k++) {
+        if (layout->params[layout->order[k]].trainable_index >= 0) {
+            *order++ = layout->order[k];
         }
     }
 }

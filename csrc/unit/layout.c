@@ -4,8 +4,8 @@
  * segments into the buffers. All item sizes are powers of two, so an offset that is aligned for
  * the narrowest type is aligned for all of them.
  *
- * Nothing can wrap: a unit holds at most 2^52 elements of at most 8 bytes, alignments are at most
- * 2^21 bytes, and there are fewer than 2^9 kinds of segments and 2^31 ranks and parameters.
+ * Nothing can wrap: a unit holds at most 2^52 elements of at most 8 bytes, padding by rows included; alignments
+ * are at most 2^21 bytes; and there are fewer than 2^9 kinds of flat segments and 2^31 ranks and parameters.
  */
 #include "unit/layout.h"
 
@@ -34,6 +34,17 @@ round_up(int64_t value, int64_t unit)
 }
 
 static int
+check_rows(const fsdpc_param_spec *spec)
+{
+    if (spec->row_numel < 0 || (spec->row_numel > 0 && spec->numel % spec->row_numel != 0)) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "parameter '%s': %lld elements are no whole number of rows of %lld",
+                           spec->name, (long long)spec->numel, (long long)spec->row_numel);
+    }
+    return FSDPC_OK;
+}
+
+static int
 check_spec(const fsdpc_param_spec *spec, int position)
 {
     if (!spec->name) {
@@ -57,7 +68,7 @@ check_spec(const fsdpc_param_spec *spec, int position)
                            "floating point; freeze it (requires_grad=False) to carry it as bytes",
                            spec->name);
     }
-    return FSDPC_OK;
+    return check_rows(spec);
 }
 
 static int
@@ -81,8 +92,9 @@ check_arguments(int param_count, int world, size_t align_bytes)
 static bool
 belongs(const fsdpc_segment *segment, const fsdpc_param_spec *spec)
 {
-    return segment->storage == spec->storage && segment->compute == spec->compute &&
-           segment->reduce == spec->reduce && segment->trainable == spec->trainable;
+    return segment->row_numel == 0 && segment->storage == spec->storage &&
+           segment->compute == spec->compute && segment->reduce == spec->reduce &&
+           segment->trainable == spec->trainable;
 }
 
 /* The gradient of a double parameter is accumulated in double, whatever the reduce dtype. */
@@ -95,7 +107,7 @@ accumulate_dtype(const fsdpc_param_spec *spec)
 static int
 segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
 {
-    for (int i = 0; i < layout->segment_count; i++) {
+    for (int i = 0; i < layout->segment_count && spec->row_numel == 0; i++) {
         if (belongs(&layout->segments[i], spec)) {
             return i;
         }
@@ -106,15 +118,38 @@ segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
         .reduce = spec->reduce,
         .accumulate = accumulate_dtype(spec),
         .trainable = spec->trainable,
+        .row_numel = spec->row_numel,
     };
     return layout->segment_count++;
+}
+
+/* Elements of a parameter in the full buffer; padding by rows may be many times its size. */
+static int
+padded_numel(const fsdpc_param_spec *spec, int world, int64_t *out)
+{
+    *out = spec->numel;
+    if (spec->row_numel == 0) {
+        return FSDPC_OK;
+    }
+    int64_t rows = spec->numel / spec->row_numel;
+    int64_t piece = (rows / world + (rows % world != 0)) * spec->row_numel;
+    if (__builtin_mul_overflow(piece, (int64_t)world, out) || *out > MAX_UNIT_NUMEL) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "parameter '%s': %lld rows of %lld elements, padded to a multiple of %d "
+                           "rows, pass %lld elements",
+                           spec->name, (long long)rows, (long long)spec->row_numel, world,
+                           (long long)MAX_UNIT_NUMEL);
+    }
+    return FSDPC_OK;
 }
 
 static int
 place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64_t *unit_numel)
 {
+    int64_t padded;
     FSDPC_TRY(check_spec(spec, index));
-    *unit_numel += spec->numel;
+    FSDPC_TRY(padded_numel(spec, layout->world, &padded));
+    *unit_numel += padded;
     if (*unit_numel > MAX_UNIT_NUMEL) {
         return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': the unit passes %lld elements",
                            spec->name, (long long)MAX_UNIT_NUMEL);
@@ -132,18 +167,45 @@ place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64
     return FSDPC_OK;
 }
 
+/* Places of the parameters in `order`: `first` and `count` of each segment. */
+static void
+sort_params(fsdpc_layout *layout)
+{
+    int at = 0;
+    for (int i = 0; i < layout->param_count; i++) {
+        layout->segments[layout->params[i].segment].count++;
+    }
+    for (int s = 0; s < layout->segment_count; s++) {
+        layout->segments[s].first = at;
+        at += layout->segments[s].count;
+        layout->segments[s].count = 0;
+    }
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_segment *segment = &layout->segments[layout->params[i].segment];
+        layout->order[segment->first + segment->count++] = i;
+    }
+}
+
+/* Rounded up, so that the next segment starts aligned. */
+static size_t
+bytes_of(const fsdpc_layout *layout, size_t numel, fsdpc_dtype dtype)
+{
+    return fsdpc_round_up(numel * fsdpc_dtype_bytes(dtype), layout->align_bytes);
+}
+
 static void
 cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
 {
-    int64_t step = align_items(segment, layout->align_bytes);
-    int64_t per_rank = (segment->numel + layout->world - 1) / layout->world;
+    int64_t step =
+        segment->row_numel > 0 ? segment->row_numel : align_items(segment, layout->align_bytes);
+    int64_t per_rank = segment->numel / layout->world + (segment->numel % layout->world != 0);
     segment->piece_numel = round_up(per_rank, step);
 
     size_t piece = (size_t)segment->piece_numel, all = piece * (size_t)layout->world;
     segment->full_offset = layout->full_bytes;
     segment->shard_offset = layout->shard_bytes;
-    layout->full_bytes += all * fsdpc_dtype_bytes(segment->compute);
-    layout->shard_bytes += piece * fsdpc_dtype_bytes(segment->storage);
+    layout->full_bytes += bytes_of(layout, all, segment->compute);
+    layout->shard_bytes += bytes_of(layout, piece, segment->storage);
 }
 
 /* The part of the layout that depends on which segments are trainable: gradient buffers, and the indices of
@@ -158,8 +220,8 @@ lay_gradients(fsdpc_layout *layout)
         segment->grad_offset = layout->grad_bytes;
         segment->reduce_offset = layout->reduce_bytes;
         if (segment->trainable) {
-            layout->grad_bytes += piece * fsdpc_dtype_bytes(segment->accumulate);
-            layout->reduce_bytes += all * fsdpc_dtype_bytes(segment->reduce);
+            layout->grad_bytes += bytes_of(layout, piece, segment->accumulate);
+            layout->reduce_bytes += bytes_of(layout, all, segment->reduce);
         }
     }
     layout->trainable_count = 0;
@@ -194,7 +256,8 @@ allocate(int param_count, int world, size_t align_bytes)
     layout->align_bytes = align_bytes;
     layout->params = fsdpc_mem_calloc((size_t)param_count, sizeof *layout->params);
     layout->segments = fsdpc_mem_calloc((size_t)param_count, sizeof *layout->segments);
-    if (!layout->params || !layout->segments) {
+    layout->order = fsdpc_mem_calloc((size_t)param_count, sizeof *layout->order);
+    if (!layout->params || !layout->segments || !layout->order) {
         fsdpc_layout_free(layout);
         return NULL;
     }
@@ -217,6 +280,7 @@ fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world, si
     for (int i = 0; i < param_count; i++) {
         FSDPC_GOTO(place_param(layout, i, &specs[i], &unit_numel), fail);
     }
+    sort_params(layout);
     for (int i = 0; i < layout->segment_count; i++) {
         cut_segment(layout, &layout->segments[i]);
     }
@@ -250,6 +314,7 @@ fsdpc_layout_free(fsdpc_layout *layout)
     }
     fsdpc_mem_free(layout->params);
     fsdpc_mem_free(layout->segments);
+    fsdpc_mem_free(layout->order);
     fsdpc_mem_free(layout);
 }
 
@@ -272,6 +337,17 @@ fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank)
         .piece_begin = begin - piece_begin,
         .length = end - begin,
     };
+}
+
+int64_t
+fsdpc_layout_shard_padding(const fsdpc_layout *layout, int rank)
+{
+    int64_t padding = (int64_t)layout->shard_bytes;
+    for (int i = 0; i < layout->param_count; i++) {
+        fsdpc_dtype storage = layout->segments[layout->params[i].segment].storage;
+        padding -= fsdpc_layout_span(layout, i, rank).length * (int64_t)fsdpc_dtype_bytes(storage);
+    }
+    return padding;
 }
 
 size_t

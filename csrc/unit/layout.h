@@ -1,17 +1,27 @@
 /* Where each parameter of a unit lives: pure arithmetic, no memory is touched.
  *
- * The parameters of a unit are grouped into segments of equal (storage, compute, reduce dtype,
- * trainable). Inside a segment they lie end to end in the order given, each starting at an
- * `align_bytes` boundary of every dtype that a parameter may have. A segment is cut into `world`
- * equal pieces; piece r belongs to rank r. A cut may go through a parameter. The cuts
- * depend on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
- * segment may become trainable later; only the layout of the gradient buffers changes then.
+ * A unit's buffers consist of segments. A segment is cut into `world` equal pieces; piece r belongs to
+ * rank r. There are two kinds of segments, and a unit may have both:
+ *
+ * Flat: all parameters without rows (row_numel 0) that have equal (storage, compute, reduce dtype, trainable).
+ * They lie end to end in the order given, each starting at an `align_bytes` boundary of every dtype that a
+ * parameter may have. Pieces are multiples of `align_bytes` in every dtype. A cut may go through a parameter.
  *
  *   full (gathered) buffer, compute dtype      rank 1's shard, storage dtype
  *   | seg 0: p0 p1 | p1 p2 . | seg 1: p3 . |   | seg 0 piece 1 | seg 1 piece 1 |
  *   |<- piece 0 -> |<piece 1>|
  *
- * Offsets in elements hold for every dtype; each buffer has its own byte offset per segment.
+ * By rows: one parameter (row_numel > 0). A piece has ceil(rows / world) rows, so that rank r owns the rows of
+ * torch.chunk(parameter, world, 0)[r]: the last ranks may own fewer rows, or none. The parameter is contiguous
+ * in the full buffer, and padding follows its last row. A piece may have any size, so in the full and reduce
+ * buffers the pieces of ranks > 0 are aligned to one element only; each segment starts at a multiple of
+ * `align_bytes` in every buffer, and so does a rank's part in its shard and shard gradient.
+ *
+ *   5 rows, 4 ranks: | row 0, row 1 | row 2, row 3 | row 4, padding | padding |
+ *
+ * Cuts depend on sizes, `world` and `align_bytes` alone, not on the compute and reduce dtypes. A frozen
+ * segment may become trainable later; only the layout of the gradient buffers changes then. Offsets in
+ * elements hold for every dtype; each buffer has its own byte offset per segment.
  */
 #ifndef FSDPC_LAYOUT_H
 #define FSDPC_LAYOUT_H
@@ -26,7 +36,8 @@ typedef struct fsdpc_param_spec {
     const char *name; /* copied */
     int64_t numel;    /* >= 0; for FSDPC_BYTES the number of bytes */
     fsdpc_dtype storage, compute, reduce;
-    bool trainable; /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
+    bool trainable;    /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
+    int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -42,7 +53,9 @@ typedef struct fsdpc_segment {
     fsdpc_dtype accumulate; /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
     bool trainable;         /* has room in gradient buffers */
     int64_t numel;          /* up to the end of the last parameter */
+    int64_t row_numel;      /* > 0: by rows; 0: flat */
     int64_t piece_numel;    /* per rank; world * piece_numel >= numel */
+    int first, count;       /* its parameters: layout->order[first] to [first + count - 1] */
     size_t full_offset;     /* bytes, in the gathered buffer (compute dtype) */
     size_t shard_offset;    /* bytes, in each rank's shard (storage dtype) */
     size_t grad_offset;     /* bytes, in each rank's shard gradient (accumulate dtype) */
@@ -55,6 +68,7 @@ typedef struct fsdpc_layout {
     int param_count, segment_count, trainable_count;
     fsdpc_param_place *params;
     fsdpc_segment *segments;
+    int *order;            /* all parameters, segment by segment, by rising offset */
     size_t full_bytes;     /* gathered unit */
     size_t shard_bytes;    /* one rank's master shard */
     size_t grad_bytes;     /* one rank's shard gradient */
@@ -69,9 +83,8 @@ typedef struct fsdpc_span {
     int64_t length;
 } fsdpc_span;
 
-/* Builds the layout; every buffer's segments start at multiples of align_bytes, pieces are
- * multiples of align_bytes in every dtype. `align_bytes` is a power of two from 16 to 2 MiB, a unit
- * holds at most 2^52 elements. On success *out is owned by the caller (fsdpc_layout_free). Errors:
+/* Builds the layout. `align_bytes` is a power of two from 16 to 2 MiB; a unit holds at most 2^52
+ * elements, the padding of segments by rows included. On success *out is owned by the caller (fsdpc_layout_free). Errors:
  * FSDPC_E_INVAL naming the parameter, FSDPC_E_NOMEM; *out is then NULL. An empty list (param_count
  * 0) is a layout of zero bytes. */
 int fsdpc_layout_build(const fsdpc_param_spec *specs, int param_count, int world,
@@ -84,6 +97,8 @@ void fsdpc_layout_free(fsdpc_layout *layout);
 
 /* `param` and `rank` must be in range (checked by assert only). */
 fsdpc_span fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank);
+/* Bytes of a rank's shard that hold no parameter. */
+int64_t fsdpc_layout_shard_padding(const fsdpc_layout *layout, int rank);
 /* Byte offset of a parameter's first element in the gathered buffer. */
 size_t fsdpc_layout_full_offset(const fsdpc_layout *layout, int param);
 /* Byte offset of a parameter's first element in the reduce buffer (trainable parameters only). */

@@ -24,12 +24,14 @@ continues(const stretch *grads, stretch next)
 
 /* Parameters of one segment come by rising address. */
 static int
-visit_segment(fsdpc_unit *unit, const uint8_t *mask, int segment, visitor visit, void *argument)
+visit_segment(fsdpc_unit *unit, const uint8_t *mask, const fsdpc_segment *segment, visitor visit,
+              void *argument)
 {
     stretch grads = {0};
-    for (int i = 0; i < unit->layout->param_count; i++) {
+    for (int k = 0; k < segment->count; k++) {
+        const int i = unit->layout->order[segment->first + k];
         stretch next = {.dtype = fsdpc_unit_grad_dtype(unit, i)};
-        if (unit->layout->params[i].segment != segment || !mask[i]) {
+        if (!mask[i]) {
             continue;
         }
         next.data = fsdpc_unit_grad_part(unit, i, &next.n);
@@ -48,7 +50,7 @@ visit_grads(fsdpc_unit *unit, const uint8_t *mask, visitor visit, void *argument
 {
     for (int s = 0; s < unit->layout->segment_count; s++) {
         if (unit->layout->segments[s].trainable) {
-            FSDPC_TRY(visit_segment(unit, mask, s, visit, argument));
+            FSDPC_TRY(visit_segment(unit, mask, &unit->layout->segments[s], visit, argument));
         }
     }
     return FSDPC_OK;

@@ -113,10 +113,12 @@ typedef struct stretch {
 static int
 copy_out(const fsdpc_unit *unit, const stretch *from, const reading *to)
 {
-    for (int i = 0; i < unit->layout->param_count; i++) {
+    const fsdpc_segment *seg = &unit->layout->segments[from->segment];
+    for (int k = 0; k < seg->count; k++) {
+        const int i = unit->layout->order[seg->first + k];
         const part *wanted = &to->parts[i];
         fsdpc_span span = fsdpc_layout_span(unit->layout, i, from->rank);
-        if (unit->layout->params[i].segment != from->segment || !wanted->data || span.length == 0) {
+        if (!wanted->data || span.length == 0) {
             continue;
         }
         int64_t shift = span.param_begin - span.piece_begin; /* piece to parameter */

@@ -9,6 +9,7 @@ cut: every rank keeps them whole, as plain tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
     """Shape of a rank's block: ``(0, *shape[1:])`` for an empty block."""
     start, stop = rows(shape, world, rank)
     return (stop - start, *shape[1:])
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Elements of one row, at least 1; a 0-dim value is one row."""
+    return max(1, math.prod(shape[1:]))
 
 
 def wrap_rows(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdpc import _C
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.wire import default_dtype
+from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import computes, counted, dtype_name, over, version_counter
@@ -38,7 +39,9 @@ class Unit(WholeValues):
     Collective over the shard group and the replicate group. Copies this rank's slices of the
     current values, frees the originals and installs the sharded state: with ``use_orig_params``
     the parameters become 1-D views of their elements in this rank's shard (perhaps none; whole, in
-    the original shapes, in a group of one rank), otherwise ``flat_params`` replace them.
+    the original shapes, in a group of one rank), otherwise ``flat_params`` replace them. With
+    ``by_rows`` (which needs ``use_orig_params``) these elements are the rows of
+    ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
     ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
@@ -55,7 +58,10 @@ class Unit(WholeValues):
         use_orig_params: bool,
         keep_low_precision_grads: bool = False,
         offload: bool = False,
+        by_rows: bool = False,
     ) -> None:
+        if by_rows and not use_orig_params:
+            raise ValueError(f"unit {name}: by_rows needs use_orig_params=True")
         self._name = name
         self.infos = infos
         self.groups = groups
@@ -65,6 +71,7 @@ class Unit(WholeValues):
         self.reduce_dtype = reduce_dtype
         self.reshard_after_forward = reshard_after_forward
         self.offload = offload
+        self.by_rows = by_rows
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         self.trainable = [self._trainable(info) for info in infos]
@@ -123,11 +130,13 @@ class Unit(WholeValues):
             )
         return info.param.requires_grad
 
-    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool]:
+    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int]:
         dtype, param = self.dtypes[i], self.infos[i].param
+        row = _sharded.row_numel(self.shapes[i]) if self.by_rows else 0
         if not computes(dtype):
-            nbytes = param.numel() * param.element_size()
-            return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False)
+            size = param.element_size()
+            nbytes = param.numel() * size
+            return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False, row * size)
         compute = self.param_dtype or dtype
         reduce = self.reduce_dtype or default_dtype(compute, self.groups.shard)
         return (
@@ -137,6 +146,7 @@ class Unit(WholeValues):
             dtype_name(compute),
             dtype_name(reduce),
             self.trainable[i],
+            row,
         )
 
     def _describe(self, specs: Sequence[tuple[Any, ...]]) -> str:
@@ -146,7 +156,9 @@ class Unit(WholeValues):
             f"use_orig_params {self.use_orig_params}, parameters offloaded {self.offload}",
             f"gradients divided by {self.groups.divide}",
         ]
-        for i, (name, _, storage, compute, reduce, trainable) in enumerate(specs):
+        if self.by_rows:
+            lines.append("parameters cut between rows")
+        for i, (name, _, storage, compute, reduce, trainable, _) in enumerate(specs):
             lines.append(
                 f"parameter {name}: shape {tuple(self.shapes[i])}, {self.dtypes[i]}, stored as "
                 f"{storage}, computed in {compute}, reduced in {reduce}, "

@@ -41,8 +41,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +308,27 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     import jitter
 
-    with device_watch(request["faults"]), jitter.delays_of(rank):
+    layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
+    with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
+
+
+@contextmanager
+def laid_out(layout: str) -> Iterator[None]:
+    """In "rows", new units with use_orig_params are cut between the rows of their parameters."""
+    from fsdpc._engine.unit import Unit
+
+    before = Unit.__init__
+
+    def init(self: Unit, *args: Any, **options: Any) -> None:
+        rows = layout == "rows" and options["use_orig_params"]
+        before(self, *args, **{"by_rows": rows, **options})
+
+    Unit.__init__ = init
+    try:
+        yield
+    finally:
+        Unit.__init__ = before
 
 
 def device_watch(faults: bool) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ static int
 parse_spec(PyObject *item, fsdpc_param_spec *out)
 {
     const char *storage, *compute, *reduce;
-    long long numel;
+    long long numel, row_numel = 0;
     int trainable;
     if (!PyTuple_Check(item)) {
         PyErr_Format(PyExc_TypeError, "layout: a parameter must be a tuple, not %.100s",
@@ -39,12 +39,13 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     }
     if (!PyArg_ParseTuple(
             item,
-            "sLsssp;layout: a parameter must be (name: str, numel: int, storage: str, "
-            "compute: str, reduce: str, trainable: bool)",
-            &out->name, &numel, &storage, &compute, &reduce, &trainable)) {
+            "sLsssp|L;layout: a parameter must be (name: str, numel: int, storage: str, "
+            "compute: str, reduce: str, trainable: bool[, row_numel: int])",
+            &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel)) {
         return -1;
     }
     out->numel = numel;
+    out->row_numel = row_numel;
     out->trainable = trainable != 0;
     if (parse_dtype(storage, &out->storage) < 0 || parse_dtype(compute, &out->compute) < 0) {
         return -1;
@@ -135,14 +136,14 @@ segment_dict(const fsdpc_layout *layout, int index)
 {
     const fsdpc_segment *segment = &layout->segments[index];
     return Py_BuildValue(
-        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:n,s:n,s:n,s:n}", "storage",
+        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n}", "storage",
         fsdpc_dtype_name(segment->storage), "compute", fsdpc_dtype_name(segment->compute), "reduce",
         fsdpc_dtype_name(segment->reduce), "accumulate", fsdpc_dtype_name(segment->accumulate),
         "trainable", segment->trainable ? Py_True : Py_False, "numel", (long long)segment->numel,
-        "piece_numel", (long long)segment->piece_numel, "full_offset",
-        (Py_ssize_t)segment->full_offset, "shard_offset", (Py_ssize_t)segment->shard_offset,
-        "grad_offset", (Py_ssize_t)segment->grad_offset, "reduce_offset",
-        (Py_ssize_t)segment->reduce_offset);
+        "row_numel", (long long)segment->row_numel, "piece_numel", (long long)segment->piece_numel,
+        "full_offset", (Py_ssize_t)segment->full_offset, "shard_offset",
+        (Py_ssize_t)segment->shard_offset, "grad_offset", (Py_ssize_t)segment->grad_offset,
+        "reduce_offset", (Py_ssize_t)segment->reduce_offset);
 }
 
 static PyObject *
@@ -153,6 +154,21 @@ span_list(const fsdpc_layout *layout, int param)
         fsdpc_span span = fsdpc_layout_span(layout, param, rank);
         PyObject *item = Py_BuildValue("LLL", (long long)span.param_begin,
                                        (long long)span.piece_begin, (long long)span.length);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, rank, item);
+    }
+    return list;
+}
+
+static PyObject *
+shard_padding(const fsdpc_layout *layout)
+{
+    PyObject *list = PyList_New(layout->world);
+    for (int rank = 0; list != NULL && rank < layout->world; rank++) {
+        PyObject *item = PyLong_FromLongLong(fsdpc_layout_shard_padding(layout, rank));
         if (item == NULL) {
             Py_CLEAR(list);
             break;
@@ -185,19 +201,21 @@ fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans)
     PyObject *params = list_of(layout, layout->param_count, param_dict);
     PyObject *segments = list_of(layout, layout->segment_count, segment_dict);
     PyObject *owned = spans ? list_of(layout, layout->param_count, span_list) : Py_NewRef(Py_None);
-    if (params == NULL || segments == NULL || owned == NULL) {
+    PyObject *padding = spans ? shard_padding(layout) : Py_NewRef(Py_None);
+    if (params == NULL || segments == NULL || owned == NULL || padding == NULL) {
         Py_XDECREF(params);
         Py_XDECREF(segments);
         Py_XDECREF(owned);
+        Py_XDECREF(padding);
         return NULL;
     }
     return Py_BuildValue(
-        "{s:i,s:n,s:n,s:n,s:n,s:n,s:L,s:N,s:N,s:N}", "world", layout->world, "align_bytes",
+        "{s:i,s:n,s:n,s:n,s:n,s:n,s:L,s:N,s:N,s:N,s:N}", "world", layout->world, "align_bytes",
         (Py_ssize_t)layout->align_bytes, "full_bytes", (Py_ssize_t)layout->full_bytes,
         "shard_bytes", (Py_ssize_t)layout->shard_bytes, "grad_bytes",
         (Py_ssize_t)layout->grad_bytes, "reduce_bytes", (Py_ssize_t)layout->reduce_bytes,
-        "padding_bytes", (long long)layout->padding_bytes, "params", params, "segments", segments,
-        "spans", owned);
+        "padding_bytes", (long long)layout->padding_bytes, "shard_padding_bytes", padding, "params",
+        params, "segments", segments, "spans", owned);
 }
 
 PyObject *

@@ -1,0 +1,116 @@
+"""Units cut between the rows of their parameters: each rank's rows, and training equal to the bit
+to that with the flat layout. `pytest --layout rows` runs other tests of several ranks by rows, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import laid_out, ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from toys import (
+    check_equal,
+    clean,
+    full_gradients,
+    full_parameters,
+    loss_of,
+    no_sync_if,
+    none_gradients,
+    tokens,
+    toy,
+    wrap_blocks,
+)
+
+from fsdpc import FullyShardedDataParallel as FSDP
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS = {
+    "plain": {},
+    "bf16": {"mixed_precision": BF16},
+    "bf16, hybrid": {"mixed_precision": BF16, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    "unsharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "no reshard": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
+
+
+class Odd(nn.Module):
+    """A scalar, an empty parameter, fewer rows than ranks, odd rows, bytes, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = toy()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.few = nn.Parameter(torch.linspace(-1, 1, 3))
+        self.odd = nn.Parameter(torch.linspace(-1, 1, 5 * 7).view(5, 7, 1))
+        self.frozen = nn.Parameter(torch.ones(9, 5), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(10).view(5, 2), requires_grad=False)
+
+    def forward(self, x):
+        few = self.few.exp().mean() + self.empty.sum() + self.codes.sum() * 1e-3
+        return self.inner(x) * (self.gain + few + self.odd.exp().mean() * self.frozen.mean())
+
+
+def train(layout, rank, options, steps=3):
+    """Losses, and after each step gradients, parameters and the names that have no gradient."""
+    seen = []
+    with laid_out(layout):
+        model = wrap_blocks("fsdpc", Odd(), use_orig_params=True, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        for micro in range(2):
+            with no_sync_if(model, micro == 0 and step == 1):
+                loss = loss_of(model, tokens(rank, step, micro))
+                loss.backward()
+            seen.append({"loss": loss.detach()})
+        seen += [full_gradients(model), {n: torch.empty(0) for n in none_gradients(model)}]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(full_parameters(model))
+    return model, seen
+
+
+def rows_of(whole, comm):
+    """This rank's rows, as one dimension; none where torch.chunk has fewer chunks than ranks."""
+    chunks = (whole.flatten(1) if whole.dim() > 1 else whole.view(-1)).chunk(comm.world)
+    return chunks[comm.rank].flatten() if comm.rank < len(chunks) else whole.flatten()[:0]
+
+
+def check_same(rank, options, **limits):
+    """Training by rows equals flat training, and every rank has the rows of torch.chunk."""
+    (_, flat), (model, rows) = (train(layout, rank, options) for layout in ("flat", "rows"))
+    for number, (one, other) in enumerate(zip(flat, rows, strict=True)):
+        check_equal(other, one, f"record {number}", **limits)
+    full = full_parameters(model)
+    units = [(n, m._unit) for n, m in model.named_modules() if isinstance(m, FSDP)]
+    for prefix, unit in units:
+        for param, _, (i,) in unit.seen:
+            name = clean(f"{prefix}.{unit.infos[i].name}".lstrip("."))
+            assert torch.equal(param.detach().flatten(), rows_of(full[name], unit.groups.shard))
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("options", ["plain", "bf16", "unsharded"])
+def test_training_equals_the_flat_layout(rank, world, options):
+    check_same(rank, OPTIONS[options])
+
+
+@ranks(4)
+def test_hybrid_training_equals_the_flat_layout(rank, world):
+    check_same(rank, OPTIONS["bf16, hybrid"])
+
+
+C10D = {"FSDPC_COLLECTIVES": "c10d"}
+
+
+@ranks(2, env=C10D)
+@pytest.mark.parametrize("options", ["no reshard", "bf16"])
+def test_training_over_a_wire_equals_the_flat_layout(rank, world, options):
+    check_same(rank, OPTIONS[options])
+
+
+@ranks(3, env=C10D)
+def test_training_over_a_wire_on_three_ranks(rank, world):
+    """gloo adds three ranks' values in an order that depends on their place in the buffer."""
+    check_same(rank, OPTIONS["plain"], rtol=1e-5, atol=1e-7)
