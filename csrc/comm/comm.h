@@ -116,6 +116,9 @@ int fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                 const char *what);
 int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                     const char *what);
+/* Sums of piece_numel elements at `buffer`. */
+int fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what);
 int fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
                           enum fsdpc_op op, const char *what);
 int fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);

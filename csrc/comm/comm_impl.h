@@ -29,6 +29,8 @@ typedef struct fsdpc_comm_ops {
                             const char *what);
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
+    int (*all_reduce_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what);
     void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */
     void (*close)(fsdpc_comm *comm);                              /* (optional): no-op */

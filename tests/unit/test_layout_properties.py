@@ -240,9 +240,9 @@ def test_buffers_by_rows_match_the_model(params: list, world: int, align: int) -
     full = stacked([up(n * world * ITEM[k[1]], align) for n, k in pairs])
     shard = stacked([up(n * ITEM[k[0]], align) for n, k in pairs])
     reduce = stacked([up(n * world * ITEM[k[2]], align) * k[3] for n, k in pairs])
-    grad = stacked([
-        up(n * ITEM[a], align) * k[3] for (n, k), a in zip(pairs, accumulate, strict=True)
-    ])
+    grad = stacked(
+        [up(n * ITEM[a], align) * k[3] for (n, k), a in zip(pairs, accumulate, strict=True)]
+    )
     for i, (segment, place) in enumerate(zip(got["segments"], got["params"], strict=True)):
         assert (place["segment"], place["offset"], place["full_offset"]) == (i, 0, full[i])
         assert (segment["piece_numel"], segment["full_offset"]) == (pieces[i], full[i])
