@@ -66,4 +66,11 @@ void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,
                         bool largest);
 
+/* --- comm_bundle.c --------------------------------------------------------------------------- */
+
+/* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small parts by
+ * one call of the kind's own entry. *bundle is NULL or memory of an earlier call; the caller frees it. */
+int fsdpc_comm_bundle(fsdpc_comm *comm, char **bundle, const fsdpc_comm_part *parts, int count,
+                      bool scatter, const char *what);
+
 #endif
