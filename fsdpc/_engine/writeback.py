@@ -49,7 +49,7 @@ def take_over(unit: Any) -> None:
     for index, (param, _, _) in enumerate(unit.seen):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
-        if not same or now.dtype != view.dtype:
+        if not same or now.dtype != view.dtype or now.device != view.device:
             _write(unit, index, now)
             unit.point_at_shard(index)
 

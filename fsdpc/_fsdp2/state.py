@@ -178,9 +178,10 @@ class State:
             param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
             infos.append(ParamInfo(info.name, param, info.sites))
         new = self._unit = self._new_unit(infos, adopted)
-        new.meta = [tensor.is_meta for tensor in local]
-        for view, tensor in zip(new.views, local, strict=True):
-            if not tensor.is_meta:
+        for param, view, tensor in zip(adopted, new.views, local, strict=True):
+            if tensor.is_meta:
+                param._local_tensor = tensor
+            else:
                 view.copy_(tensor)
         new.require_sync = unit.require_sync
         new.flat.divide = unit.flat.divide
@@ -237,8 +238,8 @@ def _prepare(state: State, name: str) -> None:
     if unit is None:
         return
     unit.name = name or unit.name
-    if any(unit.meta):
-        names = [info.name for info, meta in zip(unit.infos, unit.meta, strict=True) if meta]
+    names = [info.name for info in unit.infos if unit.local(info.param).is_meta]
+    if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
             f"following were still on meta device: {names} of unit {unit.name!r}. For example, "

@@ -37,7 +37,6 @@ class RowUnit(Unit):
     ) -> None:
         self.place = place
         self.adopted = adopted
-        self.meta = [info.param.is_meta for info in infos]
         super().__init__(name, infos, place.groups, use_orig_params=True, by_rows=True, **options)
 
     # --- sharded parameters ----------------------------------------------------------------------
@@ -45,7 +44,8 @@ class RowUnit(Unit):
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
             local = self.shard_view(i)
-            shown = local if not self.meta[i] else torch.empty_like(local, device="meta")
+            meta = info.param.is_meta
+            shown = torch.empty_like(local, device="meta") if meta else local
             if self.adopted:
                 param: Any = self.adopted[i]
                 param._local_tensor = local
@@ -88,7 +88,6 @@ class RowUnit(Unit):
     def point_at_shard(self, index: int) -> None:
         param: Any = self.seen[index][0]
         param._local_tensor = self.views[index]
-        self.meta[index] = False
         self.flat.replace_param(index, param)
         _writeback.set_owner(param, self)
 
