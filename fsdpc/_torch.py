@@ -67,6 +67,13 @@ ShardedTensorMetadata = _find("torch.distributed._shard.sharded_tensor", "Sharde
 TensorProperties = _find("torch.distributed._shard.sharded_tensor", "TensorProperties")
 ShardMetadata = _find("torch.distributed._shard.sharding_spec", "ShardMetadata")
 
+# What a DTensor is made of; the placement of rows that tensor parallelism has cut as well; results
+# of collectives that may be in flight.
+DTensorSpec = _find("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+TensorMeta = _find("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard")
+AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
 # --- functions -----------------------------------------------------------------------------------
 
 # The communication hooks that torch ships.
@@ -135,7 +142,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
     "torch.nn.Module": ("_apply", "_buffers", "_modules", "_parameters"),
-    "torch.distributed.tensor.DTensor": ("_local_tensor",),
+    "torch.distributed.tensor.DTensor": ("_local_tensor", "_spec"),
+    "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
     "torch.distributed.fsdp.ShardingStrategy": ("_HYBRID_SHARD_ZERO2",),
     "torch.distributed.fsdp.MixedPrecision": ("_module_classes_to_ignore",),

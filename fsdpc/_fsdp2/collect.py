@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
@@ -61,7 +61,7 @@ def _below(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def collect_infos(
-    managed: list[tuple[str, nn.Module]], ignored: set[nn.Parameter], what: str
+    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str
 ) -> list[ParamInfo]:
     """The call's parameters with all their sites.
 
@@ -71,7 +71,7 @@ def collect_infos(
     infos: dict[int, ParamInfo] = {}
     for module_name, module in managed:
         for attribute, param in module._parameters.items():
-            if param is None or param in ignored:
+            if param is None or id(param) in ignored:
                 continue
             name = f"{module_name}.{attribute}" if module_name else attribute
             info = infos.get(id(param))
@@ -90,11 +90,11 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
             f"FSDP group, unit {owner.name!r}: pass the modules that share the parameter to one "
             "call of fully_shard, as a list"
         )
-    if isinstance(param, DTensor):
+    placements = param.placements if isinstance(param, DTensor) else ()
+    if any(not isinstance(p, Shard | Replicate) for p in placements) or len(placements) > 2:
         raise NotImplementedError(
-            f"parameter {name!r} of {what} is a DTensor already ({param.placements} on "
-            f"{param.device_mesh}): fsdpc.fully_shard does not shard distributed parameters yet; "
-            "pass it in ignored_params, or use torch's fully_shard for this model"
+            f"FSDP only supports 1D TP/EP or 2D EP+TP: parameter {name!r} of {what} is a DTensor "
+            f"with placements {placements}"
         )
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
@@ -119,10 +119,14 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
         )
 
 
-def move_to(device: torch.device, managed: list[tuple[str, nn.Module]], skip: set[Any]) -> None:
+def move_to(device: torch.device, managed: list[tuple[str, nn.Module]], skip: set[int]) -> None:
     """Move parameters and buffers of the managed modules to ``device``, meta tensors excepted."""
     for _, module in managed:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None or tensor in skip or tensor.is_meta or tensor.device == device:
+            if tensor is None or id(tensor) in skip or tensor.is_meta or tensor.device == device:
                 continue
+            if isinstance(tensor, DTensor):
+                raise AssertionError(
+                    f"Expects DTensor to be moved to {device}, got {tensor.device}"
+                )
             tensor.data = tensor.data.to(device)

@@ -269,7 +269,7 @@ def fully_shard(  # type: ignore[misc]
     mesh = _args.default_mesh() if mesh is None else mesh
     _args.check_mesh(mesh)
     place = _args.place_on(mesh)
-    ignored = set(ignored_params or ())
+    ignored = {id(param) for param in ignored_params or ()}
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
     infos = collect_infos(managed, ignored, what)

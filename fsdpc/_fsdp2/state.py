@@ -63,12 +63,18 @@ class State:
         """Shard the call's parameters. Collective over the mesh."""
         self._unit = self._new_unit(infos)
 
-    def _new_unit(self, infos: list[ParamInfo], adopted: Sequence[nn.Parameter] = ()) -> RowUnit:
+    def _new_unit(
+        self,
+        infos: list[ParamInfo],
+        adopted: Sequence[nn.Parameter] = (),
+        parallel: Sequence[Any] = (),
+    ) -> RowUnit:
         unit = RowUnit(
             self._name,
             infos,
             self.place,
             adopted=adopted,
+            parallel=parallel,
             param_dtype=self.precision.param_dtype,
             reduce_dtype=self.precision.reduce_dtype,
             reshard_after_forward=self.reshard,
@@ -177,7 +183,7 @@ class State:
             blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
             param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
             infos.append(ParamInfo(info.name, param, info.sites))
-        new = self._unit = self._new_unit(infos, adopted)
+        new = self._unit = self._new_unit(infos, adopted, unit.parallel)
         for param, view, tensor in zip(adopted, new.views, local, strict=True):
             if tensor.is_meta:
                 param._local_tensor = tensor

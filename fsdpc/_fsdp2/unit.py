@@ -1,4 +1,9 @@
-"""A unit whose sharded parameters are DTensors: each rank has whole rows of every parameter."""
+"""A unit whose sharded parameters are DTensors: each rank has whole rows of every parameter.
+
+Parameters that tensor parallelism has distributed already are cut once more: the unit shards this
+rank's local tensor, the module computes with a DTensor on the tensor-parallel mesh, and the
+optimizer sees a DTensor on both meshes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import over
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
 from fsdpc._fsdp2.args import Place
+from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
 
 class RowUnit(Unit):
@@ -33,11 +39,33 @@ class RowUnit(Unit):
         place: Place,
         *,
         adopted: Sequence[nn.Parameter] = (),
+        parallel: Sequence[Any] = (),
         **options: Any,
     ) -> None:
         self.place = place
         self.adopted = adopted
+        # Per parameter: its spec on the tensor-parallel mesh, or None.
+        self.parallel = list(parallel) or [_take_local(info) for info in infos]
+        self.specs = [
+            sharded_spec(info.param, place, spec)
+            for info, spec in zip(infos, self.parallel, strict=True)
+        ]
         super().__init__(name, infos, place.groups, use_orig_params=True, by_rows=True, **options)
+
+    # --- gathered parameters ---------------------------------------------------------------------
+
+    def _make_full(self, i: int) -> Tensor:
+        full = super()._make_full(i)
+        spec = self.parallel[i]
+        if spec is None:
+            return full
+        local = full.detach()
+        param: Any = nn.Parameter(_around(local, spec), requires_grad=self.trainable[i])
+        param._local_tensor = local
+        param.__dict__.update(full.__dict__)
+        if self.trainable[i]:
+            param.register_hook(lambda grad: _as_placed(grad, spec))
+        return param
 
     # --- sharded parameters ----------------------------------------------------------------------
 
@@ -58,19 +86,9 @@ class RowUnit(Unit):
             self._seen.append((param, self.grad_view(i) if self.trainable[i] else None, (i,)))
             self.views.append(local)
 
-    def distributed(self, local: Tensor, i: int) -> DTensor:
+    def distributed(self, local: Tensor, i: int) -> Tensor:
         """A DTensor of parameter ``i`` around this rank's rows, without a copy. Local."""
-        shape = self.shapes[i]
-        tensor = DTensor.from_local(
-            local,
-            self.place.mesh,
-            self.place.placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        tensor._local_tensor = local  # not an alias of its own: counts writes with the view
-        return tensor
+        return _around(local, self.specs[i])
 
     def _rows(self, i: int) -> torch.Size:
         shard = self.groups.shard
@@ -92,17 +110,22 @@ class RowUnit(Unit):
         _writeback.set_owner(param, self)
 
     def check_replacement(self, param: Tensor, what: str) -> None:
-        wanted = (self.place.mesh, self.place.placements)
+        wanted = next(
+            spec
+            for info, spec in zip(self.infos, self.specs, strict=True)
+            if f"{info.name!r}" in what
+        )
         if not isinstance(param, DTensor):
             raise ValueError(
                 f"{what} was replaced by a plain tensor of shape {tuple(param.shape)}: assign a "
                 "DTensor (torch.distributed.tensor.distribute_tensor), or copy values into the "
                 "sharded parameter"
             )
-        if (param.device_mesh, tuple(param.placements)) != wanted:
+        if (param.device_mesh, tuple(param.placements)) != (wanted.mesh, wanted.placements):
             raise ValueError(
                 f"{what} was replaced by a DTensor with {param.placements} on {param.device_mesh}, "
-                f"but its shard has {wanted[1]} on {wanted[0]}: redistribute() the new value first"
+                f"but its shard has {wanted.placements} on {wanted.mesh}: redistribute() the new "
+                "value first"
             )
 
     def holds_nothing(self, param: nn.Parameter) -> bool:
@@ -117,3 +140,65 @@ class RowUnit(Unit):
 
     def announce_grads(self) -> None:
         """Nothing: torch's functions on DTensor gradients are collective by themselves."""
+
+
+def _take_local(info: ParamInfo) -> Any:
+    """Replace a tensor-parallel parameter by its local tensor; returns its spec, else None."""
+    param: Any = info.param
+    if not isinstance(param, DTensor):
+        return None
+    local = nn.Parameter(param._local_tensor.detach(), requires_grad=param.requires_grad)
+    local.__dict__.update(param.__dict__)
+    info.param = local
+    return param._spec
+
+
+def _around(local: Tensor, spec: Any) -> Tensor:
+    """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _as_placed(grad: Any, spec: Any) -> Any:
+    """A gradient with the placements of its parameter, and not in flight."""
+    if tuple(grad.placements) != tuple(spec.placements):
+        grad = grad.redistribute(placements=spec.placements)
+    local = grad._local_tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        grad = _around(local.wait(), grad._spec)
+    return grad
+
+
+def sharded_spec(param: Tensor, place: Place, parallel: Any) -> Any:
+    """Mesh and placements of the sharded parameter: rows over the data-parallel dimensions, which
+    stand before those of tensor parallelism. ``param`` is this rank's local tensor then.
+    """
+    if parallel is None:
+        shape = param.shape
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
+        return DTensorSpec(place.mesh, place.placements, tensor_meta=meta)
+    mesh = joined_mesh(place.mesh, parallel.mesh)
+    rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == 0]
+    split = 1
+    for dim, placement in enumerate(parallel.placements):
+        split *= parallel.mesh.size(dim) if placement in rows else 1
+    own = list(place.placements)
+    if split > 1:
+        own[-1] = StridedShard(0, split_factor=split)
+    return DTensorSpec(mesh, (*own, *parallel.placements), tensor_meta=parallel.tensor_meta)
+
+
+def joined_mesh(data: Any, parallel: Any) -> Any:
+    """The mesh with the dimensions of both, which are parts of one mesh with names.
+    ``ValueError``: they are not.
+    """
+    root = data._get_root_mesh()
+    names = (*(data.mesh_dim_names or ()), *(parallel.mesh_dim_names or ()))
+    if root is not parallel._get_root_mesh() or not names:
+        raise ValueError(
+            "FSDP requires the data-parallel and the tensor-parallel mesh to be parts of one mesh "
+            f"with mesh_dim_names, but got {data} and {parallel}: use "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp')), mesh['dp'] and mesh['tp']"
+        )
+    return root[names]

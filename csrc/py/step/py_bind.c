@@ -25,6 +25,9 @@ bind_full(fsdpc_py_flat *flat, PyObject *full)
             return -1;
         }
         flat->full[i] = tensor == Py_None ? NULL : Py_NewRef(tensor);
+        flat->full_dtensors =
+            flat->full_dtensors ||
+            (flat->dtensors && PyObject_HasAttr(tensor, fsdpc_py_name.local_tensor));
     }
     return 0;
 }
@@ -172,6 +175,7 @@ bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
 {
     fsdpc_py_flat_unbind(flat);
     flat->dtensors = dtensors;
+    flat->full_dtensors = false;
     if (bind_full(flat, rows[0]) == 0 && bind_sites(flat, rows[1]) == 0 &&
         bind_seen(flat, rows[2]) == 0 && bind_watched(flat, rows[3]) == 0) {
         return 0;

@@ -57,8 +57,9 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
             Py_DECREF(grad);
             continue;
         }
-        flat->held[i] = grad;
-        if (view_grad(flat, i) < 0 || check_size(flat, i) < 0) {
+        flat->held[i] = fsdpc_py_full_local(flat, grad);
+        Py_DECREF(grad);
+        if (!flat->held[i] || view_grad(flat, i) < 0 || check_size(flat, i) < 0) {
             return -1;
         }
         flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,

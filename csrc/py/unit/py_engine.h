@@ -71,7 +71,8 @@ typedef struct fsdpc_py_flat {
     long gathered_version, released_version;
     bool hold_installed;
     bool unsharded; /* by unshard(): the modules show gathered parameters without a forward */
-    bool dtensors;  /* the optimizer sees DTensors around this rank's rows */
+    bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
+    bool dtensors; /* the optimizer sees DTensors around this rank's rows */
     bool shown;     /* the modules hold full values of the user: they stay */
     bool sync;      /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
@@ -137,6 +138,8 @@ int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 /* The tensor with this rank's memory behind a parameter or gradient that the optimizer sees: the tensor
  * itself, or what a DTensor wraps. New reference, NULL with an exception. */
 PyObject *fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor);
+/* The same for a gathered parameter or its gradient: only those of tensor parallelism are DTensors. */
+PyObject *fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor);
 /* Address of its first element. 0, or -1 with an exception. */
 int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
 /* Writes that autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */

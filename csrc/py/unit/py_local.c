@@ -21,6 +21,20 @@ fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)
     return local;
 }
 
+PyObject *
+fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor)
+{
+    PyObject *local =
+        flat->full_dtensors ? PyObject_GetAttr(tensor, fsdpc_py_name.local_tensor) : NULL;
+    if (!local && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+    }
+    return local ? local : Py_NewRef(tensor);
+}
+
 int
 fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out)
 {
