@@ -1,0 +1,203 @@
+"""fully_shard beside torch's: tensor parallelism, checkpoints that go through both libraries, both
+interfaces and other numbers of ranks, models moved and cast after sharding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import ranks, run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from toys import Block, loss_of, tokens, toy, wrap_blocks
+
+import fsdpc
+
+DOORS = ["torch", "fsdpc"]
+
+
+def door(name: str):
+    package = "torch.distributed.fsdp" if name == "torch" else "fsdpc"
+    return importlib.import_module(package).fully_shard
+
+
+def shard_blocks(name: str, model: nn.Module, **options) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, Block):
+            door(name)(module, **options)
+    return door(name)(model, **options)
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> float:
+    loss = loss_of(model, tokens(rank, number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# --- tensor parallelism --------------------------------------------------------------------------
+
+
+def even() -> nn.Module:
+    """A toy whose hidden rows two tensor-parallel ranks share equally, as torch asks for."""
+    model = toy()
+    torch.manual_seed(1)
+    model.blocks = nn.ModuleList(Block(6, 12) for _ in range(2))
+    return model
+
+
+def plain_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for row in batches:
+        sum(loss_of(model, batch) for batch in row).div(len(row)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_tensor_parallel_and_sharded(rank, world, precision):
+    """Both meshes at once: the columns of `up`, the rows of `down`, and fully_shard around them."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    data, own = world // 2, mesh["dp"].get_local_rank()
+    model, reference = even(), even()
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    policy = fsdpc.MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = fsdpc.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shard_blocks("fsdpc", model, mesh=mesh["dp"], mp_policy=policy)
+    up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
+    assert up.device_mesh.mesh_dim_names == down.device_mesh.mesh_dim_names == ("dp", "tp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, own, number)
+    plain_steps(reference, [[tokens(r, n) for r in range(data)] for n in range(3)])
+    tolerance = 1e-5 if precision == "float32" else 3e-2
+    for (name, value), want in zip(full(model).items(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value, want, rtol=0, atol=tolerance, msg=name)
+
+
+@ranks(2)
+def test_meshes_that_are_not_parts_of_one(rank, world):
+    model = toy()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model.blocks[0], mesh, {"up": ColwiseParallel()})
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match="parts of one mesh"):
+        fsdpc.fully_shard(model.blocks[0], mesh=other)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def sharded(kind: str) -> nn.Module:
+    if kind == "fsdp1":
+        return wrap_blocks("fsdpc", toy(seed=7), use_orig_params=True)
+    return shard_blocks(kind, toy(seed=7))
+
+
+def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str, torch.Tensor]:
+    """Loads checkpoint `number`, unless it is the first, trains a step only then, saves the next.
+    Returns every value that the checkpoint holds, at full size.
+    """
+    warnings.simplefilter("ignore")
+    model = sharded(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if number == 0:
+        step(model, optimizer, rank, 0)
+    else:
+        weights, states = get_state_dict(model, optimizer)
+        found = {"model": weights, "optim": states}
+        dcp.load(found, checkpoint_id=f"{folder}/{number}")
+        set_state_dict(
+            model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"]
+        )
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"{folder}/{number + 1}")
+    values = {f"model.{name}": value for name, value in weights.items()}
+    for name, entries in states["state"].items():
+        values |= {f"optim.{name}.{key}": value for key, value in entries.items()}
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")
+    }
+
+
+def test_a_checkpoint_hops_through_both_libraries(tmp_path):
+    """torch FSDP2 on 2 ranks, fsdpc's fully_shard on 3, its FSDP1 on 2, torch FSDP2 on 1:
+    weights and moments stay equal to the bit.
+    """
+    route = [("torch", 2), ("fsdpc", 3), ("fsdp1", 2), ("torch", 1)]
+    seen = []
+    for number, (kind, world) in enumerate(route):
+        outcomes = run_ranks(hop, world, kind=kind, folder=str(tmp_path), number=number)
+        seen.append(outcomes[0])
+    assert len(seen[0]) == 4 * len(list(toy().parameters()))  # weight, step and two moments
+    for later in seen[1:]:
+        for name in later.keys() & seen[0].keys():
+            assert torch.equal(later[name], seen[0][name]), name
+    assert seen[-1].keys() == seen[0].keys()
+
+
+# --- after sharding ------------------------------------------------------------------------------
+
+
+@ranks(3)
+def test_cast_after_sharding_keeps_objects_gradients_and_values(rank, world):
+    model = shard_blocks("fsdpc", toy())
+    before = list(model.parameters())
+    loss_of(model, tokens(rank, 0)).backward()
+    grads = [p.grad.full_tensor() for p in before]
+    values = list(full(model).values())
+    model.to(torch.float64)
+    for p, old, grad, value in zip(model.parameters(), before, grads, values, strict=True):
+        assert p is old and p.dtype == p.grad.dtype == torch.float64
+        assert torch.equal(p.full_tensor(), value.double())
+        assert torch.equal(p.grad.full_tensor(), grad.double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, tokens(rank, 1)).backward()
+    total = model.head.weight.grad.full_tensor()
+    assert not torch.equal(total, grads[-2].double())  # the second gradient was added
+    optimizer.step()
+
+
+@ranks(4)
+def test_meta_parameters_are_named_until_they_have_values(rank, world):
+    with torch.device("meta"):
+        model = toy()
+    shard_blocks("fsdpc", model)
+    with pytest.raises(RuntimeError, match=r"materialized from meta device.*norm\.weight"):
+        model(tokens(rank, 0))
+    model.to_empty(device="cpu")
+    source = toy()
+    values = {
+        name: distribute_tensor(
+            p.detach(), model.get_parameter(name).device_mesh, model.get_parameter(name).placements
+        )
+        for name, p in source.named_parameters()
+    }
+    model.load_state_dict(values)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(rank, 0)), source(tokens(rank, 0)))
+    dist.barrier()
