@@ -38,8 +38,8 @@ PY := $(if $(USABLE),$(CANDIDATE),.venv/bin/python)
 # Stamps live with what they speak of, so that removing .venv also removes its stamps.
 STAMPS := $(if $(USABLE),build/stamps/$(shell echo $(CANDIDATE) | cksum | cut -d' ' -f1),.venv/stamps)
 
-SOURCES := $(sort $(shell find csrc kernels -type f))
-CORE := $(filter-out csrc/py/%,$(filter %.c,$(SOURCES)))
+SOURCES := $(sort $(shell find csrc kernels tests/probe -type f))
+CORE := $(filter-out csrc/py/% tests/%,$(filter %.c,$(SOURCES)))
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 say = @printf '%s\n' "fsdpc: $(1)"
@@ -79,7 +79,7 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 	@mkdir -p build && $(PY) setup.py --quiet build_ext --inplace >build/extension.log 2>&1 || \
 	  { cat build/extension.log; exit 1; }
 	@grep -A3 -E '^(csrc|kernels)/.*warning:' build/extension.log || true
-	@$(PY) -c 'import fsdpc._C' && touch $@
+	@$(PY) -c 'import fsdpc._C, fsdpc._probe' && touch $@
 
 build: $(STAMPS)/extension
 
@@ -236,9 +236,9 @@ ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
 	@rm -rf build/asan && mkdir -p build
-	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
+	@FSDPC_SANITIZE=address,undefined FSDPC_PROBE=1 $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
-	@$(ASAN_ENV) $(PY) -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
+	@$(ASAN_ENV) $(PY) -c 'import fsdpc._probe as c; assert "build/asan" in c.__file__, c.__file__'
 	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(SLOW_COMBINATIONS) \
 	  $(ASAN_TESTS) $(ARGS)
 
@@ -250,7 +250,7 @@ tsan:
 	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) simgpu-run SAN=thread T="nccl comm_nccl"
 
 # --- looks ---------------------------------------------------------------------------------------
-C_FILES := $(filter %.c %.h,$(SOURCES)) $(sort $(shell find tests -name '*.[ch]'))
+C_FILES := $(sort $(shell find csrc kernels tests -name '*.[ch]'))
 PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
 BIN = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/
 

@@ -23,7 +23,7 @@ import common
 import gpu
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
 
 MIB = 1 << 20
 ROTATE_MIB = 512  # several times the largest cache
@@ -46,7 +46,9 @@ class Kernel:
 def cast(src: str, dst: str, scale: float = 1.0) -> Kernel:
     return Kernel(
         ITEM[src] + ITEM[dst],
-        lambda memory: _bind(_C.kernel_cast, memory(dst, 9), dst, memory(src, 0), src, scale, GPU),
+        lambda memory: _bind(
+            _probe.kernel_cast, memory(dst, 9), dst, memory(src, 0), src, scale, GPU
+        ),
     )
 
 
@@ -56,7 +58,7 @@ def scale_by(dtype: str) -> Kernel:
     def make(memory: Memory) -> Call:
         x = memory(dtype, 0)
         factor = torch.full((1,), -1.0, dtype=torch.float64, device=x.device)
-        return _bind(_C.kernel_scale_by, x, dtype, factor, GPU)
+        return _bind(_probe.kernel_scale_by, x, dtype, factor, GPU)
 
     return Kernel(2 * ITEM[dtype], make)
 
@@ -66,7 +68,7 @@ def reduce(count: int, src: str, add: bool) -> Kernel:
 
     def make(memory: Memory) -> Call:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
-        return _bind(_C.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU)
+        return _bind(_probe.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU)
 
     return Kernel(count * ITEM[src] + (8 if add else 4), make)
 
@@ -77,8 +79,8 @@ def pack(src: str, dst: str, transposed: bool = False) -> Kernel:
     def make(memory: Memory) -> Call:
         flat, out = memory(src, 0), memory(dst, 9)
         tensors, targets = split(flat, dst, transposed)
-        plan = _C.kernel_pack_plan(targets, out.numel() * ITEM[dst], GPU)
-        return _bind(_C.kernel_pack, plan, out, tensors, 0.5)
+        plan = _probe.kernel_pack_plan(targets, out.numel() * ITEM[dst], GPU)
+        return _bind(_probe.kernel_pack, plan, out, tensors, 0.5)
 
     return Kernel(ITEM[src] + ITEM[dst], make)
 
@@ -105,7 +107,9 @@ def split(
 
 def norm2(dtype: str) -> Kernel:
     """The norm by itself; the host waits for it, so small sizes show that wait."""
-    return Kernel(ITEM[dtype], lambda memory: _bind(_C.kernel_norm2, memory(dtype, 0), dtype, GPU))
+    return Kernel(
+        ITEM[dtype], lambda memory: _bind(_probe.kernel_norm2, memory(dtype, 0), dtype, GPU)
+    )
 
 
 def _bind(function: Callable[..., object], *arguments: object) -> Call:
@@ -229,9 +233,9 @@ def main() -> None:
     parser.add_argument("--json", nargs="?", const="gpu_kernels.json", metavar="PATH")
     args = parser.parse_args()
     device = gpu.open_device(args.dry)
-    gpu.tell_engine(device)
+    gpu.prepare_probe(device)
     names = [name for name in KERNELS if args.only in name]
-    run = {**common.describe_run(), **device.describe(), "kernels": _C.cuda_device(0)}
+    run = {**common.describe_run(), **device.describe(), "kernels": _probe.cuda_device(0)}
     head = {"benchmark": "gpu_kernels", "note": args.note, "rounds": args.rounds, "run": run}
     sizes: dict[str, Any] = {}
     for text in ["0.0625"] if args.tiny else args.sizes.split(","):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
-from fsdpc import _C
+from fsdpc import _probe
 
 PAGE = 4096
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def layouts(model, world, precision):
             reduce = str(precision.reduce or precision.param or precision.model)
             specs.append((info.name, shape.numel(), storage, compute,
                           reduce.removeprefix("torch."), True))
-        result.append(_C.layout(specs, world, 64))
+        result.append(_probe.layout(specs, world, 64))
     return result
 
 

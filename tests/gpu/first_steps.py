@@ -57,14 +57,14 @@ def known(device: gpu.Device) -> str:
 @step
 def kernel(device: gpu.Device) -> str:
     """one kernel, bit for bit"""
-    from fsdpc import _C
+    from fsdpc import _probe
 
-    gpu.tell_engine(device)
+    gpu.prepare_probe(device)
     source = torch.randn(100_003)
     want = torch.zeros(100_003, dtype=torch.bfloat16)
     got = torch.zeros(100_003, dtype=torch.bfloat16, device=device.device)
-    _C.kernel_cast(want, "bfloat16", source, "float32", 0.3, "plain")
-    _C.kernel_cast(got, "bfloat16", source.to(device.device), "float32", 0.3, "cuda:0")
+    _probe.kernel_cast(want, "bfloat16", source, "float32", 0.3, "plain")
+    _probe.kernel_cast(got, "bfloat16", source.to(device.device), "float32", 0.3, "cuda:0")
     assert torch.equal(got.cpu(), want)
     return f"{want.numel():,} elements equal"
 

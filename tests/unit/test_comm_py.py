@@ -350,7 +350,7 @@ def test_import_is_silent_and_single():
 
 def test_objects_outlive_the_interpreter():
     done = run_python("""
-        import atexit, numpy as np, fsdpc._C as C, torch
+        import atexit, numpy as np, fsdpc._probe as C, torch
         comm = C.Comm.shm(0, 1, "fsdpc-test-end", 5.0)
         shared = torch.utils.dlpack.from_dlpack(C.export_dlpack(np.zeros(4096)))
         class Calls:

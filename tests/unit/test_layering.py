@@ -29,7 +29,6 @@ LAYERS = (
     "csrc/py/comm",
     "csrc/py/unit",
     "csrc/py/step",
-    "csrc/py/probe",
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
@@ -42,7 +41,6 @@ NOT_YET_PRIVATE = {
     ("csrc/py/unit", "unit/unit_impl.h"),
     ("csrc/py/step", "unit/unit_impl.h"),
     ("csrc/py/step", "tree/tree_impl.h"),
-    ("csrc/py/probe", "unit/unit_impl.h"),
 }
 Rule = Callable[[str, str], Iterator[str]]
 
