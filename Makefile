@@ -161,7 +161,7 @@ SIMNCCL := $(wildcard tests/simgpu/nccl_*.c)
 $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@
 
-$(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/sim_*.c))
+$(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/driver/*.c))
 	@$(CC) $(SIMCFLAGS) -shared -Wl,-soname,$(@F) $^ -o $@ -ldl
 
 # The CUDA kernels for the host. A sum must not be fused with a product, bytes are seen as words, and
