@@ -156,7 +156,7 @@ SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_
 SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%)
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
 SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
-SIMNCCL := $(wildcard tests/simgpu/nccl_*.c)
+SIMNCCL := $(wildcard tests/simgpu/nccl/*.c)
 
 $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@

@@ -68,8 +68,8 @@ def cuda() -> ctypes.CDLL:
 def nccl() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ["FSDPC_LIBNCCL"])
     library.simnccl_plant.restype = ctypes.c_bool
-    library.simnccl_count.restype = structure("simnccl.h", "simnccl_counters")
-    library.simnccl_get_options.restype = ctypes.POINTER(structure("simnccl.h", "simnccl_options"))
+    library.simnccl_count.restype = structure("nccl/simnccl.h", "simnccl_counters")
+    library.simnccl_get_options.restype = ctypes.POINTER(structure("nccl/simnccl.h", "simnccl_options"))
     return library
 
 
@@ -135,7 +135,7 @@ def calls(entry: str) -> int:
 
 def plant_nccl(fault: str, rank: int, k: int, value: int = 0) -> None:
     """A fault of simnccl.h: "STOP", "SLOW", "ASYNC_ERROR", "REFUSE", "INIT_STALL", ..."""
-    number = constants("simnccl.h", "simnccl_fault")[f"SIMNCCL_{fault}"]
+    number = constants("nccl/simnccl.h", "simnccl_fault")[f"SIMNCCL_{fault}"]
     assert nccl().simnccl_plant(number, rank, k, value), fault
 
 
