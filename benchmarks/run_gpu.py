@@ -157,7 +157,7 @@ def environment(dry: bool) -> dict[str, str]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         found.setdefault(variable, "lo")  # all ranks are here, and there may be no other network
     if dry:
-        sys.path.insert(0, str(ROOT / "tests" / "simgpu"))
+        sys.path.insert(0, str(ROOT / "tests" / "simgpu" / "python"))
         import env
 
         if env.missing():

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdpc import FullyShardedDataParallel, OutOfMemoryError, _C, memory_stats
 
-sys.path.append(str(Path(__file__).parents[1] / "simgpu"))
+sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
 import env
 import simgpu
 

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent / "simgpu", HERE.parent / "dist", HERE.parents[1] / "benchmarks", HERE):
+TESTS, ROOT = HERE.parent, HERE.parents[1]
+for folder in (TESTS / "simgpu" / "python", TESTS / "dist", ROOT / "benchmarks", HERE):
     sys.path.insert(0, str(folder))
 
 import gpu  # noqa: E402

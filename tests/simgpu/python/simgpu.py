@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+SIMULATOR = Path(__file__).resolve().parents[1]
 C_TYPES = {
     "bool": ctypes.c_bool,
     "int": ctypes.c_int,
@@ -69,14 +69,16 @@ def nccl() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ["FSDPC_LIBNCCL"])
     library.simnccl_plant.restype = ctypes.c_bool
     library.simnccl_count.restype = structure("nccl/simnccl.h", "simnccl_counters")
-    library.simnccl_get_options.restype = ctypes.POINTER(structure("nccl/simnccl.h", "simnccl_options"))
+    library.simnccl_get_options.restype = ctypes.POINTER(
+        structure("nccl/simnccl.h", "simnccl_options")
+    )
     return library
 
 
 @functools.cache
 def structure(header: str, name: str) -> type[ctypes.Structure]:
     """A struct of plain numbers, as the header declares it."""
-    text = re.sub(r"/\*.*?\*/", "", (HERE / header).read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no struct {name}"
     fields = []
@@ -89,7 +91,7 @@ def structure(header: str, name: str) -> type[ctypes.Structure]:
 @functools.cache
 def constants(header: str, name: str) -> dict[str, int]:
     """The names of an enum that counts from 0."""
-    text = re.sub(r"/\*.*?\*/", "", (HERE / header).read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"enum {name} \{{(.*?)\}};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no enum {name}"
     return {word: i for i, word in enumerate(found[1].replace(",", " ").split())}
