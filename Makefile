@@ -286,15 +286,15 @@ size: $(STAMPS)/tools
 
 # --- use -----------------------------------------------------------------------------------------
 bench: build
-	@for f in $(filter-out %_gpu_kernels.py %_gpu_step.py,$(wildcard benchmarks/bench_*.py)); do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
+	@for f in benchmarks/bench_*.py; do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
 
 # With a Python that has torch, where nothing else can be had: no environment, nothing installed.
 GPU_PY := $(or $(CANDIDATE),$(wildcard .venv/bin/python),$(shell command -v python3 || command -v python))
 gpu:
-	@$(GPU_PY) benchmarks/run_gpu.py $(if $(OUT),--out "$(OUT)") $(ARGS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PY) -m gpu.run $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 gpu-dry: simlibs
-	@$(GPU_PY) benchmarks/run_gpu.py --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PY) -m gpu.run --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 # An extension without CUDA kernels trains on the CPU, whatever GPUs there are.
 WHERE = import fsdpc._C as c; print("" if c.cuda_image_bytes() else "--device cpu")

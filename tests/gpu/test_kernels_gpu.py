@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 
-import gpu
 import pytest
 import torch
+from gpu import machine
 
 from fsdpc import _probe
 
@@ -26,7 +26,7 @@ LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
 @pytest.fixture(scope="module")
 def place(device) -> torch.device:
     """Where tensors for the kernels are."""
-    gpu.prepare_probe(device)
+    machine.prepare_probe(device)
     return device.device
 
 

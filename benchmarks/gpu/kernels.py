@@ -1,8 +1,8 @@
 """Speed of the CUDA kernels as a share of the speed at which the same GPU copies memory.
 
-    python benchmarks/bench_gpu_kernels.py                     # 1, 8, 64, 256 and 1024 MiB
-    python benchmarks/bench_gpu_kernels.py --only cast --json
-    python benchmarks/bench_gpu_kernels.py --dry --tiny        # the same lines without a GPU
+    python -m gpu.kernels                     # 1, 8, 64, 256 and 1024 MiB
+    python -m gpu.kernels --only cast --json
+    python -m gpu.kernels --dry --tiny        # the same lines without a GPU
 
 Sizes are those of the float32 side. Bytes are counted once read and once written, so that a copy of
 1 MiB moves 2 MiB; a share is the kernel's bytes per second over those of a device-to-device copy
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import common
-import gpu
 import torch
 
 from fsdpc import _probe
+from gpu import machine
 
 MIB = 1 << 20
 ROTATE_MIB = 512  # several times the largest cache
@@ -163,7 +163,7 @@ class Buffers:
         return [_bind(to[:count].copy_, source[:count]) for to, source in pairs]
 
 
-def timed(device: gpu.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
+def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
     """Returns what measures seconds per call once, after warming up."""
 
     def once(repeats: int) -> float:
@@ -178,7 +178,7 @@ def timed(device: gpu.Device, calls: list[Call], seconds: float) -> Callable[[],
 
 
 def measure_size(
-    device: gpu.Device, mib: float, names: list[str], rounds: int, seconds: float
+    device: machine.Device, mib: float, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Any]:
     """Measures one size; shares are the medians of quotients of one round."""
     n = int(mib * MIB) // 4
@@ -232,8 +232,8 @@ def main() -> None:
     parser.add_argument("--note", default="", help="kept in the JSON")
     parser.add_argument("--json", nargs="?", const="gpu_kernels.json", metavar="PATH")
     args = parser.parse_args()
-    device = gpu.open_device(args.dry)
-    gpu.prepare_probe(device)
+    device = machine.open_device(args.dry)
+    machine.prepare_probe(device)
     names = [name for name in KERNELS if args.only in name]
     run = {**common.describe_run(), **device.describe(), "kernels": _probe.cuda_device(0)}
     head = {"benchmark": "gpu_kernels", "note": args.note, "rounds": args.rounds, "run": run}

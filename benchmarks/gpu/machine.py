@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # fsdpc, built in place
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # fsdpc, built in place
 NO_GPU = "no GPU that torch can use on this machine"
 
 
