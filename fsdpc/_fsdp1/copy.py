@@ -24,6 +24,7 @@ _SHARED = frozenset(
         "process_group",
         "_inter_node_pg",
         "_groups",
+        "_options",
         "_device_mesh",
         "mixed_precision",
         "cpu_offload",
