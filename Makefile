@@ -106,7 +106,7 @@ pytest: build simlibs $(STAMPS)/clients
 # The tests whose graphs race most, with random ranks late at random places; `make test` does it once.
 SEED := 1
 JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_features_experts.py \
-    tests/dist/test_with_checkpointing.py tests/dist/test_read_late.py)
+    tests/dist/test_with_checkpointing.py tests/dist/test_late_*.py)
 pytest-jitter: build
 	$(call say,Python tests with ranks late at random: seed $(SEED))
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
