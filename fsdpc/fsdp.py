@@ -42,7 +42,7 @@ from fsdpc._fsdp1.handle import HandledUnit
 from fsdpc._fsdp1.materialize import materialize
 from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
 from fsdpc._fsdp1.optim.methods import OptimStateDicts
-from fsdpc._fsdp1.placement import asked_device, default_device, place
+from fsdpc._fsdp1.placement import asked_device, default_device, move_module
 from fsdpc._fsdp1.state import dcp as _dcp
 from fsdpc._fsdp1.wrap import auto_wrap
 from fsdpc.api import (
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             auto_wrap(module, auto_wrap_policy, self._ignored, inherited, FullyShardedDataParallel)
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
         self._show_options(options)
-        self._place(module, param_init_fn, device, chosen.shard.rank())
+        self._move(module, param_init_fn, device, chosen.shard.rank())
         self._init_groups(chosen)
         self._init_state()
         self._fsdp_wrapped_module = module
@@ -160,7 +160,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self._use_orig_params = options.use_orig_params
         self._device_mesh = options.device_mesh
 
-    def _place(
+    def _move(
         self,
         module: nn.Module,
         param_init_fn: Callable[[nn.Module], None] | None,
@@ -175,7 +175,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             asked or default_device(),
             warn_unwritten=not (self._options.sync_module_states and rank != 0),
         )
-        self.compute_device = place(module, self._ignored, asked, self._name, rank)
+        self.compute_device = move_module(module, self._ignored, asked, self._name, rank)
 
     def _init_groups(self, chosen: _args.GroupChoice) -> None:
         self.process_group = chosen.shard

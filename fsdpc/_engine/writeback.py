@@ -29,7 +29,7 @@ def owner_of(param: Any) -> Any:
     return owner() if owner is not None else None
 
 
-def take_over(unit: Any) -> None:
+def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
     New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
@@ -41,8 +41,8 @@ def take_over(unit: Any) -> None:
         return
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
-            _take_replacement(unit, index, info)
-    for index, (param, _, _) in enumerate(unit.seen):
+            _adopt_replacement(unit, index, info)
+    for index, (param, _, _) in enumerate(unit.optim_params):
         view = unit.views[index]
         same = param.data_ptr() == view.data_ptr() and param.shape == view.shape
         if not same or param.dtype != view.dtype:
@@ -50,7 +50,7 @@ def take_over(unit: Any) -> None:
             param.data = view
 
 
-def _take_replacement(unit: Any, index: int, info: Any) -> None:
+def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
     if all(param is info.param or param is unit.released[index] for param in found):
         return
@@ -74,20 +74,20 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
             "parameters before wrapping, in one unit"
         )
     _write(unit, index, new.detach())
-    _, grad, covers = unit.seen[index]
+    _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
     new.data = unit.views[index]
     unit.flat.replace_param(index, new)
     unit.released[index]._fsdpc_sharded = new
-    unit.seen[index] = (new, grad, covers)
+    unit.optim_params[index] = (new, grad, covers)
     info.param = new
     set_owner(new, unit)
 
 
 @torch.no_grad()
 def _write(unit: Any, index: int, value: torch.Tensor) -> None:
-    """Copy new values of ``unit.seen[index]`` into the shard."""
-    view, (_, _, covers) = unit.views[index], unit.seen[index]
+    """Copy new values of ``unit.optim_params[index]`` into the shard."""
+    view, (_, _, covers) = unit.views[index], unit.optim_params[index]
     if value.shape == view.shape:
         view.copy_(value)
         return

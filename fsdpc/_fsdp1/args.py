@@ -297,5 +297,5 @@ def _names_of_hosts() -> list[str]:
         return [mine] * group.size()
     prefix = f"fsdpc/hosts/{next(_askings)}"
     channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
-    said = channel.gather(mine.encode(), "finding the ranks of each host")
-    return [name.decode() for name in said]
+    names = channel.gather(mine.encode(), "finding the ranks of each host")
+    return [name.decode() for name in names]

@@ -153,9 +153,9 @@ def _check_one_device(members: list[Any]) -> None:
         if member._unit is not None:
             names.setdefault(member.compute_device, member._unit.name)
     if len(names) > 1:
-        said = ", ".join(f"{name or '(root)'!r} on {device}" for device, name in names.items())
+        found = ", ".join(f"{name or '(root)'!r} on {device}" for device, name in names.items())
         raise ValueError(
-            f"the units of a model must be on one device, but found {said}: pass the same "
+            f"the units of a model must be on one device, but found {found}: pass the same "
             "device_id to every FullyShardedDataParallel of a model"
         )
 

@@ -256,7 +256,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 @ranks(2)
-def test_without_the_structure_that_is_looked_for(rank, world):
+def test_models_without_the_expected_structure(rank, world):
     """A torch whose norm is no wrapper gets its names replaced instead."""
     from torch.nn.utils import clip_grad
 

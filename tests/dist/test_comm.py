@@ -219,8 +219,8 @@ def test_environments_that_differ(rank, world, variable, values):
 
 @ranks(2)
 def test_shm_is_refused_across_hosts(rank, world):
-    place = _bootstrap._place()
-    _bootstrap._place = lambda: f"{place} of host {rank}"
+    host = _bootstrap._host()
+    _bootstrap._host = lambda: f"{host}, host {rank}"
     assert connect("auto").kind == "c10d"
     other = dist.new_group([0, 1])
     with pytest.raises(ValueError, match="FSDPC_COLLECTIVES=shm needs all ranks .* host 1"):
@@ -261,7 +261,7 @@ def test_agree(rank, world, kind):
 
 
 @ranks(2, env={"FSDPC_TIMEOUT": "0.5"})
-def test_timeout_names_who_is_missing(rank, world):
+def test_timeout_names_the_missing_ranks(rank, world):
     comm = connect("shm")
     if rank == 0:
         with pytest.raises(fsdpc.CommTimeout, match="rank 1"):

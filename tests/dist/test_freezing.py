@@ -50,7 +50,7 @@ def test_everything_is_frozen_for_one_pass(rank, world, use_orig_params):
 
 @ranks(2, 3)
 @both_ways
-def test_parts_take_turns(rank, world, use_orig_params):
+def test_parts_are_trained_alternately(rank, world, use_orig_params):
     """As a generator and its discriminator, each frozen while the other is trained."""
     pair = Pair(rank, use_orig_params=use_orig_params)
     for step in range(4):
@@ -223,7 +223,7 @@ def test_freezing_over_replicas(rank, world):
 
 
 @ranks(2)
-def test_flags_are_seen_at_the_gathered_tensors(rank, world):
+def test_gathered_tensors_have_the_flags(rank, world):
     """What forward reads as requires_grad is what was set."""
     pair = Pair(rank, use_orig_params=True)
     seen = []

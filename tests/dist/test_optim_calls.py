@@ -393,6 +393,6 @@ def one_rank_alone(rank, world):
         save(run)
 
 
-def test_a_call_on_one_rank_ends_and_says_who_did_not_come():
+def test_a_call_on_one_rank_ends_and_names_the_missing_ranks():
     outcomes = run_ranks(one_rank_alone, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert "optimizer state of unit" in outcomes[0].error and "rank 1" in outcomes[0].error

@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 @ranks(2)
-def test_flags_on_a_device_are_not_looked_at(rank, world):
+def test_flags_on_a_device_need_no_host_sync(rank, world):
     """What a GPU runs, here on the CPU, with torch's reading of values forbidden."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

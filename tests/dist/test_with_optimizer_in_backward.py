@@ -211,7 +211,7 @@ def test_an_exception_in_a_hook(rank, world):
 
 
 @ranks(2)
-def test_what_will_not_be_called_is_said(rank, world):
+def test_hooks_that_will_not_be_called_are_reported(rank, world):
     model = toy()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="norm.weight.*blocks.0.*use_orig_params=True"):

@@ -422,7 +422,7 @@ def test_kind(monkeypatch):
         _bootstrap._read_kind(None)
 
 
-def test_place_is_the_same_for_neighbours():
-    here = _bootstrap._place()
-    there = run_python("from fsdpc._comm import bootstrap; print(bootstrap._place())")
+def test_the_host_is_the_same_for_neighbours():
+    here = _bootstrap._host()
+    there = run_python("from fsdpc._comm import bootstrap; print(bootstrap._host())")
     assert there.stdout.strip() == here

@@ -39,7 +39,7 @@ def test_without_a_driver_there_is_one_sentence(tmp_path: Path):
     assert str(tmp_path) in sentence
 
 
-def test_a_library_that_is_no_driver_is_told_apart():
+def test_a_library_that_is_no_driver_is_recognised():
     library = next(
         (
             line.split()[-1]

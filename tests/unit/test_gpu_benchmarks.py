@@ -87,7 +87,7 @@ def test_failures_are_named():
     assert made["failures"] == texts
 
 
-def test_no_gpu_is_said_before_anything_is_built(monkeypatch, capsys, tmp_path):
+def test_a_missing_gpu_is_reported_before_anything_is_built(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(run, "missing", lambda dry: ["matplotlib is missing: no picture"])
@@ -159,7 +159,7 @@ def test_without_an_extension_nothing_else_runs(folders, monkeypatch):
     assert [one.status for one in run_all(chosen, folders)] == ["ok", "ok"]
 
 
-def test_what_a_part_told_before_it_died_is_kept():
+def test_results_that_a_part_sent_before_it_died_are_kept():
     class Process:
         exitcode = -11
 
