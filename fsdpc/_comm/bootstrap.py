@@ -341,7 +341,7 @@ def _host() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
-    except OSError:  # no Linux procfs: nothing is known, so nobody is a neighbour
+    except OSError:  # no Linux procfs: no other process counts as being on this host
         return f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
     return " ".join([socket.gethostname(), boot, *spaces])
 
@@ -349,8 +349,8 @@ def _host() -> str:
 # --- collectives by torch.distributed ------------------------------------------------------------
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed them and warns about the older names. Looked up at each call: whoever counts
-# collectives replaces torch's functions.
+# torch 2.13 renamed them and warns about the older names. Looked up at each call: a program that
+# counts collectives replaces torch's functions.
 _ALL_GATHER = (
     "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 )
@@ -416,7 +416,7 @@ def _prepare_end() -> None:
 
 
 def _own_comms() -> list[_C.Comm]:
-    """Communicators that this process may speak for: a forked child may not for its parent."""
+    """Communicators that this process made and may break; none of them in a forked child."""
     return list(_live) if _prepared_pid == os.getpid() else []
 
 

@@ -189,7 +189,7 @@ def alive(device: machine.Device) -> bool:
 
 
 def attempt(one: Step, device: machine.Device) -> bool:
-    """Runs a step and says what came of it."""
+    """Runs a step and prints its result."""
     begin = time.monotonic()
     faulthandler.dump_traceback_later(SILENCE_S, repeat=True)
     try:

@@ -1,5 +1,5 @@
-"""Two ranks on one GPU: sharded training, a peer that stops. NCCL allows it from 2.30 on; by way of
-host memory it always goes.
+"""Two ranks on one GPU: sharded training, a peer that stops. NCCL allows it from 2.30 on;
+staging through host memory always works.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ways(*names: str) -> pytest.MarkDecorator:
 
 
 def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: Any) -> None:
-    """One rank: its process group, its job, and what came of it through the pipe."""
+    """One rank: its process group, its job, and its result through the pipe."""
     os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S), FSDPC_COLLECTIVES=way)
     device = machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
     torch.set_num_threads(1)

@@ -91,7 +91,7 @@ def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(uses: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The sets of files each of which uses all others, perhaps by way of some."""
+    """The sets of files each of which uses all others, perhaps through others."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()

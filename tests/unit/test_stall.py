@@ -84,7 +84,7 @@ def test_the_report_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks[0].seconds = 0.0
     look(ranks, clock)
     assert ranks[0].others == ""
-    # The next one is a question of its own, whoever puts it.
+    # The next stall starts a question of its own, on whichever rank.
     ranks[1].seconds, ranks[1].where = 1.0, "in gather of c"
     ranks[0].where = "in none of its collectives, after gather of a"
     for _ in range(26):

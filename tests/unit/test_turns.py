@@ -157,7 +157,7 @@ class Model:
         live = [i for i, rank in enumerate(state.ranks) if rank.at != END]
         if live:
             assert not any(self.ready(state, i) for i in live), "a change has woken nobody"
-            assert all(self.ways[i] == NONE for i in live), "whoever has a way out sleeps"
+            assert all(self.ways[i] == NONE for i in live), "a rank with a way out sleeps"
 
 
 def every_pair():
