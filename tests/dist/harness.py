@@ -3,9 +3,9 @@
 One template process per pytest run has torch and fsdpc imported and forks the ranks of every test
 (a few milliseconds each), so that nothing a test does survives in the next one and no thread of
 pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over a
-file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks: it collects
-their results, delivers the signals that tests ask for, prints every Python stack when the deadline
-passes, and leaves no process behind, even if pytest is killed.
+file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks:
+it collects their results, delivers the signals that tests ask for, prints every Python stack when
+the deadline passes, and leaves no process behind, even if pytest is killed.
 
     @ranks(2, 3)                          # once on 2 ranks, once on 3
     @pytest.mark.parametrize("bias", [True, False])

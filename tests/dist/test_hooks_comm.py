@@ -1,4 +1,4 @@
-"""Communication hooks: torch's own and a user's, by the calls they get and the gradients they leave."""
+"""Communication hooks, torch's own and a user's: their calls, and the gradients that they leave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C10D = {"FSDPC_COLLECTIVES": "c10d"}
 
 
 class Calls:
-    """A hook that notes what it gets and averages over the ranks in rank order, as the reference."""
+    """A hook that records its arguments and averages over the ranks in rank order."""
 
     def __init__(self):
         self.seen = []
@@ -399,7 +399,7 @@ def test_keep_low_precision_grads(rank, world):
 
 
 class Twice(nn.Module):
-    """A block that recomputes itself under each of its two uses: it is complete twice a backward."""
+    """A block that is recomputed under each of its two uses: complete twice a backward."""
 
     def __init__(self):
         super().__init__()

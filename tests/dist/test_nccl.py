@@ -16,8 +16,8 @@ from typing import Any
 import env
 import numpy as np
 import pytest
-import torch
 import simgpu
+import torch
 import torch.distributed as dist
 from harness import die, ranks, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy

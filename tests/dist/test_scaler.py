@@ -196,7 +196,7 @@ def test_unscaled_before_clipping_and_only_once(rank, world, engine):
 @ranks(2)
 @BOTH
 def test_gradients_kept_in_half_precision(rank, world, engine, use_orig_params):
-    """keep_low_precision_grads: fp16 gradients are unscaled where they are and may be accumulated."""
+    """keep_low_precision_grads: fp16 gradients are unscaled in place and may be accumulated."""
     model = wrap_blocks(
         engine, toy(), use_orig_params=use_orig_params,
         mixed_precision=MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True),

@@ -1,4 +1,4 @@
-"""summon_full_params around a forward, inside its hooks, nested, and between forward and backward."""
+"""summon_full_params around a forward, in its hooks, nested, between forward and backward."""
 
 from __future__ import annotations
 

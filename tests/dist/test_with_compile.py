@@ -59,7 +59,8 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        check_equal(clean_parameters(model), reference.parameters(), f"after step {step}", rtol=rtol)
+        got = clean_parameters(model)
+        check_equal(got, reference.parameters(), f"after step {step}", rtol=rtol)
     done = Counter(e["op"] for e in model._tree.trace())
     assert done["gather"] == 2 * STEPS * 3 and done["reduce"] == STEPS * 3, done
     assert counters["stats"]["unique_graphs"] == 1, counters  # one for both blocks, unbroken
