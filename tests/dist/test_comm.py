@@ -208,9 +208,13 @@ def test_no_shard_replicates(rank, world):
 
 
 @ranks(2)
-@pytest.mark.parametrize("variable, values", [
-    ("FSDPC_COLLECTIVES", ["shm", "c10d"]), ("FSDPC_TIMEOUT", ["20", "30"]),
-])
+@pytest.mark.parametrize(
+    "variable, values",
+    [
+        ("FSDPC_COLLECTIVES", ["shm", "c10d"]),
+        ("FSDPC_TIMEOUT", ["20", "30"]),
+    ],
+)
 def test_environments_that_differ(rank, world, variable, values):
     os.environ[variable] = values[rank]
     with pytest.raises(fsdpc.MismatchError, match=f"{variable} differs between ranks.*on rank 1"):
@@ -241,8 +245,9 @@ def test_fake_backend():
         comm.agree("text")
         print(comm.kind, comm.rank, comm.world)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["c10d", "1", "4"], done.stderr
 
 
@@ -366,10 +371,18 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
     script.write_text(textwrap.dedent(PROGRAM))
     ranks_to_start = ["spawn"] if launcher == "spawn" else ["0", "1"]
     processes = [
-        subprocess.Popen([sys.executable, str(script), rank, str(folder), how],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "FSDPC_TIMEOUT": "30", "GLOO_SOCKET_IFNAME": "lo",
-                              "PYTHONPATH": str(Path(__file__).resolve().parents[2])})
+        subprocess.Popen(
+            [sys.executable, str(script), rank, str(folder), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "FSDPC_TIMEOUT": "30",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            },
+        )
         for rank in ranks_to_start
     ]
     try:

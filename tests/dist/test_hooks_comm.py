@@ -85,9 +85,7 @@ def test_default_hooks_equal_the_engines_own_sum(rank, world, engine, strategy, 
 
 def calls_match(rank, world, engine, strategy, use_orig_params):
     model = toy()
-    model = wrap_blocks(
-        engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+    model = wrap_blocks(engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params)
     hook, state = Calls(), object()
     model.register_comm_hook(state, hook)
     units = type(model).fsdp_modules(model)
@@ -353,7 +351,9 @@ def test_not_with_replicas(rank, world, strategy):
         group = dist.new_group([index, index + 2])
         replicate = group if rank % 2 == index else replicate
     model = wrap(
-        "fsdpc", toy(), process_group=(shard, replicate),
+        "fsdpc",
+        toy(),
+        process_group=(shard, replicate),
         sharding_strategy=ShardingStrategy[strategy],
     )
     with pytest.raises(AssertionError, match="not supported for hybrid"):

@@ -318,9 +318,7 @@ def stopped(rank, world, numel):
 
 @pytest.mark.parametrize("numel", [3, LARGE])
 def test_a_rank_that_is_stopped(numel):
-    outcomes = run_ranks(
-        stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "3"}, numel=numel
-    )
+    outcomes = run_ranks(stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "3"}, numel=numel)
     assert outcomes[1].stopped and outcomes[0].returned, outcomes[0]
     assert "gather of unit layers.3" in outcomes[0].value
     words = "for rank 1 (FSDPC" if numel == 3 else "for the other ranks (FSDPC"
@@ -431,17 +429,31 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("how, said", [
-    ("exit", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
-    ("destroy", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
-    ("raise", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE"),
-])
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        (
+            "exit",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
+        ),
+        (
+            "destroy",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
+        ),
+        (
+            "raise",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE",
+        ),
+    ],
+)
 def test_processes_end_without_hanging(tmp_path, how, said):
     began = time.monotonic()
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path), how],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, **GPU, "FSDPC_TIMEOUT": "400", "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)

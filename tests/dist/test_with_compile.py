@@ -68,9 +68,19 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
 
 
 @ranks(2, **patient)
-@pytest.mark.parametrize(("way", "use_orig_params"), [
-    ("before", True), ("before", False), ("before_in_place", True), ("after", True),
-    ("after_inside", True), ("after_inside", False), ("after_in_place", True), ("whole", True)])
+@pytest.mark.parametrize(
+    ("way", "use_orig_params"),
+    [
+        ("before", True),
+        ("before", False),
+        ("before_in_place", True),
+        ("after", True),
+        ("after_inside", True),
+        ("after_inside", False),
+        ("after_in_place", True),
+        ("whole", True),
+    ],
+)
 def test_compiled_blocks(rank, world, way, use_orig_params):
     train_compiled(rank, way, "aot_eager", use_orig_params=use_orig_params)
 
@@ -95,8 +105,10 @@ def test_backend_inductor(rank, world, tmp_path):
 @ranks(2, **patient)
 def test_mixed_precision(rank, world):
     """The compiled blocks compute in bf16; equal to the same model with nothing compiled."""
-    options = {"use_orig_params": True, "mixed_precision": MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    options = {
+        "use_orig_params": True,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
     plain, model = (wrap_blocks("fsdpc", toy(), **options) for _ in range(2))
     compile_after(model, "after_in_place", "aot_eager")
     for step in range(STEPS):

@@ -254,9 +254,7 @@ def test_freezing_and_thawing_between_steps(rank, world, strategy):
 @STRATEGIES
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zeroed_between_no_sync_passes(
-    rank, world, use_orig_params, strategy, mixed, set_to_none
-):
+def test_zeroed_between_no_sync_passes(rank, world, use_orig_params, strategy, mixed, set_to_none):
     """What waits from no_sync is discarded by zero_grad, whichever way."""
     options = {}
     if mixed:
