@@ -316,13 +316,16 @@ def test_killed_rank(world):
 def body_interrupted(rank, world):
     comm = connect("shm")
     comm.barrier()
-    if rank == 0:
-        signal_rank(0, signal.SIGINT, after=0.3)
-        try:
-            comm.barrier("something")
-        except KeyboardInterrupt:
-            return "interrupted"
-    time.sleep(2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["interrupted"])
+        return
+    signal_rank(0, signal.SIGINT, after=0.3)
+    try:
+        comm.barrier("something")
+    except KeyboardInterrupt:
+        store.set("interrupted", "")
+        return "interrupted"
 
 
 def test_interrupt_ends_a_wait():

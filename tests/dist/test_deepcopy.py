@@ -432,6 +432,6 @@ def alone(rank, world):
 
 
 def test_a_copy_on_one_rank_only_is_an_error():
-    outcomes = run_ranks(alone, 2, faults=True, env={"FSDPC_TIMEOUT": "5"})
+    outcomes = run_ranks(alone, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert any(o.error and "construction of unit" in o.error for o in outcomes), outcomes
     assert not any(o.returned for o in outcomes)
