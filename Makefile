@@ -38,8 +38,8 @@ PY := $(if $(USABLE),$(CANDIDATE),.venv/bin/python)
 # Stamps live with what they speak of, so that removing .venv also removes its stamps.
 STAMPS := $(if $(USABLE),build/stamps/$(shell echo $(CANDIDATE) | cksum | cut -d' ' -f1),.venv/stamps)
 
-SOURCES := $(sort $(shell find csrc kernels -type f))
-CORE := $(filter-out csrc/py/%,$(filter %.c,$(SOURCES)))
+SOURCES := $(sort $(shell find csrc kernels tests/probe -type f))
+CORE := $(filter-out csrc/py/% tests/%,$(filter %.c,$(SOURCES)))
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 say = @printf '%s\n' "fsdpc: $(1)"
@@ -79,7 +79,7 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 	@mkdir -p build && $(PY) setup.py --quiet build_ext --inplace >build/extension.log 2>&1 || \
 	  { cat build/extension.log; exit 1; }
 	@grep -A3 -E '^(csrc|kernels)/.*warning:' build/extension.log || true
-	@$(PY) -c 'import fsdpc._C' && touch $@
+	@$(PY) -c 'import fsdpc._C, fsdpc._probe' && touch $@
 
 build: $(STAMPS)/extension
 
@@ -106,7 +106,7 @@ pytest: build simlibs $(STAMPS)/clients
 # The tests whose graphs race most, with random ranks late at random places; `make test` does it once.
 SEED := 1
 JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_features_experts.py \
-    tests/dist/test_with_checkpointing.py tests/dist/test_read_late.py)
+    tests/dist/test_with_checkpointing.py tests/dist/test_late_*.py)
 pytest-jitter: build
 	$(call say,Python tests with ranks late at random: seed $(SEED))
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
@@ -160,17 +160,17 @@ SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_
 SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%) $(if $(T),,$(SIMDIR)/test_exchange_stream_rows $(SIMDIR)/test_replicas_rows $(SIMDIR)/test_unit_device_rows)
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
 SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
-SIMNCCL := $(wildcard tests/simgpu/nccl_*.c)
+SIMNCCL := $(wildcard tests/simgpu/nccl/*.c)
 
 $(SIMDIR)/%.o: tests/simgpu/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(SIMCFLAGS) -fPIC -fvisibility=hidden -c $< -o $@
 
-$(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/sim_*.c))
+$(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tests/simgpu/driver/*.c))
 	@$(CC) $(SIMCFLAGS) -shared -Wl,-soname,$(@F) $^ -o $@ -ldl
 
 # The CUDA kernels for the host. A sum must not be fused with a product, bytes are seen as words, and
 # an address that is not aligned to its word ends the program, as on a GPU.
-$(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/*.cpp tests/simgpu/cuda_shim.h kernels/cuda_*) \
+$(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/kernels/* kernels/cuda_*) \
     kernels/convert.h csrc/base/dtype.h Makefile
 	@mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -g -fPIC -fvisibility=hidden -ffp-contract=off \
 	  -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error \
@@ -243,9 +243,9 @@ ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
 	@rm -rf build/asan && mkdir -p build
-	@FSDPC_SANITIZE=address,undefined $(PY) setup.py --quiet build --build-lib build/asan \
+	@FSDPC_SANITIZE=address,undefined FSDPC_PROBE=1 $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
-	@$(ASAN_ENV) $(PY) -c 'import fsdpc._C as c; assert "build/asan" in c.__file__, c.__file__'
+	@$(ASAN_ENV) $(PY) -c 'import fsdpc._probe as c; assert "build/asan" in c.__file__, c.__file__'
 	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(SLOW_COMBINATIONS) \
 	  $(ASAN_TESTS) $(ARGS)
 
@@ -257,7 +257,7 @@ tsan:
 	@TEST_TIMEOUT=400 $(MAKE) -j$(JOBS) simgpu-run SAN=thread T="nccl comm_nccl"
 
 # --- looks ---------------------------------------------------------------------------------------
-C_FILES := $(filter %.c %.h,$(SOURCES)) $(sort $(shell find tests -name '*.[ch]'))
+C_FILES := $(sort $(shell find csrc kernels tests -name '*.[ch]'))
 PY_PATHS := $(wildcard setup.py fsdpc tests examples benchmarks)
 BIN = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/
 
@@ -293,15 +293,15 @@ size: $(STAMPS)/tools
 
 # --- use -----------------------------------------------------------------------------------------
 bench: build
-	@for f in $(filter-out %_gpu_kernels.py %_gpu_step.py,$(wildcard benchmarks/bench_*.py)); do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
+	@for f in benchmarks/bench_*.py; do echo "fsdpc: $$f"; $(PY) $$f $(ARGS) || exit 1; done
 
 # With a Python that has torch, where nothing else can be had: no environment, nothing installed.
 GPU_PY := $(or $(CANDIDATE),$(wildcard .venv/bin/python),$(shell command -v python3 || command -v python))
 gpu:
-	@$(GPU_PY) benchmarks/run_gpu.py $(if $(OUT),--out "$(OUT)") $(ARGS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PY) -m gpu.run $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 gpu-dry: simlibs
-	@$(GPU_PY) benchmarks/run_gpu.py --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PY) -m gpu.run --dry --tiny $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 # An extension without CUDA kernels trains on the CPU, whatever GPUs there are.
 WHERE = import fsdpc._C as c; print("" if c.cuda_image_bytes() else "--device cpu")

@@ -1,9 +1,13 @@
 """Builds the C core as fsdpc._C. The package's metadata is in pyproject.toml.
 
+In-place and editable builds also make fsdpc._probe of the same objects and those of tests/probe;
+wheels do not contain it.
+
 Environment switches, all off by default:
   FSDPC_SANITIZE=address|undefined|address,undefined|thread   instruments the core
   FSDPC_COVERAGE=1                                            writes gcov data
   FSDPC_DEBUG=1                                               keeps the assertions, -O1
+  FSDPC_PROBE=1                                               makes fsdpc._probe in any build
   FSDPC_JOBS=N                                                compilers at a time
   NVCC=path|none                                              the CUDA compiler, or a build without
 Each combination has its own object directory, and a file is compiled again only when it or a
@@ -28,12 +32,14 @@ from setuptools.command.build_ext import build_ext
 os.chdir(Path(__file__).resolve().parent)
 
 
-def find(*endings: str) -> list[str]:
-    patterns = [f"{d}/**/*.{e}" for d in ("csrc", "kernels") for e in endings]
+def find(*endings: str, folders: tuple[str, ...] = ("csrc", "kernels")) -> list[str]:
+    patterns = [f"{d}/**/*.{e}" for d in folders for e in endings]
     return sorted(file for pattern in patterns for file in glob(pattern, recursive=True))
 
 
 SOURCES, HEADERS, KERNELS = find("c"), find("h", "inc"), find("cu", "cuh")
+PROBE, PROBE_SOURCES = "fsdpc._probe", find("c", folders=("tests/probe",))
+PROBE_HEADERS = find("h", folders=("tests/probe",))
 IMAGE_SOURCES = [*KERNELS, "kernels/cuda_params.h", "kernels/convert.h", "csrc/base/dtype.h"]
 IMAGE_HOLDER = "csrc/device/cuda_image.c"
 GPU_CODES = ("sm_80", "sm_90", "sm_100")
@@ -133,6 +139,8 @@ class ParallelBuild(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        if not (self.inplace or self.editable_mode or switched_on("FSDPC_PROBE")):
+            self.extensions = [e for e in self.extensions if e.name != PROBE]
         self.force = True  # the objects are checked one by one, linking is cheap
         # A place of our own, so that in-place, editable and wheel builds share their objects.
         self.build_temp = os.path.join("build", "objects", object_directory())
@@ -161,7 +169,7 @@ class ParallelBuild(build_ext):
         )
         options = compiler._get_cc_args(pre, debug, extra_preargs)
         image = cuda_image()
-        newest = max(os.path.getmtime(f) for f in [*HEADERS, "setup.py"])
+        newest = max(os.path.getmtime(f) for f in [*HEADERS, *PROBE_HEADERS, "setup.py"])
 
         def stale(item: str) -> bool:
             if jobs[item][0] == IMAGE_HOLDER:
@@ -182,17 +190,21 @@ class ParallelBuild(build_ext):
 
 COMPILE_ARGS, LINK_ARGS, VARIANT = flags()
 
-setup(
-    ext_modules=[
-        Extension(
-            "fsdpc._C",
-            sources=SOURCES,
-            depends=[*HEADERS, *KERNELS],  # which also puts them into the sdist
-            include_dirs=["csrc", "kernels", numpy.get_include()],
-            extra_compile_args=COMPILE_ARGS,
-            extra_link_args=LINK_ARGS,
-            libraries=["dl", "rt", "m"],
-        )
-    ],
-    cmdclass={"build_ext": ParallelBuild},
-)
+
+def extension(name: str, sources: list[str], depends: list[str]) -> Extension:
+    return Extension(
+        name,
+        sources=sources,
+        depends=depends,  # which also puts them into the sdist
+        include_dirs=["csrc", "kernels", numpy.get_include()],
+        extra_compile_args=COMPILE_ARGS,
+        extra_link_args=LINK_ARGS,
+        libraries=["dl", "rt", "m"],
+    )
+
+
+EXTENSIONS = [extension("fsdpc._C", SOURCES, [*HEADERS, *KERNELS])]
+if PROBE_SOURCES:  # an sdist has no tests
+    EXTENSIONS.append(extension(PROBE, [*SOURCES, *PROBE_SOURCES], [*HEADERS, *PROBE_HEADERS]))
+
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": ParallelBuild})

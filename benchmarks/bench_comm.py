@@ -11,7 +11,7 @@ floor    The bytes that the operation cannot avoid, moved by NumPy on all ranks 
          any communication: for all_gather a copy of the rank's own piece, for reduce_scatter of
          two ranks STREAM add (c = a + b, float32) over arrays of one piece.
 direct   The exchange of a unit of one float32 parameter, in a tree of this unit alone
-         (FlatParameter.gather and .release, .reduce). all_gather: the ranks' shards become the full
+         (fsdpc._probe.gather and release, reduce). all_gather: the ranks' shards become the full
          parameter in a slot. reduce_scatter: each rank packs its full gradient into its reduce slot
          (a copy that the floor does not contain) and sums its slice of all slots.
 staged   Comm.all_gather and the others on private memory: what ranks exchange outside of units.
@@ -54,13 +54,13 @@ def parse_size(text: str) -> int:
 
 def make_unit(comm: Any, numel: int) -> Any:
     """A unit of one parameter, gathered once, so that its slots are there. Collective."""
-    from fsdpc import _C
+    from fsdpc import _probe
 
     spec = ("weight", numel, "float32", "float32", "float32", True)
-    flat = _C.FlatParameter("unit", comm, [spec], divide=comm.world)
+    flat = _probe.FlatParameter("unit", comm, [spec], divide=comm.world)
     flat.shard[:] = 1
-    flat.gather()
-    flat.release()
+    _probe.gather(flat)
+    _probe.release(flat)
     return flat
 
 
@@ -68,6 +68,8 @@ def make_ways(comm: Any, size: int) -> list[Way]:
     """All calls of one size. Collective."""
     import torch
     import torch.distributed as dist
+
+    from fsdpc import _probe
 
     piece = size // 4 // WORLD
     own = slice(comm.rank * piece, (comm.rank + 1) * piece)
@@ -80,8 +82,8 @@ def make_ways(comm: Any, size: int) -> list[Way]:
     flat = make_unit(comm, size // 4)
 
     def gather_unit() -> None:
-        flat.gather()
-        flat.release()
+        _probe.gather(flat)
+        _probe.release(flat)
 
     return [
         ("all_gather", "floor", lambda: np.copyto(spare, shard)),
@@ -89,7 +91,7 @@ def make_ways(comm: Any, size: int) -> list[Way]:
         ("all_gather", "staged", lambda: comm.all_gather(private)),
         ("all_gather", "gloo", lambda: gather(tensor, tensor[own])),
         ("reduce_scatter", "floor", lambda: np.add(shard, spare, out=third)),
-        ("reduce_scatter", "direct", lambda: flat.reduce([whole])),
+        ("reduce_scatter", "direct", lambda: _probe.reduce(flat, [whole])),
         ("reduce_scatter", "staged", lambda: comm.reduce_scatter(private)),
         ("reduce_scatter", "gloo", lambda: scatter(tensor[own], tensor)),
     ]
@@ -126,12 +128,12 @@ def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdpc._comm import bootstrap as _bootstrap
+    from fsdpc import _probe
 
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    comm = _bootstrap.comm_for_group(dist.group.WORLD, kind="shm")
+    comm = _probe.Comm.shm(rank, WORLD, f"bench-{Path(folder).name}", DEADLINE_S)
     rows = []
     for size in sizes:
         seconds = time_size(comm, size, rounds)

@@ -23,7 +23,7 @@ from functools import partial
 import common
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
 
 MIB = 1 << 20
 MIN_SECONDS = 2e-3  # of one measurement; small calls are repeated
@@ -70,7 +70,7 @@ def cast(src: str, dst: str, scale: float = 1.0) -> tuple[int, Maker]:
         source, target = memory(src, 0), memory(dst, 9)
         if table is None:
             return partial(target.copy_, source)
-        return partial(_C.kernel_cast, target, dst, source, src, scale, table)
+        return partial(_probe.kernel_cast, target, dst, source, src, scale, table)
 
     return ITEM[src] + ITEM[dst], make
 
@@ -82,7 +82,7 @@ def scale_in_place(dtype: str) -> tuple[int, Maker]:
         x = memory(dtype, 0)
         if table is None:
             return partial(x.mul_, -1.0)
-        return partial(_C.kernel_cast, x, dtype, x, dtype, -1.0, table)
+        return partial(_probe.kernel_cast, x, dtype, x, dtype, -1.0, table)
 
     return 2 * ITEM[dtype], make
 
@@ -94,7 +94,7 @@ def accumulate(src: str) -> tuple[int, Maker]:
         acc, source = memory("float32", 9), memory(src, 0)
         if table is None:
             return partial(acc.add_, source, alpha=0.5)
-        return partial(_C.kernel_accumulate, acc, "float32", source, src, 0.5, table)
+        return partial(_probe.kernel_accumulate, acc, "float32", source, src, 0.5, table)
 
     return ITEM[src] + 8, make
 
@@ -112,7 +112,7 @@ def reduce(count: int, src: str, add: bool = False) -> tuple[int, Maker]:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
         if table is None:
             return partial(torch_sum, acc, sources)
-        return partial(_C.kernel_reduce, acc, "float32", sources, src, 0.5, add, table)
+        return partial(_probe.kernel_reduce, acc, "float32", sources, src, 0.5, add, table)
 
     return count * ITEM[src] + (8 if add else 4), make
 
@@ -124,7 +124,7 @@ def norm(dtype: str) -> tuple[int, Maker]:
         x = memory(dtype, 0)
         if table is None:
             return partial(torch.linalg.vector_norm, x, dtype=torch.float32)
-        return partial(_C.kernel_norm2, x, dtype, table)
+        return partial(_probe.kernel_norm2, x, dtype, table)
 
     return ITEM[dtype], make
 
@@ -237,7 +237,7 @@ def show(mib: float, result: dict, tables: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="0.0625,1,8,64,256", help="MiB of float32")
-    parser.add_argument("--tables", default=",".join(_C.kernel_names()))
+    parser.add_argument("--tables", default=",".join(_probe.kernel_names()))
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--note", default="", help="goes into the result, e.g. what disturbed it")

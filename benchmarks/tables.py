@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import gpu_report
+from gpu import report
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -133,13 +133,13 @@ def kernel_cell(by_table: dict | None) -> str:
 
 
 def gpu_tables(result: dict) -> str:
-    """The tables of bench_gpu_step.py, bench_gpu_kernels.py and profile_gpu.py."""
+    """The tables of gpu/step.py, gpu/kernels.py and gpu/profile.py."""
     run = result["run"]
     where = f"*{run['device']}, driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}*"
     title, tables = {
-        "gpu_step": ("Training step on a GPU", gpu_report.step_tables),
-        "gpu_kernels": ("CUDA kernels", gpu_report.kernel_tables),
-        "gpu_profile": ("Streams of a training step on a GPU", gpu_report.profile_tables),
+        "gpu_step": ("Training step on a GPU", report.step_tables),
+        "gpu_kernels": ("CUDA kernels", report.kernel_tables),
+        "gpu_profile": ("Streams of a training step on a GPU", report.profile_tables),
     }[result["benchmark"]]
     blocks = [f"### {title}", f"{where}; {run_line(result)}"]
     for name, head, rows in tables(result):

@@ -30,21 +30,21 @@ def _missing(name: str) -> ImportError:
     )
 
 
-def _find(place: str, name: str) -> Any:
-    """``name`` (with dots: an attribute of an attribute) in the module ``place``."""
+def _find(module: str, name: str) -> Any:
+    """``name`` (with dots: an attribute of an attribute) in ``module``."""
     try:
-        found = importlib.import_module(place)
+        found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise _missing(f"{place}.{name}") from error
+        raise _missing(f"{module}.{name}") from error
     return found
 
 
-def _maybe(place: str, name: str) -> Any:
+def _maybe(module: str, name: str) -> Any:
     """As ``_find``, but ``None`` if this version of torch has no such name."""
     try:
-        return _find(place, name)
+        return _find(module, name)
     except ImportError:
         return None
 
@@ -171,13 +171,13 @@ MARKS = frozenset(
 
 
 def _check_attributes() -> None:
-    for place, names in ATTRIBUTES.items():
-        home, _, name = place.rpartition(".")
+    for path, names in ATTRIBUTES.items():
+        home, _, name = path.rpartition(".")
         owner = _find(home, name)
         for attribute in names:
             # A module's tables are set in its constructor.
             if not hasattr(nn.Module() if owner is nn.Module else owner, attribute):
-                raise _missing(f"{place}.{attribute}")
+                raise _missing(f"{path}.{attribute}")
 
 
 _check_attributes()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from fsdpc._fsdp1.handle import HandledUnit
 from fsdpc._fsdp1.materialize import materialize
 from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_PREFIX, FSDP_WRAPPED, take_announced
 from fsdpc._fsdp1.optim.methods import OptimStateDicts
-from fsdpc._fsdp1.placement import asked_device, default_device, place
+from fsdpc._fsdp1.placement import asked_device, default_device, move_module
 from fsdpc._fsdp1.state import dcp as _dcp
 from fsdpc._fsdp1.wrap import auto_wrap
 from fsdpc.api import (
@@ -77,6 +78,21 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     _fsdpc_is_unit = True
     _fsdpc_host = property(lambda self: self)
 
+    # What an instance begins with; the rest is set by the constructor and _init_state.
+    _unit: HandledUnit | None = None
+    _pass_unit: HandledUnit | None = None  # of a root without parameters
+    _tree: Any = None
+    _root: weakref.ref[FullyShardedDataParallel] | None = None
+    _is_root: bool | None = None  # None: not known before the first pass
+    _prepare_inputs: Callable[..., Any] | None = None
+    _summoned = _summoned_on_rank_0 = _exposed = False
+    _load_errors: list[str] | None = None
+    _fill_ties = False
+    _comm_hook: Callable[..., Any] | None = None
+    _comm_hook_state: Any = None
+    _state_dict_type = StateDictType.FULL_STATE_DICT
+    precision_line = ""
+
     def __init__(
         self,
         module: nn.Module,
@@ -98,56 +114,34 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     ) -> None:
         super().__init__()
         self._name = take_announced(type(module).__name__)
-        _args.check_module(module)
-        _args.check_options(
-            sharding_strategy,
-            cpu_offload,
-            auto_wrap_policy,
-            backward_prefetch,
-            mixed_precision,
-            param_init_fn,
+        options = _args.Options(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device_mesh=device_mesh,
         )
+        _args.check_module(module)
+        options.check()
+        _args.check_policy(auto_wrap_policy)
         self._ignored = find_ignored(module, ignored_modules, ignored_states)
         chosen = _args.resolve_groups(
             process_group, sharding_strategy, auto_wrap_policy, device_mesh
         )
         device = asked_device(device_id, chosen.shard.rank())
-        self._device_mesh = device_mesh
         if auto_wrap_policy is not None:
-            child_kwargs: dict[str, Any] = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": self._ignored.params,
-                "device_mesh": device_mesh,
-            }
-            if sharding_strategy in _args.HYBRID and device_mesh is None:
-                child_kwargs["process_group"] = (chosen.shard, chosen.replicate)
-            auto_wrap(
-                module, auto_wrap_policy, self._ignored, child_kwargs, FullyShardedDataParallel
-            )
+            inherited = options.for_children(chosen, self._ignored.params)
+            auto_wrap(module, auto_wrap_policy, self._ignored, inherited, FullyShardedDataParallel)
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
-        in_force = self.sharding_strategy
-        if mixed_precision is not None and mixed_precision.param_dtype is not None:
-            # A single rank shards nothing, but can free low-precision copies after forward.
-            in_force = sharding_strategy or ShardingStrategy.FULL_SHARD
-        self._reshard_after_forward = in_force in _args.RESHARD_AFTER_FORWARD
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
-        self._sync_module_states = sync_module_states
-        self._place(module, param_init_fn, device, chosen.shard.rank())
+        self._show_options(options)
+        self._move(module, param_init_fn, device, chosen.shard.rank())
         self._init_groups(chosen)
         self._init_state()
         self._fsdp_wrapped_module = module
@@ -155,7 +149,19 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         _state_dict.register_hooks(self)
         _dcp.attach()
 
-    def _place(
+    def _show_options(self, options: _args.Options) -> None:
+        """Keep the options, and show them under the names that torch's class has for them."""
+        # A function of the user's may keep anything alive.
+        self._options = replace(options, param_init_fn=None)
+        self.cpu_offload = options.cpu_offload or CPUOffload()
+        self.mixed_precision = options.mixed_precision or MixedPrecision()
+        self.backward_prefetch = options.backward_prefetch
+        self.forward_prefetch = options.forward_prefetch
+        self.limit_all_gathers = options.limit_all_gathers
+        self._use_orig_params = options.use_orig_params
+        self._device_mesh = options.device_mesh
+
+    def _move(
         self,
         module: nn.Module,
         param_init_fn: Callable[[nn.Module], None] | None,
@@ -168,9 +174,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             self._ignored,
             param_init_fn,
             asked or default_device(),
-            warn_unwritten=not (self._sync_module_states and rank != 0),
+            warn_unwritten=not (self._options.sync_module_states and rank != 0),
         )
-        self.compute_device = place(module, self._ignored, asked, self._name, rank)
+        self.compute_device = move_module(module, self._ignored, asked, self._name, rank)
 
     def _init_groups(self, chosen: _args.GroupChoice) -> None:
         self.process_group = chosen.shard
@@ -189,27 +195,13 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def _init_state(self) -> None:
-        self._unit: HandledUnit | None = None
-        self._pass_unit: HandledUnit | None = None
+        """Give the instance its own values of what begins neither as a constant nor as None."""
         self._mark_handles: list[Any] = []
-        self.forget_unit_hooks()
-        self._tree: Any = None
-        self._root: weakref.ref[FullyShardedDataParallel] | None = None
-        self._is_root: bool | None = None
-        self._prepare_inputs: Callable[..., Any] | None = None
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._full_precision_eval = _eval.asked()
-        self._summoned = False
-        self._summoned_on_rank_0 = False
-        self._exposed = False
-        self._load_errors: list[str] | None = None
-        self._fill_ties = False
-        self._comm_hook = None
-        self._comm_hook_state = None
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config: StateDictConfig = FullStateDictConfig()
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
-        self.precision_line = ""
+        self.forget_unit_hooks()
 
     def _init_unit(self) -> None:
         module = self._fsdp_wrapped_module
@@ -217,7 +209,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         for info in infos:
             check_listeners(info.name, self._name, info.param, self._use_orig_params)
         _convert.check_formats(self, infos)
-        if self._sync_module_states:
+        if self._options.sync_module_states:
             sync_states(module, infos, self._groups, self.compute_device)
         if infos:
             self._shard(infos)
@@ -229,18 +221,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     def _shard(self, infos: list[ParamInfo]) -> None:
         """Make the engine's unit from full parameters and use its hooks. Collective."""
-        mixed = self.mixed_precision
-        unit = HandledUnit(
-            self._name,
-            infos,
-            self._groups,
-            param_dtype=mixed.param_dtype,
-            reduce_dtype=mixed.reduce_dtype,
-            reshard_after_forward=self._reshard_after_forward,
-            use_orig_params=self._use_orig_params,
-            keep_low_precision_grads=mixed.keep_low_precision_grads,
-            offload=self.cpu_offload.offload_params,
-        )
+        options = self._options.for_unit(self.sharding_strategy)
+        unit = HandledUnit(self._name, infos, self._groups, **options)
         claim(infos, unit)
         this = weakref.ref(self)
         unit.on_unattached = lambda: call_untraced(_root.lazy_init, this())

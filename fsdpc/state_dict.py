@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc._comm.meeting import meet
+from fsdpc._comm.meeting import rendezvous
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.names import FSDP_PREFIX, clean_fqn
@@ -97,7 +97,7 @@ def _begin(member: Any, action: str, prefix: str) -> ModuleType:
         return _state_full
     if kind is not StateDictType.LOCAL_STATE_DICT:
         doing = f"{action} of a {kind.name}, module at {clean_fqn(prefix) or '(root)'}"
-        meet(unit.groups, doing, f"state dict of unit {unit.name}")
+        rendezvous(unit.groups, doing, f"state dict of unit {unit.name}")
     return _FORMS[kind]
 
 

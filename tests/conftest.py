@@ -10,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # `import combinations`
-sys.path.insert(0, str(HERE / "simgpu"))  # `import simgpu`
+sys.path.insert(0, str(HERE / "simgpu" / "python"))  # `import simgpu`
 sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
 sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`

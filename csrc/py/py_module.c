@@ -13,9 +13,8 @@
 #include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
 #include "py/unit/py_engine.h"
-#include "py/probe/py_inspect.h"
-#include "py/probe/py_kernels.h"
 #include "py/unit/py_layout.h"
+#include "py/py_module.h"
 
 /* --- exceptions ------------------------------------------------------------------------------ */
 
@@ -93,20 +92,6 @@ refuse_second(void)
     return 0;
 }
 
-PyDoc_STRVAR(
-    layout_doc,
-    "layout($module, specs, world, align_bytes, spans=False, /)\n--\n\n"
-    "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
-    "which part and the padding of each rank's shard. specs: (name, numel, storage, compute,\n"
-    "reduce, trainable[, row_numel]) each, dtypes as text. row_numel > 0: the parameter is cut\n"
-    "between its rows, as by torch.chunk. Offsets and sizes in bytes, counts in elements.\n"
-    "ValueError, TypeError.");
-
-static PyMethodDef layout_methods[] = {
-    {"layout", (PyCFunction)(void (*)(void))fsdpc_py_layout, METH_FASTCALL, layout_doc},
-    {NULL, NULL, 0, NULL},
-};
-
 static int
 add_engine(PyObject *module)
 {
@@ -120,9 +105,9 @@ add_engine(PyObject *module)
 static int
 add_parts(PyObject *module)
 {
-    PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
-                                      fsdpc_py_kernel_methods,  fsdpc_py_cuda_methods,
-                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods};
+    PyMethodDef *const functions[] = {fsdpc_py_cuda_methods, fsdpc_py_nccl_methods,
+                                      fsdpc_py_alloc_methods, fsdpc_py_thread_methods,
+                                      fsdpc_py_layout_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;
@@ -131,8 +116,8 @@ add_parts(PyObject *module)
     return fsdpc_py_comm_exec(module) < 0 ? -1 : add_engine(module);
 }
 
-static int
-module_exec(PyObject *module)
+int
+fsdpc_py_module_exec(PyObject *module)
 {
     if (refuse_second() < 0) {
         return -1;
@@ -149,8 +134,8 @@ module_exec(PyObject *module)
     return 0;
 }
 
-static int
-module_traverse(PyObject *module, visitproc visit, void *arg)
+int
+fsdpc_py_module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (state == NULL) {
@@ -172,8 +157,8 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     return 0;
 }
 
-static int
-module_clear(PyObject *module)
+int
+fsdpc_py_module_clear(PyObject *module)
 {
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (state == NULL) {
@@ -201,14 +186,14 @@ module_clear(PyObject *module)
     return 0;
 }
 
-static void
-module_free(void *module)
+void
+fsdpc_py_module_free(void *module)
 {
-    module_clear(module);
+    fsdpc_py_module_clear(module);
 }
 
 static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, module_exec},
+    {Py_mod_exec, fsdpc_py_module_exec},
 #if PY_VERSION_HEX >= 0x030C0000
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
@@ -224,9 +209,9 @@ static struct PyModuleDef module_def = {
     .m_doc = "The core of fsdpc: communicators, layouts, units and trees. Use it through fsdpc.",
     .m_size = sizeof(fsdpc_py_module_state),
     .m_slots = module_slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    .m_traverse = fsdpc_py_module_traverse,
+    .m_clear = fsdpc_py_module_clear,
+    .m_free = fsdpc_py_module_free,
 };
 
 PyMODINIT_FUNC

@@ -105,7 +105,7 @@ def _all_grads(units: list[Any], others: list[torch.Tensor]) -> Iterator[torch.T
 
 def _dtypes_elsewhere(units: list[Any]) -> Iterator[torch.dtype]:
     for unit in units:
-        for param, grad, _ in unit.seen:
+        for param, grad, _ in unit.optim_params:
             if grad is not None and unit.holds_nothing(param):
                 yield grad.dtype
 

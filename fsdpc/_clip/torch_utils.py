@@ -30,7 +30,7 @@ _undo: list[Callable[[], None]] = []
 
 def watch(unit: Any) -> None:
     """Detect tensors of ``unit`` in torch's norm until the unit is deleted. Local."""
-    grads = [grad for _, grad, _ in unit.seen if grad is not None]
+    grads = [grad for _, grad, _ in unit.optim_params if grad is not None]
     _units[unit] = {id(grad): grad.data_ptr() for grad in grads}
     install()
 
@@ -155,7 +155,7 @@ def _unit_sum(
 ) -> float:
     """This rank's sum for one unit: by the engine for its gradients, by torch for other tensors."""
     places = _units[unit]
-    covers = {id(grad): covers for _, grad, covers in unit.seen if grad is not None}
+    covers = {id(grad): covers for _, grad, covers in unit.optim_params if grad is not None}
     mask = bytearray(len(unit.infos))
     sums = []
     for i, owner in owners.items():
@@ -185,7 +185,7 @@ def _owners(tensors: Sequence[Tensor]) -> dict[int, Any]:
     known: dict[int, Any] = {}
     ranges: list[tuple[int, int, Any]] = []
     for unit in list(_units):
-        for param, grad, _ in unit.seen:
+        for param, grad, _ in unit.optim_params:
             known[id(param)] = unit
             if param.grad is not None:
                 known[id(param.grad)] = unit

@@ -199,7 +199,7 @@ class _Offer:
 
     wanted: str
     timeout: str
-    place: str
+    host: str
     name: str
     # Errors of this rank: the first fails all ranks, the second only a group over shared memory.
     refusal: str = ""
@@ -212,23 +212,23 @@ def _make_cpu(pg: dist.ProcessGroup, kind: str | None) -> tuple[_C.Comm, str]:
     _raise_first([each.refusal for each in everyone], pg.rank(), error)
     _check_equal("FSDPC_COLLECTIVES", [each.wanted for each in everyone])
     _check_equal("FSDPC_TIMEOUT", [float(each.timeout) for each in everyone])
-    places = [each.place for each in everyone]
-    return _connect(pg, mine, everyone, places, error), mine.wanted
+    hosts = [each.host for each in everyone]
+    return _connect(pg, mine, everyone, hosts, error), mine.wanted
 
 
 def _connect(
     pg: dist.ProcessGroup,
     mine: _Offer,
     everyone: list[_Offer],
-    places: list[str],
+    hosts: list[str],
     error: Exception | None,
 ) -> _C.Comm:
     wanted = mine.wanted
-    stranger = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    stranger = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if wanted == "shm" and stranger is not None:
         raise ValueError(
             f"FSDPC_COLLECTIVES=shm needs all ranks of the group on one host, but rank 0 is at "
-            f"{places[0]} and rank {stranger} at {places[stranger]}; use auto or c10d"
+            f"{hosts[0]} and rank {stranger} at {hosts[stranger]}; use auto or c10d"
         )
     if wanted == "c10d" or stranger is not None:
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
@@ -250,8 +250,8 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
         if wanted != "c10d":
             _try_segment(world, timeout)
     except Exception as error:
-        return _Offer(wanted, f"{timeout:.17g}", _place(), name, obstacle=_one_line(error)), error
-    return _Offer(wanted, f"{timeout:.17g}", _place(), name), None
+        return _Offer(wanted, f"{timeout:.17g}", _host(), name, obstacle=_one_line(error)), error
+    return _Offer(wanted, f"{timeout:.17g}", _host(), name), None
 
 
 def _refuse_nccl(wanted: str) -> None:
@@ -292,7 +292,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
-    comm = _nccl.make_nccl_comm(pg, device, timeout, place=_place())
+    comm = _nccl.make_nccl_comm(pg, device, timeout, host=_host())
     _say_note(device)
     return comm
 
@@ -335,13 +335,13 @@ def read_timeout() -> float:
     return seconds
 
 
-def _place() -> str:
+def _host() -> str:
     """Where this process runs: equal for processes that can share memory and see each other die."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
-    except OSError:  # no Linux procfs: nothing is known, so nobody is a neighbour
+    except OSError:  # no Linux procfs: no other process counts as being on this host
         return f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
     return " ".join([socket.gethostname(), boot, *spaces])
 
@@ -349,8 +349,8 @@ def _place() -> str:
 # --- collectives by torch.distributed ------------------------------------------------------------
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed them and warns about the older names. Looked up at each call: whoever counts
-# collectives replaces torch's functions.
+# torch 2.13 renamed them and warns about the older names. Looked up at each call: a program that
+# counts collectives replaces torch's functions.
 _ALL_GATHER = (
     "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 )
@@ -416,7 +416,7 @@ def _prepare_end() -> None:
 
 
 def _own_comms() -> list[_C.Comm]:
-    """Communicators that this process may speak for: a forked child may not for its parent."""
+    """Communicators that this process made and may break; none of them in a forked child."""
     return list(_live) if _prepared_pid == os.getpid() else []
 
 

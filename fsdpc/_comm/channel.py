@@ -3,7 +3,7 @@
 Rank 0 collects all pieces and stores them as one, so that the store's work grows with the number of
 ranks and not with its square. Every wait has the deadline ``FSDPC_TIMEOUT`` and ends in an error
 that names the missing ranks. A rank that fails writes its error into the store, and the others'
-waits raise this text. Keys of a turn are deleted once the next turn is over.
+waits raise this text. Keys of a round are deleted once the next round is over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Channel:
         self._base = store  # kept: the store's server may live in this process
         self._store = dist.PrefixStore(prefix, store)
         self.rank, self.world, self.timeout, self.name = rank, world, timeout, name
-        self._turn = 0
+        self._round = 0
         self.known: str | None = None  # another rank's failure, set by the watching thread
 
     def renamed(self, prefix: str) -> Channel:
@@ -76,8 +76,8 @@ class Channel:
             raise
 
     def _gather(self, mine: bytes, what: str) -> list[bytes]:
-        turn, self._turn = self._turn, self._turn + 1
-        keys, everything = [f"{turn}/{rank}" for rank in range(self.world)], f"{turn}/all"
+        number, self._round = self._round, self._round + 1
+        keys, everything = [f"{number}/{rank}" for rank in range(self.world)], f"{number}/all"
         try:
             self._check_failure(what)
             self._store.set(keys[self.rank], mine)
@@ -88,10 +88,10 @@ class Channel:
             else:
                 self._await([everything], keys, what)
                 pieces = self._split(self._store.get(everything), what)
-            if turn > 0:  # all ranks are in this turn, so none reads the one before
-                self._store.delete_key(f"{turn - 1}/{self.rank}")
+            if number > 0:  # all ranks are in this round, so none reads the one before
+                self._store.delete_key(f"{number - 1}/{self.rank}")
                 if self.rank == 0:
-                    self._store.delete_key(f"{turn - 1}/all")
+                    self._store.delete_key(f"{number - 1}/all")
         except _C.CommError:
             raise
         except RuntimeError as error:  # torch's errors of stores and connections

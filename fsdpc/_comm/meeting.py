@@ -20,10 +20,10 @@ from fsdpc._comm.channel import store_of
 
 _HERE, _LEFT = b"here", b"left"
 _POLL_S = 0.05
-_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def meet(groups: Groups, text: str, what: str) -> None:
+def rendezvous(groups: Groups, text: str, what: str) -> None:
     """Wait for the ranks of the sharding group and compare their ``text``. Collective.
 
     ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``, ``MismatchError``
@@ -38,17 +38,17 @@ def _sign_in(pg: dist.ProcessGroup, what: str) -> None:
     store = store_of(pg)
     if store is None:
         return
-    turn, rank, seconds = _turns.get(pg, 0), pg.rank(), read_timeout()
-    keys = [f"fsdpc/{turn}/{r}" for r in range(pg.size())]
+    number, rank, seconds = _rounds.get(pg, 0), pg.rank(), read_timeout()
+    keys = [f"fsdpc/{number}/{r}" for r in range(pg.size())]
     store.set(keys[rank], _HERE)
     absent = _wait(store, keys, seconds)
     if absent:
         store.set(keys[rank], _LEFT)  # not deleted, or ranks that time out now would miss this one
         more = "; every rank must make this call"
         raise _C.CommTimeout(_C.Comm.late_text(rank, seconds, what, absent, more))
-    _turns[pg] = turn + 1
-    if turn > 0:  # all ranks have set this turn's key, so none reads the one before
-        store.delete_key(f"fsdpc/{turn - 1}/{rank}")
+    _rounds[pg] = number + 1
+    if number > 0:  # all ranks have set this round's key, so none reads the one before
+        store.delete_key(f"fsdpc/{number - 1}/{rank}")
 
 
 def _wait(store: Any, keys: list[str], seconds: float) -> list[int]:

@@ -34,7 +34,7 @@ class _Hello:
     """A rank's first message."""
 
     settings: dict[str, Any]  # equal on all ranks, or MismatchError
-    place: str
+    host: str
     pid: int
     gpu: int
     visible: str  # CUDA_VISIBLE_DEVICES, in which `gpu` counts
@@ -49,14 +49,14 @@ class _Hello:
     def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
         """``CommError`` names a rank whose bytes are malformed."""
         kinds = (dict, str, int, int, str, bool, str, tuple)
-        said = _read(data, rank, what)
-        fits = isinstance(said, tuple) and len(said) == len(kinds)
-        if not fits or not all(type(v) is kind for v, kind in zip(said, kinds, strict=True)):
+        fields = _read(data, rank, what)
+        fits = isinstance(fields, tuple) and len(fields) == len(kinds)
+        if not fits or not all(type(v) is kind for v, kind in zip(fields, kinds, strict=True)):
             raise _unreadable(rank, what, "not a first message of fsdpc")
-        _check_ids(said[7], rank, what)
-        if not 0 < said[2] < 2**31 or not isinstance(said[0].get(_VERSION), str):
+        _check_ids(fields[7], rank, what)
+        if not 0 < fields[2] < 2**31 or not isinstance(fields[0].get(_VERSION), str):
             raise _unreadable(rank, what, "no process id, or no version")
-        return _Hello(*said)
+        return _Hello(*fields)
 
 
 def _read(data: bytes, rank: int, what: str) -> Any:
@@ -81,12 +81,12 @@ def make_nccl_comm(
     device: int,
     timeout: float,
     *,
-    place: str,
+    host: str,
     settings: dict[str, Any] | None = None,
 ) -> _C.Comm:
     """A new communicator among the GPUs of a group. Collective over ``pg``.
 
-    ``device`` is the number of this rank's GPU; ``place`` is equal for processes that can open
+    ``device`` is the number of this rank's GPU; ``host`` is equal for processes that can open
     pidfds of each other; ``settings`` (and the deadline in seconds) must be equal on all ranks.
     ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: none on another rank;
     ``MismatchError``; ``CommTimeout`` names the missing ranks.
@@ -97,21 +97,23 @@ def make_nccl_comm(
             f"the process group {pg.group_name!r} of backend {dist.get_backend(pg)!r} has no store "
             "for the rendezvous of its ranks: shard over another group, or on the CPU"
         )
-    turn = _made.get(pg, 0)
-    _made[pg] = turn + 1
-    name = f"group {pg.group_name}/{turn}"
-    meeting = Channel(store, f"fsdpc/nccl/{turn}", pg.rank(), pg.size(), timeout, name)
-    everyone = _meet(meeting, device, place, {**(settings or {}), "FSDPC_TIMEOUT": timeout})
+    number = _made.get(pg, 0)
+    _made[pg] = number + 1
+    name = f"group {pg.group_name}/{number}"
+    meeting = Channel(store, f"fsdpc/nccl/{number}", pg.rank(), pg.size(), timeout, name)
+    everyone = _exchange_hellos(
+        meeting, device, host, {**(settings or {}), "FSDPC_TIMEOUT": timeout}
+    )
     channel = meeting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
     start = _Start(meeting, channel, device, name, timeout)
     try:
         comm = start.twice(everyone)
     except _C.CommError as error:
         raise type(error)(f"{error}{_sharing(everyone)}") from error
-    if all(hello.place == place for hello in everyone):
+    if all(hello.host == host for hello in everyone):
         _wire.note_one_host(comm)
-    meeting.gather(b"", f"starting communicator {name}")  # deletes the keys of the turn before
-    watch(comm, channel, [hello.pid if hello.place == place else None for hello in everyone])
+    meeting.gather(b"", f"starting communicator {name}")  # deletes the keys of the round before
+    watch(comm, channel, [hello.pid if hello.host == host else None for hello in everyone])
     return comm
 
 
@@ -128,8 +130,8 @@ class _Start:
             return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
         except NotImplementedError:  # on all ranks: the trial of registration broke NCCL's side
             mine = _new_ids() if self.meeting.rank == 0 else None
-            said = self.meeting.gather(encode(mine), self.name)
-            ids = _read(said[0], 0, self.name)
+            texts = self.meeting.gather(encode(mine), self.name)
+            ids = _read(texts[0], 0, self.name)
             _check_ids(ids, 0, self.name)
             return self.now(ids, register=False)
 
@@ -146,7 +148,7 @@ def _sharing(everyone: list[_Hello]) -> str:
         return ""
     first: dict[Any, int] = {}
     for rank, hello in enumerate(everyone):
-        other = first.setdefault((hello.place, hello.visible, hello.gpu), rank)
+        other = first.setdefault((hello.host, hello.visible, hello.gpu), rank)
         if other != rank:
             return (
                 f". Ranks {other} and {rank} share GPU {hello.gpu}, which {version} may refuse ("
@@ -159,7 +161,9 @@ def _new_ids() -> tuple[bytes, bytes, str]:
     return _C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex
 
 
-def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -> list[_Hello]:
+def _exchange_hellos(
+    channel: Channel, device: int, host: str, settings: dict[str, Any]
+) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
     ids, version, failure, registers = (b"", b"", ""), "", None, False
     wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
@@ -176,22 +180,22 @@ def _meet(channel: Channel, device: int, place: str, settings: dict[str, Any]) -
         _VERSION: version.partition(" (")[0],
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    mine = _Hello(settings, place, os.getpid(), device, visible, registers, str(failure or ""), ids)
+    mine = _Hello(settings, host, os.getpid(), device, visible, registers, str(failure or ""), ids)
     texts = channel.gather(mine.to_bytes(), what)
-    said = [_Hello.from_bytes(text, rank, what) for rank, text in enumerate(texts)]
+    hellos = [_Hello.from_bytes(text, rank, what) for rank, text in enumerate(texts)]
     if failure is not None:
         raise failure
-    for rank, hello in enumerate(said):
+    for rank, hello in enumerate(hellos):
         if hello.error:
             raise _C.PeerError(f"{what}: rank {rank} cannot use its GPU {hello.gpu}: {hello.error}")
-    for rank, hello in enumerate(said):
-        for key, value in said[0].settings.items():
+    for rank, hello in enumerate(hellos):
+        for key, value in hellos[0].settings.items():
             if hello.settings.get(key) != value:
                 raise _C.MismatchError(
                     f"{key} differs between ranks: {value} on rank 0, {hello.settings.get(key)} on "
                     f"rank {rank}"
                 )
-    return said
+    return hellos
 
 
 # --- watching others -----------------------------------------------------------------------------
@@ -218,17 +222,17 @@ class _Watched:
         rank, pid = self.peers.pop(descriptor)
         os.close(descriptor)
         if not self._ask(lambda: self._asking.has_left(rank)):
-            said = self._ask(self._asking.failure)
-            self._fail(said or f"rank {rank} (process {pid}) died")
+            failure = self._ask(self._asking.failure)
+            self._fail(failure or f"rank {rank} (process {pid}) died")
 
-    def look(self) -> None:
-        said = self._ask(self._asking.failure)
-        if said:
-            self._fail(said)
+    def poll(self) -> None:
+        failure = self._ask(self._asking.failure)
+        if failure:
+            self._fail(failure)
             return
         comm = self.comm()
         if comm is not None:
-            self._ask(lambda: self._stall.look(comm))
+            self._ask(lambda: self._stall.poll(comm))
 
     def _ask(self, question: Any) -> Any:
         """``None`` once the store is gone: its process may have ended in good order."""
@@ -259,7 +263,7 @@ _thread_pid: int | None = None
 
 
 def watch(comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
-    """Watch a communicator until it is gone. ``pids``: of the ranks that share this one's place."""
+    """Watch a communicator until it is gone. ``pids``: of the ranks on this one's host."""
     global _thread_pid
     with _lock:
         if _thread_pid != os.getpid():  # the first one, or a forked child's first one
@@ -283,7 +287,7 @@ def _watch_all() -> None:
         for fd, _ in poll.poll(WATCH_S * 1000):
             owners[fd].died(fd)
         for each in everyone:
-            each.look()
+            each.poll()
 
 
 def publish(text: str) -> None:

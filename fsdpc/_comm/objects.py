@@ -64,11 +64,11 @@ def _packed(value: Any) -> tuple[bytes, TypeError | None]:
 
 def _unpacked(data: bytes, rank: int, what: str) -> Any:
     try:
-        said = decode(data[1:])
+        value = decode(data[1:])
         if data[:1] not in (_VALUE, _PROBLEM):
             raise Malformed("it is neither a value nor a problem")
     except Malformed as error:
         raise _C.CommError(f"{what}: what rank {rank} sent cannot be read: {error}") from error
     if data[:1] == _PROBLEM:
-        raise TypeError(f"{what}: on rank {rank} {said}")
-    return said
+        raise TypeError(f"{what}: on rank {rank} {value}")
+    return value

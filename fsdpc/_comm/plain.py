@@ -49,7 +49,7 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """``TypeError`` names the place of what is no plain value."""
+    """``TypeError`` names the path of what is no plain value."""
     writer = _Writer()
     text = json.dumps(writer.form(value, "", 0), separators=(",", ":")).encode()
     return b"".join([_HEAD.pack(_MAGIC, len(text)), text, *writer.raw])
@@ -59,19 +59,19 @@ class _Writer:
     def __init__(self) -> None:
         self.raw: list[bytes] = []
 
-    def form(self, value: Any, place: str, depth: int) -> Any:
+    def form(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
         if depth > _DEEPEST:
-            raise TypeError(f"{place or 'the value'} is nested deeper than {_DEEPEST} containers")
+            raise TypeError(f"{path or 'the value'} is nested deeper than {_DEEPEST} containers")
         write = _WRITERS.get(kind)
         if write is not None:
-            return write(self, value, place, depth)
+            return write(self, value, path, depth)
         if isinstance(value, np.generic):
-            return {"number": [_numpy_name(value.dtype, place), self.add(value.tobytes())]}
+            return {"number": [_numpy_name(value.dtype, path), self.add(value.tobytes())]}
         raise TypeError(
-            f"{place or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
+            f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
             "sent to other ranks: numbers, texts, tensors, arrays and lists, tuples, sets and "
             "dicts of them can"
         )
@@ -80,50 +80,50 @@ class _Writer:
         self.raw.append(raw)
         return len(raw)
 
-    def items(self, values: Any, place: str, depth: int) -> list[Any]:
-        return [self.form(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(values)]
+    def items(self, values: Any, path: str, depth: int) -> list[Any]:
+        return [self.form(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(values)]
 
-    def pairs(self, values: dict[Any, Any], place: str, depth: int) -> list[Any]:
+    def pairs(self, values: dict[Any, Any], path: str, depth: int) -> list[Any]:
         return [
-            [self.form(key, f"a key of {place or 'the value'}", depth + 1),
-             self.form(value, f"{place}[{key!r}]", depth + 1)]
+            [self.form(key, f"a key of {path or 'the value'}", depth + 1),
+             self.form(value, f"{path}[{key!r}]", depth + 1)]
             for key, value in values.items()
         ]  # fmt: skip
 
-    def tensor(self, tensor: torch.Tensor, place: str, depth: int) -> Any:
+    def tensor(self, tensor: torch.Tensor, path: str, depth: int) -> Any:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise TypeError(f"{place or 'the value'} is a {tensor.layout} tensor, not a dense one")
+            raise TypeError(f"{path or 'the value'} is a {tensor.layout} tensor, not a dense one")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         return {"tensor": [str(tensor.dtype)[6:], list(tensor.shape), self.add(raw)]}
 
-    def array(self, array: np.ndarray, place: str, depth: int) -> Any:
-        name = _numpy_name(array.dtype, place)
+    def array(self, array: np.ndarray, path: str, depth: int) -> Any:
+        name = _numpy_name(array.dtype, path)
         return {"array": [name, list(array.shape), self.add(array.tobytes())]}
 
 
-def _numpy_name(dtype: np.dtype, place: str) -> str:
+def _numpy_name(dtype: np.dtype, path: str) -> str:
     if dtype.kind not in _NUMPY_KINDS:
-        raise TypeError(f"{place or 'the value'} is of NumPy's {dtype}, which is not sent")
+        raise TypeError(f"{path or 'the value'} is of NumPy's {dtype}, which is not sent")
     return dtype.str
 
 
 _WRITERS: dict[type, Callable[[_Writer, Any, str, int], Any]] = {
     list: _Writer.items,
-    tuple: lambda w, v, place, depth: {"tuple": w.items(v, place, depth)},
-    torch.Size: lambda w, v, place, depth: {"size": list(v)},
-    set: lambda w, v, place, depth: {"set": w.items(v, place, depth)},
-    frozenset: lambda w, v, place, depth: {"frozenset": w.items(v, place, depth)},
-    dict: lambda w, v, place, depth: {"dict": w.pairs(v, place, depth)},
-    OrderedDict: lambda w, v, place, depth: {"ordered": w.pairs(v, place, depth)},
-    bytes: lambda w, v, place, depth: {"bytes": w.add(v)},
-    complex: lambda w, v, place, depth: {"complex": [v.real, v.imag]},
-    torch.dtype: lambda w, v, place, depth: {"dtype": str(v)[6:]},
-    torch.device: lambda w, v, place, depth: {"device": str(v)},
+    tuple: lambda w, v, path, depth: {"tuple": w.items(v, path, depth)},
+    torch.Size: lambda w, v, path, depth: {"size": list(v)},
+    set: lambda w, v, path, depth: {"set": w.items(v, path, depth)},
+    frozenset: lambda w, v, path, depth: {"frozenset": w.items(v, path, depth)},
+    dict: lambda w, v, path, depth: {"dict": w.pairs(v, path, depth)},
+    OrderedDict: lambda w, v, path, depth: {"ordered": w.pairs(v, path, depth)},
+    bytes: lambda w, v, path, depth: {"bytes": w.add(v)},
+    complex: lambda w, v, path, depth: {"complex": [v.real, v.imag]},
+    torch.dtype: lambda w, v, path, depth: {"dtype": str(v)[6:]},
+    torch.device: lambda w, v, path, depth: {"device": str(v)},
     torch.Tensor: _Writer.tensor,
     torch.nn.Parameter: _Writer.tensor,
     np.ndarray: _Writer.array,
-    Outline: lambda w, v, place, depth: {"outline": [list(v.shape), str(v.dtype)[6:], v.index]},
+    Outline: lambda w, v, path, depth: {"outline": [list(v.shape), str(v.dtype)[6:], v.index]},
 }
 
 

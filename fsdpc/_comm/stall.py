@@ -21,7 +21,7 @@ _SAID_CHARACTERS = 600
 class Stall:
     """A rank's part in such questions, under keys of the communicator's own.
 
-    The watching thread calls ``look`` periodically with the communicator. Errors are the store's.
+    The watching thread calls ``poll`` periodically with the communicator. Errors are the store's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
@@ -33,7 +33,7 @@ class Stall:
         self._collects_at: float | None = None  # set if this rank asked
         self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
 
-    def look(self, comm: _C.Comm) -> None:
+    def poll(self, comm: _C.Comm) -> None:
         seconds, where = _C.nccl_stall(comm)
         self._answer(where)
         if seconds < self._patience:

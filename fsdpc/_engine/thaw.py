@@ -15,11 +15,13 @@ from fsdpc._engine.interop import computes, over
 
 
 def unfrozen(unit: Any) -> list[int]:
-    """Indices into ``unit.seen`` of parameters that require a gradient but have no memory for it.
-    Local.
+    """Indices into ``unit.optim_params`` of parameters that require a gradient but have no memory
+    for it. Local.
     """
     return [
-        k for k, (param, grad, _) in enumerate(unit.seen) if grad is None and param.requires_grad
+        k
+        for k, (param, grad, _) in enumerate(unit.optim_params)
+        if grad is None and param.requires_grad
     ]
 
 
@@ -27,7 +29,7 @@ def first(units: list[Any]) -> tuple[int, int]:
     """The first unfrozen parameter: its unit's index in ``units``, its index in the unit. Local."""
     for number, unit in enumerate(units):
         for k in unfrozen(unit):
-            return number, unit.seen[k][2][0]
+            return number, unit.optim_params[k][2][0]
     return 0, -1
 
 
@@ -56,7 +58,7 @@ def agree(units: list[Any]) -> None:
 def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
     for unit in units:
         for k in unfrozen(unit):
-            for i in unit.seen[k][2]:
+            for i in unit.optim_params[k][2]:
                 name = unit.infos[i].name
                 if not computes(unit.dtypes[i]):
                     raise TypeError(
@@ -74,32 +76,32 @@ def thaw(unit: Any) -> None:
     wanted = unfrozen(unit)
     if not wanted:
         return
-    _writeback.take_over(unit)
+    _writeback.adopt_values(unit)
     unit.flat.adopt_grads()
     layout = unit.flat.layout()
-    of = [layout["params"][covers[0]]["segment"] for _, _, covers in unit.seen]
+    of = [layout["params"][covers[0]]["segment"] for _, _, covers in unit.optim_params]
     segments = bytearray(len(layout["segments"]))
     for k in wanted:
         segments[of[k]] = 1
-        for i in unit.seen[k][2]:
+        for i in unit.optim_params[k][2]:
             unit.trainable[i] = True
     unit.flat.thaw(bytes(segments))
     trained = [segment["trainable"] for segment in unit.flat.layout()["segments"]]
-    for k in range(len(unit.seen)):
+    for k in range(len(unit.optim_params)):
         if trained[of[k]]:
             _renew(unit, k, of[k])
-    unit.flat.renew_grads([grad for _, grad, _ in unit.seen])
+    unit.flat.renew_grads([grad for _, grad, _ in unit.optim_params])
     unit._keep_low()
     unit.announce_grads()
 
 
 def _renew(unit: Any, k: int, segment: int) -> None:
     """Make a tensor over the gradient's new memory, and replace the old one in ``.grad``."""
-    param, old, covers = unit.seen[k]
+    param, old, covers = unit.optim_params[k]
     if unit.use_orig_params:
         grad = unit.grad_view(covers[0])
     else:
         grad = over(unit.flat.grad_segment(segment), param.dtype)
     if old is not None and param.grad is old:
         param.grad = grad
-    unit.seen[k] = (param, grad, covers)
+    unit.optim_params[k] = (param, grad, covers)

@@ -102,8 +102,8 @@ class Unit(WholeValues):
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_segments: list[dict[str, Any]] = []  # the layout of each
-        self._seen: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
-        self.views: list[Tensor] = []  # over the shard, one per entry of _seen
+        self._optim_params: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
+        self.views: list[Tensor] = []  # over the shard, one per entry of _optim_params
         if use_orig_params:
             self._shard_originals()
         else:
@@ -201,7 +201,9 @@ class Unit(WholeValues):
             info.param.grad = None
             info.param.data = self.shard_view(i)
             info.param._fsdp_flattened = True  # torch's mark of managed parameters
-            self._see(info.param, self.grad_view(i) if self.trainable[i] else None, (i,))
+            self._add_optim_param(
+                info.param, self.grad_view(i) if self.trainable[i] else None, (i,)
+            )
 
     def shard_view(self, i: int) -> Tensor:
         """A tensor over this rank's elements of parameter ``i``. Local."""
@@ -218,14 +220,16 @@ class Unit(WholeValues):
         return param
 
     def point_at_shard(self, index: int) -> None:
-        """Let ``seen[index]`` show the shard again after the user pointed it elsewhere. Local."""
-        self.seen[index][0].data = self.views[index]
+        """Let ``optim_params[index]`` show the shard again. Local."""
+        self.optim_params[index][0].data = self.views[index]
 
     def check_replacement(self, param: Tensor, what: str) -> None:
         """Raise ``ValueError`` if ``param`` cannot stand for one of the sharded parameters."""
 
-    def _see(self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]) -> None:
-        self._seen.append((param, grad, covers))
+    def _add_optim_param(
+        self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]
+    ) -> None:
+        self._optim_params.append((param, grad, covers))
         self.views.append(self.local(param).data)
 
     def _make_flat_params(self) -> None:
@@ -240,7 +244,7 @@ class Unit(WholeValues):
             param = self.make_flat_param(layout["segments"][s], s)
             grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
             self.flat_params.append(param)
-            self._see(param, grad, tuple(by_segment[s]))
+            self._add_optim_param(param, grad, tuple(by_segment[s]))
         for info in self.infos:
             info.param.grad = None
             info.param.data = torch.empty(0, dtype=info.param.dtype, device=self.own_device)
@@ -262,14 +266,14 @@ class Unit(WholeValues):
         self.flat.bind(
             list(self.full),
             sites,
-            list(self._seen),
+            list(self._optim_params),
             watched,
             versions=self._versions,
             by_gather=not self.use_orig_params,
             dtensors=self.dtensors,
         )
         this = weakref.ref(self)
-        self.flat.on_changed = lambda: _writeback.take_over(this())
+        self.flat.on_changed = lambda: _writeback.adopt_values(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
         weakref.finalize(self, self.flat.unbind)
 
@@ -277,7 +281,7 @@ class Unit(WholeValues):
         """keep_low_precision_grads: ``.grad`` gets the compute dtype for the optimizer. The fp32
         sums stay; the next backward adopts the values of ``.grad``.
         """
-        for param, view, _ in self._seen:
+        for param, view, _ in self._optim_params:
             if view is not None and param.grad is view and view.dtype != self.param_dtype:
                 low = view.detach()
                 param.grad = low
@@ -297,14 +301,14 @@ class Unit(WholeValues):
     @property
     def shard_params(self) -> list[nn.Parameter]:
         """The unit's sharded parameters, for an optimizer: originals or flat ones."""
-        return [param for param, _, _ in self._seen]
+        return [param for param, _, _ in self._optim_params]
 
     @property
-    def seen(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
+    def optim_params(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
         """For each of ``shard_params``: the parameter, the tensor over its gradient (None: frozen),
         and the indices of the original parameters that it covers.
         """
-        return self._seen
+        return self._optim_params
 
     @property
     def on_unattached(self) -> Callable[[], None] | None:
@@ -397,7 +401,7 @@ class Unit(WholeValues):
 
     def _grad_mask(self) -> bytes:
         mask = bytearray(len(self.infos))
-        for param, view, covers in self._seen:
+        for param, view, covers in self._optim_params:
             for i in covers:
                 mask[i] = view is not None and param.grad is not None
         return bytes(mask)
@@ -406,7 +410,7 @@ class Unit(WholeValues):
         """True if all elements of ``param`` are on other ranks: ``.grad`` is None here. Local."""
         if param.numel() > 0 or not self.is_sharded:
             return False
-        covers = next((covers for seen, _, covers in self._seen if seen is param), ())
+        covers = next((covers for one, _, covers in self._optim_params if one is param), ())
         return any(self.shapes[i].numel() > 0 for i in covers)
 
     def grad_norm_sums(self, norm_type: float) -> float:

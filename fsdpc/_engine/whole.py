@@ -28,7 +28,7 @@ class WholeValues:
     dtypes: list[torch.dtype]
     device: torch.device
     is_sharded: bool
-    _seen: list[tuple[Any, Tensor | None, tuple[int, ...]]]
+    _optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
     _grad_mask: Any
     _keep_low: Any
     holds_nothing: Any
@@ -37,7 +37,7 @@ class WholeValues:
         """Private full copies of the parameters in original shapes and storage dtypes, on the
         unit's device or ``to``. Collective over the shard group.
         """
-        _writeback.take_over(self)
+        _writeback.adopt_values(self)
         full = self._empty(self.shapes, to)
         self.flat.read(full)
         return full
@@ -51,7 +51,7 @@ class WholeValues:
 
     def attend_gather(self) -> None:
         """Take part in other ranks' ``gather_full`` without keeping values. Collective."""
-        _writeback.take_over(self)
+        _writeback.adopt_values(self)
         self.flat.read([None] * len(self.infos))
 
     def read_rows(self, to: torch.device | None = None) -> list[Tensor]:
@@ -59,7 +59,7 @@ class WholeValues:
         have no rows: private copies in storage dtypes, on the unit's device or ``to``. Collective
         over the shard group.
         """
-        _writeback.take_over(self)
+        _writeback.adopt_values(self)
         rank, world = self.groups.shard.rank, self.groups.shard.world
         shapes = [rows_shape(s, world, rank) if is_cut(s) else s for s in self.shapes]
         rows = self._empty(shapes, to)
@@ -138,6 +138,6 @@ class WholeValues:
         for i, grad in enumerate(grads):
             if grad is not None:
                 self.flat.write(i, self._own(grad, i), grad=True)
-        for param, view, covers in self._seen:
+        for param, view, covers in self._optim_params:
             some = view is not None and any(grads[i] is not None for i in covers)
             param.grad = view if some and not self.holds_nothing(param) else None

@@ -16,10 +16,10 @@ LEAST_NUMEL = 8192  # per rank: below this, latency of the collectives dominates
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[place, place + length)`` of a rank's piece are ``target``'s from ``begin``."""
+    """``length`` elements of a rank's piece, from ``piece_begin``: ``target``'s from ``begin``."""
 
     rank: int
-    place: int
+    piece_begin: int
     target: int
     begin: int
     length: int
@@ -64,9 +64,11 @@ def gather(
 
 
 def _take(run: Run, want: Wanted, part: torch.Tensor, start: int) -> None:
-    shift = run.place - run.begin  # from the target's elements to the piece's
-    low = max(run.place, start, want.begin + shift)
-    high = min(run.place + run.length, start + len(part), want.begin + len(want.values) + shift)
+    shift = run.piece_begin - run.begin  # from the target's elements to the piece's
+    low = max(run.piece_begin, start, want.begin + shift)
+    high = min(
+        run.piece_begin + run.length, start + len(part), want.begin + len(want.values) + shift
+    )
     if low < high:
         at = low - shift - want.begin
         want.values[at : at + high - low].copy_(part[low - start : high - start])

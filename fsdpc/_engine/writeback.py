@@ -33,7 +33,7 @@ def owner_of(param: Any) -> Any:
     return owner() if owner is not None else None
 
 
-def take_over(unit: Any) -> None:
+def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
     New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
@@ -45,8 +45,8 @@ def take_over(unit: Any) -> None:
         return
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
-            _take_replacement(unit, index, info)
-    for index, (param, _, _) in enumerate(unit.seen):
+            _adopt_replacement(unit, index, info)
+    for index, (param, _, _) in enumerate(unit.optim_params):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
         if not same or now.dtype != view.dtype or now.device != view.device:
@@ -54,7 +54,7 @@ def take_over(unit: Any) -> None:
             unit.point_at_shard(index)
 
 
-def _take_replacement(unit: Any, index: int, info: Any) -> None:
+def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
     if all(param is info.param or param is unit.released[index] for param in found):
         return
@@ -79,9 +79,9 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
         )
     unit.check_replacement(new, what)
     _write(unit, index, unit.local(new).detach())
-    _, grad, covers = unit.seen[index]
+    _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
-    unit.seen[index] = (new, grad, covers)
+    unit.optim_params[index] = (new, grad, covers)
     unit.point_at_shard(index)
     unit.flat.replace_param(index, new)
     unit.released[index]._fsdpc_sharded = new
@@ -91,8 +91,8 @@ def _take_replacement(unit: Any, index: int, info: Any) -> None:
 
 @torch.no_grad()
 def _write(unit: Any, index: int, value: torch.Tensor) -> None:
-    """Copy new values of ``unit.seen[index]`` into the shard."""
-    view, (_, _, covers) = unit.views[index], unit.seen[index]
+    """Copy new values of ``unit.optim_params[index]`` into the shard."""
+    view, (_, _, covers) = unit.views[index], unit.optim_params[index]
     if value.shape == view.shape:
         view.copy_(value)
         return

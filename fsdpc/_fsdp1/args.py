@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +37,58 @@ class GroupChoice:
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a constructor was given for its unit, as it was given; nested units inherit it."""
+
+    process_group: Any
+    sharding_strategy: ShardingStrategy | None
+    cpu_offload: CPUOffload | None
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+    device_mesh: DeviceMesh | None
+
+    def check(self) -> None:
+        """Check the types of the options (``TypeError``, ``ValueError``); torch accepts most wrong
+        types here and fails later. Local.
+        """
+        _check_type("sharding_strategy", self.sharding_strategy, ShardingStrategy)
+        _check_type("cpu_offload", self.cpu_offload, CPUOffload)
+        _check_type("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
+        _check_type("mixed_precision", self.mixed_precision, MixedPrecision)
+        _check_callable("param_init_fn", self.param_init_fn, ValueError)
+
+    def for_children(
+        self, groups: GroupChoice, ignored_params: set[nn.Parameter]
+    ) -> dict[str, Any]:
+        """The constructor's arguments for nested units, which use the same groups. Local."""
+        given = {option.name: getattr(self, option.name) for option in fields(self)}
+        if self.sharding_strategy in HYBRID and self.device_mesh is None:
+            given["process_group"] = (groups.shard, groups.replicate)
+        return {**given, "ignored_states": ignored_params}
+
+    def for_unit(self, strategy: ShardingStrategy) -> dict[str, Any]:
+        """The keyword arguments of the engine's ``Unit``; ``strategy``: the one in force. Local."""
+        mixed = self.mixed_precision or MixedPrecision()
+        if mixed.param_dtype is not None:
+            # A single rank shards nothing, but can free low-precision copies after forward.
+            strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
+        return {
+            "param_dtype": mixed.param_dtype,
+            "reduce_dtype": mixed.reduce_dtype,
+            "reshard_after_forward": strategy in RESHARD_AFTER_FORWARD,
+            "use_orig_params": self.use_orig_params,
+            "keep_low_precision_grads": mixed.keep_low_precision_grads,
+            "offload": self.cpu_offload is not None and self.cpu_offload.offload_params,
+        }
 
 
 def check_module(module: Any) -> None:
@@ -71,26 +125,12 @@ def check_optimizer(call: str, optim: Any) -> None:
         )
 
 
-def check_options(
-    sharding_strategy: Any,
-    cpu_offload: Any,
-    auto_wrap_policy: Any,
-    backward_prefetch: Any,
-    mixed_precision: Any,
-    param_init_fn: Any,
-) -> None:
-    """Check the types of the remaining arguments (``TypeError``, ``ValueError``); torch accepts
-    most wrong types here and fails later.
-    """
-    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy)
-    _check_type("cpu_offload", cpu_offload, CPUOffload)
-    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch)
-    _check_type("mixed_precision", mixed_precision, MixedPrecision)
-    _check_callable("param_init_fn", param_init_fn, ValueError)
-    if auto_wrap_policy is not None and not _is_policy(auto_wrap_policy):
+def check_policy(policy: Any) -> None:
+    """``ValueError`` unless ``policy`` is an auto-wrap policy or None. Local."""
+    if policy is not None and not _is_policy(policy):
         raise ValueError(
             "auto_wrap_policy must be a callable (module, recurse, nonwrapped_numel) -> bool, a "
-            f"ModuleWrapPolicy or a CustomPolicy, but got {type(auto_wrap_policy).__name__}"
+            f"ModuleWrapPolicy or a CustomPolicy, but got {type(policy).__name__}"
         )
 
 
@@ -257,5 +297,5 @@ def _names_of_hosts() -> list[str]:
         return [mine] * group.size()
     prefix = f"fsdpc/hosts/{next(_askings)}"
     channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
-    said = channel.gather(mine.encode(), "finding the ranks of each host")
-    return [name.decode() for name in said]
+    names = channel.gather(mine.encode(), "finding the ranks of each host")
+    return [name.decode() for name in names]

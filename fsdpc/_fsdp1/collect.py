@@ -229,7 +229,7 @@ def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers below ``root``, ignored ones included, except those that nested units synced."""
     done: set[int] = set()
     for nested in unit_modules(root):
-        if nested._sync_module_states:
+        if nested._options.sync_module_states:
             done.update(id(buffer) for buffer in nested.buffers())
     for name, buffer in root.named_buffers():
         if id(buffer) not in done:

@@ -60,11 +60,11 @@ def attach(root: Any) -> None:
     units = [unit for unit in root._tree.units if id(unit) in hooks and any(unit.trainable)]
     if not units:
         return
-    turns = {id(comm): _Turns(comm, root._tree) for comm in map(_comm_of, units)}
+    orders = {id(comm): _HookOrder(comm, root._tree) for comm in map(_comm_of, units)}
     for number, unit in enumerate(units):
-        turns[id(_comm_of(unit))].add(number, _Hooked(unit, *hooks[id(unit)]))
-    everyone = list(turns.values())
-    root._tree.core.before_end = lambda: [turn.send_what_waits() for turn in everyone]
+        orders[id(_comm_of(unit))].add(number, _Hooked(unit, *hooks[id(unit)]))
+    everyone = list(orders.values())
+    root._tree.core.before_end = lambda: [order.call_deferred() for order in everyone]
 
 
 def _comm_of(unit: Any) -> Any:
@@ -121,7 +121,7 @@ def _compressed(
     return output
 
 
-class _Turns:
+class _HookOrder:
     """The hooked units of one communicator; its ranks agree on the order of calls."""
 
     def __init__(self, comm: Any, tree: Any) -> None:
@@ -135,9 +135,9 @@ class _Turns:
         unit = member.unit()
         self.members.append(member)
         self.width = max(self.width, len(unit.infos), len(self.members))
-        unit.flat.comm_hook = lambda: self._take_turn(number, member)
+        unit.flat.comm_hook = lambda: self._call_in_order(number, member)
 
-    def _take_turn(self, number: int, member: _Hooked) -> bool:
+    def _call_in_order(self, number: int, member: _Hooked) -> bool:
         unit = member.unit()
         used = self._agree(number, unit.flat.grad_bits(), f"communication hook of {unit.name}")
         if used is None:
@@ -147,7 +147,7 @@ class _Turns:
             member.reduce(used)
         return True
 
-    def send_what_waits(self) -> None:
+    def call_deferred(self) -> None:
         """Make the deferred calls, at the end of every backward. Collective. ``MismatchError``:
         ranks called hooks of different units.
         """

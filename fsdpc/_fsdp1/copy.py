@@ -1,7 +1,7 @@
 """``copy.deepcopy`` of an FSDP instance: a second sharded model with separate memory.
 
 Modules, buffers and hooks are copied by ``nn.Module``'s deepcopy, nested instances first. A unit's
-parameters are replaced in the copy by stand-ins without memory; a new unit with the same layout is
+parameters are replaced in the copy by parameters without memory; a new unit with the same layout is
 made from these, and each rank copies its shard. Nothing is gathered and the original does not
 change. Process groups, communicators and communication hooks are shared.
 """
@@ -24,6 +24,7 @@ _SHARED = frozenset(
         "process_group",
         "_inter_node_pg",
         "_groups",
+        "_options",
         "_device_mesh",
         "mixed_precision",
         "cpu_offload",
@@ -65,7 +66,7 @@ def deepcopy(member: Any, memo: Memo) -> Any:
     result = type(member).__new__(type(member))
     result._init_state()
     memo[id(member)] = result
-    stand_ins = _stand_ins(member, memo)
+    empty_params = _empty_params(member, memo)
     for key, value in member.__dict__.items():
         if key in _SHARED:
             result.__dict__[key] = value
@@ -76,7 +77,7 @@ def deepcopy(member: Any, memo: Memo) -> Any:
         {memo[id(param)] for param in member._ignored.params if id(param) in memo},
     )
     if member._unit is not None:
-        result._shard(_infos(member._unit, stand_ins, memo))
+        result._shard(_infos(member._unit, empty_params, memo))
         _copy_shards(member._unit, result._unit, memo)
     return result
 
@@ -95,14 +96,14 @@ def _check_free(member: Any) -> None:
     )
 
 
-def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
+def _empty_params(member: Any, memo: Memo) -> list[nn.Parameter]:
     """Parameters of the copy, with shapes but without memory, entered in ``memo`` so that the
     copied modules hold them.
     """
     unit = member._unit
     if unit is None:
         return []
-    _writeback.take_over(unit)
+    _writeback.adopt_values(unit)
     made = []
     for i, info in enumerate(unit.infos):
         param = memo.get(id(info.param))  # set if an optimizer was copied before
@@ -132,9 +133,9 @@ def _stand_ins(member: Any, memo: Memo) -> list[nn.Parameter]:
     return made
 
 
-def _infos(unit: Any, stand_ins: list[nn.Parameter], memo: Memo) -> list[ParamInfo]:
+def _infos(unit: Any, empty_params: list[nn.Parameter], memo: Memo) -> list[ParamInfo]:
     infos = []
-    for info, param in zip(unit.infos, stand_ins, strict=True):
+    for info, param in zip(unit.infos, empty_params, strict=True):
         sites = []
         for module, name in info.sites:
             copied = memo.get(id(module))
@@ -152,7 +153,7 @@ def _infos(unit: Any, stand_ins: list[nn.Parameter], memo: Memo) -> list[ParamIn
 def _copy_shards(unit: Any, made: Any, memo: Memo) -> None:
     """Copy shard to shard: names, sizes, dtypes and ranks are equal, and so the layouts are."""
     for ours, theirs, (param, _, _), (old, _, _) in zip(
-        made.views, unit.views, made.seen, unit.seen, strict=True
+        made.views, unit.views, made.optim_params, unit.optim_params, strict=True
     ):
         ours.copy_(theirs)
         param.requires_grad_(old.requires_grad)

@@ -85,9 +85,9 @@ def _full_buffers(member: Any) -> Iterator[None]:
     cast = []
     if low is not None and member._buffer_dtypes:
         root, ignored = member._fsdp_wrapped_module, member._ignored.modules
-        for place, module in owned_modules(root, ignored, shared_twice=True):
+        for path, module in owned_modules(root, ignored, shared_twice=True):
             for name, buffer in module._buffers.items():
-                dtype = member._buffer_dtypes.get(join(place, name))
+                dtype = member._buffer_dtypes.get(join(path, name))
                 if buffer is not None and dtype is not None and buffer.dtype == low:
                     buffer.data = buffer.to(dtype)
                     cast.append(buffer)

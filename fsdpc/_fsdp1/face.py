@@ -16,12 +16,12 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from fsdpc._torch import FSDPState
 
 _KEPT = frozenset({"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
-_standing_in: list[type] = []  # fsdpc's class while torch's name is bound to it
+_accepting: list[type] = []  # fsdpc's class while torch's name is bound to it
 
 
-def stand_in(cls: type | None) -> None:
+def accept_torch_instances(cls: type | None) -> None:
     """Make torch's instances count as instances of ``cls`` too (``None``: stop). Local."""
-    _standing_in[:] = [] if cls is None else [cls]
+    _accepting[:] = [] if cls is None else [cls]
 
 
 class _Absent:
@@ -40,7 +40,7 @@ class FaceType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
             return True
-        return cls in _standing_in and isinstance(instance, FullyShardedDataParallel)
+        return cls in _accepting and isinstance(instance, FullyShardedDataParallel)
 
 
 if TYPE_CHECKING:

@@ -18,33 +18,33 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _with_padding(places: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
+def _with_padding(params: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
     """Lengths of parameters and of the padding between them, and a flag per length: padding."""
     numels: list[int] = []
     padding: list[bool] = []
     at = 0
-    for place in places:
-        if place["offset"] > at:
-            numels.append(place["offset"] - at)
+    for param in params:
+        if param["offset"] > at:
+            numels.append(param["offset"] - at)
             padding.append(True)
-        numels.append(place["numel"])
+        numels.append(param["numel"])
         padding.append(False)
-        at = place["offset"] + place["numel"]
+        at = param["offset"] + param["numel"]
     return tuple(numels), padding
 
 
 def _shard_info(span: tuple[int, int, int]) -> ShardParamInfo:
-    begin, place, length = span
+    begin, piece_begin, length = span
     if length == 0:
         return ShardParamInfo(False, None, None, None, None)
-    return ShardParamInfo(True, place, length, begin, begin + length - 1)
+    return ShardParamInfo(True, piece_begin, length, begin, begin + length - 1)
 
 
 def _padding_of(
     layout: dict[str, Any], members: list[int], rank: int, segment: dict[str, Any]
 ) -> int:
     """Elements of padding at the end of a rank's piece."""
-    ends = [place + length for _, place, length in (layout["spans"][i][rank] for i in members)]
+    ends = [begin + length for _, begin, length in (layout["spans"][i][rank] for i in members)]
     return segment["piece_numel"] - max(ends, default=0)
 
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
 from fsdpc._fsdp1.collect import is_unit_module
-from fsdpc._fsdp1.face import stand_in
+from fsdpc._fsdp1.face import accept_torch_instances
 from fsdpc.fsdp import FSDP
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
@@ -59,8 +59,8 @@ def install() -> None:
             _rename(TorchFSDP, FSDP)
             _stand_in_where_torch_needs_its_own()
             _rename(TorchScaler, ShardedGradScaler)
-            stand_in(FSDP)
-            _undo.append(lambda: stand_in(None))
+            accept_torch_instances(FSDP)
+            _undo.append(lambda: accept_torch_instances(None))
         except BaseException:
             uninstall()
             raise
@@ -176,12 +176,12 @@ def _dispatcher(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
     """A decorator: calls the function of the class that made the model."""
     names = list(inspect.signature(theirs).parameters)
     name = "model" if "model" in names else "module"
-    place = names.index(name)
+    position = names.index(name)
 
     def decorate(shown: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(shown)
         def call(*args: Any, **kwargs: Any) -> Any:
-            model = args[place] if len(args) > place else kwargs.get(name)
+            model = args[position] if len(args) > position else kwargs.get(name)
             return (theirs if _belongs_to_torch(model) else ours)(*args, **kwargs)
 
         return call

@@ -84,7 +84,7 @@ def default_device() -> torch.device:
     return CPU if why_not(current) is not None else current
 
 
-def place(
+def move_module(
     root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str, rank: int
 ) -> torch.device:
     """Move the unit's own parameters and buffers to ``asked``; returns the compute device. Local.

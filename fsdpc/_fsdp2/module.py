@@ -62,7 +62,7 @@ class FSDPModule(TorchFSDPModule):
         """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
-        self._get_fsdp_state().take_over()
+        self._get_fsdp_state().adopt_values()
         return result
 
     # --- parameters ---
@@ -318,7 +318,7 @@ def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:
-    state_of(module).take_over()
+    state_of(module).adopt_values()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

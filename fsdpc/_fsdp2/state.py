@@ -154,7 +154,7 @@ class State:
         if self._unit is not None and self._unit.flat.unsharded:
             self._unit.flat.reshard()
 
-    def take_over(self) -> None:
+    def adopt_values(self) -> None:
         """Move values that the user has put into the parameters to the shards. Local, unless their
         dtypes have changed (``model.to(dtype)``): then collective over the mesh.
         """
@@ -170,7 +170,7 @@ class State:
                     "pass a mesh of that device type"
                 )
         if [tensor.dtype for tensor in local] == unit.dtypes:
-            _writeback.take_over(unit)
+            _writeback.adopt_values(unit)
         else:
             self._convert(unit, local)
 

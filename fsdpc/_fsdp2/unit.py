@@ -83,7 +83,9 @@ class RowUnit(Unit):
             info.param = param
             _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
-            self._seen.append((param, self.grad_view(i) if self.trainable[i] else None, (i,)))
+            self._optim_params.append(
+                (param, self.grad_view(i) if self.trainable[i] else None, (i,))
+            )
             self.views.append(local)
 
     def distributed(self, local: Tensor, i: int) -> Tensor:
@@ -104,7 +106,7 @@ class RowUnit(Unit):
         return param._local_tensor
 
     def point_at_shard(self, index: int) -> None:
-        param: Any = self.seen[index][0]
+        param: Any = self.optim_params[index][0]
         param._local_tensor = self.views[index]
         self.flat.replace_param(index, param)
         _writeback.set_owner(param, self)

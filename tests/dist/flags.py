@@ -1,12 +1,17 @@
-"""A sharded model and its unsharded reference whose parameters are frozen and unfrozen together."""
+"""A sharded model and its unsharded reference that make the same steps, whose parameters are frozen
+and unfrozen together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from toys import (
     PRECISIONS,
     Precision,
@@ -21,6 +26,23 @@ from toys import (
     toy,
     wrap_blocks,
 )
+
+both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
+# Those that need no mesh.
+every_strategy = pytest.mark.parametrize(
+    "strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name
+)
+
+
+def sharded(strategy: ShardingStrategy, world: int) -> dict[str, Any]:
+    """Options of a ``Pair``: the strategy, its mesh, and the groups that share gradients' sums."""
+    options: dict[str, Any] = {"sharding_strategy": strategy}
+    if strategy is ShardingStrategy.NO_SHARD:
+        options["groups"] = [[r] for r in range(world)]
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+        options["groups"] = [[0, 1], [2, 3]]
+    return options
 
 
 def params_of(model: nn.Module, path: str) -> list[nn.Parameter]:
@@ -56,11 +78,17 @@ class Pair:
                 p.requires_grad_(False)
         self.reference = Reference(plain, precision, groups=groups)
         self.model = wrapped("fsdpc", plain, **options, **precision.options())
-        self.optimizers = [
-            (optimizer_of or adam)(list(m.parameters()))
-            for m in (self.model, self.reference.master)
-        ]
+        self.optimizers = [(optimizer_of or adam)(list(m.parameters())) for m in self.models]
         self.step_number = 0
+
+    @property
+    def plain(self) -> nn.Module:
+        """The unsharded model."""
+        return self.reference.master
+
+    @property
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.plain
 
     def set(self, path: str, flag: bool) -> None:
         for model in (self.model, self.reference.master, self.reference.compute):
@@ -119,4 +147,4 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
 
 
-__all__ = ["Pair", "Toy", "adam", "params_of"]
+__all__ = ["Pair", "Toy", "adam", "both_ways", "every_strategy", "params_of", "sharded"]

@@ -3,9 +3,9 @@
 One template process per pytest run has torch and fsdpc imported and forks the ranks of every test
 (a few milliseconds each), so that nothing a test does survives in the next one and no thread of
 pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over a
-file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks: it collects
-their results, delivers the signals that tests ask for, prints every Python stack when the deadline
-passes, and leaves no process behind, even if pytest is killed.
+file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks:
+it collects their results, delivers the signals that tests ask for, prints every Python stack when
+the deadline passes, and leaves no process behind, even if pytest is killed.
 
     @ranks(2, 3)                          # once on 2 ranks, once on 3
     @pytest.mark.parametrize("bias", [True, False])
@@ -108,8 +108,11 @@ def ranks(*worlds: int, timeout: float = DEADLINE_S, env: dict[str, str] | None 
         wrapper = functools.wraps(function)(run)
         del wrapper.__wrapped__  # pytest would look through it and ask for fixtures rank and world
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept),
-                        world_parameter])
+            parameters=[
+                *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept),
+                world_parameter,
+            ]
+        )
         wrapper.rank_function = function  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world", worlds)(wrapper)
 
@@ -154,8 +157,9 @@ def run_ranks(
         return outcomes
     if not all(o.returned for o in outcomes):
         only_expired = all(o.returned or o.expired for o in outcomes)
-        raise RankFailure(describe(
-            outcomes, f"no end within {timeout:g} s" if only_expired else "a rank failed"))
+        raise RankFailure(
+            describe(outcomes, f"no end within {timeout:g} s" if only_expired else "a rank failed")
+        )
     return [o.value for o in outcomes]
 
 
@@ -294,8 +298,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     world = request["world"]
     for name, value in request["env"].items():
         os.environ[name] = value
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                      LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world)
+    )
     import torch
     import torch.distributed as dist
 
@@ -526,8 +531,9 @@ class Launch:
                 self.reap(process)
 
     def outcome(self, process: RankProcess) -> Outcome:
-        outcome = process.outcome or Outcome(process.rank, exit_signal=process.exit_signal,
-                                             stopped=process.stopped)
+        outcome = process.outcome or Outcome(
+            process.rank, exit_signal=process.exit_signal, stopped=process.stopped
+        )
         if process.outcome is None and process.exit_signal is None and not process.stopped:
             outcome.error = "SystemExit: the process ended without a result"
         outcome.signalled_at = process.signalled_at

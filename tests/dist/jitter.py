@@ -1,4 +1,4 @@
-"""Random delays in the ranks, so that races show: FSDPC_TEST_JITTER=seed, or `pytest --jitter seed`.
+"""Random delays in the ranks, so that races show: FSDPC_TEST_JITTER=seed, `pytest --jitter seed`.
 
 A rank sleeps for up to a few milliseconds before and after modules' forwards, before nodes of the
 autograd graph (those of outputs, and some above them, gradient accumulation too) and around the

@@ -65,8 +65,15 @@ class Run:
         return named(self.reference.master, self.expected_optim)
 
 
-def start(rank: int, plain: nn.Module, *, steps: int = 2, make: Make = adam,
-          policy: tuple[type, ...] = (Block,), **options: Any) -> Run:
+def start(
+    rank: int,
+    plain: nn.Module,
+    *,
+    steps: int = 2,
+    make: Make = adam,
+    policy: tuple[type, ...] = (Block,),
+    **options: Any,
+) -> Run:
     reference = Reference(plain)
     model = wrap_blocks("fsdpc", copy.deepcopy(plain), *policy, **options)
     run = Run(model, make(model), reference, make(reference.master), rank)
@@ -101,8 +108,14 @@ def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without the parameters. Pairs as lists, which torch.distributed.checkpoint makes of them."""
-    return [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()
-             if k not in ("params", "param_names")} for g in groups]
+    return [
+        {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in g.items()
+            if k not in ("params", "param_names")
+        }
+        for g in groups
+    ]
 
 
 def check_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:

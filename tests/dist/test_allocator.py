@@ -1,4 +1,4 @@
-"""A GPU's memory from an allocator of Python's, as torch's: on a simulated GPU, whose driver serves."""
+"""A GPU's memory from an allocator of Python's, as torch's: on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from harness import ranks
 from torch import nn
 
-from fsdpc import FullyShardedDataParallel, OutOfMemoryError, _C, memory_stats
+from fsdpc import _C, FullyShardedDataParallel, OutOfMemoryError, memory_stats
 
-sys.path.append(str(Path(__file__).parents[1] / "simgpu"))
+sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
 import env
 import simgpu
 
@@ -80,7 +80,7 @@ def test_a_unit_comes_from_it_and_goes_back(rank, world):
     assert simgpu.count()["device_bytes"] == before
     _C.set_cuda_allocator(0, None, None)
     calls = cache.calls.total()
-    flat = _C.FlatParameter("layer", comm, SPECS)
+    _flat = _C.FlatParameter("layer", comm, SPECS)
     assert cache.calls.total() == calls
     assert sys.getrefcount(cache) == 2  # nobody holds on to its methods
     simgpu_is_content()

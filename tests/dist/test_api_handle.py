@@ -60,8 +60,11 @@ def test_raising_the_storage_dtype(rank, world, use_orig_params):
         trained = {p.dtype for p in unit.params if p.requires_grad}
         assert trained == {dtype}
     after = full_parameters(model)
-    check_equal({k: v.float() for k, v in after.items()}, {k: v.float() for k, v in before.items()},
-                "after raising")
+    check_equal(
+        {k: v.float() for k, v in after.items()},
+        {k: v.float() for k, v in before.items()},
+        "after raising",
+    )
     changed = {name for name in before if before[name].dtype != after[name].dtype}
     expected = {f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight")}
     assert changed == expected
@@ -101,9 +104,7 @@ def test_the_flat_parameter_tells_where_its_parameters_lie(rank, world, use_orig
             assert sum(flat._numels_with_padding) == flat._unpadded_unsharded_size.numel()
             assert flat._padded_unsharded_size.numel() == world * flat.numel()
             assert flat._is_padding_mask.count(False) == flat._num_params
-            rows = zip(
-                flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
-            )
+            rows = zip(flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True)
             held = 0
             for name, shape, numel, info in rows:
                 full = whole[prefix + name]

@@ -288,7 +288,7 @@ def test_names_and_repr(rank, world, engine, use_orig_params):
 
 
 @ranks(2)
-def test_units_are_named_by_their_place(rank, world):
+def test_units_are_named_by_their_path(rank, world):
     def names(model):
         return [m._handle.name for m in type(model).fsdp_modules(model)]
 

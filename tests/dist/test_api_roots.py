@@ -26,7 +26,7 @@ def batch(rank, step=0):
 
 @ranks(1, 2)
 @BOTH
-def test_two_models_share_a_unit_by_turns(rank, world, use_orig_params):
+def test_two_models_use_a_unit_alternately(rank, world, use_orig_params):
     """An encoder with two heads, each head and the encoder a root of its own, several rounds."""
     options = {"use_orig_params": use_orig_params}
     plain = parts()

@@ -27,7 +27,7 @@ class Unread(TorchDispatchMode):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(1, 2, env=GPU)
-def test_the_norm_is_not_looked_at(rank, world, engine, use_orig_params):
+def test_clipping_by_the_norm_needs_no_host_sync(rank, world, engine, use_orig_params):
     def looked(*arguments):
         raise AssertionError("the norm was taken on the host")
 

@@ -43,9 +43,7 @@ def gradients(model):
 @BOTH
 @STRATEGIES
 def test_the_norm_of_a_whole_model(rank, world, use_orig_params, strategy):
-    model = wrap_blocks(
-        "fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy
-    )
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy)
     for norm_type, max_norm in itertools.product(NORMS, [0.1, 1e6]):
         model.zero_grad()
         plain = trained(toy())
@@ -140,7 +138,9 @@ def test_replicas_count_once(rank, world):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = wrap_blocks(
-        "fsdpc", toy(), sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        "fsdpc",
+        toy(),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         process_group=(pairs[rank // 2], across[rank % 2]),
     )
     plain = trained(toy())
@@ -195,7 +195,9 @@ def test_gradients_that_the_user_put_there(rank, world, use_orig_params):
 @BOTH
 def test_gradients_in_low_precision(rank, world, use_orig_params):
     model = wrap_blocks(
-        "fsdpc", toy(), use_orig_params=use_orig_params,
+        "fsdpc",
+        toy(),
+        use_orig_params=use_orig_params,
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
     )
     plain = trained(toy().bfloat16())
@@ -256,7 +258,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 @ranks(2)
-def test_without_the_structure_that_is_looked_for(rank, world):
+def test_models_without_the_expected_structure(rank, world):
     """A torch whose norm is no wrapper gets its names replaced instead."""
     from torch.nn.utils import clip_grad
 

@@ -208,9 +208,13 @@ def test_no_shard_replicates(rank, world):
 
 
 @ranks(2)
-@pytest.mark.parametrize("variable, values", [
-    ("FSDPC_COLLECTIVES", ["shm", "c10d"]), ("FSDPC_TIMEOUT", ["20", "30"]),
-])
+@pytest.mark.parametrize(
+    "variable, values",
+    [
+        ("FSDPC_COLLECTIVES", ["shm", "c10d"]),
+        ("FSDPC_TIMEOUT", ["20", "30"]),
+    ],
+)
 def test_environments_that_differ(rank, world, variable, values):
     os.environ[variable] = values[rank]
     with pytest.raises(fsdpc.MismatchError, match=f"{variable} differs between ranks.*on rank 1"):
@@ -219,8 +223,8 @@ def test_environments_that_differ(rank, world, variable, values):
 
 @ranks(2)
 def test_shm_is_refused_across_hosts(rank, world):
-    place = _bootstrap._place()
-    _bootstrap._place = lambda: f"{place} of host {rank}"
+    host = _bootstrap._host()
+    _bootstrap._host = lambda: f"{host}, host {rank}"
     assert connect("auto").kind == "c10d"
     other = dist.new_group([0, 1])
     with pytest.raises(ValueError, match="FSDPC_COLLECTIVES=shm needs all ranks .* host 1"):
@@ -241,8 +245,9 @@ def test_fake_backend():
         comm.agree("text")
         print(comm.kind, comm.rank, comm.world)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["c10d", "1", "4"], done.stderr
 
 
@@ -261,7 +266,7 @@ def test_agree(rank, world, kind):
 
 
 @ranks(2, env={"FSDPC_TIMEOUT": "0.5"})
-def test_timeout_names_who_is_missing(rank, world):
+def test_timeout_names_the_missing_ranks(rank, world):
     comm = connect("shm")
     if rank == 0:
         with pytest.raises(fsdpc.CommTimeout, match="rank 1"):
@@ -311,13 +316,16 @@ def test_killed_rank(world):
 def body_interrupted(rank, world):
     comm = connect("shm")
     comm.barrier()
-    if rank == 0:
-        signal_rank(0, signal.SIGINT, after=0.3)
-        try:
-            comm.barrier("something")
-        except KeyboardInterrupt:
-            return "interrupted"
-    time.sleep(2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["interrupted"])
+        return
+    signal_rank(0, signal.SIGINT, after=0.3)
+    try:
+        comm.barrier("something")
+    except KeyboardInterrupt:
+        store.set("interrupted", "")
+        return "interrupted"
 
 
 def test_interrupt_ends_a_wait():
@@ -366,10 +374,18 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
     script.write_text(textwrap.dedent(PROGRAM))
     ranks_to_start = ["spawn"] if launcher == "spawn" else ["0", "1"]
     processes = [
-        subprocess.Popen([sys.executable, str(script), rank, str(folder), how],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, "FSDPC_TIMEOUT": "30", "GLOO_SOCKET_IFNAME": "lo",
-                              "PYTHONPATH": str(Path(__file__).resolve().parents[2])})
+        subprocess.Popen(
+            [sys.executable, str(script), rank, str(folder), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "FSDPC_TIMEOUT": "30",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            },
+        )
         for rank in ranks_to_start
     ]
     try:

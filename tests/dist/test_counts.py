@@ -21,8 +21,14 @@ from toys import Block, loss_of, no_sync_if, tokens, toy, wrap_blocks
 
 STEPS = 3
 GATHERS = {ShardingStrategy.FULL_SHARD: 2, ShardingStrategy.SHARD_GRAD_OP: 1}
-CHECKPOINTS = [None, *((where, implementation) for where in ("inside", "outside")
-                       for implementation in CheckpointImpl)]
+CHECKPOINTS = [
+    None,
+    *(
+        (where, implementation)
+        for where in ("inside", "outside")
+        for implementation in CheckpointImpl
+    ),
+]
 
 
 def checkpointed(model, checkpoint, **options):
@@ -53,9 +59,14 @@ def test_gathers_and_reduces_of_a_step(rank, world, strategy):
         for use_orig_params in (True, False):
             for checkpoint in CHECKPOINTS:
                 what = f"{prefetch} {use_orig_params} {checkpoint}"
-                model = checkpointed(toy(blocks=4), checkpoint, sharding_strategy=strategy,
-                                     backward_prefetch=prefetch, forward_prefetch=True,
-                                     use_orig_params=use_orig_params)
+                model = checkpointed(
+                    toy(blocks=4),
+                    checkpoint,
+                    sharding_strategy=strategy,
+                    backward_prefetch=prefetch,
+                    forward_prefetch=True,
+                    use_orig_params=use_orig_params,
+                )
                 for step in range(STEPS):
                     loss_of(model, tokens(rank, step)).backward()
                 assert counts(model, "gather") == expected(model, GATHERS[strategy]), what

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import mixed
 from checkpoints import same as whole_values_equal
+from flags import Pair, both_ways, every_strategy, sharded
 from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
@@ -28,33 +29,6 @@ from toys import (
     wrap,
     wrap_blocks,
 )
-
-BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
-
-
-class Pair:
-    """A sharded model and an unsharded one that make the same steps."""
-
-    def __init__(self, rank, model=None, **options):
-        self.rank = rank
-        model = toy() if model is None else model
-        self.reference = Reference(model)
-        self.model = wrap_blocks("fsdpc", model, **options)
-        self.optimizers = [
-            torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
-            for m in (self.model, self.plain)
-        ]
-
-    @property
-    def plain(self):
-        return self.reference.master
-
-    def step(self, number):
-        loss_of(self.model, tokens(self.rank, number)).backward()
-        self.reference.backward(tokens(self.rank, number))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def same(model, plain, what, rtol=1e-6):
@@ -72,15 +46,15 @@ def same_output(model, plain, rank, step=7):
 
 
 @ranks(1, 2, 3)
-@BOTH
+@both_ways
 @pytest.mark.parametrize("average", ["mean", "ema"])
 def test_averaged_model(rank, world, use_orig_params, average):
     pair = Pair(rank, use_orig_params=use_orig_params)
     how = {"multi_avg_fn": get_ema_multi_avg_fn(0.7)} if average == "ema" else {}
-    averages = [AveragedModel(m, **how) for m in (pair.model, pair.plain)]
-    for number in range(4):
-        pair.step(number)
-        for averaged, model in zip(averages, (pair.model, pair.plain), strict=True):
+    averages = [AveragedModel(m, **how) for m in pair.models]
+    for _ in range(4):
+        pair.step()
+        for averaged, model in zip(averages, pair.models, strict=True):
             averaged.update_parameters(model)
     sharded, plain = (averaged.module for averaged in averages)
     same(pair.model, pair.plain, "the model itself")
@@ -106,7 +80,7 @@ class Normed(nn.Module):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_averages_of_buffers(rank, world, use_orig_params):
     torch.manual_seed(0)
     plain = Normed()
@@ -123,13 +97,13 @@ def test_averages_of_buffers(rank, world, use_orig_params):
 
 
 @ranks(2, 3)
-@BOTH
+@both_ways
 def test_ema_by_hand_over_parameters(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
-    emas = [copy.deepcopy(m).eval().requires_grad_(False) for m in (pair.model, pair.plain)]
-    for number in range(3):
-        pair.step(number)
-        for ema, model in zip(emas, (pair.model, pair.plain), strict=True):
+    emas = [copy.deepcopy(m).eval().requires_grad_(False) for m in pair.models]
+    for _ in range(3):
+        pair.step()
+        for ema, model in zip(emas, pair.models, strict=True):
             with torch.no_grad():
                 for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
                     mine.mul_(0.9).add_(theirs, alpha=0.1)
@@ -140,14 +114,14 @@ def test_ema_by_hand_over_parameters(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_shadow_parameters_stored_and_restored(rank, world, use_orig_params):
     """Averages kept as clones of the parameters, put into the model for evaluation."""
     pair = Pair(rank, use_orig_params=use_orig_params)
-    models = (pair.model, pair.plain)
+    models = pair.models
     shadows = [[p.clone().detach() for p in m.parameters()] for m in models]
-    for number in range(3):
-        pair.step(number)
+    for _ in range(3):
+        pair.step()
         for shadow, model in zip(shadows, models, strict=True):
             for s, p in zip(shadow, model.parameters(), strict=True):
                 s.sub_(0.25 * (s - p.detach()))
@@ -160,7 +134,7 @@ def test_shadow_parameters_stored_and_restored(rank, world, use_orig_params):
     for kept, model in zip(stored, models, strict=True):
         for s, p in zip(kept, model.parameters(), strict=True):
             p.data.copy_(s)
-    pair.step(3)
+    pair.step()
     same(*models, "after it is restored")
 
 
@@ -168,11 +142,11 @@ def test_shadow_parameters_stored_and_restored(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_target_network(rank, world, use_orig_params):
     """Hard updates by state dicts, soft ones over parameters; the target gives the goal."""
     pair = Pair(rank, use_orig_params=use_orig_params)
-    targets = [copy.deepcopy(m) for m in (pair.model, pair.plain)]
+    targets = [copy.deepcopy(m) for m in pair.models]
     for number in range(4):
         batch = tokens(rank, number)
         for target, model in zip(targets, (pair.model, pair.reference.compute), strict=True):
@@ -189,7 +163,7 @@ def test_target_network(rank, world, use_orig_params):
         for optimizer in pair.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for target, model in zip(targets, (pair.model, pair.plain), strict=True):
+        for target, model in zip(targets, pair.models, strict=True):
             if number % 2:
                 target.load_state_dict(model.state_dict())
             else:
@@ -199,17 +173,17 @@ def test_target_network(rank, world, use_orig_params):
 
 
 @ranks(1, 2, 3)
-@BOTH
-@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+@both_ways
+@every_strategy
 def test_copy_trains_alone(rank, world, use_orig_params, strategy):
     """Made before the first forward, after it, and after a step; original and copy go own ways."""
-    pair = Pair(rank, use_orig_params=use_orig_params, sharding_strategy=strategy)
+    pair = Pair(rank, use_orig_params=use_orig_params, **sharded(strategy, world))
     for moment in range(3):
         if moment == 1:
             with torch.no_grad():
                 pair.model(tokens(rank, 0))
         if moment == 2:
-            pair.step(0)
+            pair.step()
         before = full_parameters(pair.model)
         twin = copy.deepcopy(pair.model)
         assert type(twin) is type(pair.model) and twin.training
@@ -226,21 +200,21 @@ def test_copy_trains_alone(rank, world, use_orig_params, strategy):
                 optimizer.step()
                 optimizer.zero_grad()
         check_equal(full_parameters(pair.model), before, "the original")
-    pair.step(1)
+    pair.step()
     same(pair.model, pair.plain, "the original, trained on")
 
 
 @ranks(4)
-@BOTH
+@both_ways
 def test_hybrid_copy(rank, world, use_orig_params):
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    options = sharded(ShardingStrategy.HYBRID_SHARD, world)
+    groups = options.pop("groups")
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, **options)
     loss_of(model, tokens(rank, 0)).backward()
     twin = copy.deepcopy(model)
     assert all(p.grad is None for p in twin.parameters())
     check_equal(full_parameters(twin), full_parameters(model), "the copy")
-    reference = Reference(toy(), groups=[[0, 1], [2, 3]])
+    reference = Reference(toy(), groups=groups)
     loss_of(twin, tokens(rank, 1)).backward()
     reference.backward(tokens(rank, 1))
     check_gradients("fsdpc", twin, reference, "of the copy")
@@ -249,7 +223,7 @@ def test_hybrid_copy(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_low_precision_frozen_offloaded(rank, world, use_orig_params):
     model = toy()
     model.embed.requires_grad_(False)
@@ -280,7 +254,7 @@ def test_low_precision_frozen_offloaded(rank, world, use_orig_params):
 
 
 @ranks(2, 3)
-@BOTH
+@both_ways
 def test_parameters_of_every_kind(rank, world, use_orig_params):
     """0-dim, bfloat16, integers, ties, extra state, a module at two places."""
     model = wrap_blocks("fsdpc", mixed(seed=1), use_orig_params=use_orig_params)
@@ -296,11 +270,11 @@ def test_parameters_of_every_kind(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_part_of_a_model(rank, world, use_orig_params):
     """A plain module that contains units, and a unit that is not the root."""
     pair = Pair(rank, use_orig_params=use_orig_params)
-    pair.step(0)
+    pair.step()
     for part, plain in ((pair.model.blocks, pair.plain.blocks), (pair.model.blocks[1],) * 2):
         if part is plain:
             plain = pair.plain.blocks[1]
@@ -309,17 +283,17 @@ def test_part_of_a_model(rank, world, use_orig_params):
         first = twin[0] if isinstance(twin, nn.ModuleList) else twin
         expected = plain[0] if isinstance(plain, nn.ModuleList) else plain
         check_equal({"y": first(x).detach()}, {"y": expected(x).detach()}, "output", rtol=1e-5)
-    pair.step(1)
+    pair.step()
     same(pair.model, pair.plain, "the whole")
 
 
 @ranks(2)
-@BOTH
+@both_ways
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_with_its_optimizer(rank, world, use_orig_params, first):
     """A snapshot of model and optimizer to go back to."""
     pair = Pair(rank, use_orig_params=use_orig_params)
-    pair.step(0)
+    pair.step()
     if first == "optimizer" and not use_orig_params:
         with pytest.raises(TypeError, match="copy the model first"):
             copy.deepcopy((pair.optimizers[0], pair.model))
@@ -329,7 +303,7 @@ def test_with_its_optimizer(rank, world, use_orig_params, first):
         optimizer, model = copy.deepcopy(both[::-1])
     else:
         model, optimizer = copy.deepcopy(both)
-    pair.step(1)
+    pair.step()
     after = full_parameters(pair.model)
     loss_of(model, tokens(rank, 1)).backward()
     optimizer.step()
@@ -342,7 +316,7 @@ def test_with_its_optimizer(rank, world, use_orig_params, first):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_either_may_be_deleted(rank, world, use_orig_params):
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     loss_of(model, tokens(rank, 0)).backward()
@@ -379,7 +353,7 @@ class Tied(nn.Module):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_ties_hooks_and_ignored_parameters(rank, world, use_orig_params):
     torch.manual_seed(0)
     plain = Tied()
@@ -427,7 +401,7 @@ def test_pickles_and_shallow_copies_are_refused(rank, world):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_copies_are_made_between_steps(rank, world, use_orig_params):
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
 
@@ -458,6 +432,6 @@ def alone(rank, world):
 
 
 def test_a_copy_on_one_rank_only_is_an_error():
-    outcomes = run_ranks(alone, 2, faults=True, env={"FSDPC_TIMEOUT": "5"})
+    outcomes = run_ranks(alone, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert any(o.error and "construction of unit" in o.error for o in outcomes), outcomes
     assert not any(o.returned for o in outcomes)

@@ -72,15 +72,19 @@ def loss_of(model, batch):
 
 def batch_with(seed, choices, orders):
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(ROWS, WIDTH, generator=generator), "order": orders,
-            "choice": [torch.as_tensor(c) for c in choices]}
+    return {
+        "x": torch.randn(ROWS, WIDTH, generator=generator),
+        "order": orders,
+        "choice": [torch.as_tensor(c) for c in choices],
+    }
 
 
 ROUTES = {  # (rank, step) -> expert of each row
     "each_rank_its_own": lambda rank, step: [rank] * ROWS,
     "only_rank_0": lambda rank, step: [0, 1, 2, 3, 0, 1, 2] if rank == 0 else [-1] * ROWS,
-    "only_the_last_rank_alternates":
-        lambda rank, step: [step % 4] * ROWS if rank == dist.get_world_size() - 1 else [-1] * ROWS,
+    "only_the_last_rank_alternates": lambda rank, step: [step % 4] * ROWS
+    if rank == dist.get_world_size() - 1
+    else [-1] * ROWS,
     "nobody": lambda rank, step: [-1] * ROWS,
     "everyone_overlapping": lambda rank, step: [(rank + i + step) % 3 for i in range(ROWS)],
 }
@@ -90,14 +94,21 @@ ROUTES = {  # (rank, step) -> expert of each row
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("route", ROUTES)
 def test_routes(rank, world, engine, route, use_orig_params):
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP,
-                     ShardingStrategy.NO_SHARD):
+    for strategy in (
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.NO_SHARD,
+    ):
         compare_training(
-            engine, mixture(),
+            engine,
+            mixture(),
             lambda m, strategy=strategy: wrap_blocks(
-                engine, m, sharding_strategy=strategy, use_orig_params=use_orig_params),
+                engine, m, sharding_strategy=strategy, use_orig_params=use_orig_params
+            ),
             lambda step: batch_with(10 * step + rank, [ROUTES[route](rank, step)], [[0, 1, 2, 3]]),
-            loss_of=loss_of, groups=sharding_groups(strategy, world))
+            loss_of=loss_of,
+            groups=sharding_groups(strategy, world),
+        )
 
 
 @ranks(2, 4)
@@ -108,11 +119,14 @@ def test_ranks_run_experts_in_different_orders(rank, world, engine, prefetch):
     if rank % 2:
         order = order[::-1]
     compare_training(
-        engine, mixture(layers=2),
-        lambda m: wrap_blocks(engine, m, backward_prefetch=prefetch, forward_prefetch=True,
-                              use_orig_params=True),
+        engine,
+        mixture(layers=2),
+        lambda m: wrap_blocks(
+            engine, m, backward_prefetch=prefetch, forward_prefetch=True, use_orig_params=True
+        ),
         lambda step: batch_with(10 * step + rank, [[0, 1, 2, 3, 0, 1, 2]] * 2, [order] * 2),
-        loss_of=loss_of)
+        loss_of=loss_of,
+    )
 
 
 def random_batch(rank, step, layers, experts):
@@ -120,7 +134,7 @@ def random_batch(rank, step, layers, experts):
     choices, orders = [], []
     for _ in range(layers):
         orders.append(torch.randperm(experts, generator=generator).tolist())
-        allowed = orders[-1][:int(torch.randint(experts + 1, (), generator=generator))] + [-1]
+        allowed = orders[-1][: int(torch.randint(experts + 1, (), generator=generator))] + [-1]
         picks = torch.randint(len(allowed), (ROWS,), generator=generator)
         choices.append([allowed[p] for p in picks])
     return batch_with(step * 100 + rank, choices, orders)
@@ -131,6 +145,7 @@ def random_batch(rank, step, layers, experts):
 @pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
 def test_random_routing(rank, world, engine, precision, checkpoint):
     """Many steps, each rank its own subset of experts in its own order, two layers of them."""
+
     def sharded(model):
         if checkpoint == "inside":
             for layer in model.layers:
@@ -141,9 +156,15 @@ def test_random_routing(rank, world, engine, precision, checkpoint):
                 layer.experts = nn.ModuleList(checkpoint_wrapper(e) for e in layer.experts)
         return model
 
-    compare_training(engine, mixture(count=5, layers=2), sharded,
-                     lambda step: random_batch(rank, step, 2, 5), steps=8, loss_of=loss_of,
-                     precision=precision)
+    compare_training(
+        engine,
+        mixture(count=5, layers=2),
+        sharded,
+        lambda step: random_batch(rank, step, 2, 5),
+        steps=8,
+        loss_of=loss_of,
+        precision=precision,
+    )
 
 
 @ranks(2, 3)
@@ -178,8 +199,12 @@ def test_evaluation_with_other_experts_on_each_rank(rank, world, engine):
     for step in range(3):
         batch = random_batch(rank, step, 1, 4)
         with torch.no_grad():
-            check_equal({"out": sharded(batch)}, {"out": plain(batch)}, f"output of step {step}",
-                        rtol=0.0 if engine == "fsdpc" else 1e-6)
+            check_equal(
+                {"out": sharded(batch)},
+                {"out": plain(batch)},
+                f"output of step {step}",
+                rtol=0.0 if engine == "fsdpc" else 1e-6,
+            )
 
 
 class Skipping(nn.Module):
@@ -202,10 +227,16 @@ def test_ranks_drop_different_layers(rank, world, engine):
     """Rank r leaves out another block in each step; nobody runs the last block."""
     torch.manual_seed(1)
     sharded = compare_training(
-        engine, Skipping(), lambda m: wrap_blocks(engine, m, use_orig_params=True),
-        lambda step: {"x": batch_with(step * 10 + rank, [], [])["x"],
-                      "blocks": [i for i in range(3) if (i + step) % (world + 1) != rank]},
-        steps=5, loss_of=loss_of)
+        engine,
+        Skipping(),
+        lambda m: wrap_blocks(engine, m, use_orig_params=True),
+        lambda step: {
+            "x": batch_with(step * 10 + rank, [], [])["x"],
+            "blocks": [i for i in range(3) if (i + step) % (world + 1) != rank],
+        },
+        steps=5,
+        loss_of=loss_of,
+    )
     torch.manual_seed(1)
     untouched = Skipping().blocks[3].state_dict()
     trained = full_parameters(sharded)

@@ -49,10 +49,14 @@ def rtol(engine):
 @every_strategy
 def test_backward_twice(rank, world, engine, strategy, use_orig_params):
     compare_training(
-        engine, toy(),
-        lambda m: wrap_blocks(engine, m, sharding_strategy=strategy,
-                              use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step), times=2)
+        engine,
+        toy(),
+        lambda m: wrap_blocks(
+            engine, m, sharding_strategy=strategy, use_orig_params=use_orig_params
+        ),
+        lambda step: tokens(rank, step),
+        times=2,
+    )
 
 
 @ranks(2, 3)
@@ -62,14 +66,16 @@ def test_backward_twice(rank, world, engine, strategy, use_orig_params):
 def test_two_forwards_before_backward(rank, world, engine, strategy, use_orig_params, separate):
     model = toy()
     reference = Reference(model)
-    sharded = wrap_blocks(engine, model, sharding_strategy=strategy,
-                          use_orig_params=use_orig_params)
+    sharded = wrap_blocks(
+        engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (sharded, reference.master)]
     for step in range(3):
         first = loss_of(sharded, tokens(rank, step, 0))
         second = loss_of(sharded, tokens(rank, step, 1))
-        expected = [reference.forward(tokens(rank, step, micro), refresh=micro == 0)
-                    for micro in (0, 1)]
+        expected = [
+            reference.forward(tokens(rank, step, micro), refresh=micro == 0) for micro in (0, 1)
+        ]
         if separate:
             for loss, other in zip((first, second), expected, strict=True):
                 loss.backward()
@@ -112,10 +118,18 @@ class Twice(nn.Module):
 def test_a_module_called_three_times(rank, world, engine, strategy, use_orig_params, prefetch):
     torch.manual_seed(0)
     compare_training(
-        engine, Twice(),
-        lambda m: wrap_blocks(engine, m, sharding_strategy=strategy, backward_prefetch=prefetch,
-                              forward_prefetch=True, use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        Twice(),
+        lambda m: wrap_blocks(
+            engine,
+            m,
+            sharding_strategy=strategy,
+            backward_prefetch=prefetch,
+            forward_prefetch=True,
+            use_orig_params=use_orig_params,
+        ),
+        lambda step: tokens(rank, step),
+    )
 
 
 @ranks(2, 3)
@@ -124,8 +138,9 @@ def test_a_module_called_three_times(rank, world, engine, strategy, use_orig_par
 def test_evaluation_between_steps_and_inside_them(rank, world, engine, strategy, use_orig_params):
     model = toy()
     reference = Reference(model)
-    sharded = wrap_blocks(engine, model, sharding_strategy=strategy,
-                          use_orig_params=use_orig_params)
+    sharded = wrap_blocks(
+        engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (sharded, reference.master)]
 
     def evaluate(step):
@@ -133,8 +148,12 @@ def test_evaluation_between_steps_and_inside_them(rank, world, engine, strategy,
         with torch.no_grad():
             for number in range(2):
                 batch = tokens(rank, 50 + step, number)
-                check_equal({"logits": sharded(batch)}, {"logits": reference.master(batch)},
-                            f"evaluation in step {step}", rtol=rtol(engine))
+                check_equal(
+                    {"logits": sharded(batch)},
+                    {"logits": reference.master(batch)},
+                    f"evaluation in step {step}",
+                    rtol=rtol(engine),
+                )
         sharded.train()
 
     evaluate(99)
@@ -163,8 +182,12 @@ def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_m
         with getattr(torch, grad_mode)():
             for number in range(1 + 2 * rank if step < 2 else 0):
                 batch = tokens(rank, 70 + step, number)
-                check_equal({"logits": sharded(batch)}, {"logits": reference.master(batch)},
-                            f"evaluation {number} in step {step}", rtol=rtol(engine))
+                check_equal(
+                    {"logits": sharded(batch)},
+                    {"logits": reference.master(batch)},
+                    f"evaluation {number} in step {step}",
+                    rtol=rtol(engine),
+                )
     for step in range(3):
         reference.backward(tokens(rank, step))
     check_gradients(engine, sharded, reference, "of all steps")
@@ -237,8 +260,9 @@ def test_an_exception_and_then_a_new_step(rank, world, engine, strategy, use_ori
     model = toy(blocks=3)
     faulty = model.blocks[1] = Faulty()
     reference = Reference(model)
-    sharded = wrap_blocks(engine, model, Block, Faulty, sharding_strategy=strategy,
-                          use_orig_params=use_orig_params)
+    sharded = wrap_blocks(
+        engine, model, Block, Faulty, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (sharded, reference.master)]
     for step in range(3):
         faulty.fail = fail
@@ -263,6 +287,7 @@ IMPLEMENTATIONS = [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT]
 def checkpointed(engine, model, where, implementation, **options):
     """The model's blocks checkpointed inside their units, around them, or around the layers of
     a block that is one unit."""
+
     def around(module):
         return checkpoint_wrapper(module, checkpoint_impl=implementation)
 
@@ -284,13 +309,22 @@ def checkpointed(engine, model, where, implementation, **options):
 @every_strategy
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda i: i.name)
 @pytest.mark.parametrize("where", ["inside", "outside", "within"])
-def test_activation_checkpointing(rank, world, engine, strategy, use_orig_params, where,
-                                  implementation):
+def test_activation_checkpointing(
+    rank, world, engine, strategy, use_orig_params, where, implementation
+):
     compare_training(
-        engine, toy(blocks=3),
-        lambda m: checkpointed(engine, m, where, implementation, sharding_strategy=strategy,
-                               use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        toy(blocks=3),
+        lambda m: checkpointed(
+            engine,
+            m,
+            where,
+            implementation,
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+        ),
+        lambda step: tokens(rank, step),
+    )
 
 
 class CheckpointsItself(nn.Module):
@@ -319,9 +353,11 @@ class CheckpointsItself(nn.Module):
 def test_a_checkpoint_over_several_units(rank, world, engine, strategy, reentrant):
     torch.manual_seed(0)
     compare_training(
-        engine, CheckpointsItself(reentrant),
+        engine,
+        CheckpointsItself(reentrant),
         lambda m: wrap_blocks(engine, m, sharding_strategy=strategy, use_orig_params=True),
-        lambda step: tokens(rank, step))
+        lambda step: tokens(rank, step),
+    )
 
 
 # --- outputs and inputs --------------------------------------------------------------------------
@@ -340,8 +376,10 @@ SHAPES = {
     "tuple_partly_used": (lambda y: (y * 3, y), lambda o: o[1]),
     "list": (lambda y: [y, None, "text", 3], lambda o: o[0]),
     "dict": (lambda y: {"y": y, "none": None, "n": 1}, lambda o: o["y"]),
-    "nested": (lambda y: {"a": [(y, {"b": y * 0.5})], "c": ()},
-               lambda o: o["a"][0][0] + o["a"][0][1]["b"]),
+    "nested": (
+        lambda y: {"a": [(y, {"b": y * 0.5})], "c": ()},
+        lambda o: o["a"][0][0] + o["a"][0][1]["b"],
+    ),
     "dataclass": (lambda y: Result(y, "note"), lambda o: o.hidden),
     "same_tensor_twice": (lambda y: (y, y), lambda o: o[0] * o[1]),
     "view": (lambda y: y.flatten(0, 1), lambda o: o.view(2, 5, 6)),
@@ -380,10 +418,13 @@ def test_outputs_of_every_shape(rank, world, engine, use_orig_params, shape):
     for strategy in STRATEGIES:
         torch.manual_seed(0)
         compare_training(
-            engine, Consumer(shape),
+            engine,
+            Consumer(shape),
             lambda m, strategy=strategy: wrap_blocks(
-                engine, m, Shaped, sharding_strategy=strategy, use_orig_params=use_orig_params),
-            lambda step: tokens(rank, step))
+                engine, m, Shaped, sharding_strategy=strategy, use_orig_params=use_orig_params
+            ),
+            lambda step: tokens(rank, step),
+        )
 
 
 class RootOutput(nn.Module):
@@ -404,9 +445,12 @@ def test_root_outputs_of_every_shape(rank, world, engine, shape):
     torch.manual_seed(0)
     take = SHAPES[shape][1]
     compare_training(
-        engine, RootOutput(shape),
+        engine,
+        RootOutput(shape),
         lambda m: wrap_blocks(engine, m, Shaped, use_orig_params=True),
-        lambda step: tokens(rank, step), loss_of=lambda m, b: take(m(b)).square().mean())
+        lambda step: tokens(rank, step),
+        loss_of=lambda m, b: take(m(b)).square().mean(),
+    )
 
 
 class Metric(nn.Module):
@@ -443,10 +487,13 @@ def test_a_unit_that_returns_none(rank, world, engine, strategy, use_orig_params
     model = WithMetric()
     plain = copy.deepcopy(model)
     sharded = compare_training(
-        engine, model,
-        lambda m: wrap_blocks(engine, m, Block, Metric, sharding_strategy=strategy,
-                              use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        model,
+        lambda m: wrap_blocks(
+            engine, m, Block, Metric, sharding_strategy=strategy, use_orig_params=use_orig_params
+        ),
+        lambda step: tokens(rank, step),
+    )
     plain(tokens(rank, 0))
     sharded.module.metric.module.seen = 0.0
     assert plain.metric.seen != 0.0
@@ -478,10 +525,13 @@ class ReluAfter(nn.Module):
 def test_in_place_operations_after_a_unit(rank, world, engine, strategy, use_orig_params):
     torch.manual_seed(0)
     compare_training(
-        engine, ReluAfter(),
-        lambda m: wrap_blocks(engine, m, Block, nn.Linear, sharding_strategy=strategy,
-                              use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        ReluAfter(),
+        lambda m: wrap_blocks(
+            engine, m, Block, nn.Linear, sharding_strategy=strategy, use_orig_params=use_orig_params
+        ),
+        lambda step: tokens(rank, step),
+    )
 
 
 class Keyword(nn.Module):
@@ -514,9 +564,11 @@ class CallsByKeyword(nn.Module):
 def test_inputs_by_keyword(rank, world, engine, use_orig_params):
     torch.manual_seed(0)
     compare_training(
-        engine, CallsByKeyword(),
+        engine,
+        CallsByKeyword(),
         lambda m: wrap_blocks(engine, m, Keyword, use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        lambda step: tokens(rank, step),
+    )
 
 
 # --- nesting -------------------------------------------------------------------------------------
@@ -545,10 +597,19 @@ def test_units_in_units_in_units(rank, world, engine, strategy, use_orig_params,
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(13, 6), Deep(3), nn.Linear(6, 13))
     compare_training(
-        engine, model,
-        lambda m: wrap_blocks(engine, m, Block, Deep, sharding_strategy=strategy,
-                              backward_prefetch=prefetch, use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        model,
+        lambda m: wrap_blocks(
+            engine,
+            m,
+            Block,
+            Deep,
+            sharding_strategy=strategy,
+            backward_prefetch=prefetch,
+            use_orig_params=use_orig_params,
+        ),
+        lambda step: tokens(rank, step),
+    )
 
 
 @ranks(2)
@@ -558,8 +619,7 @@ def test_units_without_parameters_of_their_own(rank, world, engine, use_orig_par
     inner = wrap(engine, Block(6), use_orig_params=use_orig_params)
     model = nn.Sequential(nn.Embedding(13, 6), nn.Sequential(nn.Tanh(), inner), nn.Linear(6, 13))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(13, 6), nn.Sequential(nn.Tanh(), Block(6)),
-                          nn.Linear(6, 13))
+    plain = nn.Sequential(nn.Embedding(13, 6), nn.Sequential(nn.Tanh(), Block(6)), nn.Linear(6, 13))
     plain[1][1].load_state_dict({k: v.clone() for k, v in inner.state_dict().items()})
     plain[0].load_state_dict(model[0].state_dict())
     plain[2].load_state_dict(model[2].state_dict())

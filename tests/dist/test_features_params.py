@@ -45,9 +45,14 @@ def square_loss(model, batch):
 def train(engine, model, use_orig_params, rank, **options):
     precision = options.pop("precision", PRECISIONS[0])
     return compare_training(
-        engine, model,
+        engine,
+        model,
         lambda m: wrap(engine, m, use_orig_params=use_orig_params, **precision.options()),
-        lambda step: vectors(rank, step), loss_of=square_loss, precision=precision, **options)
+        lambda step: vectors(rank, step),
+        loss_of=square_loss,
+        precision=precision,
+        **options,
+    )
 
 
 class Scaled(nn.Module):
@@ -117,11 +122,13 @@ class Quantised(nn.Module):
         super().__init__()
         draw = torch.randint(-128, 128, (6, 5), dtype=torch.int8)
         self.weight = nn.Parameter(draw, requires_grad=False)
-        self.packed = nn.Parameter(torch.randint(0, 255, (7,), dtype=torch.uint8),
-                                   requires_grad=False)
+        self.packed = nn.Parameter(
+            torch.randint(0, 255, (7,), dtype=torch.uint8), requires_grad=False
+        )
         self.small = nn.Parameter(torch.randn(5).to(torch.float8_e4m3fn), requires_grad=False)
-        self.mask = nn.Parameter(torch.tensor([True, False, True, True, False]),
-                                 requires_grad=False)
+        self.mask = nn.Parameter(
+            torch.tensor([True, False, True, True, False]), requires_grad=False
+        )
         self.scale = nn.Parameter(torch.rand(5) / 128)
 
     def forward(self, x):
@@ -144,7 +151,8 @@ def test_integer_and_quantised_parameters(rank, world, engine, use_orig_params, 
     for name, value in before.items():
         assert after[name].dtype == value.dtype and after[name].shape == value.shape, name
         assert bytes(after[name].view(torch.uint8).flatten().tolist()) == bytes(
-            value.view(torch.uint8).flatten().tolist()), name
+            value.view(torch.uint8).flatten().tolist()
+        ), name
     if precision == PRECISIONS[0]:
         torch.manual_seed(0)
         train(engine, Quantised(), use_orig_params, rank)
@@ -158,9 +166,12 @@ def test_frozen_beside_trainable(rank, world, engine, use_orig_params, precision
     for name, p in model.named_parameters():
         p.requires_grad = not name.endswith(("up.weight", "embed.weight", "norm.bias"))
     sharded = compare_training(
-        engine, model,
+        engine,
+        model,
         lambda m: wrap_blocks(engine, m, use_orig_params=use_orig_params, **precision.options()),
-        lambda step: tokens(rank, step), precision=precision)
+        lambda step: tokens(rank, step),
+        precision=precision,
+    )
     if use_orig_params:
         assert {p.requires_grad for p in sharded.parameters()} == {True, False}
 
@@ -171,11 +182,15 @@ def test_frozen_beside_trainable(rank, world, engine, use_orig_params, precision
 def test_whole_units_frozen(rank, world, engine, use_orig_params, frozen):
     model = toy()
     for name, p in model.named_parameters():
-        p.requires_grad = (name.startswith("head") if frozen == "all_but_head"
-                           else not name.startswith(frozen))
+        p.requires_grad = (
+            name.startswith("head") if frozen == "all_but_head" else not name.startswith(frozen)
+        )
     compare_training(
-        engine, model, lambda m: wrap_blocks(engine, m, use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        engine,
+        model,
+        lambda m: wrap_blocks(engine, m, use_orig_params=use_orig_params),
+        lambda step: tokens(rank, step),
+    )
 
 
 class Partial(nn.Module):
@@ -192,8 +207,11 @@ class Partial(nn.Module):
 
 @ranks(1, 2, 3)
 @both_ways
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD,
-                                      ShardingStrategy.SHARD_GRAD_OP], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+    ids=lambda s: s.name,
+)
 def test_unused_parameters_keep_no_gradient(rank, world, engine, use_orig_params, strategy):
     """Used on no rank: grad stays None. Used on some rank: every rank has its part of the sum."""
     if not use_orig_params:  # one flat parameter stands for all four: None only if none is used
@@ -202,10 +220,14 @@ def test_unused_parameters_keep_no_gradient(rank, world, engine, use_orig_params
         return
     torch.manual_seed(0)
     compare_training(
-        engine, Partial(),
+        engine,
+        Partial(),
         lambda m: wrap(engine, m, use_orig_params=True, sharding_strategy=strategy),
         lambda step: (vectors(rank, step), [0] if rank else [0, 1 + step % 2]),
-        loss_of=square_loss, steps=4, groups=sharding_groups(strategy, world))
+        loss_of=square_loss,
+        steps=4,
+        groups=sharding_groups(strategy, world),
+    )
 
 
 class Tied(nn.Module):
@@ -226,9 +248,11 @@ class Tied(nn.Module):
 def test_tied_weights(rank, world, engine, use_orig_params, nested):
     torch.manual_seed(0)
     sharded = compare_training(
-        engine, Tied(),
+        engine,
+        Tied(),
         lambda m: (wrap_blocks if nested else wrap)(engine, m, use_orig_params=use_orig_params),
-        lambda step: tokens(rank, step))
+        lambda step: tokens(rank, step),
+    )
     with type(sharded).summon_full_params(sharded):
         assert sharded.module.embed.weight is sharded.module.head.weight
 
@@ -263,8 +287,9 @@ def test_zero_grad_both_ways(rank, world, engine, use_orig_params, to_none, no_s
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
-                  for m in (sharded, reference.master)]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (sharded, reference.master)
+    ]
     for step in range(4):
         for micro in range(2):
             sync = micro == 1 or not no_sync
@@ -280,16 +305,18 @@ def test_zero_grad_both_ways(rank, world, engine, use_orig_params, to_none, no_s
             optimizers[0].zero_grad(set_to_none=to_none)
         optimizers[1].zero_grad(set_to_none=to_none)
         if not to_none:
-            assert all(p.grad is not None and not p.grad.any()
-                       for p in sharded.parameters() if p.numel())
+            assert all(
+                p.grad is not None and not p.grad.any() for p in sharded.parameters() if p.numel()
+            )
         else:
             assert all(p.grad is None for p in sharded.parameters())
         check_parameters(engine, sharded, reference, f"after step {step}")
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
-                         ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name
+)
 def test_optimizer_built_before_wrapping(rank, world, engine, strategy):
     model = toy()
     reference = Reference(model, groups=sharding_groups(strategy, world))
@@ -329,9 +356,17 @@ def replace_by_zeros(p, step):
 
 @ranks(2, 3)
 @both_ways
-@pytest.mark.parametrize("change", [replace_by_new_tensor, change_in_place, replace_data,
-                                    drop_every_second_step, replace_by_zeros],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_by_new_tensor,
+        change_in_place,
+        replace_data,
+        drop_every_second_step,
+        replace_by_zeros,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_gradients_replaced_by_the_user(rank, world, engine, use_orig_params, change):
     """What the user puts into p.grad is what the optimizer sees and what the next backward adds
     to."""
@@ -357,12 +392,17 @@ def test_gradients_replaced_by_the_user(rank, world, engine, use_orig_params, ch
 
 @ranks(2)
 @both_ways
-@pytest.mark.parametrize("precision", [PRECISIONS[0], BF16, Precision(
-    "pure bf16", model=torch.bfloat16)], ids=lambda p: p.name)
-def test_gradients_have_the_parameters_type_and_shape(rank, world, engine, use_orig_params,
-                                                      precision):
-    sharded = wrap_blocks(engine, toy(dtype=precision.model), use_orig_params=use_orig_params,
-                          **precision.options())
+@pytest.mark.parametrize(
+    "precision",
+    [PRECISIONS[0], BF16, Precision("pure bf16", model=torch.bfloat16)],
+    ids=lambda p: p.name,
+)
+def test_gradients_have_the_parameters_type_and_shape(
+    rank, world, engine, use_orig_params, precision
+):
+    sharded = wrap_blocks(
+        engine, toy(dtype=precision.model), use_orig_params=use_orig_params, **precision.options()
+    )
     loss_of(sharded, tokens(rank, 0)).backward()
     for name, p in sharded.named_parameters():
         assert p.dtype == precision.model, name
@@ -381,8 +421,12 @@ def test_user_writes_parameters_between_steps(rank, world, engine, use_orig_para
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
     for step in range(3):
         loss = loss_of(sharded, tokens(rank, step))
-        check_equal({"loss": loss.detach()}, {"loss": reference.backward(tokens(rank, step))},
-                    f"step {step}", rtol=0.0 if engine == "fsdpc" else 1e-6)
+        check_equal(
+            {"loss": loss.detach()},
+            {"loss": reference.backward(tokens(rank, step))},
+            f"step {step}",
+            rtol=0.0 if engine == "fsdpc" else 1e-6,
+        )
         loss.backward()
         with torch.no_grad():
             for m in (sharded, reference.master):
@@ -404,7 +448,11 @@ def test_user_writes_parameters_after_evaluation(rank, world, engine, late):
             logits = sharded(tokens(rank, step))
             for p in sharded.parameters():
                 p.mul_(0.5)
-            check_equal({"logits": logits}, {"logits": plain(tokens(rank, step))},
-                        f"evaluation {step}", rtol=0.0 if engine == "fsdpc" else 1e-6)
+            check_equal(
+                {"logits": logits},
+                {"logits": plain(tokens(rank, step))},
+                f"evaluation {step}",
+                rtol=0.0 if engine == "fsdpc" else 1e-6,
+            )
             for p in plain.parameters():
                 p.mul_(0.5)

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flags import Pair, params_of
+from flags import Pair, both_ways, every_strategy, params_of, sharded
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, Toy, loss_of, tokens, toy, wrap_blocks
 
-BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 UNITS = ["blocks.0", "blocks.1"]
 
 
@@ -20,18 +19,17 @@ UNITS = ["blocks.0", "blocks.1"]
 
 
 @ranks(1, 2, 3)
-@BOTH
-@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+@both_ways
+@every_strategy
 def test_units_are_frozen_after_wrapping(rank, world, use_orig_params, strategy):
-    groups = [[r] for r in range(world)] if strategy.name == "NO_SHARD" else None
-    pair = Pair(rank, use_orig_params=use_orig_params, sharding_strategy=strategy, groups=groups)
+    pair = Pair(rank, use_orig_params=use_orig_params, **sharded(strategy, world))
     pair.set("blocks.0", False)
     for _ in range(3):
         pair.step()
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_a_unit_is_frozen_after_the_first_step_and_unfrozen_later(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     for flag in (True, False, False, True, True):
@@ -40,7 +38,7 @@ def test_a_unit_is_frozen_after_the_first_step_and_unfrozen_later(rank, world, u
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_everything_is_frozen_for_one_pass(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     pair.step()
@@ -51,8 +49,8 @@ def test_everything_is_frozen_for_one_pass(rank, world, use_orig_params):
 
 
 @ranks(2, 3)
-@BOTH
-def test_parts_take_turns(rank, world, use_orig_params):
+@both_ways
+def test_parts_are_trained_alternately(rank, world, use_orig_params):
     """As a generator and its discriminator, each frozen while the other is trained."""
     pair = Pair(rank, use_orig_params=use_orig_params)
     for step in range(4):
@@ -62,7 +60,7 @@ def test_parts_take_turns(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_a_unit_is_frozen_between_forward_and_backward(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     pair.step()
@@ -73,7 +71,7 @@ def test_a_unit_is_frozen_between_forward_and_backward(rank, world, use_orig_par
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_a_unit_is_frozen_while_gradients_accumulate(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     for _ in range(2):
@@ -86,7 +84,7 @@ def test_a_unit_is_frozen_while_gradients_accumulate(rank, world, use_orig_param
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_a_gradient_of_before_stays_while_its_unit_is_frozen(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     pair.step(zero=False)
@@ -213,14 +211,10 @@ def test_freezing_under_mixed_precision(rank, world, precision):
 
 @ranks(4)
 def test_freezing_over_replicas(rank, world):
-    from torch.distributed.device_mesh import init_device_mesh
-
     pair = Pair(
         rank,
         use_orig_params=True,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=init_device_mesh("cpu", (2, 2)),
-        groups=[[0, 1], [2, 3]],
+        **sharded(ShardingStrategy.HYBRID_SHARD, world),
     )
     for flag in (True, False, True):
         pair.set("blocks.0", flag)
@@ -229,7 +223,7 @@ def test_freezing_over_replicas(rank, world):
 
 
 @ranks(2)
-def test_flags_are_seen_at_the_gathered_tensors(rank, world):
+def test_gathered_tensors_have_the_flags(rank, world):
     """What forward reads as requires_grad is what was set."""
     pair = Pair(rank, use_orig_params=True)
     seen = []

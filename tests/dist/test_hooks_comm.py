@@ -1,4 +1,4 @@
-"""Communication hooks: torch's own and a user's, by the calls they get and the gradients they leave."""
+"""Communication hooks, torch's own and a user's: their calls, and the gradients that they leave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C10D = {"FSDPC_COLLECTIVES": "c10d"}
 
 
 class Calls:
-    """A hook that notes what it gets and averages over the ranks in rank order, as the reference."""
+    """A hook that records its arguments and averages over the ranks in rank order."""
 
     def __init__(self):
         self.seen = []
@@ -85,9 +85,7 @@ def test_default_hooks_equal_the_engines_own_sum(rank, world, engine, strategy, 
 
 def calls_match(rank, world, engine, strategy, use_orig_params):
     model = toy()
-    model = wrap_blocks(
-        engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+    model = wrap_blocks(engine, model, sharding_strategy=strategy, use_orig_params=use_orig_params)
     hook, state = Calls(), object()
     model.register_comm_hook(state, hook)
     units = type(model).fsdp_modules(model)
@@ -353,7 +351,9 @@ def test_not_with_replicas(rank, world, strategy):
         group = dist.new_group([index, index + 2])
         replicate = group if rank % 2 == index else replicate
     model = wrap(
-        "fsdpc", toy(), process_group=(shard, replicate),
+        "fsdpc",
+        toy(),
+        process_group=(shard, replicate),
         sharding_strategy=ShardingStrategy[strategy],
     )
     with pytest.raises(AssertionError, match="not supported for hybrid"):
@@ -399,7 +399,7 @@ def test_keep_low_precision_grads(rank, world):
 
 
 class Twice(nn.Module):
-    """A block that recomputes itself under each of its two uses: it is complete twice a backward."""
+    """A block that is recomputed under each of its two uses: complete twice a backward."""
 
     def __init__(self):
         super().__init__()

@@ -95,7 +95,7 @@ def test_names_change_and_change_back():
     del sys.modules["framework"]
 
 
-def test_what_someone_changed_since_is_left_alone():
+def test_names_that_were_changed_since_are_left_alone():
     module = framework()
     fsdpc.install()
     module.FSDP = other = object()
@@ -114,7 +114,7 @@ def test_signatures_stay_readable():
     assert list(inspect.signature(fsdpc.FSDP).parameters) == list(before[0].parameters)
 
 
-def test_enums_and_fully_shard_are_not_touched():
+def test_enums_and_fully_shard_do_not_change():
     names = [name for name in public.__all__ if name != "FullyShardedDataParallel"]
     before = [getattr(public, name) for name in names]
     fsdpc.install()

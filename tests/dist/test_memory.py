@@ -19,7 +19,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
-from fsdpc import _C
+from fsdpc import _probe
 
 PAGE = 4096
 MIB = 1 << 20
@@ -53,9 +53,10 @@ def layouts(model, world, precision):
             storage = str(precision.model).removeprefix("torch.")
             compute = str(precision.param or precision.model).removeprefix("torch.")
             reduce = str(precision.reduce or precision.param or precision.model)
-            specs.append((info.name, shape.numel(), storage, compute,
-                          reduce.removeprefix("torch."), True))
-        result.append(_C.layout(specs, world, 64))
+            specs.append(
+                (info.name, shape.numel(), storage, compute, reduce.removeprefix("torch."), True)
+            )
+        result.append(_probe.layout(specs, world, 64))
     return result
 
 
@@ -67,8 +68,13 @@ def pages(size):
 @pytest.mark.parametrize("precision", PRECISIONS[:2], ids=lambda p: p.name)
 def test_figures_are_those_of_the_layout(rank, world, precision):
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        model = wrap_blocks("fsdpc", toy(blocks=5), sharding_strategy=strategy,
-                            use_orig_params=True, **precision.options())
+        model = wrap_blocks(
+            "fsdpc",
+            toy(blocks=5),
+            sharding_strategy=strategy,
+            use_orig_params=True,
+            **precision.options(),
+        )
         loss_of(model, tokens(rank, 0)).backward()
         stats = model._tree.memory_stats()
         root, *blocks = layouts(model, world, precision)
@@ -101,8 +107,9 @@ def test_nothing_grows_from_step_3_to_step_50(rank, world, no_sync):
             figures.append(model._tree.memory_stats())
         if step % 5 == 4:
             sizes.append(pss_of_all_ranks())
-    assert all(figure == figures[0] for figure in figures), [
-        f for f in figures if f != figures[0]][:2]
+    assert all(figure == figures[0] for figure in figures), [f for f in figures if f != figures[0]][
+        :2
+    ]
     # Least of several: the interpreter and the collector only ever add for a moment.
     grown = (min(sizes[-4:]) - min(sizes[1:5])) / MIB
     assert grown < 4, f"grew by {grown:.2f} MiB in 25 steps"

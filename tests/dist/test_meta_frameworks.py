@@ -121,8 +121,12 @@ def test_values_and_buffers_from_rank_0(rank, world, use_orig_params, strategy, 
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=FutureWarning)
         model = wrap(
-            "fsdpc", model, use_orig_params=use_orig_params, sharding_strategy=strategy,
-            sync_module_states=True, param_init_fn=None if rank == 0 else init,
+            "fsdpc",
+            model,
+            use_orig_params=use_orig_params,
+            sharding_strategy=strategy,
+            sync_module_states=True,
+            param_init_fn=None if rank == 0 else init,
         )
     check_state(model, real())
     assert model.head.weight is model.embed.weight, "still tied"
@@ -138,7 +142,10 @@ def test_values_and_buffers_from_rank_0(rank, world, use_orig_params, strategy, 
 def test_blocks_wrapped_one_by_one(rank, world, use_orig_params):
     model = toy() if rank == 0 else on_meta("device", Toy)
     model = wrap_blocks(
-        "fsdpc", model, use_orig_params=use_orig_params, sync_module_states=True,
+        "fsdpc",
+        model,
+        use_orig_params=use_orig_params,
+        sync_module_states=True,
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
         param_init_fn=None if rank == 0 else own_only,
     )
@@ -178,7 +185,9 @@ def test_reset_parameters_of_every_module(rank, world, engine, use_orig_params, 
     with torch.device("meta"):
         model = build()
     model = wrap_blocks(
-        engine, model, use_orig_params=use_orig_params,
+        engine,
+        model,
+        use_orig_params=use_orig_params,
         param_init_fn=materialise if init else None,
     )
     expected = {n: p.detach() for n, p in build().named_parameters()}
@@ -314,6 +323,6 @@ def ignored_on_meta(rank, world):
 
 
 def test_ignored_buffers_without_memory_are_named():
-    outcomes = run_ranks(ignored_on_meta, 2, faults=True, env={"FSDPC_TIMEOUT": "5"})
+    outcomes = run_ranks(ignored_on_meta, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert "'batch_norm.running_mean' is on the meta device on rank 1" in outcomes[1].error
     assert not outcomes[0].returned

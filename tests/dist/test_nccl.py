@@ -16,8 +16,8 @@ from typing import Any
 import env
 import numpy as np
 import pytest
-import torch
 import simgpu
+import torch
 import torch.distributed as dist
 from harness import die, ranks, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
@@ -199,16 +199,17 @@ def test_a_closed_communicator_is_watched_in_peace(rank, world):
 
 
 @ranks(2, env=GPU)
-def test_keys_of_turns_that_are_over_are_deleted(rank, world):
+def test_keys_of_earlier_rounds_are_deleted(rank, world):
     comm = connect()
     for _ in range(5):
         comm.barrier()
     names = [f"group {dist.group.WORLD.group_name}/0"]
     channel = next(w.channel for w in _nccl._own() if w.channel.name in names)
-    turn = channel._turn - 1
-    assert turn >= 4
-    comm.barrier()  # all ranks have deleted the turn before the last one
-    assert not channel._store.check([f"{turn - 1}/0"]) and channel._store.check([f"{turn + 1}/0"])
+    number = channel._round - 1
+    assert number >= 4
+    comm.barrier()  # all ranks have deleted the round before the last one
+    assert not channel._store.check([f"{number - 1}/0"])
+    assert channel._store.check([f"{number + 1}/0"])
 
 
 @ranks(2, env=GPU)
@@ -231,7 +232,7 @@ def test_ranks_that_cannot_or_do_not_agree(rank, world):
 
 
 @ranks(1, env=GPU)
-def test_what_users_should_know_of_a_gpu_is_said_once(rank, world, caplog=None):
+def test_the_note_on_a_gpu_is_logged_once(rank, world, caplog=None):
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -251,7 +252,7 @@ def test_what_users_should_know_of_a_gpu_is_said_once(rank, world, caplog=None):
 
 @pytest.mark.parametrize("numel", [3, LARGE])
 @ranks(3, env={**GPU, "FSDPC_TIMEOUT": "3"})
-def test_agree_and_barriers_name_who_is_missing(rank, world, numel):
+def test_agree_and_barriers_name_the_missing_ranks(rank, world, numel):
     comm = connect()
     if rank == 2:
         dist.barrier()
@@ -317,9 +318,7 @@ def stopped(rank, world, numel):
 
 @pytest.mark.parametrize("numel", [3, LARGE])
 def test_a_rank_that_is_stopped(numel):
-    outcomes = run_ranks(
-        stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "3"}, numel=numel
-    )
+    outcomes = run_ranks(stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "3"}, numel=numel)
     assert outcomes[1].stopped and outcomes[0].returned, outcomes[0]
     assert "gather of unit layers.3" in outcomes[0].value
     words = "for rank 1 (FSDPC" if numel == 3 else "for the other ranks (FSDPC"
@@ -369,7 +368,7 @@ def test_a_rank_that_raises(numel):
 
 
 @ranks(2, env=GPU)
-def test_ranks_on_one_gpu_are_told_of_the_other_way(rank, world):
+def test_the_error_of_ranks_on_one_gpu_names_the_alternative(rank, world):
     os.environ["FSDPC_TIMEOUT"] = "3"
     simgpu.plant_nccl("INIT_STALL", -1, 1)
     with pytest.raises(_C.CommError, match="Ranks 0 and 1 share GPU 0.*FSDPC_COLLECTIVES=shm"):
@@ -430,17 +429,31 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("how, said", [
-    ("exit", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
-    ("destroy", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"),
-    ("raise", "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE"),
-])
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        (
+            "exit",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
+        ),
+        (
+            "destroy",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
+        ),
+        (
+            "raise",
+            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE",
+        ),
+    ],
+)
 def test_processes_end_without_hanging(tmp_path, how, said):
     began = time.monotonic()
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path), how],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, **GPU, "FSDPC_TIMEOUT": "400", "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
@@ -510,7 +523,7 @@ def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world)
 
 
 @ranks(2, env=GPU)
-def test_nccl_that_is_told_to_block(rank, world):
+def test_nccl_with_blocking_switched_on(rank, world):
     if rank == 0:
         os.environ["NCCL_COMM_BLOCKING"] = "1"
     kind = NotImplementedError if rank == 0 else _C.PeerError

@@ -60,7 +60,7 @@ def test_trains_as_without(rank, world, engine, use_orig_params, mixed):
 
 
 @ranks(2, env=GPU)
-def test_own_values_are_pinned_and_a_step_allocates_none(rank, world, engine):
+def test_offloaded_shards_are_pinned_and_a_step_allocates_none(rank, world, engine):
     models, optimizers = pair(engine)
     for number in range(2):
         step(models, optimizers, rank, number)

@@ -43,7 +43,8 @@ def both(function):
 
 def on_rank_0(model):
     return FSDP.state_dict_type(
-        model, FULL, None, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True))
+        model, FULL, None, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    )
 
 
 # --- the older methods ---------------------------------------------------------------------------
@@ -62,18 +63,23 @@ def test_older_methods(rank, world, use_orig_params):
     warnings.simplefilter("ignore", FutureWarning)
     whole = FSDP.full_optim_state_dict(run.model, run.optim, rank0_only=False)
     check_dict(whole, expected)
-    check_dict(FSDP.full_optim_state_dict(
-        run.model, run.optim, run.model.parameters(), rank0_only=False), expected)
+    check_dict(
+        FSDP.full_optim_state_dict(run.model, run.optim, run.model.parameters(), rank0_only=False),
+        expected,
+    )
     new = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
     ways = {
         "shard_full_optim_state_dict": [
             lambda call: call(whole, new.model, optim=new.optim),
             lambda call: call(whole, new.model),
-            lambda call: call(whole, new.model, new.optim.param_groups)],
+            lambda call: call(whole, new.model, new.optim.param_groups),
+        ],
         "scatter_full_optim_state_dict": [
             lambda call: call(first or None, new.model, optim=new.optim),
-            lambda call: call(first or None, new.model, group=dist.group.WORLD)],
-        "flatten_sharded_optim_state_dict": [lambda call: call(rows, new.model, new.optim)]}
+            lambda call: call(first or None, new.model, group=dist.group.WORLD),
+        ],
+        "flatten_sharded_optim_state_dict": [lambda call: call(rows, new.model, new.optim)],
+    }
     for name, calls in ways.items():
         for call in calls:
             with pytest.warns(FutureWarning, match=name):
@@ -92,7 +98,8 @@ def test_rekey(rank, world):
     fresh.load_state_dict(by_id)
     check_dict(named(plain, fresh), run.expected())
     by_name = FSDP.rekey_optim_state_dict(
-        fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh)
+        fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh
+    )
     check_dict(by_name, whole)
     assert FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_NAME, plain) is by_name
     new = start(rank, toy(), steps=0)
@@ -136,8 +143,12 @@ def test_named_optimizer(rank, world, use_orig_params):
 
 def with_plain(rank, use_orig_params):
     model = toy()
-    return wrap_blocks("fsdpc", model, ignored_states=list(model.head.parameters()),
-                       use_orig_params=use_orig_params)
+    return wrap_blocks(
+        "fsdpc",
+        model,
+        ignored_states=list(model.head.parameters()),
+        use_orig_params=use_orig_params,
+    )
 
 
 @ranks(2)
@@ -314,8 +325,11 @@ def test_state_that_a_rank_lacks(rank, world, use_orig_params):
     state = run.optim.state_dict()
     if rank == 2:
         names = [n for n, _ in run.model.named_parameters()]
-        mine = [i for i, n in enumerate(names) if "blocks" not in n and n.endswith(
-            "head.weight" if use_orig_params else "flat_param")]
+        mine = [
+            i
+            for i, n in enumerate(names)
+            if "blocks" not in n and n.endswith("head.weight" if use_orig_params else "flat_param")
+        ]
         del state["state"][mine[0]]
     text = r"each rank to have at least(.|\n)*Rank 2 is missing states.*head\.weight"
     with pytest.raises(RuntimeError, match=text):
@@ -335,8 +349,12 @@ def test_numbers_that_differ(rank, world, use_orig_params):
 
 @ranks(2)
 def test_a_trainable_parameter_that_the_optimizer_lacks(rank, world):
-    run = start(rank, toy(), use_orig_params=True, make=lambda m: torch.optim.Adam(
-        [p for n, p in m.named_parameters() if "up.bias" not in n]))
+    run = start(
+        rank,
+        toy(),
+        use_orig_params=True,
+        make=lambda m: torch.optim.Adam([p for n, p in m.named_parameters() if "up.bias" not in n]),
+    )
     with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.bias is not in the optimizer state"):
         save(run)
     for block in run.model.blocks:
@@ -351,8 +369,11 @@ def test_dicts_that_do_not_fit(rank, world):
     cases = [
         (ValueError, 'must have the keys "state"', {"param_groups": []}),
         (ValueError, "parameter ids for keys", run.expected_optim.state_dict()),
-        (KeyError, "not in the model", {**saved, "param_groups": [
-            {**saved["param_groups"][0], "params": ["nobody"]}]}),
+        (
+            KeyError,
+            "not in the model",
+            {**saved, "param_groups": [{**saved["param_groups"][0], "params": ["nobody"]}]},
+        ),
     ]
     for error, text, given in cases:
         with pytest.raises(error, match=text):
@@ -364,9 +385,10 @@ def test_dicts_that_do_not_fit(rank, world):
         FSDP.optim_state_dict_to_load(run.model, half, saved)
     flat = start(rank, toy(), steps=0, use_orig_params=False)
     for key, value, text in (
-            ("step", torch.tensor(7.0), "scalar state with the same value"),
-            ("exp_avg", torch.zeros(11, dtype=torch.float64), "same dtype"),
-            ("extra", 1, "Differing optimizer state names")):
+        ("step", torch.tensor(7.0), "scalar state with the same value"),
+        ("exp_avg", torch.zeros(11, dtype=torch.float64), "same dtype"),
+        ("extra", 1, "Differing optimizer state names"),
+    ):
         changed = copy.deepcopy(saved)
         changed["state"]["blocks.0.up.bias"][key] = value
         with pytest.raises(ValueError, match=text):
@@ -393,6 +415,6 @@ def one_rank_alone(rank, world):
         save(run)
 
 
-def test_a_call_on_one_rank_ends_and_says_who_did_not_come():
+def test_a_call_on_one_rank_ends_and_names_the_missing_ranks():
     outcomes = run_ranks(one_rank_alone, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
     assert "optimizer state of unit" in outcomes[0].error and "rank 1" in outcomes[0].error

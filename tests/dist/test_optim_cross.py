@@ -84,8 +84,9 @@ def hop(rank, world, kind, source, path):
     weights, state = get_state_dict(model, optim)
     holder = {"weights": weights, "optim": state}
     dcp.load(holder, checkpoint_id=source)
-    set_state_dict(model, optim, model_state_dict=holder["weights"],
-                   optim_state_dict=holder["optim"])
+    set_state_dict(
+        model, optim, model_state_dict=holder["weights"], optim_state_dict=holder["optim"]
+    )
     write(path, model, optim)
     return everything(model, optim)
 
@@ -114,8 +115,13 @@ def test_from_one_kind_to_the_next_on_disk(chain, tmp_path):
 def hop_whole(rank, world, kind, source):
     model = build(kind, toy(seed=9))
     optim = adam(model)
-    set_state_dict(model, optim, model_state_dict=source["weights"],
-                   optim_state_dict=source["optim"], options=FULL)
+    set_state_dict(
+        model,
+        optim,
+        model_state_dict=source["weights"],
+        optim_state_dict=source["optim"],
+        options=FULL,
+    )
     return everything(model, optim)
 
 
@@ -147,14 +153,22 @@ def test_get_and_set_optimizer_state_dict(rank, world, kind):
     check_dict(get_optimizer_state_dict(run.model, run.optim, options=FULL), expected)
     on_rank_0 = get_optimizer_state_dict(run.model, run.optim, options=ON_RANK_0)
     assert bool(on_rank_0) == (rank == 0)
-    flattened = get_optimizer_state_dict(run.model, run.optim, options=StateDictOptions(
-        full_state_dict=True, flatten_optimizer_state_dict=True))
+    flattened = get_optimizer_state_dict(
+        run.model,
+        run.optim,
+        options=StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),
+    )
     assert "state.head.bias.exp_avg" in flattened
-    for state, options in ((expected, FULL), (on_rank_0, FROM_RANK_0), (flattened, FULL),
-                           (get_optimizer_state_dict(run.model, run.optim), None)):
+    for state, options in (
+        (expected, FULL),
+        (on_rank_0, FROM_RANK_0),
+        (flattened, FULL),
+        (get_optimizer_state_dict(run.model, run.optim), None),
+    ):
         again = trained(rank, kind, steps=0, seed=4)
-        set_optimizer_state_dict(again.model, again.optim, optim_state_dict=copy.copy(state),
-                                 options=options)
+        set_optimizer_state_dict(
+            again.model, again.optim, optim_state_dict=copy.copy(state), options=options
+        )
         check_dict(save(again), expected)
 
 

@@ -31,8 +31,11 @@ from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 FULL = StateDictType.FULL_STATE_DICT
 WIRE = {"FSDPC_COLLECTIVES": "c10d"}
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP,
-              ShardingStrategy.NO_SHARD]
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
 
 
 def both(function):
@@ -70,16 +73,28 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
 def test_hybrid(rank, world, use_orig_params):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     pair = (groups[rank // 2], groups[2 + rank % 2])
-    run = start(rank, toy(), process_group=pair, use_orig_params=use_orig_params, steps=0,
-                sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    run = start(
+        rank,
+        toy(),
+        process_group=pair,
+        use_orig_params=use_orig_params,
+        steps=0,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
     run.reference.groups = [[0, 1], [2, 3]]
     run.train(2)
     check_full(run)
     with rank0(run.model):
         saved = save(run)
         assert bool(saved) == (rank == 0)
-        again = start(rank, toy(), process_group=pair, use_orig_params=use_orig_params, steps=0,
-                      sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        again = start(
+            rank,
+            toy(),
+            process_group=pair,
+            use_orig_params=use_orig_params,
+            steps=0,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )
     with rank0(again.model):
         load(again, saved)
     check_dict(save(again), run.expected())
@@ -87,8 +102,11 @@ def test_hybrid(rank, world, use_orig_params):
 
 def rank0(model: nn.Module, offload: bool = True):
     return type(model).state_dict_type(
-        model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=offload),
-        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
+        model,
+        FULL,
+        FullStateDictConfig(rank0_only=True, offload_to_cpu=offload),
+        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload),
+    )
 
 
 # --- back again ----------------------------------------------------------------------------------
@@ -122,14 +140,22 @@ NORM = (Block, nn.LayerNorm)
 
 
 @both
-@pytest.mark.parametrize("world,policy,before", [
-    (1, (Block,), True), (3, NORM, True), (3, (Block,), False), (2, NORM, False)],
-    ids=["1", "3-norms", "3-from-flat", "2-norms-from-flat"])
+@pytest.mark.parametrize(
+    "world,policy,before",
+    [(1, (Block,), True), (3, NORM, True), (3, (Block,), False), (2, NORM, False)],
+    ids=["1", "3-norms", "3-from-flat", "2-norms-from-flat"],
+)
 def test_resumed_under_another_world_wrapping_and_kind(world, policy, before, use_orig_params):
     saved = run_ranks(saved_by, 2, policy=(Block,), use_orig_params=before)
     expected = [sum(losses) / 2 for losses in zip(saved[0][2], saved[1][2], strict=True)]
-    for losses in run_ranks(resumed, world, policy=policy, use_orig_params=use_orig_params,
-                            parameters=saved[0][0], optim=saved[0][1]):
+    for losses in run_ranks(
+        resumed,
+        world,
+        policy=policy,
+        use_orig_params=use_orig_params,
+        parameters=saved[0][0],
+        optim=saved[0][1],
+    ):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0.0)
 
 
@@ -171,8 +197,13 @@ def decayed(model: nn.Module) -> torch.optim.Optimizer:
     weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
     others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
     return torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.1, "lr": 1e-2, "tag": "w"},
-         {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.9)}], lr=1e-3, amsgrad=True)
+        [
+            {"params": weights, "weight_decay": 0.1, "lr": 1e-2, "tag": "w"},
+            {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+        ],
+        lr=1e-3,
+        amsgrad=True,
+    )
 
 
 @ranks(2)
@@ -180,14 +211,23 @@ def test_groups_keep_their_options_and_division(rank, world):
     run = start(rank, mixed(), make=decayed, use_orig_params=True)
     check_full(run)
     saved = save(run)
-    again = start(rank, mixed(), steps=0, use_orig_params=True, policy=NORM, make=lambda model: (
-        torch.optim.AdamW(list(reversed(decayed(model).param_groups)), amsgrad=True)))
+    again = start(
+        rank,
+        mixed(),
+        steps=0,
+        use_orig_params=True,
+        policy=NORM,
+        make=lambda model: (
+            torch.optim.AdamW(list(reversed(decayed(model).param_groups)), amsgrad=True)
+        ),
+    )
     load(again, saved)
     got = save(again)
     check_states(got["state"], saved["state"])
     assert options_of(again.optim.param_groups) == options_of(saved["param_groups"])[::-1]
     assert [set(g["params"]) for g in got["param_groups"]] == [
-        set(g["params"]) for g in saved["param_groups"][::-1]]
+        set(g["params"]) for g in saved["param_groups"][::-1]
+    ]
     flat = start(rank, mixed(), steps=0, use_orig_params=False)
     with pytest.raises(ValueError, match="different options"):
         load(flat, saved)
@@ -215,7 +255,8 @@ def test_other_optimizers(rank, world, name, use_orig_params):
     check_full(run)
     if name == "names":
         assert [g["param_names"] for g in saved["param_groups"]] == [
-            g["params"] for g in saved["param_groups"]]
+            g["params"] for g in saved["param_groups"]
+        ]
     again = start(rank, toy(), steps=0, make=MAKERS[name], use_orig_params=use_orig_params)
     load(again, saved)
     check_dict(save(again), saved)

@@ -31,8 +31,12 @@ OWN_MB = 2 * MODEL_MB / 2  # a rank's part of both moments
 
 def measure(rank, world, config, use_orig_params, load):
     give_back_at_once()
-    model = wrap("fsdpc", Stack(), auto_wrap_policy=ModuleWrapPolicy({Layer}),
-                 use_orig_params=use_orig_params)
+    model = wrap(
+        "fsdpc",
+        Stack(),
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        use_orig_params=use_orig_params,
+    )
     optim = torch.optim.Adam(model.parameters())
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -49,17 +53,21 @@ def measure(rank, world, config, use_orig_params, load):
 
 def peaks(config, *, wire, use_orig_params, load=False):
     env = {"FSDPC_COLLECTIVES": wire} if wire else {}
-    found = run_ranks(measure, 2, env=env, config=config, use_orig_params=use_orig_params,
-                      load=load)
-    print(f"\n{type(config).__name__} {'load' if load else 'save'}, {wire or 'shared memory'}: "
-          f"peak {', '.join(f'{p:.1f}' for p in found)} MB (unit {UNIT_MB}, moments of a rank "
-          f"{OWN_MB:.0f} MB)")
+    found = run_ranks(
+        measure, 2, env=env, config=config, use_orig_params=use_orig_params, load=load
+    )
+    print(
+        f"\n{type(config).__name__} {'load' if load else 'save'}, {wire or 'shared memory'}: "
+        f"peak {', '.join(f'{p:.1f}' for p in found)} MB (unit {UNIT_MB}, moments of a rank "
+        f"{OWN_MB:.0f} MB)"
+    )
     return found
 
 
 def cases(function):
     function = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(
-        function)
+        function
+    )
     return pytest.mark.parametrize("wire", [None, "c10d"], ids=["shared", "wire"])(function)
 
 

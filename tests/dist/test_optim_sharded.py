@@ -36,8 +36,10 @@ def in_form(run, form=SHARDED):
 
 
 def wholes(saved):
-    state = {name: {key: whole(value) for key, value in state.items()}
-             for name, state in saved["state"].items()}
+    state = {
+        name: {key: whole(value) for key, value in state.items()}
+        for name, state in saved["state"].items()
+    }
     return {**saved, "state": state}
 
 
@@ -60,8 +62,9 @@ def test_rows_and_back(rank, world, form, use_orig_params):
     assert sum(shard.tensor.numel() for shard in up) <= -(-11 // world) * 6
     again = start(rank, mixed(), steps=0, use_orig_params=not use_orig_params)
     with in_form(again):
-        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-            again.model, again.optim, saved))
+        again.optim.load_state_dict(
+            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
+        )
     check_dict(save(again), run.expected())
 
 
@@ -73,8 +76,9 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
         saved = save(run)
         check_dict(wholes(saved), run.expected())
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
-        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-            again.model, again.optim, saved))
+        again.optim.load_state_dict(
+            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
+        )
     check_dict(save(again), run.expected())
 
 
@@ -83,22 +87,27 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
 def test_dtensors_with_a_mesh(rank, world, use_orig_params):
     shape, names = ((2,), ("shard",)) if world == 2 else ((2, 2), ("copies", "shard"))
     strategy = ShardingStrategy.FULL_SHARD if world == 2 else ShardingStrategy.HYBRID_SHARD
-    options = {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
-               "sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    options = {
+        "device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+        "sharding_strategy": strategy,
+        "use_orig_params": use_orig_params,
+    }
     run = start(rank, toy(), steps=0, **options)
     if world == 4:
         run.reference.groups = [[0, 1], [2, 3]]
     run.train(2)
     config = ShardedOptimStateDictConfig(_use_dtensor=True)
     with type(run.model).state_dict_type(
-            run.model, SHARDED, ShardedStateDictConfig(_use_dtensor=True), config):
+        run.model, SHARDED, ShardedStateDictConfig(_use_dtensor=True), config
+    ):
         saved = save(run)
     check_form(saved, DTensor)
     check_dict(wholes(saved), run.expected())
     again = start(rank, toy(), steps=0, **options)
     with in_form(again):
-        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-            again.model, again.optim, saved))
+        again.optim.load_state_dict(
+            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
+        )
     check_dict(save(again), run.expected())
 
 
@@ -122,12 +131,20 @@ def test_dtensors_that_lie_in_another_way_are_gathered(rank, world):
     run = start(rank, toy())
     saved = save(run)
     mesh = init_device_mesh("cpu", (2,))
-    spread = {**saved, "state": {
-        name: {key: distribute_tensor(value, mesh, [Replicate()]) if value.dim() else value
-               for key, value in state.items()} for name, state in saved["state"].items()}}
+    spread = {
+        **saved,
+        "state": {
+            name: {
+                key: distribute_tensor(value, mesh, [Replicate()]) if value.dim() else value
+                for key, value in state.items()
+            }
+            for name, state in saved["state"].items()
+        },
+    }
     again = start(rank, toy(), steps=0)
-    again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-        again.model, again.optim, spread))
+    again.optim.load_state_dict(
+        type(again.model).optim_state_dict_to_load(again.model, again.optim, spread)
+    )
     check_dict(save(again), run.expected())
 
 
@@ -135,7 +152,8 @@ def test_dtensors_that_lie_in_another_way_are_gathered(rank, world):
 def test_dtensors_need_a_mesh(rank, world):
     run = start(rank, toy())
     with type(run.model).state_dict_type(
-            run.model, SHARDED, None, ShardedOptimStateDictConfig(_use_dtensor=True)):
+        run.model, SHARDED, None, ShardedOptimStateDictConfig(_use_dtensor=True)
+    ):
         with pytest.raises(AssertionError, match="device_mesh"):
             save(run)
 
@@ -143,8 +161,9 @@ def test_dtensors_need_a_mesh(rank, world):
 @ranks(2)
 @both
 def test_units_that_are_not_sharded_stay_whole(rank, world, use_orig_params):
-    run = start(rank, toy(), sharding_strategy=ShardingStrategy.NO_SHARD,
-                use_orig_params=use_orig_params)
+    run = start(
+        rank, toy(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=use_orig_params
+    )
     with in_form(run):
         saved = save(run)
     check_form(saved, torch.Tensor)
@@ -152,11 +171,17 @@ def test_units_that_are_not_sharded_stay_whole(rank, world, use_orig_params):
     other = start(rank, toy(), steps=2, use_orig_params=use_orig_params)
     with in_form(other):
         rows = save(other)
-    again = start(rank, toy(), steps=0, sharding_strategy=ShardingStrategy.NO_SHARD,
-                  use_orig_params=use_orig_params)
+    again = start(
+        rank,
+        toy(),
+        steps=0,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=use_orig_params,
+    )
     with in_form(again):
-        again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-            again.model, again.optim, rows))
+        again.optim.load_state_dict(
+            type(again.model).optim_state_dict_to_load(again.model, again.optim, rows)
+        )
     check_dict(save(again), run.expected())
 
 
@@ -164,8 +189,9 @@ def test_units_that_are_not_sharded_stay_whole(rank, world, use_orig_params):
 def test_hybrid_without_a_mesh(rank, world):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     pair = (groups[rank // 2], groups[2 + rank % 2])
-    run = start(rank, toy(), process_group=pair, steps=0,
-                sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    run = start(
+        rank, toy(), process_group=pair, steps=0, sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    )
     run.reference.groups = [[0, 1], [2, 3]]
     run.train(2)
     with in_form(run):
@@ -192,6 +218,7 @@ def test_through_windows_that_hold_a_few_elements(rank, world, use_orig_params):
     for kind, options, saved in ((SHARDED, None, rows), (FULL, config, expected)):
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
         with type(again.model).state_dict_type(again.model, kind, None, options):
-            again.optim.load_state_dict(type(again.model).optim_state_dict_to_load(
-                again.model, again.optim, saved))
+            again.optim.load_state_dict(
+                type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
+            )
         check_dict(save(again), expected)

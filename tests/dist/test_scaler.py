@@ -80,7 +80,9 @@ def test_outputs_keep_their_dtype_and_structure():
     scaled = scaler.scale([half, (single, single.bfloat16())])
     assert type(scaled) is list and type(scaled[1]) is tuple
     assert [t.dtype for t in (scaled[0], *scaled[1])] == [
-        torch.float16, torch.float32, torch.bfloat16
+        torch.float16,
+        torch.float32,
+        torch.bfloat16,
     ]
     assert float(scaled[0]) == 8.0
     assert [float(t) for t in scaler.scale(iter([half]))] == [8.0]
@@ -95,7 +97,10 @@ def test_training_equals_an_unsharded_model(rank, world, engine, use_orig_params
     """fp16 compute, a scale that grows and that falls: losses, scales, skips and parameters."""
     options = {"init_scale": 2.0**13, "growth_interval": 2}
     model = wrap_blocks(
-        engine, toy(), use_orig_params=use_orig_params, sharding_strategy=strategy,
+        engine,
+        toy(),
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
         **FP16.options(),
     )
     reference = Reference(toy(), FP16)
@@ -196,9 +201,11 @@ def test_unscaled_before_clipping_and_only_once(rank, world, engine):
 @ranks(2)
 @BOTH
 def test_gradients_kept_in_half_precision(rank, world, engine, use_orig_params):
-    """keep_low_precision_grads: fp16 gradients are unscaled where they are and may be accumulated."""
+    """keep_low_precision_grads: fp16 gradients are unscaled in place and may be accumulated."""
     model = wrap_blocks(
-        engine, toy(), use_orig_params=use_orig_params,
+        engine,
+        toy(),
+        use_orig_params=use_orig_params,
         mixed_precision=MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True),
     )
     scaler = scaler_of(engine, init_scale=64.0)
@@ -247,7 +254,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 @ranks(2)
-def test_flags_on_a_device_are_not_looked_at(rank, world):
+def test_flags_on_a_device_need_no_host_sync(rank, world):
     """What a GPU runs, here on the CPU, with torch's reading of values forbidden."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

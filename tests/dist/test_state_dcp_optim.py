@@ -109,9 +109,7 @@ def test_sharded(rank, world, use_orig_params, mesh):
     model_state, state = get_state_dict(run.model, run.optim)
     check_states(wholes(state["state"]), expected["state"])
     other = trained(rank, world, seed=1, **options)
-    set_state_dict(
-        other.model, other.optim, model_state_dict=model_state, optim_state_dict=state
-    )
+    set_state_dict(other.model, other.optim, model_state_dict=model_state, optim_state_dict=state)
     check(other, expected)
     next_losses = [r.train(2) for r in (run, other)]
     assert all(torch.equal(a, b) for a, b in zip(*next_losses, strict=True))

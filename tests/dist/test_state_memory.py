@@ -75,9 +75,7 @@ def measure(rank, world, kind, config, engine, load):
 
 def peaks(kind, config=None, *, wire=None, engine="fsdpc", load=False, world=2):
     env = {"FSDPC_COLLECTIVES": wire} if wire else {}
-    found = run_ranks(
-        measure, world, env=env, kind=kind, config=config, engine=engine, load=load
-    )
+    found = run_ranks(measure, world, env=env, kind=kind, config=config, engine=engine, load=load)
     what = "load" if load else "save"
     print(
         f"\n{engine} {kind.name} {what}, {wire or 'shared memory'}: peak above the steady state "

@@ -422,8 +422,6 @@ def test_a_module_that_writes_in_its_own_way(rank, world):
     same(state, expected)
 
 
-
-
 def write_own_file(rank, world, folder):
     model = wrap_blocks("fsdpc", toy(seed=1))
     with typed(model):

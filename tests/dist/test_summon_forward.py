@@ -1,4 +1,4 @@
-"""summon_full_params around a forward, inside its hooks, nested, and between forward and backward."""
+"""summon_full_params around a forward, in its hooks, nested, between forward and backward."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def trains(model, rank, what):
 @pytest.mark.parametrize("recurse", [True, False])
 def test_forward_on_what_is_shown(rank, world, use_orig_params, strategy, recurse):
     """Evaluation on values that the user changed for a while, as with averaged weights."""
-    model = wrap_blocks(
-        "fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy
-    )
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy)
     plain = toy()
     with torch.no_grad():
         if world > 1 and strategy is not ShardingStrategy.NO_SHARD:
@@ -89,9 +87,7 @@ def test_on_one_rank_only(rank, world, use_orig_params):
 @pytest.mark.parametrize("recurse", [True, False])
 def test_in_mixed_precision(rank, world, use_orig_params, recurse):
     """Full values are shown in storage dtype and computed with in the low one."""
-    model = wrap_blocks(
-        "fsdpc", toy(), use_orig_params=use_orig_params, mixed_precision=BF16
-    )
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, mixed_precision=BF16)
     with torch.no_grad():
         expected = model(tokens(rank, 0))
         with summon(model, recurse=recurse, writeback=False):
@@ -105,9 +101,7 @@ def test_in_mixed_precision(rank, world, use_orig_params, recurse):
 @BOTH
 @STRATEGIES
 def test_between_forward_and_backward(rank, world, use_orig_params, strategy):
-    model = wrap_blocks(
-        "fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy
-    )
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, sharding_strategy=strategy)
     reference = Reference(toy())
     for step in range(2):
         loss = loss_of(model, tokens(rank, step))

@@ -290,7 +290,7 @@ def run_fewer_steps(rank, world):
         _bootstrap._leave()  # what a program's end does
 
 
-def test_who_has_left_is_not_waited_for():
+def test_ranks_that_have_left_are_not_waited_for():
     outcomes = run_ranks(run_fewer_steps, 2, faults=True, env={"FSDPC_TIMEOUT": "30"})
     # Not the deadline's error: the wait ended before it.
     assert "rank 1 has left" in (outcomes[0].error or ""), outcomes[0].log

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from flags import Pair, adam, params_of
+from flags import Pair, adam, both_ways, every_strategy, params_of, sharded
 from harness import ranks
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
 from toys import (
@@ -24,36 +24,33 @@ from toys import (
     wrap_blocks,
 )
 
-BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 BODY = ("embed", "blocks", "norm")
 
 
-def gradual(pair, *, whole: bool = True) -> None:
-    """The head first, then one part more every other step, from the top."""
+def blocks_frozen(rank, use_orig_params=True, **options):
+    return Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params, **options)
+
+
+def unfreeze(pair, *paths):
+    """One part after the other, two steps with each."""
     pair.step()
-    for path in ("blocks.1", "blocks.0", "norm", "embed"):
+    for path in paths:
         pair.set(path, True)
         pair.step()
         pair.step()
+
+
+def gradual(pair):
+    """The head first, then one part more every other step, from the top."""
+    unfreeze(pair, "blocks.1", "blocks.0", "norm", "embed")
 
 
 @ranks(1, 2, 3)
-@BOTH
-@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+@both_ways
+@every_strategy
 def test_gradual_unfreezing(rank, world, use_orig_params, strategy):
-    groups = [[r] for r in range(world)] if strategy.name == "NO_SHARD" else None
-    pair = Pair(
-        rank,
-        frozen=("blocks",),
-        use_orig_params=use_orig_params,
-        sharding_strategy=strategy,
-        groups=groups,
-    )
-    pair.step()
-    for path in ("blocks.1", "blocks.0"):
-        pair.set(path, True)
-        pair.step()
-        pair.step()
+    pair = blocks_frozen(rank, use_orig_params, **sharded(strategy, world))
+    unfreeze(pair, "blocks.1", "blocks.0")
 
 
 @ranks(1, 2, 3)
@@ -76,31 +73,22 @@ def test_unfreezing_under_mixed_precision(rank, world, precision):
 
 
 @ranks(4)
-@BOTH
+@both_ways
 def test_unfreezing_over_replicas(rank, world, use_orig_params):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    pair = Pair(
+    pair = blocks_frozen(
         rank,
-        frozen=("blocks",),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=init_device_mesh("cpu", (2, 2)),
-        groups=[[0, 1], [2, 3]],
+        use_orig_params,
+        **sharded(ShardingStrategy.HYBRID_SHARD, world),
     )
-    pair.step()
-    pair.set("blocks.0", True)
-    pair.step()
-    pair.step()
+    unfreeze(pair, "blocks.0")
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_unfreezing_with_offloaded_parameters(rank, world, use_orig_params):
-    pair = Pair(
+    pair = blocks_frozen(
         rank,
-        frozen=("blocks",),
-        use_orig_params=use_orig_params,
+        use_orig_params,
         cpu_offload=CPUOffload(offload_params=True),
     )
     pair.step()
@@ -109,17 +97,14 @@ def test_unfreezing_with_offloaded_parameters(rank, world, use_orig_params):
 
 
 @ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
-@BOTH
+@both_ways
 def test_unfreezing_over_torchs_collectives(rank, world, use_orig_params):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
-    pair.step()
-    pair.set("blocks.0", True)
-    pair.step()
-    pair.step()
+    pair = blocks_frozen(rank, use_orig_params)
+    unfreeze(pair, "blocks.0")
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_a_model_that_is_frozen_as_a_whole(rank, world, use_orig_params):
     pair = Pair(rank, frozen=("",), use_orig_params=use_orig_params)
     assert not loss_of(pair.model, tokens(rank, 0)).requires_grad
@@ -130,35 +115,35 @@ def test_a_model_that_is_frozen_as_a_whole(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_unfrozen_before_the_first_forward(rank, world, use_orig_params):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     pair.set("blocks", True)
     pair.step()
     pair.step()
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_unfrozen_frozen_and_unfrozen(rank, world, use_orig_params):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     for flag in (True, False, True, False, False, True):
         pair.set("blocks.0", flag)
         pair.step()
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_unfrozen_between_forward_and_backward(rank, world, use_orig_params):
     """It takes effect with the next forward, as without sharding."""
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     pair.step(lambda: pair.set("blocks.1", True))
     pair.step()
 
 
 @ranks(1, 2, 3)
-@BOTH
+@both_ways
 def test_unfrozen_while_gradients_accumulate(rank, world, use_orig_params):
     """What waits for other parameters of the unit is kept."""
     pair = Pair(rank, frozen=("blocks.0",), use_orig_params=use_orig_params)
@@ -187,10 +172,10 @@ def test_gradients_that_wait_are_still_zeroed(rank, world):
     pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
     pair.step()
     pair.accumulate(1)
-    for model in (pair.model, pair.reference.master):
+    for model in pair.models:
         model.zero_grad(set_to_none=False)
     pair.reference.pending = [None] * len(pair.reference.pending)
-    for p in pair.reference.master.parameters():
+    for p in pair.plain.parameters():
         p.grad = None
     pair.set("blocks.0.up.weight", True)
     loss_of(pair.model, pair.batch()).backward()
@@ -201,23 +186,20 @@ def test_gradients_that_wait_are_still_zeroed(rank, world):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_the_optimizer_gets_groups_later(rank, world, use_orig_params):
     def trained_only(params):
         return adam([p for p in params if p.requires_grad])
 
-    pair = Pair(
+    pair = blocks_frozen(
         rank,
-        frozen=("blocks",),
-        use_orig_params=use_orig_params,
+        use_orig_params,
         optimizer_of=trained_only,
     )
     pair.step()
     for path in ("blocks.1", "blocks.0"):
         pair.set(path, True)
-        for model, optimizer in zip(
-            (pair.model, pair.reference.master), pair.optimizers, strict=True
-        ):
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
             optimizer.add_param_group({"params": params_of(model, path), "lr": 3e-3})
         pair.step()
         pair.step()
@@ -246,14 +228,14 @@ def test_objects_memory_and_gradients_stay(rank, world):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_clipping_after_unfreezing(rank, world, use_orig_params):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     pair.set("blocks.0", True)
     for clip in ("model", "utils"):
         pair.backward()
-        expected = torch.nn.utils.clip_grad_norm_(pair.reference.master.parameters(), 0.01)
+        expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
         if clip == "model":
             got = pair.model.clip_grad_norm_(0.01)
         else:
@@ -265,10 +247,10 @@ def test_clipping_after_unfreezing(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_state_dicts_after_unfreezing(rank, world, use_orig_params):
     """A run that is loaded into a model wrapped with everything trainable goes on alike."""
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     pair.set("blocks", True)
     pair.step()
@@ -286,9 +268,9 @@ def test_state_dicts_after_unfreezing(rank, world, use_orig_params):
 
 
 @ranks(2)
-@BOTH
+@both_ways
 def test_sharded_state_dicts_after_unfreezing(rank, world, use_orig_params):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     kind = type(pair.model)
     pair.step()
     pair.set("blocks", True)
@@ -304,7 +286,7 @@ def test_sharded_state_dicts_after_unfreezing(rank, world, use_orig_params):
 
 @ranks(2)
 def test_unfreezing_inside_summon(rank, world):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair = blocks_frozen(rank)
     pair.step()
     with type(pair.model).summon_full_params(pair.model):
         pair.set("blocks.0", True)
@@ -313,7 +295,7 @@ def test_unfreezing_inside_summon(rank, world):
 
 @ranks(2)
 def test_an_evaluation_first(rank, world):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair = blocks_frozen(rank)
     pair.step()
     pair.set("blocks.0", True)
     with torch.no_grad():
@@ -326,20 +308,17 @@ def test_other_units_hooks_stay(rank, world):
     """A communication hook sums the gradients of the unfrozen unit, too."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair = blocks_frozen(rank)
     state = default_hooks.DefaultState(process_group=torch.distributed.group.WORLD)
     pair.model.register_comm_hook(state, default_hooks.reduce_scatter_hook)
     pair.reference.world = world
-    pair.step()
-    pair.set("blocks.0", True)
-    pair.step()
-    pair.step()
+    unfreeze(pair, "blocks.0")
 
 
 @ranks(2, 3)
 def test_unfreezing_other_parameters_on_a_rank(rank, world):
     """All ranks raise, and the parameter is named."""
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=True)
+    pair = blocks_frozen(rank)
     pair.step()
     for path in ("blocks.0.up",) if rank == 0 else ("blocks.0.up", "blocks.1.down"):
         for p in params_of(pair.model, path):
@@ -350,7 +329,7 @@ def test_unfreezing_other_parameters_on_a_rank(rank, world):
 
 
 def one_sided(rank, world, use_orig_params, unfreezes):
-    pair = Pair(rank, frozen=("blocks",), use_orig_params=use_orig_params)
+    pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     if rank == unfreezes:
         for p in params_of(pair.model, "blocks.1"):
@@ -366,7 +345,7 @@ def one_sided(rank, world, use_orig_params, unfreezes):
 
 
 @ranks(2, 3)
-@BOTH
+@both_ways
 @pytest.mark.parametrize("unfreezes", [0, 1])
 def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
     """No wait until the deadline: the ranks that go on notice the one that waits for them."""
@@ -374,7 +353,7 @@ def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
 
 
 @ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
-@BOTH
+@both_ways
 @pytest.mark.parametrize("unfreezes", [0, 1])
 def test_unfreezing_on_one_rank_only_over_torchs_collectives(
     rank, world, use_orig_params, unfreezes
@@ -404,7 +383,7 @@ class Shift(torch.nn.Module):
 
 
 @ranks(2, 3)
-@BOTH
+@both_ways
 @pytest.mark.parametrize("before", [1, 2])
 def test_graphs_from_before_the_unfreezing(rank, world, use_orig_params, before):
     """A backward through them, after backwards of either tree, keeps units while they are used."""

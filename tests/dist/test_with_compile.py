@@ -59,7 +59,8 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        check_equal(clean_parameters(model), reference.parameters(), f"after step {step}", rtol=rtol)
+        got = clean_parameters(model)
+        check_equal(got, reference.parameters(), f"after step {step}", rtol=rtol)
     done = Counter(e["op"] for e in model._tree.trace())
     assert done["gather"] == 2 * STEPS * 3 and done["reduce"] == STEPS * 3, done
     assert counters["stats"]["unique_graphs"] == 1, counters  # one for both blocks, unbroken
@@ -67,9 +68,19 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
 
 
 @ranks(2, **patient)
-@pytest.mark.parametrize(("way", "use_orig_params"), [
-    ("before", True), ("before", False), ("before_in_place", True), ("after", True),
-    ("after_inside", True), ("after_inside", False), ("after_in_place", True), ("whole", True)])
+@pytest.mark.parametrize(
+    ("way", "use_orig_params"),
+    [
+        ("before", True),
+        ("before", False),
+        ("before_in_place", True),
+        ("after", True),
+        ("after_inside", True),
+        ("after_inside", False),
+        ("after_in_place", True),
+        ("whole", True),
+    ],
+)
 def test_compiled_blocks(rank, world, way, use_orig_params):
     train_compiled(rank, way, "aot_eager", use_orig_params=use_orig_params)
 
@@ -94,8 +105,10 @@ def test_backend_inductor(rank, world, tmp_path):
 @ranks(2, **patient)
 def test_mixed_precision(rank, world):
     """The compiled blocks compute in bf16; equal to the same model with nothing compiled."""
-    options = {"use_orig_params": True, "mixed_precision": MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    options = {
+        "use_orig_params": True,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
     plain, model = (wrap_blocks("fsdpc", toy(), **options) for _ in range(2))
     compile_after(model, "after_in_place", "aot_eager")
     for step in range(STEPS):

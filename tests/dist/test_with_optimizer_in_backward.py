@@ -37,7 +37,8 @@ STEPS = 3
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
-    ids=lambda s: s.name)
+    ids=lambda s: s.name,
+)
 @pytest.mark.parametrize("collectives", ["shm", "c10d"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_optimizer_in_backward(rank, world, strategy, collectives, when):
@@ -61,8 +62,12 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
         optimizer.step()
         optimizer.zero_grad()
         # gloo has its own order of adding three ranks
-        check_equal(full_parameters(model), reference.parameters(), f"after step {step}",
-                    rtol=1e-5 if collectives == "c10d" else 0.0)
+        check_equal(
+            full_parameters(model),
+            reference.parameters(),
+            f"after step {step}",
+            rtol=1e-5 if collectives == "c10d" else 0.0,
+        )
 
 
 @ranks(2)
@@ -99,7 +104,8 @@ def test_post_accumulate_grad_hooks(rank, world, use_orig_params, mixed):
     heard: list[tuple[str, torch.Tensor]] = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(
-            lambda p, name=name: heard.append((name, p.grad.clone())))
+            lambda p, name=name: heard.append((name, p.grad.clone()))
+        )
     names = [name for name, _ in model.named_parameters()]
     orders: list[list[str]] = [[] for _ in range(world)]
     for step in range(STEPS):
@@ -211,7 +217,7 @@ def test_an_exception_in_a_hook(rank, world):
 
 
 @ranks(2)
-def test_what_will_not_be_called_is_said(rank, world):
+def test_hooks_that_will_not_be_called_are_reported(rank, world):
     model = toy()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="norm.weight.*blocks.0.*use_orig_params=True"):

@@ -72,11 +72,19 @@ def test_ddp_beside(rank, world, use_orig_params, collectives):
             reference.take_gradients()
             reference.reduce()
         check_gradients("fsdpc", sharded, references[0], f"of step {step}")
-        check_equal({n: p.grad for n, p in critic.module.named_parameters()},
-                    references[1].gradients(), f"critic, step {step}", rtol=1e-6)
+        check_equal(
+            {n: p.grad for n, p in critic.module.named_parameters()},
+            references[1].gradients(),
+            f"critic, step {step}",
+            rtol=1e-6,
+        )
         turn(*optimizers)
-        check_equal(dict(critic.module.named_parameters()), references[1].parameters(),
-                    f"critic after step {step}", rtol=1e-5)
+        check_equal(
+            dict(critic.module.named_parameters()),
+            references[1].parameters(),
+            f"critic after step {step}",
+            rtol=1e-5,
+        )
         with torch.no_grad():  # DDP's mean may round once more: go on from one value
             for p, q in zip(critic.parameters(), references[1].master.parameters(), strict=True):
                 q.copy_(p)
@@ -122,8 +130,12 @@ def test_fsdp_and_ddp_inside_a_plain_root(rank, world, use_orig_params):
         loss_of(model, tokens(rank, step)).backward()
         reference.backward(tokens(rank, step))
         ends = {n: p for n, p in reference.gradients().items() if n.startswith("ends.")}
-        check_equal({f"ends.{n}": p.grad for n, p in model.ends.module.named_parameters()}, ends,
-                    f"ends, step {step}", rtol=1e-6)
+        check_equal(
+            {f"ends.{n}": p.grad for n, p in model.ends.module.named_parameters()},
+            ends,
+            f"ends, step {step}",
+            rtol=1e-6,
+        )
         whole = {f"block.{n}": p for n, p in full(block).items()}
         inside = {n: p for n, p in reference.parameters().items() if n.startswith("block.")}
         check_equal(whole, inside, f"block before step {step}", rtol=1e-5)
@@ -141,8 +153,9 @@ def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
     model = toy()
     reference = Reference(model)
     model.embed = DDP(model.embed)
-    sharded = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params,
-                          ignored_modules=[model.embed])
+    sharded = wrap_blocks(
+        "fsdpc", model, use_orig_params=use_orig_params, ignored_modules=[model.embed]
+    )
     optimizers = sgd(sharded), sgd(reference.master)
     for step in range(STEPS):
         loss_of(sharded, tokens(rank, step)).backward()
@@ -158,8 +171,9 @@ def test_ddp_around_an_fsdpc_model(rank, world, use_orig_params):
     """DDP gets what fsdpc ignores and nothing else; without anything it says that it has no use."""
     model = toy()
     reference = Reference(model)
-    sharded = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params,
-                          ignored_modules=[model.embed])
+    sharded = wrap_blocks(
+        "fsdpc", model, use_orig_params=use_orig_params, ignored_modules=[model.embed]
+    )
     model = DDP(sharded)
     optimizers = sgd(model), sgd(reference.master)
     for step in range(STEPS):
@@ -237,8 +251,10 @@ def test_tensor_parallel_parameters_are_refused(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = parallelize_module(Parallel(), mesh["model"], PLAN)
     with pytest.raises(
-            ValueError, match=r"parameter 'up.weight' of unit 'Parallel' is a DTensor.*'model'"
-                              r".*ignored_states"):
+        ValueError,
+        match=r"parameter 'up.weight' of unit 'Parallel' is a DTensor.*'model'"
+        r".*ignored_states",
+    ):
         wrap("fsdpc", model, device_mesh=mesh["data"], use_orig_params=True)
     dist.barrier()
 
@@ -256,8 +272,13 @@ def test_tensor_parallel_beside(rank, world, use_orig_params):
     reference = Reference(model)
     parallelize_module(model, mesh["model"], PLAN)
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
-    sharded = wrap("fsdpc", model, device_mesh=mesh["data"], ignored_states=split,
-                   use_orig_params=use_orig_params)
+    sharded = wrap(
+        "fsdpc",
+        model,
+        device_mesh=mesh["data"],
+        ignored_states=split,
+        use_orig_params=use_orig_params,
+    )
     optimizers = sgd(sharded), sgd(reference.master)
     for step in range(STEPS):
         loss_of(sharded, tokens(data, step)).backward()
@@ -266,6 +287,7 @@ def test_tensor_parallel_beside(rank, world, use_orig_params):
             p.grad._local_tensor.div_(2)
         reference.backward(tokens(data, step))
         turn(*optimizers)
-        got = {n: v.full_tensor() if isinstance(v, DTensor) else v
-               for n, v in full(sharded).items()}
+        got = {
+            n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in full(sharded).items()
+        }
         check_equal(got, reference.parameters(), f"after step {step}", rtol=1e-5)

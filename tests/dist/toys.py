@@ -66,8 +66,12 @@ def tokens(rank: int, step: int, micro: int = 0, *, vocabulary: int = 13) -> Ten
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     logits = model(batch)
-    return nn.functional.cross_entropy(logits.float().flatten(0, -2) if logits.dtype in (
-        torch.float16, torch.bfloat16) else logits.flatten(0, -2), batch.flatten())
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, -2)
+        if logits.dtype in (torch.float16, torch.bfloat16)
+        else logits.flatten(0, -2),
+        batch.flatten(),
+    )
 
 
 # --- wrapping, the same for fsdpc and torch ------------------------------------------------------
@@ -114,8 +118,11 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def none_gradients(model: nn.Module) -> set[str]:
     """Names of the parameters, empty ones aside, that have no gradient on any rank. Collective."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
-        return {name for name, value in full_parameters(model).items()
-                if value.numel() and not value.any()}
+        return {
+            name
+            for name, value in full_parameters(model).items()
+            if value.numel() and not value.any()
+        }
 
 
 @contextmanager
@@ -149,8 +156,7 @@ class Precision:
             return {}
         from torch.distributed.fsdp import MixedPrecision
 
-        return {"mixed_precision": MixedPrecision(
-            param_dtype=self.param, reduce_dtype=self.reduce)}
+        return {"mixed_precision": MixedPrecision(param_dtype=self.param, reduce_dtype=self.reduce)}
 
     @property
     def wire(self) -> torch.dtype:
@@ -187,9 +193,14 @@ class Reference:
     [[0, 1], [2, 3]] for two replicas of two shards, [[0], [1]] when nothing is sharded.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision = PRECISIONS[0], *,
-                 groups: list[list[int]] | None = None,
-                 loss_of: Callable[[nn.Module, Any], Tensor] = loss_of) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision = PRECISIONS[0],
+        *,
+        groups: list[list[int]] | None = None,
+        loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
+    ) -> None:
         self.master = copy.deepcopy(model)
         self.compute = copy.deepcopy(model)
         if precision.param is not None:
@@ -247,9 +258,14 @@ class Reference:
         for wire in sorted({self.wire(p) for _, p in indexed}, key=str):
             of_wire = [(i, p) for i, p in indexed if self.wire(p) == wire]
             accumulate = accumulate_of(wire)
-            local = torch.cat([
-                torch.zeros(p.numel(), dtype=accumulate) if self.pending[i] is None
-                else self.pending[i].to(wire).to(accumulate).flatten() for i, p in of_wire])
+            local = torch.cat(
+                [
+                    torch.zeros(p.numel(), dtype=accumulate)
+                    if self.pending[i] is None
+                    else self.pending[i].to(wire).to(accumulate).flatten()
+                    for i, p in of_wire
+                ]
+            )
             total = self.add_ranks(local, wire)
             parts = total.split([p.numel() for _, p in of_wire])
             for (_, p), part in zip(of_wire, parts, strict=True):
@@ -273,12 +289,13 @@ class Reference:
         return {name: p.detach() for name, p in self.master.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad
-                for name, p in self.master.named_parameters()}
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.master.named_parameters()
+        }
 
     def none_gradients(self) -> set[str]:
-        return {name for name, p in self.master.named_parameters()
-                if p.numel() and p.grad is None}
+        return {name for name, p in self.master.named_parameters() if p.numel() and p.grad is None}
 
 
 def accumulate_of(wire: torch.dtype) -> torch.dtype:
@@ -310,15 +327,26 @@ def check_gradients(engine: str, model: nn.Module, reference: Reference, what: s
 
 def check_parameters(engine: str, model: nn.Module, reference: Reference, what: str) -> None:
     """Parameters equal the reference's. Collective."""
-    check_equal(full_parameters(model), reference.parameters(), f"parameters {what}",
-                rtol=0.0 if engine == "fsdpc" else 1e-6)
+    check_equal(
+        full_parameters(model),
+        reference.parameters(),
+        f"parameters {what}",
+        rtol=0.0 if engine == "fsdpc" else 1e-6,
+    )
 
 
-def compare_training(engine: str, model: nn.Module, sharded: Callable[[nn.Module], nn.Module],
-                     batch_of: Callable[[int], Any], *, steps: int = 3,
-                     precision: Precision = PRECISIONS[0],
-                     loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
-                     times: int = 1, groups: list[list[int]] | None = None) -> nn.Module:
+def compare_training(
+    engine: str,
+    model: nn.Module,
+    sharded: Callable[[nn.Module], nn.Module],
+    batch_of: Callable[[int], Any],
+    *,
+    steps: int = 3,
+    precision: Precision = PRECISIONS[0],
+    loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
+    times: int = 1,
+    groups: list[list[int]] | None = None,
+) -> nn.Module:
     """Trains `sharded(model)` and the reference side by side with AdamW; returns the sharded model.
 
     `batch_of(step)` gives this rank's batch. Which parameters have no gradient at all is compared
@@ -326,9 +354,12 @@ def compare_training(engine: str, model: nn.Module, sharded: Callable[[nn.Module
     """
     reference = Reference(model, precision, loss_of=loss_of, groups=groups)
     model = sharded(model)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2,
-                                    weight_decay=0.1, eps=1e-3)  # not 0 as a fp16
-                  for m in (model, reference.master)]
+    optimizers = [
+        torch.optim.AdamW(
+            [p for p in m.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-3
+        )  # not 0 as a fp16
+        for m in (model, reference.master)
+    ]
     for step in range(steps):
         loss = loss_of(model, batch_of(step))
         for i in range(times):
@@ -346,9 +377,14 @@ def compare_training(engine: str, model: nn.Module, sharded: Callable[[nn.Module
     return model
 
 
-def difference(got: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 0.0,
-               atol: float | None = None) -> str:
-    """"" if equal (to the bit when rtol is 0), else one line per parameter that differs.
+def difference(
+    got: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    rtol: float = 0.0,
+    atol: float | None = None,
+) -> str:
+    """ "" if equal (to the bit when rtol is 0), else one line per parameter that differs.
 
     Relative to each tensor's largest magnitude, as sums of terms that cancel have no other scale.
     """
@@ -358,8 +394,10 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: flo
     for name, value in got.items():
         other = expected[name]
         if value.shape != other.shape or value.dtype != other.dtype:
-            lines.append(f"{name}: {value.dtype} {tuple(value.shape)} but expected "
-                         f"{other.dtype} {tuple(other.shape)}")
+            lines.append(
+                f"{name}: {value.dtype} {tuple(value.shape)} but expected "
+                f"{other.dtype} {tuple(other.shape)}"
+            )
             continue
         if torch.equal(value, other):
             continue
@@ -367,9 +405,11 @@ def difference(got: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: flo
         limit = rtol * other.double().abs().max() if rtol else 0.0
         if not bool((gap <= limit + (atol or 0.0)).all()):  # also catches NaN
             where = int(gap.nan_to_num(float("inf")).argmax())
-            lines.append(f"{name}: got {value.flatten()[where]:.9g}, expected "
-                         f"{other.flatten()[where]:.9g} at flat index {where} "
-                         f"({int((value != other).sum())} of {value.numel()} elements differ)")
+            lines.append(
+                f"{name}: got {value.flatten()[where]:.9g}, expected "
+                f"{other.flatten()[where]:.9g} at flat index {where} "
+                f"({int((value != other).sum())} of {value.numel()} elements differ)"
+            )
     return "\n".join(lines)
 
 

@@ -27,12 +27,12 @@ import c_values as values
 import numpy as np
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
 
 BATCH = 250
 SHORT_S = 0.08  # the deadline of every communicator made here
 STUCK_S = 60.0  # without a further call: a hang, even on a busy machine
-TYPES = (_C.Comm, _C.FlatParameter, _C.Tree, _C.Hook)
+TYPES = (_probe.Comm, _probe.FlatParameter, _probe.Tree, _probe.Hook)
 SYSTEM_ERROR_STATUS = 77
 
 
@@ -89,18 +89,18 @@ class Caller:
     def new_comm(self) -> Any:
         kind = self.rng.randrange(6)
         if kind < 3:
-            made = _C.Comm.self_()
+            made = _probe.Comm.self_()
         elif kind == 3:
-            made = _C.Comm.shm(0, 1, self.name(), SHORT_S)
+            made = _probe.Comm.shm(0, 1, self.name(), SHORT_S)
         elif kind == 4:
-            made = _C.Comm.c10d(0, self.rng.choice([1, 2]), Callbacks(self.mischief))
+            made = _probe.Comm.c10d(0, self.rng.choice([1, 2]), Callbacks(self.mischief))
         else:
             made = self.pair_of_comms()[0]
         return self.keep("comm", made)
 
     def pair_of_comms(self) -> list[Any]:
         name = self.name()
-        made = self.together([lambda r=r: _C.Comm.shm(r, 2, name, 0.3) for r in range(2)])
+        made = self.together([lambda r=r: _probe.Comm.shm(r, 2, name, 0.3) for r in range(2)])
         for comm in made:
             if isinstance(comm, BaseException):
                 raise comm
@@ -109,9 +109,9 @@ class Caller:
 
     def new_flat(self) -> Any:
         specs = self.rng.choice(values.ALL_SPECS)
-        made = _C.FlatParameter(
+        made = _probe.FlatParameter(
             f"unit{self.number}",
-            self.rng.choice([_C.Comm.self_, lambda: self.some("comm")])(),
+            self.rng.choice([_probe.Comm.self_, lambda: self.some("comm")])(),
             specs,
             divide=self.rng.choice([1.0, 2.0]),
             reshard=self.rng.random() < 0.7,
@@ -134,7 +134,7 @@ class Caller:
 
     def new_tree(self) -> Any:
         flats = [self.new_flat() for _ in range(self.rng.randrange(1, 4))]
-        made = _C.Tree(
+        made = _probe.Tree(
             flats,
             [0] + [1] * (len(flats) - 1),
             torch=self.torch_functions(),
@@ -165,7 +165,9 @@ class Caller:
         return self.keep("hook", made)
 
     def new_plan(self) -> Any:
-        return self.keep("plan", _C.kernel_pack_plan([(4, 0, "float32"), (3, 64, "float16")], 128))
+        return self.keep(
+            "plan", _probe.kernel_pack_plan([(4, 0, "float32"), (3, 64, "float16")], 128)
+        )
 
     # --- arguments ---------------------------------------------------------------------------
 
@@ -326,17 +328,19 @@ class Caller:
             return
         pair = self.pair_of_comms()
         self.log("pair of units")
-        flats = self.together([lambda c=c: _C.FlatParameter("u", c, values.SPECS) for c in pair])
+        flats = self.together(
+            [lambda c=c: _probe.FlatParameter("u", c, values.SPECS) for c in pair]
+        )
 
         def use(flat: Any, slow: bool) -> None:
-            flat.gather()
+            _probe.gather(flat)
             if slow:
                 time.sleep(0.01)
-            flat.reduce([np.ones(12, np.float32), None])
-            flat.release()
+            _probe.reduce(flat, [np.ones(12, np.float32), None])
+            _probe.release(flat)
             flat.read([np.zeros(12, np.float32), None])
 
-        found = [flat for flat in flats if isinstance(flat, _C.FlatParameter)]
+        found = [flat for flat in flats if isinstance(flat, _probe.FlatParameter)]
         self.together([lambda f=f, i=i: use(f, i == 0) for i, f in enumerate(found)])
         for flat in found:
             self.keep("flat", flat)
@@ -351,13 +355,13 @@ class Caller:
         if pid == 0:
             signal.alarm(10)
             try:
-                comm = _C.Comm.shm(1, 2, name, 0.5)
+                comm = _probe.Comm.shm(1, 2, name, 0.5)
                 for _ in range(calls):
                     comm.all_reduce(np.ones(8, np.float32))
             finally:
                 os._exit(0)
         try:
-            comm = self.keep("comm", _C.Comm.shm(0, 2, name, 0.5))
+            comm = self.keep("comm", _probe.Comm.shm(0, 2, name, 0.5))
             for _ in range(2):
                 comm.all_reduce(np.ones(8, np.float32))
         finally:
@@ -369,27 +373,27 @@ class Caller:
     def call_comm_make(self) -> None:
         made = self.rng.randrange(5)
         if made == 0:
-            self.keep("comm", self.call("Comm.self_", _C.Comm.self_))
+            self.keep("comm", self.call("Comm.self_", _probe.Comm.self_))
         elif made == 1:
             rank, world = self.rng.choice([(0, 1), (0, 2), (1, 2), (5, 3), (-1, 1)])
             if world == 2 and self.rng.random() < 0.8:
                 return  # waits for the deadline
             name = self.name()
             made = self.call(
-                "Comm.shm", lambda r, w, n: _C.Comm.shm(r, w, n, 0.05), rank, world, name
+                "Comm.shm", lambda r, w, n: _probe.Comm.shm(r, w, n, 0.05), rank, world, name
             )
             self.keep("comm", made)
         elif made == 2:
             timeout = self.rng.choice([0.0, -1.0, float("nan"), "x", None, self.hostile()])
             self.log(f"Comm.shm timeout {timeout!r:.20}")
-            _C.Comm.shm(0, 1, self.name(), timeout)
+            _probe.Comm.shm(0, 1, self.name(), timeout)
         elif made == 3:
             world = self.rng.choice([1, 1, 2, 3])
             callbacks = self.rng.choice([Callbacks(self.mischief), self.hostile(), None, 1])
-            self.keep("comm", self.call("Comm.c10d", _C.Comm.c10d, 0, world, callbacks))
+            self.keep("comm", self.call("Comm.c10d", _probe.Comm.c10d, 0, world, callbacks))
         else:
             args = (0, 1, bytes(128), bytes(128), 0)
-            self.call("Comm.nccl", _C.Comm.nccl, *args, "n", 0.1, None)
+            self.call("Comm.nccl", _probe.Comm.nccl, *args, "n", 0.1, None)
 
     def call_comm_collective(self) -> None:
         name = self.rng.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
@@ -451,16 +455,18 @@ class Caller:
             "nccl_note_others": [lambda: self.some("comm"), "t"],
             "set_cuda_allocator": [0, None, None],
         }.get(name, [])
-        got = self.call(name, getattr(_C, name), *args)
+        got = self.call(name, getattr(_probe, name), *args)
         if name == "export_dlpack" and self.rng.random() < 0.7:
             torch.utils.dlpack.from_dlpack(got).view(-1)[:1].fill_(1)
 
     def call_threads(self) -> None:
-        _C.set_num_threads(self.rng.choice([1, 2, 3, 0, -1, "x", 2**70]))
+        _probe.set_num_threads(self.rng.choice([1, 2, 3, 0, -1, "x", 2**70]))
 
     def call_layout(self) -> None:
         world = self.rng.choice([1, 2, 3, 1000])
-        self.call("layout", _C.layout, self.specs(), world, self.rng.choice([64, 4, 4096]), True)
+        self.call(
+            "layout", _probe.layout, self.specs(), world, self.rng.choice([64, 4, 4096]), True
+        )
 
     def specs(self) -> Any:
         specs = [list(spec) for spec in self.rng.choice(values.ALL_SPECS)]
@@ -480,15 +486,24 @@ class Caller:
         name = rng.choice(["cast", "accumulate", "reduce", "norm2", "scale_by"])
         if name in ("cast", "accumulate"):
             self.call(
-                f"kernel_{name}", getattr(_C, f"kernel_{name}"), dst, one, src, other, 1.0, where
+                f"kernel_{name}",
+                getattr(_probe, f"kernel_{name}"),
+                dst,
+                one,
+                src,
+                other,
+                1.0,
+                where,
             )
         elif name == "reduce":
             sources = [src, self.hostile(), None, src][: rng.randrange(5)]
-            self.call("kernel_reduce", _C.kernel_reduce, dst, one, sources, other, kernels=where)
+            self.call(
+                "kernel_reduce", _probe.kernel_reduce, dst, one, sources, other, kernels=where
+            )
         elif name == "norm2":
-            self.call("kernel_norm2", _C.kernel_norm2, src, other, where)
+            self.call("kernel_norm2", _probe.kernel_norm2, src, other, where)
         else:
-            self.call("kernel_scale_by", _C.kernel_scale_by, dst, one, np.ones(1), where)
+            self.call("kernel_scale_by", _probe.kernel_scale_by, dst, one, np.ones(1), where)
 
     def call_pack(self) -> None:
         rng = self.rng
@@ -498,26 +513,32 @@ class Caller:
                 (4, 0, "float32"),
                 (rng.choice([3, -1, 2**62]), rng.choice([64, 3]), "float16"),
             ]
-            self.keep("plan", self.call("pack_plan", _C.kernel_pack_plan, targets, bytes_))
+            self.keep("plan", self.call("pack_plan", _probe.kernel_pack_plan, targets, bytes_))
             return
         src = [np.zeros(4, "f4"), rng.choice([None, np.zeros(3, "f2"), self.hostile()])]
-        self.call("pack", _C.kernel_pack, lambda: self.some("plan"), np.zeros(128, "u1"), src, 1.0)
+        self.call(
+            "pack", _probe.kernel_pack, lambda: self.some("plan"), np.zeros(128, "u1"), src, 1.0
+        )
 
     def call_flat_make(self) -> None:
         made = self.call(
-            "FlatParameter", _C.FlatParameter, "u", lambda: self.some("comm"), self.specs,
+            "FlatParameter", _probe.FlatParameter, "u", lambda: self.some("comm"), self.specs,
             lambda: self.rng.choice([None, None, self.some("comm")]), 1.0, True, False,
         )  # fmt: skip
         self.keep("flat", made)
 
     def call_flat_alone(self) -> None:
         for _ in range(self.rng.randrange(1, 5)):
-            name = self.rng.choice(["gather", "gather", "release", "enter_forward"])
+            alone = ["gather", "gather", "release"]
+            name = self.rng.choice([*alone, "enter_forward"])
             name = self.rng.choice(
                 [name, name, "leave_forward", "forward_failed", "unbind", "layout"]
             )
             try:
-                self.method("flat", name)
+                if name in alone:
+                    self.call(name, getattr(_probe, name), self.some("flat"))
+                else:
+                    self.method("flat", name)
             except SystemError:
                 raise
             except Exception:
@@ -525,7 +546,7 @@ class Caller:
 
     def call_flat_reduce(self) -> None:
         flat = self.some("flat")
-        self.call("flat.reduce", flat.reduce, lambda: self.full_tensors(flat), False)
+        self.call("reduce", _probe.reduce, flat, lambda: self.full_tensors(flat), False)
 
     def call_flat_values(self) -> None:
         flat = self.some("flat")
@@ -618,7 +639,7 @@ class Caller:
             flats.append(self.hostile())
         depths = self.listed([0] * len(flats))
         made = self.call(
-            "Tree", _C.Tree, flats, depths, self.torch_functions, 0, False,
+            "Tree", _probe.Tree, flats, depths, self.torch_functions, 0, False,
             self.rng.choice([0, 1, 3]), 0, False, False,
         )  # fmt: skip
         self.keep("tree", made)

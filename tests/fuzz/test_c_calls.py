@@ -25,12 +25,12 @@ LONGEST_S = 240
 PRELUDE = """
     import dataclasses, gc, mmap, threading, time
     import numpy as np, pytest, torch
-    from fsdpc import _C
+    from fsdpc import _probe
 
     SPECS = [("w", 4, "float32", "float32", "float32", True)]
 
     def unit(name="u", comm=None):
-        flat = _C.FlatParameter(name, comm or _C.Comm.self_(), SPECS)
+        flat = _probe.FlatParameter(name, comm or _probe.Comm.self_(), SPECS)
         full, param = torch.zeros(4, requires_grad=True), torch.nn.Parameter(torch.zeros(4))
         flat.bind([full], [({}, "w", 0, param)], [(param, torch.zeros(4), (0,))], [0])
         return flat
@@ -110,9 +110,9 @@ def test_hooks_of_a_tree_without_torch_are_refused(kind):
     passes(
         f"""
         flat = unit()
-        tree = _C.Tree([flat], [0])
+        tree = _probe.Tree([flat], [0])
         hook = flat.hook({kind!r}, 0)
-        with pytest.raises(_C.StateError, match="unit u: hooks need torch"):
+        with pytest.raises(_probe.StateError, match="unit u: hooks need torch"):
             hook(None, (torch.ones(3),), torch.ones(3))
         """
     )
@@ -122,9 +122,9 @@ def test_a_tree_that_is_closed_in_a_hook_is_closed_when_the_hook_has_ended():
     passes(
         """
         flat = unit()
-        tree = _C.Tree([flat], [0], torch=functions(grad=lambda: tree.close() or True))
+        tree = _probe.Tree([flat], [0], torch=functions(grad=lambda: tree.close() or True))
         flat.hook("pre_forward")(None, ())
-        with pytest.raises(_C.StateError, match="closed"):
+        with pytest.raises(_probe.StateError, match="closed"):
             tree.memory()
         assert not flat.attached
         """
@@ -140,19 +140,19 @@ def test_a_tree_that_another_thread_closes_while_in_a_hook_is_closed_afterwards(
             assert closed.wait(60)
             return True
         flat = unit()
-        tree = _C.Tree([flat], [0], torch=functions(grad=slow))
+        tree = _probe.Tree([flat], [0], torch=functions(grad=slow))
         thread = later(lambda: flat.hook("pre_forward")(None, ()))
         assert inside.wait(60)
         tree.close()
         assert tree.phase == "idle"  # not freed
-        with pytest.raises(_C.StateError, match="in use"):
+        with pytest.raises(_probe.StateError, match="in use"):
             tree.detach()
-        with pytest.raises(_C.StateError, match="in use"):
+        with pytest.raises(_probe.StateError, match="in use"):
             flat.bind([None], [], [], [])
         flat.unbind()
         closed.set()
         thread.join()
-        with pytest.raises(_C.StateError, match="closed"):
+        with pytest.raises(_probe.StateError, match="closed"):
             tree.memory()
         """
     )
@@ -168,7 +168,7 @@ def test_a_second_thread_waits_until_the_first_has_left_the_unit():
             order.append("hook")
             return True
         flat = unit()
-        tree = _C.Tree([flat], [0], torch=functions(grad=slow))
+        tree = _probe.Tree([flat], [0], torch=functions(grad=slow))
         thread = later(lambda: flat.hook("pre_forward")(None, ()))
         assert inside.wait(60)
         flat.write(0, np.ones(4, np.float32))
@@ -187,13 +187,13 @@ def test_a_callback_of_a_collective_cannot_use_the_unit():
             def all_gather(self, array, piece_bytes, what):
                 array[piece_bytes:] = array[:piece_bytes]  # as if the other rank did the same
                 if self.flat is not None:
-                    self.flat.gather()
+                    _probe.gather(self.flat)
             reduce_scatter = all_reduce = broadcast = barrier = all_gather
         calls = Callbacks()
-        flat = _C.FlatParameter("u", _C.Comm.c10d(0, 2, calls), SPECS)
+        flat = _probe.FlatParameter("u", _probe.Comm.c10d(0, 2, calls), SPECS)
         calls.flat = flat
-        with pytest.raises(_C.CommError) as caught:
-            flat.gather()
+        with pytest.raises(_probe.CommError) as caught:
+            _probe.gather(flat)
         assert "inside a collective" in str(caught.value.__cause__)
         """
     )
@@ -213,7 +213,7 @@ def test_an_output_list_may_shrink_while_it_is_walked():
             other: object = None
         output = []
         flat = unit()
-        tree = _C.Tree([flat], [0], torch=functions())
+        tree = _probe.Tree([flat], [0], torch=functions())
         for _ in range(50):
             output = [torch.ones(2, requires_grad=True).as_subclass(Shrinks) * 2 for _ in range(20)]
             flat.hook("pre_forward")(None, ())
@@ -236,12 +236,12 @@ def test_reading_into_what_cannot_be_written_is_refused():
                 flat.read([target])
             with pytest.raises(ValueError, match="parameter w of unit u needs a .*writable"):
                 flat.read_blocks([4], [target])
-        bits = _C.FlatParameter("b", _C.Comm.self_(), [("t", 8, *["uint8"] * 3, False)])
+        bits = _probe.FlatParameter("b", _probe.Comm.self_(), [("t", 8, *["uint8"] * 3, False)])
         target = bytes(8)
         with pytest.raises(ValueError, match="writable"):
             bits.read([target])
         with pytest.raises(ValueError, match="read-only"):
-            _C.export_dlpack(still)
+            _probe.export_dlpack(still)
         assert target == bytes(8) and still.sum() == 0
         """
     )
@@ -252,8 +252,8 @@ def test_arrays_of_python_objects_are_refused():
         """
         for dtype in ("O", [("O", "f4"), ("x", "O")]):
             with pytest.raises(BufferError, match="Python objects"):
-                _C.Comm.self_().all_gather(np.zeros(3, dtype))
-        _C.Comm.self_().all_gather(np.zeros(3, [("O", "f4")]))  # only a name
+                _probe.Comm.self_().all_gather(np.zeros(3, dtype))
+        _probe.Comm.self_().all_gather(np.zeros(3, [("O", "f4")]))  # only a name
         """
     )
 
@@ -261,7 +261,7 @@ def test_arrays_of_python_objects_are_refused():
 def test_a_frozen_unit_has_no_gradient_to_hand_out():
     passes(
         """
-        flat = _C.FlatParameter("f", _C.Comm.self_(), [("w", 6, *["float32"] * 3, False)])
+        flat = _probe.FlatParameter("f", _probe.Comm.self_(), [("w", 6, *["float32"] * 3, False)])
         for get in (flat.grad_part, flat.grad_segment):
             with pytest.raises(ValueError, match="frozen"):
                 get(0)
@@ -308,7 +308,7 @@ def test_lists_that_change_while_bind_reads_them():
         class Number:
             def __index__(self):
                 sites.clear()
-                with pytest.raises(_C.StateError, match="in use"):
+                with pytest.raises(_probe.StateError, match="in use"):
                     flat.bind([None], [], [], [])
                 return 0
         flat, t = unit(), torch.zeros(4)
@@ -324,13 +324,13 @@ def test_a_unit_cannot_be_in_a_tree_twice():
         """
         flat = unit()
         with pytest.raises(ValueError, match="unit u is listed twice"):
-            _C.Tree([flat, flat], [0, 0])
+            _probe.Tree([flat, flat], [0, 0])
         with pytest.raises(TypeError, match="not iterable"):
-            _C.Tree(2147483647, np.array(["a"] * 12))
+            _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
-            _C.layout([], 2147483647, 64)
+            _probe.layout([], 2147483647, 64)
         with pytest.raises(TypeError, match="tuple of nine"):
-            _C.Tree([flat], [0], torch=1)
+            _probe.Tree([flat], [0], torch=1)
         """
     )
 
@@ -340,11 +340,12 @@ def test_objects_are_not_found_before_they_are_whole():
         """
         class Looks(list):
             def __iter__(self):
-                found.extend(o for o in gc.get_objects() if type(o) in (_C.FlatParameter, _C.Tree))
+                types = (_probe.FlatParameter, _probe.Tree)
+                found.extend(o for o in gc.get_objects() if type(o) in types)
                 return super().__iter__()
         found = []
-        _C.FlatParameter("u", _C.Comm.self_(), Looks(SPECS))
-        _C.Tree(Looks(), Looks())
+        _probe.FlatParameter("u", _probe.Comm.self_(), Looks(SPECS))
+        _probe.Tree(Looks(), Looks())
         assert found == []
         """
     )
@@ -359,10 +360,10 @@ def test_two_threads_in_one_communicator_are_refused():
                 assert tried.wait(60)
             reduce_scatter = all_reduce = broadcast = barrier = all_gather
         inside, tried = threading.Event(), threading.Event()
-        comm = _C.Comm.c10d(0, 1, Slow())
+        comm = _probe.Comm.c10d(0, 1, Slow())
         thread = later(lambda: comm.barrier())
         assert inside.wait(60)
-        with pytest.raises(_C.StateError, match="another collective of this communicator"):
+        with pytest.raises(_probe.StateError, match="another collective of this communicator"):
             comm.all_reduce(np.ones(3, np.float32))
         tried.set()
         thread.join()

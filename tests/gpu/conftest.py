@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # `import gpu`
+sys.path.insert(0, str(ROOT / "benchmarks"))  # `from gpu import machine`
 
-import gpu  # noqa: E402
+from gpu import machine  # noqa: E402
 
 SIMULATED = bool(os.environ.get("FSDPC_LIBCUDA"))
 AVAILABLE = torch.cuda.is_available() or SIMULATED
@@ -32,23 +32,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not AVAILABLE:
-        pytest.skip(gpu.NO_GPU)
+        pytest.skip(machine.NO_GPU)
     if SIMULATED and "real_gpu" in item.keywords:
         pytest.skip("means something on a real GPU only")
 
 
 @pytest.fixture(scope="session")
-def device() -> gpu.Device:
+def device() -> machine.Device:
     """The GPU, or the CPU whose models the simulated GPU shards."""
     os.environ.setdefault("FSDPC_TIMEOUT", "60")
-    return gpu.DryDevice() if SIMULATED else gpu.CudaDevice(0)
+    return machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
 
 
 @pytest.fixture(scope="session")
-def group(device: gpu.Device) -> Iterator[dist.ProcessGroup]:
+def group(device: machine.Device) -> Iterator[dist.ProcessGroup]:
     """The default process group of this one rank."""
     with tempfile.TemporaryDirectory() as folder:
-        gpu.start_group(device, folder=folder)
+        machine.start_group(device, folder=folder)
         yield dist.group.WORLD
         dist.destroy_process_group()
 

@@ -19,15 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent / "simgpu", HERE.parent / "dist", HERE.parents[1] / "benchmarks", HERE):
+TESTS, ROOT = HERE.parent, HERE.parents[1]
+for folder in (TESTS / "simgpu" / "python", TESTS / "dist", ROOT / "benchmarks", HERE):
     sys.path.insert(0, str(folder))
 
-import gpu  # noqa: E402
 import runs  # noqa: E402
 import torch  # noqa: E402
+from gpu import machine  # noqa: E402
 
 SILENCE_S = 50  # then all threads say where they are
-Step = Callable[[gpu.Device], str]
+Step = Callable[[machine.Device], str]
 STEPS: list[Step] = []
 
 
@@ -45,7 +46,7 @@ def gap(got: list[float], want: list[float], tolerance: float) -> str:
 
 
 @step
-def known(device: gpu.Device) -> str:
+def known(device: machine.Device) -> str:
     """the device"""
     from fsdpc import _C
 
@@ -55,29 +56,29 @@ def known(device: gpu.Device) -> str:
 
 
 @step
-def kernel(device: gpu.Device) -> str:
+def kernel(device: machine.Device) -> str:
     """one kernel, bit for bit"""
-    from fsdpc import _C
+    from fsdpc import _probe
 
-    gpu.tell_engine(device)
+    machine.prepare_probe(device)
     source = torch.randn(100_003)
     want = torch.zeros(100_003, dtype=torch.bfloat16)
     got = torch.zeros(100_003, dtype=torch.bfloat16, device=device.device)
-    _C.kernel_cast(want, "bfloat16", source, "float32", 0.3, "plain")
-    _C.kernel_cast(got, "bfloat16", source.to(device.device), "float32", 0.3, "cuda:0")
+    _probe.kernel_cast(want, "bfloat16", source, "float32", 0.3, "plain")
+    _probe.kernel_cast(got, "bfloat16", source.to(device.device), "float32", 0.3, "cuda:0")
     assert torch.equal(got.cpu(), want)
     return f"{want.numel():,} elements equal"
 
 
 @step
-def group(device: gpu.Device) -> str:
+def group(device: machine.Device) -> str:
     """the process group"""
-    gpu.start_group(device)
+    machine.start_group(device)
     return torch.distributed.get_backend()
 
 
 @step
-def forward(device: gpu.Device) -> str:
+def forward(device: machine.Device) -> str:
     """one forward"""
     place = device.device
     want = float(runs.loss_of(runs.model(place), place, 0).detach())
@@ -86,7 +87,7 @@ def forward(device: gpu.Device) -> str:
 
 
 @step
-def gradients(device: gpu.Device) -> str:
+def gradients(device: machine.Device) -> str:
     """one backward: every gradient"""
     place = device.device
     plain, model = runs.model(place), runs.wrap(runs.model(place), place)
@@ -100,7 +101,7 @@ def gradients(device: gpu.Device) -> str:
 
 
 @step
-def training(device: gpu.Device) -> str:
+def training(device: machine.Device) -> str:
     """steps of training"""
     place = device.device
     want = runs.train(runs.model(place), place)
@@ -108,7 +109,7 @@ def training(device: gpu.Device) -> str:
 
 
 @step
-def low_precision(device: gpu.Device) -> str:
+def low_precision(device: machine.Device) -> str:
     """steps of training in bf16, beside FSDP1"""
 
     def losses(library: str) -> list[float]:
@@ -123,7 +124,7 @@ def low_precision(device: gpu.Device) -> str:
 
 
 @step
-def accumulation(device: gpu.Device) -> str:
+def accumulation(device: machine.Device) -> str:
     """no_sync and clipping"""
     place = device.device
 
@@ -139,7 +140,7 @@ def accumulation(device: gpu.Device) -> str:
 
 
 @step
-def streams(device: gpu.Device) -> str:
+def streams(device: machine.Device) -> str:
     """steps on a stream of the user's"""
     place = device.device
     want = runs.train(runs.model(place), place)
@@ -152,7 +153,7 @@ def streams(device: gpu.Device) -> str:
 
 
 @step
-def state(device: gpu.Device) -> str:
+def state(device: machine.Device) -> str:
     """a state dict, there and back"""
     place = device.device
     model = runs.wrap(runs.model(place), place)
@@ -164,7 +165,7 @@ def state(device: gpu.Device) -> str:
 
 
 @step
-def growth(device: gpu.Device) -> str:
+def growth(device: machine.Device) -> str:
     """no memory asked for in further steps"""
     place = device.device
     model = runs.wrap(runs.model(place), place)
@@ -177,7 +178,7 @@ def growth(device: gpu.Device) -> str:
     return f"{after['peak_reserved']:,} bytes reserved"
 
 
-def alive(device: gpu.Device) -> bool:
+def alive(device: machine.Device) -> bool:
     """Whether the GPU still works for this process."""
     try:
         device.synchronize()
@@ -187,8 +188,8 @@ def alive(device: gpu.Device) -> bool:
         return False
 
 
-def attempt(one: Step, device: gpu.Device) -> bool:
-    """Runs a step and says what came of it."""
+def attempt(one: Step, device: machine.Device) -> bool:
+    """Runs a step and prints its result."""
     begin = time.monotonic()
     faulthandler.dump_traceback_later(SILENCE_S, repeat=True)
     try:
@@ -210,7 +211,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     faulthandler.enable()
     os.environ.setdefault("FSDPC_TIMEOUT", "60")
-    device = gpu.open_device(args.dry)
+    device = machine.open_device(args.dry)
     failed = []
     for one in STEPS:
         if not attempt(one, device):

@@ -11,8 +11,9 @@ import itertools
 
 import pytest
 import torch
+from gpu import machine
 
-from fsdpc import _C
+from fsdpc import _probe
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
@@ -24,10 +25,8 @@ LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
 
 @pytest.fixture(scope="module")
 def place(device) -> torch.device:
-    """Where tensors for the kernels are; the engine knows torch's streams."""
-    from fsdpc._engine.device import engine_device
-
-    assert engine_device(device.device) == 0
+    """Where tensors for the kernels are."""
+    machine.prepare_probe(device)
     return device.device
 
 
@@ -95,9 +94,9 @@ def guards_stand(inside: torch.Tensor, before: int) -> None:
 def test_cast(place, src, dst, scale):
     for n, (first, second) in itertools.product(SIZES, OFFSETS):
         source, want = numbers(n, src, seed=n), torch.zeros(n, dtype=of(dst))
-        _C.kernel_cast(want, dst, source, src, scale, "plain")
+        _probe.kernel_cast(want, dst, source, src, scale, "plain")
         got = placed(torch.zeros(n, dtype=of(dst)), place, first)
-        _C.kernel_cast(got, dst, placed(source, place, second), src, scale, GPU)
+        _probe.kernel_cast(got, dst, placed(source, place, second), src, scale, GPU)
         same(got, want)
         if src == dst and scale == 1:
             assert torch.equal(bits(got.cpu()), bits(source)), "a copy changed a NaN"
@@ -107,8 +106,8 @@ def test_cast(place, src, dst, scale):
 def test_cast_in_place(place):
     want = numbers(4099, "bfloat16")
     got = placed(want, place, 1)
-    _C.kernel_cast(got, "bfloat16", got, "bfloat16", -0.5, GPU)
-    _C.kernel_cast(want, "bfloat16", want, "bfloat16", -0.5, "plain")
+    _probe.kernel_cast(got, "bfloat16", got, "bfloat16", -0.5, GPU)
+    _probe.kernel_cast(want, "bfloat16", want, "bfloat16", -0.5, "plain")
     same(got, want)
 
 
@@ -122,9 +121,9 @@ def test_reduce(place, src, acc, add, count):
         sources = [None if count == 5 and s == 2 else one for s, one in enumerate(sources)]
         want = numbers(n, acc, seed=5)
         got = placed(want, place, first)
-        _C.kernel_reduce(want, acc, sources, src, 0.25, add, "plain")
+        _probe.kernel_reduce(want, acc, sources, src, 0.25, add, "plain")
         there = [None if one is None else placed(one, place, second) for one in sources]
-        _C.kernel_reduce(got, acc, there, src, 0.25, add, GPU)
+        _probe.kernel_reduce(got, acc, there, src, 0.25, add, GPU)
         same(got, want)
         guards_stand(got, first)
 
@@ -134,8 +133,8 @@ def test_accumulate(place, src):
     for n, (first, second) in itertools.product(SIZES, OFFSETS):
         source, want = numbers(n, src, seed=n), numbers(n, "float32", seed=3)
         got = placed(want, place, first)
-        _C.kernel_accumulate(want, "float32", source, src, 0.3, "plain")
-        _C.kernel_accumulate(got, "float32", placed(source, place, second), src, 0.3, GPU)
+        _probe.kernel_accumulate(want, "float32", source, src, 0.3, "plain")
+        _probe.kernel_accumulate(got, "float32", placed(source, place, second), src, 0.3, GPU)
         same(got, want)
 
 
@@ -143,14 +142,14 @@ def test_accumulate(place, src):
 def test_norm(place, dtype):
     for n in SIZES:
         source = numbers(n, dtype, seed=n, wild=False)
-        squares, largest, nonfinite = _C.kernel_norm2(placed(source, place, 1), dtype, GPU)
+        squares, largest, nonfinite = _probe.kernel_norm2(placed(source, place, 1), dtype, GPU)
         exact = source.double()
         assert squares == pytest.approx(float(exact.square().sum()), rel=1e-12)
         assert largest == float(exact.abs().max())
         assert nonfinite is False
         for bad in (torch.inf, -torch.inf, torch.nan):
             source[n // 2] = bad
-            assert _C.kernel_norm2(placed(source, place, 0), dtype, GPU)[2] is True
+            assert _probe.kernel_norm2(placed(source, place, 0), dtype, GPU)[2] is True
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -159,9 +158,9 @@ def test_scale_by_a_number_on_the_device(place, dtype, factor):
     want = numbers(4099, dtype)
     got = placed(want, place, 3)
     number = torch.tensor([factor], dtype=torch.float64, device=place)
-    _C.kernel_scale_by(got, dtype, number, GPU)
+    _probe.kernel_scale_by(got, dtype, number, GPU)
     if factor != 1:
-        _C.kernel_cast(want, dtype, want, dtype, factor, "plain")
+        _probe.kernel_cast(want, dtype, want, dtype, factor, "plain")
     same(got, want)
 
 
@@ -202,10 +201,10 @@ def test_pack(place, src, dst, scale):
     for (n, offset, _), tensor in zip(targets, tensors, strict=True):
         if tensor is not None:
             slot = want[offset // item : offset // item + n]
-            _C.kernel_cast(slot, dst, tensor.cpu().contiguous(), src, scale, "plain")
+            _probe.kernel_cast(slot, dst, tensor.cpu().contiguous(), src, scale, "plain")
     got = torch.full((at // item,), 77.0, dtype=of(dst), device=place)
-    plan = _C.kernel_pack_plan(targets, at, GPU)
-    _C.kernel_pack(plan, got, tensors, scale)
+    plan = _probe.kernel_pack_plan(targets, at, GPU)
+    _probe.kernel_pack(plan, got, tensors, scale)
     same(got, want)
 
 
@@ -213,14 +212,14 @@ def test_pack_of_many_small_tensors(place):
     """More than travel with a launch."""
     tensors = [numbers(n % 13 + 1, "float32", seed=n).to(place) for n in range(1000)]
     offsets = list(itertools.accumulate([0, *(4 * one.numel() for one in tensors)]))
-    plan = _C.kernel_pack_plan(
+    plan = _probe.kernel_pack_plan(
         [(t.numel(), o, "float32") for t, o in zip(tensors, offsets, strict=False)],
         offsets[-1],
         GPU,
     )
     got = torch.zeros(offsets[-1] // 4, device=place)
     for _ in range(3):
-        _C.kernel_pack(plan, got, tensors)
+        _probe.kernel_pack(plan, got, tensors)
     same(got, torch.cat(tensors).cpu())
 
 
@@ -238,17 +237,17 @@ def test_more_elements_than_an_int_counts(place):
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=place)
     source[at] = values.bfloat16()
     half = torch.empty(LARGE, dtype=torch.float16, device=place)
-    _C.kernel_cast(half, "float16", source, "bfloat16", 2.0, GPU)
+    _probe.kernel_cast(half, "float16", source, "bfloat16", 2.0, GPU)
     assert torch.equal(half[at].float(), 2 * values)
     assert int((half == 1).sum()) == LARGE - len(probes)
-    plan = _C.kernel_pack_plan([(LARGE, 0, "bfloat16")], 2 * LARGE, GPU)
-    _C.kernel_pack(plan, half.view(torch.bfloat16), [source], 2.0)
+    plan = _probe.kernel_pack_plan([(LARGE, 0, "bfloat16")], 2 * LARGE, GPU)
+    _probe.kernel_pack(plan, half.view(torch.bfloat16), [source], 2.0)
     packed = half.view(torch.bfloat16)
     assert torch.equal(packed[at].float(), 2 * values)
     assert int((packed == 1).sum()) == LARGE - len(probes)
     del half, packed
     total = torch.zeros(LARGE, device=place)
-    _C.kernel_reduce(total, "float32", [source, source], "bfloat16", 1.0, True, GPU)
+    _probe.kernel_reduce(total, "float32", [source, source], "bfloat16", 1.0, True, GPU)
     assert torch.equal(total[at], 2 * values)
     assert int((total == 1).sum()) == LARGE - len(probes)
 
@@ -261,7 +260,7 @@ def test_work_goes_on_the_current_stream(place, device):
     with device.side_stream():
         for step in range(1, 20):
             source.fill_(step)
-            _C.kernel_cast(target, "bfloat16", source, "float32", 1.0, GPU)
+            _probe.kernel_cast(target, "bfloat16", source, "float32", 1.0, GPU)
             assert float(target.float().mean()) == step
     device.synchronize()
 
@@ -269,23 +268,23 @@ def test_work_goes_on_the_current_stream(place, device):
 def test_refusals(place, device):
     tensor = torch.zeros(8, device=place)
     with pytest.raises(NotImplementedError):
-        _C.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "cuda:4711")
+        _probe.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "cuda:4711")
     with pytest.raises(ValueError, match="7 and 8"):
-        _C.kernel_cast(tensor[1:], "float32", tensor, "float32", 2.0, GPU)
+        _probe.kernel_cast(tensor[1:], "float32", tensor, "float32", 2.0, GPU)
     with pytest.raises(BufferError):
-        _C.kernel_cast(tensor[::2], "float32", tensor[::2], "float32", 2.0, GPU)
+        _probe.kernel_cast(tensor[::2], "float32", tensor[::2], "float32", 2.0, GPU)
     if not device.dry:
         with pytest.raises(BufferError, match="host memory"):
-            _C.kernel_cast(tensor, "float32", tensor.cpu(), "float32", 2.0, GPU)
+            _probe.kernel_cast(tensor, "float32", tensor.cpu(), "float32", 2.0, GPU)
         with pytest.raises(BufferError, match="cuda:0"):
-            _C.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "plain")
+            _probe.kernel_cast(tensor, "float32", tensor, "float32", 2.0, "plain")
 
 
 def test_device(place):
     """What is known of the GPU; the same device each time."""
-    info = _C.cuda_device(0)
+    info = _probe.cuda_device(0)
     assert info["device"] == "cuda:0" or info["device"].startswith("cuda")
-    assert info == _C.cuda_device(0)
+    assert info == _probe.cuda_device(0)
     for number in (-1, 4711):
         with pytest.raises(NotImplementedError):
-            _C.cuda_device(number)
+            _probe.cuda_device(number)

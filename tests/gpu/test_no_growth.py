@@ -52,7 +52,7 @@ def test_the_host_does_not_wait(trained, device):
     """torch raises where its operators wait, the profiler sees what else calls CUDA's runtime, and
     the engine, which waits by asking again and again, counts by itself.
     """
-    import timeline
+    from gpu import timeline
 
     model, optimizer = trained
     inputs, targets = runs.batch(device.device, 5)

@@ -1,5 +1,5 @@
-"""Two ranks on one GPU: sharded training, a peer that stops. NCCL allows it from 2.30 on; by way of
-host memory it always goes.
+"""Two ranks on one GPU: sharded training, a peer that stops. NCCL allows it from 2.30 on;
+staging through host memory always works.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
-import gpu
 import pytest
 import runs
 import torch
 import torch.distributed as dist
+from gpu import machine
 
 import fsdpc
 
@@ -31,7 +31,7 @@ def reason_to_skip(way: str) -> str | None:
     """One line where two ranks cannot share the GPU."""
     if way != "nccl" or SIMULATED or not torch.cuda.is_available():
         return None
-    version = gpu.nccl_version() or "0"
+    version = machine.nccl_version() or "0"
     if tuple(map(int, version.split(".")[:2])) < (2, 30):
         return f"NCCL {version} has no several ranks on one GPU (2.30 has)"
     return None
@@ -46,9 +46,9 @@ def ways(*names: str) -> pytest.MarkDecorator:
 
 
 def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: Any) -> None:
-    """One rank: its process group, its job, and what came of it through the pipe."""
+    """One rank: its process group, its job, and its result through the pipe."""
     os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S), FSDPC_COLLECTIVES=way)
-    device = gpu.DryDevice() if SIMULATED else gpu.CudaDevice(0)
+    device = machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -60,13 +60,13 @@ def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: 
     os._exit(0)
 
 
-def train_sharded(rank: int, world: int, device: gpu.Device) -> list[float]:
+def train_sharded(rank: int, world: int, device: machine.Device) -> list[float]:
     """Losses of a rank that has every world-th batch."""
     model = runs.wrap(runs.model(device.device), device.device)
     return runs.train(model, device.device, steps=range(rank, 3 * world, world))
 
 
-def train_until_stopped(rank: int, world: int, device: gpu.Device) -> tuple[str, float]:
+def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[str, float]:
     """Rank 1 stops itself after two steps; rank 0 goes on and tells what it was told, and when."""
     model = runs.wrap(runs.model(device.device), device.device)
     optimizer = runs.adamw(model)

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
 
-TABLES = _C.kernel_names()
+TABLES = _probe.kernel_names()
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 STORAGE = {
     "float32": np.float32,
@@ -90,7 +90,7 @@ def test_cast_is_torchs(src: str, dst: str, kernels: str) -> None:
     for n in [*SIZES, BIG]:
         array = numbers(n, src, seed=n)
         out = np.empty(n, STORAGE[dst])
-        _C.kernel_cast(out, dst, array, src, 1.0, kernels)
+        _probe.kernel_cast(out, dst, array, src, 1.0, kernels)
         assert_same(out, as_torch(array, src).to(getattr(torch, dst)), dst)
 
 
@@ -100,7 +100,7 @@ def test_cast_is_torchs(src: str, dst: str, kernels: str) -> None:
 def test_cast_of_every_16_bit_pattern(src: str, dst: str, kernels: str) -> None:
     array = np.arange(65536, dtype=np.uint16)
     out = np.empty(65536, STORAGE[dst])
-    _C.kernel_cast(out, dst, array, src, 1.0, kernels)
+    _probe.kernel_cast(out, dst, array, src, 1.0, kernels)
     assert_same(out, as_torch(array, src).to(getattr(torch, dst)), dst)
 
 
@@ -113,7 +113,7 @@ def test_cast_of_millions_of_patterns(dst: str, kernels: str) -> None:
     array[1::4] &= 0xFFFFF000  # halfway between two float16
     array = array.view(np.float32)
     out = np.empty(array.size, np.uint16)
-    _C.kernel_cast(out, dst, array, "float32", 1.0, kernels)
+    _probe.kernel_cast(out, dst, array, "float32", 1.0, kernels)
     assert_same(out, torch.from_numpy(array).to(getattr(torch, dst)), dst)
 
 
@@ -123,7 +123,7 @@ def test_nan_keeps_its_sign_and_becomes_quiet(dst: str, kernels: str) -> None:
     quiet = {"bfloat16": 0x7FC0, "float16": 0x7E00}[dst]
     bits = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC00000] * 5, dtype=np.uint32)
     out = np.empty(bits.size, np.uint16)
-    _C.kernel_cast(out, dst, bits.view(np.float32), "float32", 1.0, kernels)
+    _probe.kernel_cast(out, dst, bits.view(np.float32), "float32", 1.0, kernels)
     assert np.all(out & quiet == quiet)
     assert np.array_equal(out >> 15, bits >> 31)
 
@@ -134,7 +134,7 @@ def test_cast_scales_in_float32(src: str, dst: str, kernels: str) -> None:
     array = numbers(1003, src, seed=3)
     out = np.empty(1003, STORAGE[dst])
     for scale in (0.5, 1 / 3, -65536.0):
-        _C.kernel_cast(out, dst, array, src, scale, kernels)
+        _probe.kernel_cast(out, dst, array, src, scale, kernels)
         scaled = as_torch(array, src).float() * torch.tensor(scale, dtype=torch.float32)
         assert_same(out, scaled.to(getattr(torch, dst)), dst)
 
@@ -144,7 +144,7 @@ def test_copy_keeps_every_bit(kernels: str) -> None:
     for n in (5, 4099, 4 * STREAMED):
         data = np.frombuffer(np.random.default_rng(n).bytes(n), np.uint8)
         out = np.zeros(n + 3, np.uint8)
-        _C.kernel_cast(out[2:-1], "uint8", data, "uint8", 1.0, kernels)
+        _probe.kernel_cast(out[2:-1], "uint8", data, "uint8", 1.0, kernels)
         assert np.array_equal(out[2:-1], data)
         assert out[:2].tolist() == [0, 0] and out[-1] == 0
 
@@ -159,7 +159,7 @@ def test_accumulate_is_torchs(acc: str, src: str, kernels: str) -> None:
         out = numbers(n, acc, seed=n + 2)
         term = as_torch(array, src).to(wide) * torch.tensor(scale, dtype=wide)
         want = torch.from_numpy(out.copy()) + term
-        _C.kernel_accumulate(out, acc, array, src, scale, kernels)
+        _probe.kernel_accumulate(out, acc, array, src, scale, kernels)
         assert_same(out, want, acc)
 
 
@@ -180,7 +180,7 @@ def test_reduce_is_torchs_sum_in_list_order(count: int, src: str, kernels: str, 
         want = want * torch.tensor(scale, dtype=wide)
         want = torch.from_numpy(out.copy()) + want if add else want
         sources = [arrays[0], None, *arrays[1:]] if count else [None]
-        _C.kernel_reduce(out, acc, sources, src, scale, add, kernels)
+        _probe.kernel_reduce(out, acc, sources, src, scale, add, kernels)
         assert_same(out, want, acc)
 
 
@@ -190,15 +190,15 @@ def test_destinations_beyond_the_caches(narrow: str, kernels: str) -> None:
     kind = getattr(torch, narrow)
     wide, other = (numbers(STREAMED, "float32", seed=s) for s in (1, 2))
     out = np.empty(STREAMED + 1, np.uint16)[1:]
-    _C.kernel_cast(out, narrow, wide, "float32", 1.0, kernels)
+    _probe.kernel_cast(out, narrow, wide, "float32", 1.0, kernels)
     assert_same(out, torch.from_numpy(wide).to(kind), narrow)
     back = np.empty(STREAMED + 3, np.float32)[3:]
-    _C.kernel_cast(back, "float32", out, narrow, 1.0, kernels)
+    _probe.kernel_cast(back, "float32", out, narrow, 1.0, kernels)
     assert_same(back, as_torch(out, narrow).float(), "float32")
     want = (torch.from_numpy(wide) + torch.from_numpy(other)) * 0.5
-    _C.kernel_reduce(back, "float32", [wide, other], "float32", 0.5, False, kernels)
+    _probe.kernel_reduce(back, "float32", [wide, other], "float32", 0.5, False, kernels)
     assert_same(back, want, "float32")
-    _C.kernel_reduce(other, "float32", [wide, other], "float32", 0.5, False, kernels)
+    _probe.kernel_reduce(other, "float32", [wide, other], "float32", 0.5, False, kernels)
     assert_same(other, want, "float32")
 
 
@@ -208,7 +208,7 @@ def test_norm(dtype: str, kernels: str) -> None:
     for n in [*SIZES, BIG]:
         array = numbers(n, dtype, seed=n, finite=True)
         wide = as_torch(array, dtype).double()
-        total, largest, nonfinite = _C.kernel_norm2(array, dtype, kernels)
+        total, largest, nonfinite = _probe.kernel_norm2(array, dtype, kernels)
         assert total == pytest.approx((wide * wide).sum().item(), rel=1e-10)
         assert largest == (wide.abs().max().item() if n else 0.0)
         assert nonfinite is False
@@ -221,7 +221,7 @@ def test_norm_reports_what_is_not_finite(at: int, dtype: str, kernels: str) -> N
     for bad in (torch.inf, -torch.inf, torch.nan):
         array = numbers(1003, dtype, finite=True)
         as_torch(array, dtype)[at] = bad
-        total, largest, nonfinite = _C.kernel_norm2(array, dtype, kernels)
+        total, largest, nonfinite = _probe.kernel_norm2(array, dtype, kernels)
         assert nonfinite is True
         assert str(total) == str(largest) == ("nan" if bad != bad else "inf")
 
@@ -229,53 +229,57 @@ def test_norm_reports_what_is_not_finite(at: int, dtype: str, kernels: str) -> N
 @pytest.mark.parametrize("kernels", TABLES)
 def test_norm_does_not_overflow(kernels: str) -> None:
     array = np.full(100, 3e38, np.float32)
-    total, _, nonfinite = _C.kernel_norm2(array, "float32", kernels)
+    total, _, nonfinite = _probe.kernel_norm2(array, "float32", kernels)
     assert total == pytest.approx(100 * float(np.float32(3e38)) ** 2, rel=1e-12)
     assert nonfinite is False
 
 
 def test_threads_change_no_bit() -> None:
-    before = _C.get_num_threads()
+    before = _probe.get_num_threads()
     sources = [numbers(BIG, "bfloat16", seed=s) for s in range(3)]
     plain = numbers(BIG, "float32", seed=9, finite=True)
     results = []
     try:
         for threads in (1, 2, 4):
-            _C.set_num_threads(threads)
-            assert _C.get_num_threads() == threads
+            _probe.set_num_threads(threads)
+            assert _probe.get_num_threads() == threads
             out, narrow = np.empty(BIG, np.float32), np.empty(BIG, np.uint16)
-            _C.kernel_reduce(out, "float32", sources, "bfloat16", 0.3)
-            _C.kernel_cast(narrow, "float16", plain, "float32", 3.0)
-            norm = _C.kernel_norm2(plain, "float32")
+            _probe.kernel_reduce(out, "float32", sources, "bfloat16", 0.3)
+            _probe.kernel_cast(narrow, "float16", plain, "float32", 3.0)
+            norm = _probe.kernel_norm2(plain, "float32")
             results.append((out.tobytes(), narrow.tobytes(), norm))
     finally:
-        _C.set_num_threads(before)
+        _probe.set_num_threads(before)
     assert results[0] == results[1] == results[2]
 
 
 def test_tensors_are_taken_as_they_are() -> None:
     src = torch.randn(1000)
     dst = torch.empty(1000, dtype=torch.bfloat16)
-    _C.kernel_cast(dst, "bfloat16", src, "float32")
+    _probe.kernel_cast(dst, "bfloat16", src, "float32")
     assert torch.equal(dst, src.bfloat16())
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: _C.kernel_cast(x, "float31", x, "float32"), ValueError, "float31"),
-        (lambda x: _C.kernel_cast(x, "float32", x[:3], "float32"), ValueError, "4 and 3"),
-        (lambda x: _C.kernel_cast(x, "uint8", x, "float64"), ValueError, "16 and 2"),
-        (lambda x: _C.kernel_cast(x[:1], "uint8", x, "float32"), ValueError, "uint8"),
-        (lambda x: _C.kernel_cast(x, "float32", x[::2], "float32"), BufferError, "contiguous"),
-        (lambda x: _C.kernel_cast(x, "float32", x[:3], "float64"), BufferError, "float64"),
-        (lambda x: _C.kernel_cast(x, "float32", x, "float32", 1.0, "sse"), ValueError, "avx2"),
-        (lambda x: _C.kernel_accumulate(x, "float16", x, "float16"), ValueError, "float16"),
-        (lambda x: _C.kernel_reduce(x, "float32", [x, x[:1]], "float32"), ValueError, "1 and 4"),
-        (lambda x: _C.kernel_reduce(x, "float32", 3, "float32"), TypeError, "iterable"),
-        (lambda x: _C.kernel_norm2(x, "uint8"), ValueError, "uint8"),
-        (lambda x: _C.set_num_threads(0), ValueError, "1 to 256"),
-        (lambda x: _C.set_num_threads(1 << 40), ValueError, "1 to 256"),
+        (lambda x: _probe.kernel_cast(x, "float31", x, "float32"), ValueError, "float31"),
+        (lambda x: _probe.kernel_cast(x, "float32", x[:3], "float32"), ValueError, "4 and 3"),
+        (lambda x: _probe.kernel_cast(x, "uint8", x, "float64"), ValueError, "16 and 2"),
+        (lambda x: _probe.kernel_cast(x[:1], "uint8", x, "float32"), ValueError, "uint8"),
+        (lambda x: _probe.kernel_cast(x, "float32", x[::2], "float32"), BufferError, "contiguous"),
+        (lambda x: _probe.kernel_cast(x, "float32", x[:3], "float64"), BufferError, "float64"),
+        (lambda x: _probe.kernel_cast(x, "float32", x, "float32", 1.0, "sse"), ValueError, "avx2"),
+        (lambda x: _probe.kernel_accumulate(x, "float16", x, "float16"), ValueError, "float16"),
+        (
+            lambda x: _probe.kernel_reduce(x, "float32", [x, x[:1]], "float32"),
+            ValueError,
+            "1 and 4",
+        ),
+        (lambda x: _probe.kernel_reduce(x, "float32", 3, "float32"), TypeError, "iterable"),
+        (lambda x: _probe.kernel_norm2(x, "uint8"), ValueError, "uint8"),
+        (lambda x: _probe.set_num_threads(0), ValueError, "1 to 256"),
+        (lambda x: _probe.set_num_threads(1 << 40), ValueError, "1 to 256"),
     ],
 )
 def test_wrong_arguments_are_named(call, error: type[Exception], message: str) -> None:
@@ -286,8 +290,8 @@ def test_wrong_arguments_are_named(call, error: type[Exception], message: str) -
 def choose(**settings: str) -> subprocess.CompletedProcess[str]:
     """Runs a cast in a fresh process with these environment variables."""
     code = (
-        "import numpy as np; from fsdpc import _C; x = np.ones(3, np.float32);"
-        "_C.kernel_cast(x, 'float32', x, 'float32'); print(_C.get_num_threads())"
+        "import numpy as np; from fsdpc import _probe; x = np.ones(3, np.float32);"
+        "_probe.kernel_cast(x, 'float32', x, 'float32'); print(_probe.get_num_threads())"
     )
     command = [sys.executable, "-c", code]
     environment = {**os.environ, **settings}

@@ -2,7 +2,7 @@
 #ifndef SIMGPU_GPU_H
 #define SIMGPU_GPU_H
 
-#include "simgpu.h"
+#include "driver/simgpu.h"
 #include "test.h"
 
 #define CHECK_CU(call, expected)                                        \

@@ -9,7 +9,7 @@
 #ifndef SIMGPU_MODEL_H
 #define SIMGPU_MODEL_H
 
-#include "simgpu.h"
+#include "driver/simgpu.h"
 
 enum { MODEL_UNITS = 12, MODEL_SLOTS = 2, MODEL_REDUCES = 2, MODEL_FLOATS = 64, MODEL_STEPS = 3 };
 enum { MODEL_GRANULE = 4096 };

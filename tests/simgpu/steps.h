@@ -11,7 +11,7 @@
 #include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 enum { UNITS = 5, ROOT = 0, STEPS = 3 };
 

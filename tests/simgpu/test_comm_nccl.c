@@ -10,7 +10,7 @@
 #include "gpu.h"
 #include "comm/nccl_api.h"
 #include "ranks.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 static char id[FSDPC_COMM_NCCL_ID_BYTES];
 

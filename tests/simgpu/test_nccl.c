@@ -5,7 +5,7 @@
 #include "gpu.h"
 #include "comm/nccl_api.h"
 #include "ranks.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 static const fsdpc_nccl *nccl;
 static fsdpc_nccl_id unique_ids[2]; /* made before the ranks start */

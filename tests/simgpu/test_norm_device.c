@@ -6,7 +6,7 @@
 #include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 enum { UNITS = 6, LAST = 5 };
 

@@ -7,7 +7,7 @@
 #include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 enum { UNITS = 5, ROOT = 0, FROZEN = 4, STEPS = 3, SIDES = 2, OFFLOADED = 1 };
 

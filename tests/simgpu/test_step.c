@@ -8,7 +8,7 @@
 #include "comm/comm_nccl.h"
 #include "gpu.h"
 #include "ranks.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 enum { UNITS = 4, SLOTS = 2, NUMEL = 64, STEPS = 2, WORLD = 2, PIECE = NUMEL / WORLD };
 

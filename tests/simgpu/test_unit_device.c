@@ -7,7 +7,7 @@
 #include "comm/comm_nccl.h"
 #include "engine.h"
 #include "gpu.h"
-#include "simnccl.h"
+#include "nccl/simnccl.h"
 
 enum { SCHEDULES = 7 };
 

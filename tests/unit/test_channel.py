@@ -50,7 +50,7 @@ def run(world: int, body: Callable[[Channel], Any], timeout: float = 20) -> list
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_all_get_all_in_rank_order_turn_after_turn(world):
+def test_all_get_all_in_rank_order_round_after_round(world):
     def body(channel: Channel) -> list[list[bytes]]:
         return [channel.gather(bytes([channel.rank]) * (turn + 1), "x") for turn in range(3)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import multiprocessing
 import pickle
 import signal
 import subprocess
@@ -350,7 +351,7 @@ def test_import_is_silent_and_single():
 
 def test_objects_outlive_the_interpreter():
     done = run_python("""
-        import atexit, numpy as np, fsdpc._C as C, torch
+        import atexit, numpy as np, fsdpc._probe as C, torch
         comm = C.Comm.shm(0, 1, "fsdpc-test-end", 5.0)
         shared = torch.utils.dlpack.from_dlpack(C.export_dlpack(np.zeros(4096)))
         class Calls:
@@ -422,7 +423,7 @@ def test_kind(monkeypatch):
         _bootstrap._read_kind(None)
 
 
-def test_place_is_the_same_for_neighbours():
-    here = _bootstrap._place()
-    there = run_python("from fsdpc._comm import bootstrap; print(bootstrap._place())")
-    assert there.stdout.strip() == here
+def test_the_host_is_the_same_for_neighbours():
+    here = _bootstrap._host()
+    with multiprocessing.get_context("fork").Pool(1) as other:
+        assert other.apply(_bootstrap._host) == here

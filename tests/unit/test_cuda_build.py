@@ -39,7 +39,7 @@ def test_without_a_driver_there_is_one_sentence(tmp_path: Path):
     assert str(tmp_path) in sentence
 
 
-def test_a_library_that_is_no_driver_is_told_apart():
+def test_a_library_that_is_no_driver_is_recognised():
     library = next(
         (
             line.split()[-1]
@@ -121,3 +121,33 @@ def test_the_source_distribution_has_every_source(tmp_path):
     wanted = {str(path.relative_to(ROOT)) for path in files}
     assert len(wanted) > 100
     assert not wanted - packed
+    assert not [name for name in packed if "probe" in name]
+
+
+CHOICE = """
+import sys, setuptools
+from distutils.core import run_setup
+command = run_setup("setup.py", stop_after="config").get_command_obj("build_ext")
+command.inplace = sys.argv[1] == "inplace"
+command.editable_mode = sys.argv[1] == "editable"
+command.ensure_finalized()
+print(*(extension.name for extension in command.extensions))
+"""
+
+
+@pytest.mark.parametrize("how, probe", [
+    ("wheel", False), ("inplace", True), ("editable", True), ("FSDPC_PROBE", True)
+])  # fmt: skip
+def test_wheels_do_not_contain_the_probe(how: str, probe: bool):
+    environment = {key: value for key, value in os.environ.items() if key != "FSDPC_PROBE"}
+    result = subprocess.run(
+        [sys.executable, "-c", CHOICE, how],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=environment | ({how: "1"} if how == "FSDPC_PROBE" else {}),
+    )
+    assert result.stdout.split() == ["fsdpc._C", *(["fsdpc._probe"] if probe else [])], (
+        result.stderr
+    )

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpc import _C
+from fsdpc import _probe
 
 COMPUTED = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CARRIED = [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -34,7 +34,7 @@ def expect(tensor: torch.Tensor) -> dict:
 
 
 def look(tensor, how: str) -> dict:
-    info = _C.tensor_info(tensor, how)
+    info = _probe.tensor_info(tensor, how)
     assert info.pop("ns") >= 0
     return info
 
@@ -100,7 +100,7 @@ def test_random_views(data):
 )
 def test_refused_tensors(how, make, text):
     with pytest.raises(BufferError, match=text):
-        _C.tensor_info(make(), how)
+        _probe.tensor_info(make(), how)
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -108,20 +108,20 @@ def test_freed_storage_is_refused(how):
     tensor = torch.zeros(8)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(BufferError, match="no memory"):
-        _C.tensor_info(tensor, how)
+        _probe.tensor_info(tensor, how)
 
 
 @pytest.mark.parametrize("how", ["torch", "methods"])
 @pytest.mark.parametrize("thing", [None, 3, "text", [1.0], np.ones(3)])
 def test_torch_only(how, thing):
     with pytest.raises(TypeError, match="expected a torch.Tensor, not"):
-        _C.tensor_info(thing, how)
+        _probe.tensor_info(thing, how)
 
 
 @pytest.mark.parametrize("thing", [None, 3, "text", [1.0]])
 def test_not_an_array(thing):
     with pytest.raises(TypeError, match="expected a tensor or an array"):
-        _C.tensor_info(thing)
+        _probe.tensor_info(thing)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_not_an_array(thing):
 def test_numpy(dtype, name):
     base = np.zeros((4, 6), dtype)
     for array in (base, base[::-1, ::2], base.T, base[:0]):
-        info = _C.tensor_info(array)
+        info = _probe.tensor_info(array)
         assert info["dtype"] == name
         assert info["itemsize"] == array.itemsize
         assert info["shape"] == array.shape
@@ -147,19 +147,19 @@ def test_numpy(dtype, name):
         assert info["contiguous"] == (array.flags.c_contiguous or array.size == 0)
         assert info["data"] == array.ctypes.data
     base.flags.writeable = False
-    assert _C.tensor_info(base)["readonly"]
+    assert _probe.tensor_info(base)["readonly"]
 
 
 def test_bytes_like():
-    assert _C.tensor_info(b"abc")["readonly"]
-    info = _C.tensor_info(memoryview(bytearray(8)).cast("f"))
+    assert _probe.tensor_info(b"abc")["readonly"]
+    info = _probe.tensor_info(memoryview(bytearray(8)).cast("f"))
     assert (info["dtype"], info["numel"], info["readonly"]) == ("float32", 2, False)
 
 
 def test_odd_strides_are_refused():
     packed = np.zeros(4, np.dtype([("flag", "i1"), ("value", "f4")]))
     with pytest.raises(BufferError, match="whole elements"):
-        _C.tensor_info(packed["value"])
+        _probe.tensor_info(packed["value"])
 
 
 class OnlyDlpack:
@@ -181,7 +181,7 @@ def test_foreign_dlpack_is_released():
     tensor = torch.ones(4)
     count = tensor._use_count()
     for _ in range(50):
-        _C.tensor_info(OnlyDlpack(tensor), "any")
+        _probe.tensor_info(OnlyDlpack(tensor), "any")
     assert tensor._use_count() == count
 
 
@@ -191,7 +191,7 @@ def test_bad_capsule():
             return 7
 
     with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
-        _C.tensor_info(Liar())
+        _probe.tensor_info(Liar())
 
 
 # --- export ----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_bad_capsule():
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_export_shares_memory(dtype):
     source = torch.arange(6).reshape(2, 3).to(dtype)
-    copy = torch.utils.dlpack.from_dlpack(_C.export_dlpack(source))
+    copy = torch.utils.dlpack.from_dlpack(_probe.export_dlpack(source))
     assert (copy.dtype, copy.shape, copy.data_ptr()) == (dtype, source.shape, source.data_ptr())
     copy.mul_(2)
     assert torch.equal(copy, source)
@@ -208,20 +208,20 @@ def test_export_shares_memory(dtype):
 
 def test_export_of_other_types_is_bytes():
     source = torch.tensor([1, 2], dtype=torch.int32)
-    shared = torch.utils.dlpack.from_dlpack(_C.export_dlpack(source))
+    shared = torch.utils.dlpack.from_dlpack(_probe.export_dlpack(source))
     assert shared.dtype == torch.uint8
     assert shared.view(torch.int32).tolist() == [1, 2]
 
 
 def test_export_needs_contiguous():
     with pytest.raises(ValueError, match="not contiguous"):
-        _C.export_dlpack(torch.ones(3, 3).t())
+        _probe.export_dlpack(torch.ones(3, 3).t())
 
 
 def test_export_keeps_the_owner_alive():
     source = np.full(1000, 7.0, np.float32)
     gone = weakref.ref(source)
-    shared = torch.utils.dlpack.from_dlpack(_C.export_dlpack(source))
+    shared = torch.utils.dlpack.from_dlpack(_probe.export_dlpack(source))
     part = shared[10:20]
     del source, shared
     gc.collect()
@@ -234,7 +234,7 @@ def test_export_keeps_the_owner_alive():
 def test_unused_capsule_frees_the_owner():
     source = np.ones(4, np.float32)
     gone = weakref.ref(source)
-    capsule = _C.export_dlpack(source)
+    capsule = _probe.export_dlpack(source)
     del source
     assert gone() is not None
     del capsule
@@ -245,7 +245,7 @@ def test_unused_capsule_frees_the_owner():
 def test_export_dropped_on_another_thread():
     source = np.ones(4, np.float32)
     gone = weakref.ref(source)
-    held = [torch.utils.dlpack.from_dlpack(_C.export_dlpack(source))]
+    held = [torch.utils.dlpack.from_dlpack(_probe.export_dlpack(source))]
     del source
     thread = threading.Thread(target=held.clear)
     thread.start()
@@ -261,42 +261,42 @@ def test_export_dropped_on_another_thread():
     "call, error, text",
     [
         (
-            lambda: _C.tensor_info(),
+            lambda: _probe.tensor_info(),
             TypeError,
             r"tensor_info\(\) missing required argument 'tensor' \(pos 1\)",
         ),
         (
-            lambda: _C.tensor_info(1, 2, 3, 4),
+            lambda: _probe.tensor_info(1, 2, 3, 4),
             TypeError,
             r"tensor_info\(\) takes at most 3 positional arguments \(4 given\)",
         ),
         (
-            lambda: _C.tensor_info(b"", hwo=1),
+            lambda: _probe.tensor_info(b"", hwo=1),
             TypeError,
             r"tensor_info\(\) got an unexpected keyword argument 'hwo'",
         ),
         (
-            lambda: _C.tensor_info(b"", tensor=b""),
+            lambda: _probe.tensor_info(b"", tensor=b""),
             TypeError,
             r"tensor_info\(\) got multiple values for argument 'tensor'",
         ),
         (
-            lambda: _C.tensor_info(b"", 5),
+            lambda: _probe.tensor_info(b"", 5),
             TypeError,
             r"tensor_info\(\) argument 'how' must be str, not int",
         ),
-        (lambda: _C.tensor_info(b"", "a\0b"), ValueError, "embedded null character"),
+        (lambda: _probe.tensor_info(b"", "a\0b"), ValueError, "embedded null character"),
         (
-            lambda: _C.tensor_info(b"", repeat=1.5),
+            lambda: _probe.tensor_info(b"", repeat=1.5),
             TypeError,
             r"tensor_info\(\) argument 'repeat' must be int, not float",
         ),
-        (lambda: _C.tensor_info(b"", repeat=2**63), OverflowError, "greater than maximum"),
-        (lambda: _C.tensor_info(b"", repeat=-(2**63) - 1), OverflowError, "less than minimum"),
-        (lambda: _C.tensor_info(b"", "nohow"), ValueError, "'nohow'"),
-        (lambda: _C.export_dlpack(), TypeError, "missing required argument 'array'"),
+        (lambda: _probe.tensor_info(b"", repeat=2**63), OverflowError, "greater than maximum"),
+        (lambda: _probe.tensor_info(b"", repeat=-(2**63) - 1), OverflowError, "less than minimum"),
+        (lambda: _probe.tensor_info(b"", "nohow"), ValueError, "'nohow'"),
+        (lambda: _probe.export_dlpack(), TypeError, "missing required argument 'array'"),
         (
-            lambda: _C.export_dlpack(b"", 1),
+            lambda: _probe.export_dlpack(b"", 1),
             TypeError,
             r"export_dlpack\(\) takes exactly 1 positional argument \(2 given\)",
         ),
@@ -312,4 +312,4 @@ def test_index_is_an_int():
         def __index__(self):
             return 3
 
-    assert _C.tensor_info(b"abc", repeat=Three())["numel"] == 3
+    assert _probe.tensor_info(b"abc", repeat=Three())["numel"] == 3

@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from fsdpc import _C
+from fsdpc import _probe
 
 PARAMS = [
     ("weight", 12, "float32", "float32", "float32", True),
@@ -41,7 +41,7 @@ def over(capsule) -> np.ndarray:
 
 @pytest.fixture
 def flat():
-    return _C.FlatParameter("layers.0", _C.Comm.self_(), PARAMS)
+    return _probe.FlatParameter("layers.0", _probe.Comm.self_(), PARAMS)
 
 
 # --- what a unit says of itself -------------------------------------------------------------------
@@ -56,11 +56,11 @@ def test_shape_dtype_and_layout(flat):
     assert flat.full.shape == (segment["piece_numel"] * flat.world,)
     assert [p["name"] for p in layout["params"]] == ["weight", "bias"]
     align = layout["align_bytes"]
-    assert layout == _C.layout(PARAMS, 1, align, True)
+    assert layout == _probe.layout(PARAMS, 1, align, True)
 
 
 def test_mixed_units_show_bytes():
-    flat = _C.FlatParameter("mixed", _C.Comm.self_(), MIXED)
+    flat = _probe.FlatParameter("mixed", _probe.Comm.self_(), MIXED)
     layout = flat.layout()
     assert flat.shard.dtype == flat.full.dtype == np.uint8
     assert flat.shard.nbytes == layout["shard_bytes"]
@@ -87,7 +87,7 @@ def test_views_share_memory(flat):
 
 
 def test_views_keep_the_memory_alive():
-    flat = _C.FlatParameter("u", _C.Comm.self_(), PARAMS)
+    flat = _probe.FlatParameter("u", _probe.Comm.self_(), PARAMS)
     view, part = flat.shard, over(flat.shard_part(0))
     del flat
     gc.collect()
@@ -109,29 +109,29 @@ def test_write_and_read(flat):
 
 
 def test_gather_counts_and_casts():
-    flat = _C.FlatParameter("mixed", _C.Comm.self_(), MIXED)
+    flat = _probe.FlatParameter("mixed", _probe.Comm.self_(), MIXED)
     weight = np.float32([1 + 2**-12, 2, -3, 4, 5, 6, 7, 8, 9, 10])
     flat.write(0, weight)
     flat.write(1, np.uint8([250, 1, 2, 3, 4]))
-    flat.gather()
-    flat.gather()
+    _probe.gather(flat)
+    _probe.gather(flat)
     assert flat.refs == 2
     bits = flat.full[:20].view("u2").astype("u4") << 16
     assert bits.view("f4").tolist() == [1, 2, -3, 4, 5, 6, 7, 8, 9, 10]
     assert over(flat.full_param(1, (5,))).tolist() == [250, 1, 2, 3, 4]
-    flat.release()
-    flat.release()
+    _probe.release(flat)
+    _probe.release(flat)
     assert flat.refs == 0
 
 
 def test_reduce_replaces_or_adds(flat):
     weight = np.arange(12, dtype="f4")
-    flat.reduce([weight, np.float32([1, 2, 3])])
-    flat.reduce([weight.reshape(3, 4).T, None], add=True)
+    _probe.reduce(flat, [weight, np.float32([1, 2, 3])])
+    _probe.reduce(flat, [weight.reshape(3, 4).T, None], add=True)
     expected = weight + weight.reshape(3, 4).T.ravel()
     assert over(flat.grad_part(0)).tolist() == expected.tolist()
     assert over(flat.grad_part(1)).tolist() == [1, 2, 3]
-    flat.reduce([None, np.float64([4, 5, 6])])
+    _probe.reduce(flat, [None, np.float64([4, 5, 6])])
     assert over(flat.grad_part(0)).tolist() == [0] * 12
     assert over(flat.grad_part(1)).tolist() == [4, 5, 6]
     assert flat.grad_norm(b"\x01\x01", 2.0) == (77.0, 6.0, False)
@@ -140,31 +140,31 @@ def test_reduce_replaces_or_adds(flat):
 
 
 def test_divide():
-    flat = _C.FlatParameter("u", _C.Comm.self_(), PARAMS, divide=4.0)
-    flat.reduce([None, np.float32([4, 8, 12])])
+    flat = _probe.FlatParameter("u", _probe.Comm.self_(), PARAMS, divide=4.0)
+    _probe.reduce(flat, [None, np.float32([4, 8, 12])])
     assert over(flat.grad_part(1)).tolist() == [1, 2, 3]
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 WRONG = {
-    "release": (lambda f: f.release(), _C.StateError, "layers.0"),
+    "release": (_probe.release, _probe.StateError, "layers.0"),
     "index": (lambda f: f.shard_part(2), IndexError, "unit layers.0 has 2 parameters"),
     "negative index": (lambda f: f.grad_part(-1), IndexError, "unit layers.0"),
     "segment": (lambda f: f.shard_segment(1), IndexError, "unit layers.0 has 1 segments"),
     "numel": (lambda f: f.write(0, np.zeros(3, "f4")), ValueError, "weight of unit layers.0"),
     "dtype": (lambda f: f.write(1, np.zeros(3)), ValueError, "bias of unit layers.0"),
     "strides": (lambda f: f.write(1, np.zeros(6, "f4")[::2]), ValueError, "bias of unit layers.0"),
-    "count": (lambda f: f.reduce([None]), ValueError, "layers.0"),
+    "count": (lambda f: _probe.reduce(f, [None]), ValueError, "layers.0"),
     "read count": (lambda f: f.read([None]), ValueError, "layers.0"),
     "read dtype": (lambda f: f.read([None, np.zeros(3)]), ValueError, "bias of unit layers.0"),
     "gradient": (
-        lambda f: f.reduce([np.zeros(2, "f4"), None]),
+        lambda f: _probe.reduce(f, [np.zeros(2, "f4"), None]),
         ValueError,
         "weight of unit layers.0 has 2 elements, not 12",
     ),
     "integer gradient": (
-        lambda f: f.reduce([None, np.zeros(3, "i4")]),
+        lambda f: _probe.reduce(f, [None, np.zeros(3, "i4")]),
         ValueError,
         "bias of unit layers.0",
     ),
@@ -179,7 +179,7 @@ def test_errors_name_unit_and_parameter(flat, call, error, text):
     with pytest.raises(error, match=text):
         call(flat)
     # Nothing is left half done.
-    flat.reduce([np.ones(12, "f4"), None])
+    _probe.reduce(flat, [np.ones(12, "f4"), None])
     assert over(flat.grad_part(0)).tolist() == [1] * 12
 
 
@@ -190,23 +190,23 @@ def test_errors_name_unit_and_parameter(flat, call, error, text):
 ])  # fmt: skip
 def test_wrong_parameters_are_refused(params, text):
     with pytest.raises(ValueError, match=text):
-        _C.FlatParameter("u", _C.Comm.self_(), params)
+        _probe.FlatParameter("u", _probe.Comm.self_(), params)
 
 
 def test_a_unit_belongs_to_one_tree(flat):
     with pytest.raises(ValueError, match="one entry per unit"):
-        _C.Tree([flat], [0, 1])
+        _probe.Tree([flat], [0, 1])
     with pytest.raises(ValueError, match="depths"):
-        _C.Tree([flat], [-1])
-    tree = _C.Tree([flat], [0])
+        _probe.Tree([flat], [-1])
+    tree = _probe.Tree([flat], [0])
     assert (tree.kind, tree.phase, tree.backwards) == ("wire", "idle", 0)
-    with pytest.raises(_C.StateError, match="unit layers.0 belongs to another tree"):
-        _C.Tree([flat], [0])
-    with pytest.raises(_C.StateError, match="unit layers.0 belongs to a tree"):
-        flat.gather()
+    with pytest.raises(_probe.StateError, match="unit layers.0 belongs to another tree"):
+        _probe.Tree([flat], [0])
+    with pytest.raises(_probe.StateError, match="unit layers.0 belongs to a tree"):
+        _probe.gather(flat)
     tree.detach()
-    flat.gather()
-    flat.release()
+    _probe.gather(flat)
+    _probe.release(flat)
 
 
 # --- ranks, and no torch --------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_unit_belongs_to_one_tree(flat):
 RANKS = """
 import os, sys
 import numpy as np
-from fsdpc import _C
+from fsdpc import _probe
 
 def body(rank, world, comm):
     {body}
@@ -226,7 +226,7 @@ for rank in range(world):
     pid = os.fork()
     if pid == 0:
         try:
-            comm = _C.Comm.shm(rank, world, name, 20.0) if world > 1 else _C.Comm.self_()
+            comm = _probe.Comm.shm(rank, world, name, 20.0) if world > 1 else _probe.Comm.self_()
             body(rank, world, comm)
             assert "torch" not in sys.modules
             comm.barrier("end")
@@ -243,18 +243,18 @@ sys.exit(any(codes))
 PLAIN = """
 f4 = "float32"
 spec = [("w", 1000, f4, f4, f4, True), ("b", 7, f4, f4, f4, True)]
-flat = _C.FlatParameter("u", comm, spec, divide=world)
+flat = _probe.FlatParameter("u", comm, spec, divide=world)
 full = [np.arange(1000, dtype="f4"), -np.arange(7, dtype="f4")]
 for step in range(4):
     for i, values in enumerate(full):
         flat.write(i, values + step)
-    flat.gather()
+    _probe.gather(flat)
     places = flat.layout()["params"]
     for place, values in zip(places, full):
         assert np.array_equal(flat.full[place["offset"]:][:place["numel"]], values + step)
-    flat.release()
+    _probe.release(flat)
     mine = [np.sin(np.arange(1000) + rank + step).astype("f4"), None if rank else np.ones(7, "f4")]
-    flat.reduce(mine)
+    _probe.reduce(flat, mine)
     out = [np.empty(1000, "f4"), np.empty(7, "f4")]
     flat.read(out, grad=True)
     sums = [np.zeros(1000, "f4"), np.ones(7, "f4")]
@@ -268,13 +268,13 @@ for step in range(4):
 """
 
 MISMATCH = """
-flat = _C.FlatParameter("u", comm, [("w", 8, "float32", "float32", "float32", True)])
+flat = _probe.FlatParameter("u", comm, [("w", 8, "float32", "float32", "float32", True)])
 try:
-    flat.reduce([np.zeros(8, "i4")])
+    _probe.reduce(flat, [np.zeros(8, "i4")])
     raise SystemError("taken")
 except ValueError as error:
     assert "parameter w of unit u" in str(error)
-flat.reduce([np.full(8, rank + 1, "f4")])
+_probe.reduce(flat, [np.full(8, rank + 1, "f4")])
 assert set(np.unique(flat.grad)) <= {0.0, world * (world + 1) / 2}
 """
 

@@ -12,11 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import alone  # noqa: E402
-import gpu_report  # noqa: E402
-import profile_gpu  # noqa: E402
-import run_gpu  # noqa: E402
-import timeline  # noqa: E402
+from gpu import alone, profile, report, run, timeline  # noqa: E402
 
 
 def event(name: str, category: str, ts: float, dur: float, **args: object) -> dict:
@@ -50,7 +46,7 @@ def test_work_and_waits_of_the_job():
 
 
 def test_hidden_shares():
-    shares = profile_gpu.shares(timeline.read(trace(), dry=False).work)
+    shares = profile.shares(timeline.read(trace(), dry=False).work)
     assert shares["gather: cast"] == {"ms": 0.02, "count": 1, "hidden": 0.5}
     assert shares["pack"]["hidden"] == 0
     assert shares["compute"] == {"ms": 0.04, "count": 1}
@@ -64,7 +60,7 @@ def test_busy_counts_overlaps_once():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    profile_gpu.draw(timeline.read(trace(), dry=False).work, "caption", tmp_path / "picture.png")
+    profile.draw(timeline.read(trace(), dry=False).work, "caption", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
@@ -75,7 +71,7 @@ def test_ratios_are_of_one_round():
         "batch": 1,
         "seq": 8,
     }
-    figures = gpu_report.time_figures(one)["engines"]["fsdpc"]
+    figures = report.time_figures(one)["engines"]["fsdpc"]
     assert figures["of_fsdp2"]["median"] == 0.5
     assert figures["step_ms"]["median"] == 3.0
 
@@ -86,37 +82,37 @@ def test_failures_are_named():
         "memory": {"fsdpc": {"error": "no memory"}},
         "host": {"error": "late"},
     }
-    report = gpu_report.step_report(results)
+    made = report.step_report(results)
     texts = {"time, fsdp2": "text", "memory, fsdpc": "no memory", "host": "late"}
-    assert report["failures"] == texts
+    assert made["failures"] == texts
 
 
-def test_no_gpu_is_said_before_anything_is_built(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["run_gpu.py"])
-    monkeypatch.setattr(run_gpu, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(run_gpu, "missing", lambda dry: ["matplotlib is missing: no picture"])
-    monkeypatch.setattr(run_gpu, "gpu_in_sight", lambda: False)
+def test_a_missing_gpu_is_reported_before_anything_is_built(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(run, "missing", lambda dry: ["matplotlib is missing: no picture"])
+    monkeypatch.setattr(run, "gpu_in_sight", lambda: False)
     with pytest.raises(SystemExit, match="torch finds no GPU here"):
-        run_gpu.main()
+        run.main()
     assert capsys.readouterr().out == "fsdpc: matplotlib is missing: no picture\n"
     assert not list(tmp_path.iterdir())
 
 
-def part(name: str, code: str, **more: object) -> run_gpu.Part:
-    return run_gpu.Part(name, [sys.executable, "-c", code], 60, **more)
+def part(name: str, code: str, **more: object) -> run.Part:
+    return run.Part(name, [sys.executable, "-c", code], 60, **more)
 
 
 @pytest.fixture
 def folders(monkeypatch, tmp_path) -> Path:
-    monkeypatch.setattr(run_gpu, "LOGS", tmp_path)
+    monkeypatch.setattr(run, "LOGS", tmp_path)
     return tmp_path
 
 
-def run_all(chosen: list[run_gpu.Part], folder: Path) -> list[run_gpu.Ended]:
-    def save(ended: list[run_gpu.Ended]) -> None:
-        run_gpu.keep(ended, folder, str(folder / "out"))
+def run_all(chosen: list[run.Part], folder: Path) -> list[run.Ended]:
+    def save(ended: list[run.Ended]) -> None:
+        run.keep(ended, folder, str(folder / "out"))
 
-    return run_gpu.run_all(chosen, dict(os.environ), time.monotonic() + 60, True, save)
+    return run.run_all(chosen, dict(os.environ), time.monotonic() + 60, True, save)
 
 
 def test_a_part_that_fails_stops_no_other_and_says_why(folders, capsys):
@@ -132,38 +128,38 @@ def test_a_part_that_fails_stops_no_other_and_says_why(folders, capsys):
     )  # fmt: skip
     assert [one.status for one in ended] == ["failed (1)", "ok", "ok", "not needed"]
     assert ended[1].lines == ["anew"]
-    run_gpu.print_end(ended, folders)
+    run.print_end(ended, folders)
     table = capsys.readouterr().out.splitlines()
     assert any(line.split(maxsplit=1) == ["first", "ValueError: the reason"] for line in table)
-    log = (folders / "out" / run_gpu.ALL_LOGS).read_text()
+    log = (folders / "out" / run.ALL_LOGS).read_text()
     assert "=== first\nTraceback" in log and "=== again\nanew" in log
-    ends = json.loads((folders / "out" / run_gpu.ENDS).read_text())["parts"]
+    ends = json.loads((folders / "out" / run.ENDS).read_text())["parts"]
     assert [one["status"] for one in ends] == ["failed (1)", "ok", "ok"]
 
 
 def test_figures_of_an_older_run_are_not_shown(folders):
     (folders / "gpu_step.json").write_text(json.dumps({"loss_difference": 0.5}))
-    without = [run_gpu.Ended(part("first", ""), "ok", 1.0)]
-    assert run_gpu.facts(folders, without) == []
-    own = run_gpu.Ended(part("step", "", results=("gpu_step.json",)), "ok", 1.0)
-    assert run_gpu.facts(folders, [own]) == [("largest loss difference", "5.0e-01")]
+    without = [run.Ended(part("first", ""), "ok", 1.0)]
+    assert run.facts(folders, without) == []
+    own = run.Ended(part("step", "", results=("gpu_step.json",)), "ok", 1.0)
+    assert run.facts(folders, [own]) == [("largest loss difference", "5.0e-01")]
 
 
 def test_the_reason_of_tests_is_their_list_of_failures(folders):
     lines = ["a.py:1: in f", *(f"FAILED a.py::test_{k} - why" for k in range(9)), "9 failed in 1s"]
-    found = run_gpu.reasons(run_gpu.Ended(part("tests", ""), "failed (1)", 1.0, lines))
+    found = run.reasons(run.Ended(part("tests", ""), "failed (1)", 1.0, lines))
     assert found[0] == "FAILED a.py::test_0 - why" and found[-1] == "... and 3 more"
 
 
 def test_without_an_extension_nothing_else_runs(folders, monkeypatch):
-    monkeypatch.setattr(run_gpu, "usable", lambda env, dry: False)
+    monkeypatch.setattr(run, "usable", lambda env, dry: False)
     chosen = [part("build", "raise SystemExit(1)"), part("first", "")]
     assert [one.status for one in run_all(chosen, folders)] == ["failed (1)", "left out: no build"]
-    monkeypatch.setattr(run_gpu, "usable", lambda env, dry: True)
+    monkeypatch.setattr(run, "usable", lambda env, dry: True)
     assert [one.status for one in run_all(chosen, folders)] == ["ok", "ok"]
 
 
-def test_what_a_part_told_before_it_died_is_kept():
+def test_results_that_a_part_sent_before_it_died_are_kept():
     class Process:
         exitcode = -11
 

@@ -29,7 +29,6 @@ LAYERS = (
     "csrc/py/comm",
     "csrc/py/unit",
     "csrc/py/step",
-    "csrc/py/probe",
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
@@ -42,7 +41,6 @@ NOT_YET_PRIVATE = {
     ("csrc/py/unit", "unit/unit_impl.h"),
     ("csrc/py/step", "unit/unit_impl.h"),
     ("csrc/py/step", "tree/tree_impl.h"),
-    ("csrc/py/probe", "unit/unit_impl.h"),
 }
 Rule = Callable[[str, str], Iterator[str]]
 
@@ -93,7 +91,7 @@ def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(uses: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The sets of files each of which uses all others, perhaps by way of some."""
+    """The sets of files each of which uses all others, perhaps through others."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpc._C import layout
+from fsdpc._probe import layout
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1}
 WORLDS = [1, 2, 3, 7, 8, 64, 96, 512]

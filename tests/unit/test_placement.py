@@ -18,7 +18,7 @@ from fsdpc import _C
 from fsdpc._engine import root as _root
 from fsdpc._fsdp1 import placement as _placement
 from fsdpc._fsdp1.collect import Ignored
-from fsdpc._fsdp1.placement import CPU, asked_device, default_device, place
+from fsdpc._fsdp1.placement import CPU, asked_device, default_device, move_module
 from fsdpc._fsdp1.root import FRONT
 
 
@@ -44,7 +44,7 @@ def on(device: str) -> nn.Module:
 
 
 def placed(module: nn.Module, asked: torch.device | None = None) -> torch.device:
-    return place(module, Ignored(), asked, "layer", 3)
+    return move_module(module, Ignored(), asked, "layer", 3)
 
 
 # --- what device_id names ------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_number_that_no_gpu_has(two_gpus: None):
         asked_device(2, 5)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(RuntimeError, match="built without CUDA"):
         asked_device(0, 0)
@@ -93,7 +93,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
         asked_device(torch.device("meta"), 0)
 
 
-def test_what_the_core_lacks_is_said(two_gpus: None, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_names_what_the_core_lacks(two_gpus: None, monkeypatch: pytest.MonkeyPatch):
     def without_kernels(index: int) -> None:
         raise NotImplementedError("this extension was built without CUDA kernels")
 

@@ -248,7 +248,7 @@ def test_pieces_of_another_length_name_their_rank():
 def greeting(**changes: Any) -> bytes:
     settings = {_nccl._VERSION: "NCCL 2.28", "FSDPC_TIMEOUT": 3.0}
     fields = {
-        "settings": settings, "place": "here", "pid": os.getpid(), "gpu": 0, "visible": "",
+        "settings": settings, "host": "here", "pid": os.getpid(), "gpu": 0, "visible": "",
         "registers": True, "error": "", "ids": (b"a", b"b", "key"), **changes,
     }  # fmt: skip
     return encode(tuple(fields.values()))
@@ -270,7 +270,7 @@ def test_a_greeting_comes_back():
         greeting(settings={}),
         greeting(ids=(b"a", "b", "c")),
         greeting(gpu=True),
-        greeting(place=3),
+        greeting(host=3),
     ],
 )
 def test_a_greeting_of_other_bytes_names_its_rank(data):

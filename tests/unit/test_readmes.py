@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAPPED = ("csrc", "kernels", "fsdpc", "tests/c", "tests/simgpu")
+MAPPED = ("csrc", "kernels", "fsdpc", "tests/c", "tests/probe", "tests/simgpu")
 CODE_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".py", ".sh"}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
 
 ROUNDS = 100
 SLACK = ROUNDS // 2  # caches of the interpreter's; a leak is at least one a round
@@ -70,14 +70,14 @@ class Stepped:
     """A unit in a tree, with torch objects such as a sharded module binds."""
 
     def __init__(self) -> None:
-        self.flat = _C.FlatParameter("u", _C.Comm.self_(), SPECS)
+        self.flat = _probe.FlatParameter("u", _probe.Comm.self_(), SPECS)
         self.full = [torch.zeros(s[1], requires_grad=True) for s in SPECS]
         self.params = [torch.nn.Parameter(torch.zeros(s[1])) for s in SPECS]
         self.grads = [torch.zeros(s[1]) for s in SPECS]
         self.module: dict[str, Any] = {}
         self.task = -1
         self.bind()
-        self.tree = _C.Tree([self.flat], [0], torch=self.functions())
+        self.tree = _probe.Tree([self.flat], [0], torch=self.functions())
         self.pre, self.post = self.flat.hook("pre_forward"), self.flat.hook("post_forward")
         self.pre_backward, self.grad = self.flat.hook("pre_backward"), self.flat.hook("grad", 0)
         self.ends: list[Any] = []
@@ -224,13 +224,13 @@ def test_replaced_parameters(stepped):
 
 
 def test_units_and_trees_that_come_and_go():
-    comm, torch_functions = _C.Comm.self_(), Stepped().functions()
+    comm, torch_functions = _probe.Comm.self_(), Stepped().functions()
 
     def once() -> None:
-        flats = [_C.FlatParameter(f"u{i}", comm, SPECS) for i in range(3)]
-        tree = _C.Tree(flats, [0, 1, 1], torch=torch_functions)
-        with pytest.raises(_C.StateError):
-            _C.Tree(flats, [0, 1, 1])
+        flats = [_probe.FlatParameter(f"u{i}", comm, SPECS) for i in range(3)]
+        tree = _probe.Tree(flats, [0, 1, 1], torch=torch_functions)
+        with pytest.raises(_probe.StateError):
+            _probe.Tree(flats, [0, 1, 1])
         tree.close()
 
     assert_balanced(once, comm, *torch_functions)
@@ -242,20 +242,20 @@ def test_reports(stepped):
     flat, tree = stepped.flat, stepped.tree
     specs = [tuple(spec) for spec in SPECS]
     assert_balanced(lambda: (tree.trace(), tree.memory(), flat.layout()), flat, tree)
-    assert_balanced(lambda: _C.layout(specs, 3, 64, True), specs, *specs)
+    assert_balanced(lambda: _probe.layout(specs, 3, 64, True), specs, *specs)
     assert_balanced(lambda: (flat.shard_part(0), flat.full_param(0, (2, 2)), flat.shard), flat)
-    assert_balanced(lambda: _C.kernel_names())
+    assert_balanced(lambda: _probe.kernel_names())
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_values_in_and_out(refused):
-    flat = _C.FlatParameter("u", _C.Comm.self_(), SPECS)
+    flat = _probe.FlatParameter("u", _probe.Comm.self_(), SPECS)
     arrays: list[Any] = [np.ones(4, np.float32), torch.ones(5 if refused else 3)]
 
     def once() -> None:
         for call in (
             lambda: flat.read(arrays),
-            lambda: flat.reduce(arrays),
+            lambda: _probe.reduce(flat, arrays),
             lambda: flat.read_blocks([4, 3], arrays),
             lambda: flat.write_blocks([4, 3], arrays),
             lambda: flat.write(1, arrays[1]),
@@ -275,11 +275,11 @@ def test_kernels(refused):
     targets = [(4, 0, "float32"), (4, 64, "float32")]
 
     def once() -> None:
-        plan = _C.kernel_pack_plan(targets, 128)
+        plan = _probe.kernel_pack_plan(targets, 128)
         for call in (
-            lambda: _C.kernel_reduce(acc, "float32", [acc, None, src], "float32"),
-            lambda: _C.kernel_cast(acc, "float32", src, "float32"),
-            lambda: _C.kernel_pack(plan, np.zeros(128, np.uint8), [acc, src]),
+            lambda: _probe.kernel_reduce(acc, "float32", [acc, None, src], "float32"),
+            lambda: _probe.kernel_cast(acc, "float32", src, "float32"),
+            lambda: _probe.kernel_pack(plan, np.zeros(128, np.uint8), [acc, src]),
         ):
             try:
                 call()
@@ -293,9 +293,9 @@ def test_kernels(refused):
 def test_views_of_tensors():
     tensor, array = torch.ones(3, 2), np.ones((3, 2), np.float32)
     for how in ("any", "torch", "methods"):
-        assert_balanced(lambda how=how: _C.tensor_info(tensor, how), tensor)
-    assert_balanced(lambda: _C.tensor_info(array), array)
-    assert_balanced(lambda: _C.export_dlpack(array), array)
+        assert_balanced(lambda how=how: _probe.tensor_info(tensor, how), tensor)
+    assert_balanced(lambda: _probe.tensor_info(array), array)
+    assert_balanced(lambda: _probe.export_dlpack(array), array)
 
 
 def test_collectives_with_callbacks():
@@ -306,7 +306,7 @@ def test_collectives_with_callbacks():
         reduce_scatter = all_reduce = broadcast = barrier = all_gather
 
     calls, array = Calls(), np.ones(4, np.float32)
-    comm = _C.Comm.c10d(0, 1, calls)
+    comm = _probe.Comm.c10d(0, 1, calls)
 
     def once() -> None:
         comm.all_gather(array)
@@ -314,6 +314,6 @@ def test_collectives_with_callbacks():
         comm.all_reduce(array)
         comm.broadcast(array)
         comm.barrier()
-        _C.Comm.c10d(0, 1, calls)
+        _probe.Comm.c10d(0, 1, calls)
 
     assert_balanced(once, calls, array)

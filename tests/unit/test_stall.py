@@ -22,7 +22,7 @@ class Rank:
         self.stall = Stall(store, rank, world, timeout)
 
     def look(self) -> None:
-        self.stall.look(self)
+        self.stall.poll(self)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def look(ranks: list[Rank], clock: SimpleNamespace, seconds: float = 0.0) -> Non
         rank.look()
 
 
-def test_ranks_that_wait_for_each_other_are_told_where_all_are(clock, caplog):
+def test_ranks_that_wait_for_each_other_log_where_all_are(clock, caplog):
     ranks = make(4)
     for rank, what in zip(ranks, ["gather of a", "gather of a", "reduce of b", ""], strict=True):
         if what:
@@ -75,7 +75,7 @@ def test_a_rank_whose_process_stands_still_does_not_answer(clock):
     assert "; rank 2 without an answer" in ranks[0].others
 
 
-def test_what_was_said_is_taken_back_when_it_goes_on(clock, caplog):
+def test_the_report_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks = make(2, timeout=20)
     ranks[0].seconds, ranks[0].where = 1.0, "in gather of a"
     for _ in range(26):
@@ -84,7 +84,7 @@ def test_what_was_said_is_taken_back_when_it_goes_on(clock, caplog):
     ranks[0].seconds = 0.0
     look(ranks, clock)
     assert ranks[0].others == ""
-    # The next one is a question of its own, whoever puts it.
+    # The next stall starts a question of its own, on whichever rank.
     ranks[1].seconds, ranks[1].where = 1.0, "in gather of c"
     ranks[0].where = "in none of its collectives, after gather of a"
     for _ in range(26):
@@ -95,7 +95,7 @@ def test_what_was_said_is_taken_back_when_it_goes_on(clock, caplog):
     assert ranks[0].others == "" and len(caplog.records) == 2
 
 
-def test_nothing_is_said_of_a_stall_that_ends_in_time(clock, caplog):
+def test_a_stall_that_ends_in_time_is_not_reported(clock, caplog):
     ranks = make(2, timeout=20)
     ranks[0].seconds = 1.0
     for _ in range(17):
@@ -122,7 +122,7 @@ def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
     )
 
 
-def test_many_ranks_are_said_in_short():
+def test_many_ranks_are_abbreviated():
     assert spans([0]) == "0" and spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     text = summary([f"in gather of unit {rank}" for rank in range(100)])
     assert len(text) == 600 and text.endswith("...")

@@ -1,38 +1,64 @@
-"""fsdpc/_C.pyi says what the extension has: the same names, methods and parameters."""
+"""The stubs say what the extensions have: the same names, methods and parameters."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import fsdpc
-from fsdpc import _C
+from fsdpc import _C, _probe
 
-STUB = Path(fsdpc.__file__).with_name("_C.pyi")
-TREE = ast.parse(STUB.read_text())
-CLASSES = {n.name: n for n in TREE.body if isinstance(n, ast.ClassDef)}
-FUNCTIONS = {n.name: n for n in TREE.body if isinstance(n, ast.FunctionDef)}
-CONSTANTS = {n.target.id for n in TREE.body if isinstance(n, ast.AnnAssign)}
-PRESENT = {name for name in dir(_C) if not name.startswith("_")}
+
+class Stub:
+    """What a ``.pyi`` file declares itself, and what its module has on top of ``below``."""
+
+    def __init__(self, file: Path, module: ModuleType, below: ModuleType | None = None) -> None:
+        self.module = module
+        body = ast.parse(file.read_text()).body
+        self.classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
+        self.functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
+        self.constants = {n.target.id for n in body if isinstance(n, ast.AnnAssign)}
+        self.present = public(dir(module)) - (public(dir(below)) if below else set())
+
+    def methods(self) -> list[tuple[ModuleType, str, ast.FunctionDef]]:
+        found = [(name, f) for name, f in self.functions.items() if name in self.present]
+        for name in public(self.classes) & self.present:
+            for node in self.classes[name].body:
+                decorators = {d.id for d in getattr(node, "decorator_list", ()) if hasattr(d, "id")}
+                if isinstance(node, ast.FunctionDef) and "property" not in decorators:
+                    if not node.name.startswith("_"):
+                        found.append((f"{name}.{node.name}", node))
+        return [(self.module, name, node) for name, node in sorted(found, key=lambda m: m[0])]
 
 
 def public(names) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def test_same_names():
-    assert public(CLASSES) | public(FUNCTIONS) | public(CONSTANTS) == PRESENT
+CORE = Stub(Path(fsdpc.__file__).with_name("_C.pyi"), _C)
+STUBS = [CORE, Stub(Path(__file__).parents[1] / "probe" / "_probe.pyi", _probe, below=_C)]
 
 
-@pytest.mark.parametrize("name", sorted(public(CLASSES) & PRESENT))
+@pytest.mark.parametrize("stub", STUBS, ids=lambda stub: stub.module.__name__)
+def test_same_names(stub):
+    declared = public(stub.classes) | public(stub.functions) | public(stub.constants)
+    assert declared == stub.present
+
+
+def test_the_probe_has_all_of_the_core():
+    assert public(dir(_C)) <= public(dir(_probe))
+
+
+@pytest.mark.parametrize("name", sorted(public(CORE.classes) & CORE.present))
 def test_same_members(name):
-    kind = getattr(_C, name)
-    stubbed = {n.name for n in CLASSES[name].body if isinstance(n, ast.FunctionDef)}
-    stubbed |= {n.target.id for n in CLASSES[name].body if isinstance(n, ast.AnnAssign)}
-    assert public(stubbed) == public(vars(kind))
+    body = CORE.classes[name].body
+    stubbed = {n.name for n in body if isinstance(n, ast.FunctionDef)}
+    stubbed |= {n.target.id for n in body if isinstance(n, ast.AnnAssign)}
+    assert public(stubbed) == public(vars(getattr(_C, name)))
 
 
 def stubbed_parameters(function: ast.FunctionDef) -> list[str]:
@@ -41,20 +67,13 @@ def stubbed_parameters(function: ast.FunctionDef) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
-def methods() -> list[tuple[str, ast.FunctionDef]]:
-    found = [(name, function) for name, function in FUNCTIONS.items() if name in PRESENT]
-    for name in public(CLASSES) & PRESENT:
-        for node in CLASSES[name].body:
-            decorators = {d.id for d in getattr(node, "decorator_list", ()) if hasattr(d, "id")}
-            if isinstance(node, ast.FunctionDef) and "property" not in decorators:
-                if not node.name.startswith("_"):
-                    found.append((f"{name}.{node.name}", node))
-    return sorted(found, key=lambda item: item[0])
-
-
-@pytest.mark.parametrize("name, function", methods(), ids=lambda v: v if type(v) is str else "")
-def test_same_parameters(name, function):
-    target = _C
+@pytest.mark.parametrize(
+    "module, name, function",
+    [method for stub in STUBS for method in stub.methods()],
+    ids=lambda v: v if type(v) is str else "",
+)
+def test_same_parameters(module, name, function):
+    target = module
     for part in name.split("."):
         target = getattr(target, part)
     present = [name for name in inspect.signature(target).parameters if name != "self"]

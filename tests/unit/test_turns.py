@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 
@@ -19,8 +20,7 @@ LOOK, TURN, EXAMINE, CHECK, PUBLISH, CHECK_AGAIN, SLEEP = range(7)
 CHANGE, MOVE_TURN, RING, WITHDRAW, DEPART, END = range(10, 16)
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     at: int = LOOK
     bell: int = 0
     turn: int = 0
@@ -30,8 +30,7 @@ class Rank:
     concluded: int = -1  # the turn at which it found itself stuck
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     ranks: tuple[Rank, ...]
     words: tuple[tuple[int, int] | None, ...]  # (turn, way) of who waits
     flags: tuple[bool, ...]
@@ -75,15 +74,15 @@ class Model:
             return self.put(state, i, flags=flags, at=MOVE_TURN)
         if me.at == MOVE_TURN:
             moved = state.turn + (self.fault != "turn stays")
-            return self.put(replace(state, turn=moved), i, at=RING)
+            return self.put(state._replace(turn=moved), i, at=RING)
         if me.at == RING:
-            return self.put(replace(state, bell=state.bell + 1), i, at=WITHDRAW)
+            return self.put(state._replace(bell=state.bell + 1), i, at=WITHDRAW)
         if me.at == WITHDRAW:
             words = list(state.words)
             words[i] = None
             return self.put(state, i, words=words, at=DEPART)
         if me.at == DEPART:  # wakes all, as fsdpc_shm_leave
-            return self.put(replace(state, bell=state.bell + 1), i, at=END)
+            return self.put(state._replace(bell=state.bell + 1), i, at=END)
         return None
 
     def check(self, state: State, i: int) -> State:
@@ -113,16 +112,16 @@ class Model:
             return self.put(state, i, at=LOOK)
         if me.rung == me.turn or self.fault == "no bell":
             return self.put(state, i, at=SLEEP)
-        return self.put(replace(state, bell=state.bell + 1), i, at=SLEEP, rung=me.turn)
+        return self.put(state._replace(bell=state.bell + 1), i, at=SLEEP, rung=me.turn)
 
     def put(self, state: State, i: int, *, words=None, flags=None, **changes) -> State:
-        ranks = list(state.ranks)
-        ranks[i] = replace(ranks[i], **changes)
-        return replace(
-            state,
-            ranks=tuple(ranks),
-            words=tuple(words or state.words),
-            flags=tuple(flags or state.flags),
+        ranks = state.ranks
+        return State(
+            (*ranks[:i], ranks[i]._replace(**changes), *ranks[i + 1 :]),
+            tuple(words) if words else state.words,
+            tuple(flags) if flags else state.flags,
+            state.turn,
+            state.bell,
         )
 
     def judge(self, state: State, i: int) -> None:
@@ -152,11 +151,13 @@ class Model:
 
     def check_sleepers(self, state: State) -> None:
         """When all sleep, nobody can do anything."""
+        for rank in state.ranks:
+            if rank.at != END and (rank.at != SLEEP or rank.bell != state.bell):
+                return
         live = [i for i, rank in enumerate(state.ranks) if rank.at != END]
-        asleep = all(state.ranks[i].at == SLEEP and state.ranks[i].bell == state.bell for i in live)
-        if live and asleep:
+        if live:
             assert not any(self.ready(state, i) for i in live), "a change has woken nobody"
-            assert all(self.ways[i] == NONE for i in live), "whoever has a way out sleeps"
+            assert all(self.ways[i] == NONE for i in live), "a rank with a way out sleeps"
 
 
 def every_pair():

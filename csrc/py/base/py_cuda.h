@@ -1,4 +1,4 @@
-/* What this extension can do with GPUs, for reports and tests. */
+/* What this extension can do with the machine's devices. */
 #ifndef FSDPC_PY_CUDA_H
 #define FSDPC_PY_CUDA_H
 
@@ -7,5 +7,7 @@
 extern PyMethodDef fsdpc_py_cuda_methods[];
 /* py_alloc.c */
 extern PyMethodDef fsdpc_py_alloc_methods[];
+/* py_threads.c */
+extern PyMethodDef fsdpc_py_thread_methods[];
 
 #endif

@@ -44,7 +44,7 @@ typedef struct fsdpc_py_flat {
     fsdpc_unit *unit;
     PyObject *shard_comm, *replicate_comm; /* kept alive; replicate_comm may be NULL */
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
-    bool own_tree;                         /* made by gather() of a unit without a tree */
+    bool own_tree;                         /* made by fsdpc._probe.gather() */
     int id;
     uint64_t backward; /* number of the last one in an earlier tree, whose graphs may still come */
     fsdpc_py_gate gate;
@@ -234,12 +234,8 @@ PyObject *fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused);
 PyObject *fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer);
 PyObject *fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args);
 
-/* --- py_flat_alone.c ------------------------------------------------------------------------- */
+/* --- py_flat_enter.c ------------------------------------------------------------------------- */
 
-PyObject *fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused);
-PyObject *fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused);
-PyObject *fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
-                               PyObject *keywords);
 PyObject *fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused);
 PyObject *fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused);
 

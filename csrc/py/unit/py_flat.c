@@ -252,9 +252,6 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
             (self, args, count, keywords))
 
 /* clang-format off */
-GUARDED_ONE(gather)
-GUARDED_ONE(release)
-GUARDED_FAST(reduce)
 GUARDED_FAST(write)
 GUARDED_FAST(read)
 GUARDED_ONE(read_blocks)
@@ -276,12 +273,6 @@ GUARDED_ONE(forward_failed)
 #define FAST(function) (PyCFunction)(void (*)(void)) function
 
 static PyMethodDef methods[] = {
-    {"gather", FAST(guarded_gather), METH_NOARGS,
-     "gather()\n--\n\nMakes all ranks' values readable in `full`; counted. Collective."},
-    {"release", FAST(guarded_release), METH_NOARGS, "release()\n--\n\nUndoes one gather(). Local."},
-    {"reduce", FAST(guarded_reduce), METH_FASTCALL | METH_KEYWORDS,
-     "reduce(grads, add=False)\n--\n\nSums full gradients (one array or None per parameter) over "
-     "ranks, divides, keeps this rank's piece in `grad`. Collective."},
     {"layout", FAST(flat_layout), METH_NOARGS, "layout()\n--\n\nThe placement of all parameters."},
     {"shard_part", FAST(fsdpc_py_flat_shard_part), METH_O,
      "shard_part(i)\n--\n\nDLPack capsule: this rank's part of parameter i (1-D, storage dtype)."},

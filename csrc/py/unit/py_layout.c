@@ -1,19 +1,7 @@
-/* fsdpc._C.layout: the placement of a unit's parameters as plain Python data.
- *
- * Only tests call the function; the engine uses layout.h directly, so both see the same bytes.
- */
+/* Lists of parameters from Python, and the placement of a unit's parameters as plain Python data. */
 #include "py/unit/py_layout.h"
 
 #include "base/mem.h"
-
-enum { MAX_WORLD = 1 << 17 }; /* each rank has a row in the result */
-
-struct request {
-    fsdpc_py_specs list;
-    int world;
-    size_t align_bytes;
-    bool spans;
-};
 
 static int
 parse_dtype(const char *name, fsdpc_dtype *out)
@@ -77,29 +65,6 @@ fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out)
     }
     out->count = (int)count;
     return 0;
-}
-
-static int
-parse_request(PyObject *const *args, Py_ssize_t nargs, struct request *out)
-{
-    PyObject *list = NULL;
-    int32_t world = 1;
-    const fsdpc_py_arg table[] = {
-        {"specs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
-        {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
-        {"align_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &out->align_bytes},
-        {"spans", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &out->spans},
-    };
-    if (fsdpc_py_args("layout", table, 4, args, nargs, NULL) < 0) {
-        return -1;
-    }
-    if (world > MAX_WORLD) {
-        PyErr_Format(PyExc_ValueError, "layout: world is %d, but at most %d is supported", world,
-                     MAX_WORLD);
-        return -1;
-    }
-    out->world = world;
-    return fsdpc_py_specs_parse(list, &out->list);
 }
 
 void
@@ -216,22 +181,4 @@ fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans)
         (Py_ssize_t)layout->grad_bytes, "reduce_bytes", (Py_ssize_t)layout->reduce_bytes,
         "padding_bytes", (long long)layout->padding_bytes, "shard_padding_bytes", padding, "params",
         params, "segments", segments, "spans", owned);
-}
-
-PyObject *
-fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)module;
-    struct request request = {0};
-    fsdpc_layout *layout = NULL;
-    PyObject *result = NULL;
-    if (parse_request(args, nargs, &request) == 0) {
-        int status = fsdpc_layout_build(request.list.specs, request.list.count, request.world,
-                                        request.align_bytes, &layout);
-        result = status == FSDPC_OK ? fsdpc_py_layout_dict(layout, request.spans)
-                                    : fsdpc_py_raise(status);
-    }
-    fsdpc_layout_free(layout);
-    fsdpc_py_specs_release(&request.list);
-    return result;
 }

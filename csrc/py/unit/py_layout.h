@@ -1,5 +1,4 @@
-/* Parameter lists from Python and layouts to Python, shared by fsdpc._C.layout (py_layout.c) and
- * the flat parameter (py_flat.c). */
+/* Parameter lists from Python and layouts to Python. */
 #ifndef FSDPC_PY_LAYOUT_H
 #define FSDPC_PY_LAYOUT_H
 
@@ -16,9 +15,9 @@ typedef struct fsdpc_py_specs {
  * it in any case. 0, or -1 with an exception set. */
 int fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out);
 void fsdpc_py_specs_release(fsdpc_py_specs *list);
-/* The dictionary that fsdpc._C.layout returns. */
+/* The dictionary that FlatParameter.layout() returns. */
 PyObject *fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans);
-/* layout(specs, world, align_bytes, spans=False) -> dict; METH_FASTCALL. */
-PyObject *fsdpc_py_layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+/* py_layout_call.c: layout(). */
+extern PyMethodDef fsdpc_py_layout_methods[];
 
 #endif

@@ -92,13 +92,13 @@ class Book:
 def _stranger(param: nn.Parameter) -> str:
     """The error text for a parameter that the model does not have."""
     unit = owner_of(param)
-    place = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
-    if place is None:
+    info = next((i for i in unit.infos if i.param is param), None) if unit is not None else None
+    if info is None:
         return (
             f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the "
             "model: make the optimizer from the parameters of the wrapped model"
         )
-    name = f"parameter {place.name!r} of unit {unit.name!r}"
+    name = f"parameter {info.name!r} of unit {unit.name!r}"
     if unit.use_orig_params:
         return (
             f"the optimizer holds {name}, which is not in the given model: pass the model whose "
@@ -135,20 +135,20 @@ def read_book(model: nn.Module) -> Book:
     return book
 
 
-def _unit_entry(place: str, member: Any) -> UnitEntry:
+def _unit_entry(prefix: str, member: Any) -> UnitEntry:
     unit = member._unit
     sites: dict[int, list[tuple[str, int]]] = {}
     for i, info in enumerate(unit.infos):
         for module, attr in info.sites:
             sites.setdefault(id(module), []).append((attr, i))
-    names: list[list[str]] = [[join(place, info.name)] for info in unit.infos]
+    names: list[list[str]] = [[join(prefix, info.name)] for info in unit.infos]
     walk = owned_modules(member._fsdp_wrapped_module, member._ignored.modules, shared_twice=True)
     for module_name, module in walk:
         for attr, i in sites.get(id(module), ()):
-            name = join(place, join(module_name, attr))
+            name = join(prefix, join(module_name, attr))
             if name not in names[i]:
                 names[i].append(name)
-    parts = [Part(param, covers) for param, _, covers in unit.seen]
+    parts = [Part(param, covers) for param, _, covers in unit.optim_params]
     return UnitEntry(member, unit, names, parts, unit.flat.layout())
 
 

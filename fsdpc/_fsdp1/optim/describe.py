@@ -38,23 +38,23 @@ def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan
     values differ.
     """
     what = f"optimizer state of unit {entry.unit.name}"
-    told = exchange(entry.comm, [_describe(state) for state in states], what)
+    described = exchange(entry.comm, [_describe(state) for state in states], what)
     plans: list[Plan | None] = []
     whole: list[tuple[int, str]] = []
     for j in range(len(entry.parts)):
-        holders = _holders(entry, told, j)
+        holders = _holders(entry, described, j)
         if not holders:
             plans.append(None)
             continue
         plan = Plan({}, {})
-        _check_same_names(entry, told, j, holders)
-        for name in told[holders[0]][j]:
-            _sort(entry, told, j, name, holders, plan, whole)
+        _check_same_names(entry, described, j, holders)
+        for name in described[holders[0]][j]:
+            _sort(entry, described, j, name, holders, plan, whole)
         plans.append(plan)
     if whole:
         mine = [_own(states, j, name) for j, name in whole]
-        _agree_on_whole(entry, told, exchange(entry.comm, mine, what), whole, plans)
-    _check_complete(entry, told, plans)
+        _agree_on_whole(entry, described, exchange(entry.comm, mine, what), whole, plans)
+    _check_complete(entry, described, plans)
     return plans
 
 
@@ -72,12 +72,12 @@ def _outline(value: Any) -> Any:
     return value
 
 
-def _holders(entry: UnitEntry, told: list[Any], j: int) -> list[int]:
+def _holders(entry: UnitEntry, described: list[Any], j: int) -> list[int]:
     """Ranks with elements of the part (all ranks for an empty part), if the part has state."""
     part = entry.parts[j]
-    ranks = [rank for rank in range(len(told)) if entry.length(part, rank) > 0]
-    ranks = ranks or list(range(len(told)))
-    having = [rank for rank in ranks if isinstance(told[rank][j], dict)]
+    ranks = [rank for rank in range(len(described)) if entry.length(part, rank) > 0]
+    ranks = ranks or list(range(len(described)))
+    having = [rank for rank in ranks if isinstance(described[rank][j], dict)]
     if having and len(having) != len(ranks):
         text = (
             "FSDP currently requires each rank to have at least the optimizer states needed by "
@@ -92,27 +92,27 @@ def _holders(entry: UnitEntry, told: list[Any], j: int) -> list[int]:
     return having
 
 
-def _check_same_names(entry: UnitEntry, told: list[Any], j: int, holders: list[int]) -> None:
-    first = told[holders[0]][j]
+def _check_same_names(entry: UnitEntry, described: list[Any], j: int, holders: list[int]) -> None:
+    first = described[holders[0]][j]
     for rank in holders:
-        if told[rank][j].keys() != first.keys():
+        if described[rank][j].keys() != first.keys():
             raise RuntimeError(
                 f"the optimizer state of {_text(entry, j)} has {sorted(first)} on rank "
-                f"{holders[0]} but {sorted(told[rank][j])} on rank {rank}: step the same optimizer "
-                "on every rank before saving its state"
+                f"{holders[0]} but {sorted(described[rank][j])} on rank {rank}: step the same "
+                "optimizer on every rank before saving its state"
             )
 
 
 def _sort(
     entry: UnitEntry,
-    told: list[Any],
+    described: list[Any],
     j: int,
     name: str,
     holders: list[int],
     plan: Plan,
     whole: list[tuple[int, str]],
 ) -> None:
-    values = [told[rank][j][name] for rank in holders]
+    values = [described[rank][j][name] for rank in holders]
     if not any(isinstance(value, Outline) for value in values):
         for rank, value in zip(holders, values, strict=True):
             if not equal(value, values[0]):
@@ -145,16 +145,16 @@ def _own(states: list[State | str | None], j: int, name: str) -> Any:
 
 def _agree_on_whole(
     entry: UnitEntry,
-    told: list[Any],
+    described: list[Any],
     values: list[list[Any]],
     whole: list[tuple[int, str]],
     plans: list[Plan | None],
 ) -> None:
-    for place, (j, name) in enumerate(whole):
-        holders = _holders(entry, told, j)
-        first = values[holders[0]][place]
+    for index, (j, name) in enumerate(whole):
+        holders = _holders(entry, described, j)
+        first = values[holders[0]][index]
         for rank in holders:
-            if not equal(values[rank][place], first):
+            if not equal(values[rank][index], first):
                 raise AssertionError(
                     f"Rank {rank} has different values for {name} than rank {holders[0]}, and its "
                     f"shape {tuple(first.shape)} is not the shard's: {_state(entry, j, name)} "
@@ -165,15 +165,17 @@ def _agree_on_whole(
         plan.same[name] = first
 
 
-def _check_complete(entry: UnitEntry, told: list[Any], plans: list[Plan | None]) -> None:
+def _check_complete(entry: UnitEntry, described: list[Any], plans: list[Plan | None]) -> None:
     """With original parameters, the optimizer must hold all or none of a unit's trainable ones."""
     unit = entry.unit
     if not unit.use_orig_params or not any(plans):
         return
-    held = [entry.names[p.covers[0]][0] for j, p in enumerate(entry.parts) if told[0][j] != ABSENT]
+    held = [
+        entry.names[p.covers[0]][0] for j, p in enumerate(entry.parts) if described[0][j] != ABSENT
+    ]
     managed = [names[0] for names in entry.names]
     for j, part in enumerate(entry.parts):
-        if told[0][j] == ABSENT and part.param.requires_grad:
+        if described[0][j] == ABSENT and part.param.requires_grad:
             raise RuntimeError(
                 f"{entry.first_names(part)[0]} is not in the optimizer state. The FSDPParamInfo "
                 f"has the param keys {sorted(managed)} while the optimizer has the param keys "

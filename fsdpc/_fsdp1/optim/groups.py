@@ -55,10 +55,10 @@ def keyed_groups(
         return _divided_as_saved(saved, owner, held, book)
     keys = iter(held)
     result = []
-    for place, group in enumerate(own):
+    for index, group in enumerate(own):
         members = [next(keys) for _ in group["params"]]
         names = [name for _, param in members for name in book.names_of(param)]
-        options = _options(saved, owner, names, place) or group
+        options = _options(saved, owner, names, index) or group
         made = _with(options, [key for key, _ in members], False)
         if "param_names" in group:
             made["param_names"] = list(group["param_names"])
@@ -70,8 +70,8 @@ def _owners(saved: list[Group], book: Book) -> dict[str, int]:
     """The index of the saved group of each parameter, by the model's first name."""
     first = {alias: name for name, aliases in book.aliases.items() for alias in aliases}
     return {
-        first.get(name, name): place
-        for place, group in enumerate(saved)
+        first.get(name, name): index
+        for index, group in enumerate(saved)
         for name in group["params"]
     }
 
@@ -93,13 +93,13 @@ def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], bo
 
 
 def _options(
-    saved: list[Group], owner: dict[str, int], names: list[str], place: int
+    saved: list[Group], owner: dict[str, int], names: list[str], index: int
 ) -> Group | None:
     """The saved group of all these names; ``None`` if no group was saved for them."""
     places = sorted({owner[name] for name in names if name in owner})
     if not places:
-        empty = place < len(saved) and not names and not saved[place]["params"]
-        return saved[place] if empty else None
+        empty = index < len(saved) and not names and not saved[index]["params"]
+        return saved[index] if empty else None
     first = saved[places[0]]
     for other in places[1:]:
         if not equal(_plain_options(saved[other]), _plain_options(first)):

@@ -101,19 +101,21 @@ class FirstRanksDict:
     def __init__(self, state_dict: dict[str, Any] | None, group: Any, device: torch.device) -> None:
         self._comm = comm_for_group(group, device=engine_device(device))
         self._device = device
-        told: Any = None
+        outline: Any = None
         self._held: list[torch.Tensor] = []
         if self._comm.rank == 0:
             try:
-                told = {"tree": tree_map(self._outline, _checked(state_dict))}
+                outline = {"tree": tree_map(self._outline, _checked(state_dict))}
             except (TypeError, ValueError) as error:
-                told = {type(error).__name__: str(error)}
-        told = broadcast(self._comm, told, "names of the optimizer state dict")
-        if "tree" not in told:
+                outline = {type(error).__name__: str(error)}
+        outline = broadcast(self._comm, outline, "names of the optimizer state dict")
+        if "tree" not in outline:
             raise (
-                TypeError(told["TypeError"]) if "TypeError" in told else ValueError(*told.values())
+                TypeError(outline["TypeError"])
+                if "TypeError" in outline
+                else ValueError(*outline.values())
             )
-        self.tree = told["tree"]
+        self.tree = outline["tree"]
 
     def _outline(self, value: Any) -> Any:
         if isinstance(value, (DTensor, ShardedTensor)):
@@ -254,7 +256,7 @@ class _Loader:
         rank = entry.comm.rank
         result: torch.Tensor | None = None
         for i, value in values.items():
-            begin, place, length = entry.layout["spans"][i][rank]
+            begin, piece_begin, length = entry.layout["spans"][i][rank]
             what = f"optimizer state {name} of {entry.names[i][0]}"
             mine = self.source.elements(value, begin, begin + length, what)
             if result is None:
@@ -266,8 +268,8 @@ class _Loader:
                     "positive-dimension tensor state with the same dtype but got dtypes "
                     f"{result.dtype} and {mine.dtype} for state {name} ({entry.names[i][0]})"
                 )
-            place = 0 if entry.unit.use_orig_params else place
-            result[place : place + length].copy_(mine)
+            piece_begin = 0 if entry.unit.use_orig_params else piece_begin
+            result[piece_begin : piece_begin + length].copy_(mine)
         assert result is not None
         return result.view(entry.shape(part, rank))
 

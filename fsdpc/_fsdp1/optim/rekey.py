@@ -62,15 +62,17 @@ def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dic
 
 def _unsharded_names(model: nn.Module) -> list[str]:
     """Names in the order of the unsharded model's ``parameters()``."""
-    places = {module: (place, name) for place, (name, module) in enumerate(model.named_modules())}
+    positions = {
+        module: (position, name) for position, (name, module) in enumerate(model.named_modules())
+    }
     found: list[tuple[int, int, str]] = []
-    for module, (place, name) in places.items():
+    for module, (position, name) in positions.items():
         for attribute, param in module._parameters.items():
             if param is not None and not hasattr(param, "_is_flat_param"):
-                found.append((place, -1, clean_fqn(join(name, attribute))))
+                found.append((position, -1, clean_fqn(join(name, attribute))))
         unit = module._unit if is_unit_module(module) else None
         for number, info in enumerate(unit.infos if unit is not None and unit.flat_params else ()):
-            first = places[info.sites[0][0]][0]
+            first = positions[info.sites[0][0]][0]
             found.append((first, number, clean_fqn(join(name, info.name))))
     return [name for _, _, name in sorted(found, key=lambda entry: entry[:2])]
 

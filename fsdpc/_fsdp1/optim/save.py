@@ -134,9 +134,9 @@ def _gather_run(
         where = keep.device(entry)  # type: ignore[union-attr]
         wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype, device=where))
     runs = [
-        Run(rank, place, i, begin, length)
+        Run(rank, piece_begin, i, begin, length)
         for i in covered
-        for rank, (begin, place, length) in enumerate(entry.layout["spans"][i])
+        for rank, (begin, piece_begin, length) in enumerate(entry.layout["spans"][i])
         if length
     ]
     own = [
@@ -146,10 +146,12 @@ def _gather_run(
     ]
 
     def fill(part: torch.Tensor, start: int) -> None:
-        for place, length, values in own:
-            low, high = max(place, start), min(place + length, start + len(part))
+        for piece_begin, length, values in own:
+            low, high = max(piece_begin, start), min(piece_begin + length, start + len(part))
             if low < high:
-                part[low - start : high - start].copy_(values[low - place : high - place])
+                part[low - start : high - start].copy_(
+                    values[low - piece_begin : high - piece_begin]
+                )
 
     piece = entry.segment(entry.parts[members[0]])["piece_numel"]
     what = f"optimizer state {name} of unit {entry.unit.name}"

@@ -44,7 +44,7 @@ def check(member: Any) -> None:
 def before_save(member: Any) -> None:
     """Only checks: the modules save their parameters. Local."""
     check(member)
-    _writeback.take_over(member._unit)
+    _writeback.adopt_values(member._unit)
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
@@ -65,7 +65,7 @@ def before_load(
     """
     check(member)
     unit = member._unit
-    _writeback.take_over(unit)
+    _writeback.adopt_values(unit)
     found = []
     for index, (segment, flat) in enumerate(_flats(unit)):
         key = prefix + FSDP_PREFIX + flat_param_name(index)

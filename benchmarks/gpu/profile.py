@@ -1,9 +1,9 @@
 """Draws which stream of the GPU did what during a training step of fsdpc, and how much was hidden.
 
-    python benchmarks/profile_gpu.py                   # prints; the picture goes to results/
-    python benchmarks/profile_gpu.py --dry --tiny --picture /tmp/picture.png
+    python -m gpu.profile                   # prints; the picture goes to results/
+    python -m gpu.profile --dry --tiny --picture /tmp/picture.png
 
-Two steps of the model of bench_gpu_step.py run under torch's profiler; the second one is drawn. A
+Two steps of the model of step.py run under torch's profiler; the second one is drawn. A
 cast, pack or sum is hidden where another kernel runs at the same time on another stream. With
 --json the shares go to results/gpu_profile.json.
 """
@@ -18,11 +18,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import bench_gpu_step
 import common
-import gpu
-import gpu_report
-import timeline
+
+from gpu import machine, report, step, timeline
 
 # Beginning of a kernel's name -> what it is in the picture; the first that fits.
 KINDS = (
@@ -129,19 +127,21 @@ def draw_lanes(
     axis.invert_yaxis()
 
 
-def profile_steps(device: gpu.Device, tiny: bool, tokens: int, engine: str) -> timeline.Timeline:
+def profile_steps(
+    device: machine.Device, tiny: bool, tokens: int, engine: str
+) -> timeline.Timeline:
     """Trains a few steps, then profiles two and returns the second one's timeline."""
     from engines import build, random_batch
 
-    work = bench_gpu_step.workload(tokens, tiny, device.device)
+    work = step.workload(tokens, tiny, device.device)
     training = build(engine, work)
     batch = random_batch(work, 0)
-    for _ in range(bench_gpu_step.WARMUP_STEPS):
+    for _ in range(step.WARMUP_STEPS):
         training.step(batch)
     timeline.record(lambda: training.step(batch), device)  # the profiler warms up, too
-    before = bench_gpu_step.engine_waits(training.model)
+    before = step.engine_waits(training.model)
     found = timeline.record(lambda: training.step(batch), device)
-    waits = bench_gpu_step.engine_waits(training.model) - before
+    waits = step.engine_waits(training.model) - before
     return timeline.Timeline(found.work, found.waits + waits)
 
 
@@ -155,9 +155,9 @@ def main() -> None:
     parser.add_argument("--json", nargs="?", const="gpu_profile.json", metavar="PATH")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    tokens = bench_gpu_step.TINY_TOKENS[-1] if args.tiny else args.tokens
-    device = gpu.open_device(args.dry)
-    gpu.start_group(device)
+    tokens = step.TINY_TOKENS[-1] if args.tiny else args.tokens
+    device = machine.open_device(args.dry)
+    machine.start_group(device)
     run = {**common.describe_run(), **device.describe()}
     found = profile_steps(device, args.tiny, tokens, args.engine)
     if not found.work:
@@ -167,7 +167,7 @@ def main() -> None:
     result = {**head, "waits": found.waits, "kinds": figures}
     if args.json is not None:
         common.write_json(args.json, result)
-    for _, titles, rows in gpu_report.profile_tables(result):
+    for _, titles, rows in report.profile_tables(result):
         common.print_table(titles, rows)
     print(f"waits of the host in the step: {found.waits}")
     try:

@@ -1,8 +1,8 @@
 """Speed of the CUDA kernels as a share of the speed at which the same GPU copies memory.
 
-    python benchmarks/bench_gpu_kernels.py                     # 1, 8, 64, 256 and 1024 MiB
-    python benchmarks/bench_gpu_kernels.py --only cast --json
-    python benchmarks/bench_gpu_kernels.py --dry --tiny        # the same lines without a GPU
+    python -m gpu.kernels                     # 1, 8, 64, 256 and 1024 MiB
+    python -m gpu.kernels --only cast --json
+    python -m gpu.kernels --dry --tiny        # the same lines without a GPU
 
 Sizes are those of the float32 side. Bytes are counted once read and once written, so that a copy of
 1 MiB moves 2 MiB; a share is the kernel's bytes per second over those of a device-to-device copy
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import common
-import gpu
 import torch
 
-from fsdpc import _C
+from fsdpc import _probe
+from gpu import machine
 
 MIB = 1 << 20
 ROTATE_MIB = 512  # several times the largest cache
@@ -46,7 +46,9 @@ class Kernel:
 def cast(src: str, dst: str, scale: float = 1.0) -> Kernel:
     return Kernel(
         ITEM[src] + ITEM[dst],
-        lambda memory: _bind(_C.kernel_cast, memory(dst, 9), dst, memory(src, 0), src, scale, GPU),
+        lambda memory: _bind(
+            _probe.kernel_cast, memory(dst, 9), dst, memory(src, 0), src, scale, GPU
+        ),
     )
 
 
@@ -56,7 +58,7 @@ def scale_by(dtype: str) -> Kernel:
     def make(memory: Memory) -> Call:
         x = memory(dtype, 0)
         factor = torch.full((1,), -1.0, dtype=torch.float64, device=x.device)
-        return _bind(_C.kernel_scale_by, x, dtype, factor, GPU)
+        return _bind(_probe.kernel_scale_by, x, dtype, factor, GPU)
 
     return Kernel(2 * ITEM[dtype], make)
 
@@ -66,7 +68,7 @@ def reduce(count: int, src: str, add: bool) -> Kernel:
 
     def make(memory: Memory) -> Call:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
-        return _bind(_C.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU)
+        return _bind(_probe.kernel_reduce, acc, "float32", sources, src, 0.5, add, GPU)
 
     return Kernel(count * ITEM[src] + (8 if add else 4), make)
 
@@ -77,8 +79,8 @@ def pack(src: str, dst: str, transposed: bool = False) -> Kernel:
     def make(memory: Memory) -> Call:
         flat, out = memory(src, 0), memory(dst, 9)
         tensors, targets = split(flat, dst, transposed)
-        plan = _C.kernel_pack_plan(targets, out.numel() * ITEM[dst], GPU)
-        return _bind(_C.kernel_pack, plan, out, tensors, 0.5)
+        plan = _probe.kernel_pack_plan(targets, out.numel() * ITEM[dst], GPU)
+        return _bind(_probe.kernel_pack, plan, out, tensors, 0.5)
 
     return Kernel(ITEM[src] + ITEM[dst], make)
 
@@ -105,7 +107,9 @@ def split(
 
 def norm2(dtype: str) -> Kernel:
     """The norm by itself; the host waits for it, so small sizes show that wait."""
-    return Kernel(ITEM[dtype], lambda memory: _bind(_C.kernel_norm2, memory(dtype, 0), dtype, GPU))
+    return Kernel(
+        ITEM[dtype], lambda memory: _bind(_probe.kernel_norm2, memory(dtype, 0), dtype, GPU)
+    )
 
 
 def _bind(function: Callable[..., object], *arguments: object) -> Call:
@@ -159,7 +163,7 @@ class Buffers:
         return [_bind(to[:count].copy_, source[:count]) for to, source in pairs]
 
 
-def timed(device: gpu.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
+def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
     """Returns what measures seconds per call once, after warming up."""
 
     def once(repeats: int) -> float:
@@ -174,7 +178,7 @@ def timed(device: gpu.Device, calls: list[Call], seconds: float) -> Callable[[],
 
 
 def measure_size(
-    device: gpu.Device, mib: float, names: list[str], rounds: int, seconds: float
+    device: machine.Device, mib: float, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Any]:
     """Measures one size; shares are the medians of quotients of one round."""
     n = int(mib * MIB) // 4
@@ -228,10 +232,10 @@ def main() -> None:
     parser.add_argument("--note", default="", help="kept in the JSON")
     parser.add_argument("--json", nargs="?", const="gpu_kernels.json", metavar="PATH")
     args = parser.parse_args()
-    device = gpu.open_device(args.dry)
-    gpu.tell_engine(device)
+    device = machine.open_device(args.dry)
+    machine.prepare_probe(device)
     names = [name for name in KERNELS if args.only in name]
-    run = {**common.describe_run(), **device.describe(), "kernels": _C.cuda_device(0)}
+    run = {**common.describe_run(), **device.describe(), "kernels": _probe.cuda_device(0)}
     head = {"benchmark": "gpu_kernels", "note": args.note, "rounds": args.rounds, "run": run}
     sizes: dict[str, Any] = {}
     for text in ["0.0625"] if args.tiny else args.sizes.split(","):

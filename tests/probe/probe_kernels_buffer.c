@@ -1,9 +1,9 @@
-/* What the kernels of py_kernels.c and py_kernels_device.c take: arrays, and where they run. */
+/* What the kernels of probe_kernels.c and probe_kernels_device.c take: arrays, and where they run. */
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "py/probe/py_kernels_impl.h"
+#include "probe_kernels.h"
 
 void
 fsdpc_py_buffer_close(fsdpc_py_buffer *buffer)

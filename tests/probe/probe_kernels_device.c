@@ -2,7 +2,7 @@
  * host never reads. A plan is a capsule, freed with its last reference.
  */
 #include "base/mem.h"
-#include "py/probe/py_kernels_impl.h"
+#include "probe_kernels.h"
 
 typedef struct pack_way {
     fsdpc_py_kernels kernels;

@@ -1,8 +1,8 @@
 """Training steps of a GPT of a billion parameters on one GPU: fsdpc, FSDP1 and FSDP2 in one run.
 
-    python benchmarks/bench_gpu_step.py                    # all parts, 1k, 4k and 16k tokens
-    python benchmarks/bench_gpu_step.py --parts time --tokens 4096 --json
-    python benchmarks/bench_gpu_step.py --dry --tiny       # the same lines without a GPU
+    python -m gpu.step                    # all parts, 1k, 4k and 16k tokens
+    python -m gpu.step --parts time --tokens 4096 --json
+    python -m gpu.step --dry --tiny       # the same lines without a GPU
 
 One rank on nccl, bf16 computation over fp32 weights, activation checkpointing, the same fused
 AdamW. On a group of one rank FSDP1 and fsdpc turn FULL_SHARD into NO_SHARD, as torch
@@ -36,8 +36,9 @@ from dataclasses import replace
 from typing import Any
 
 import common
-import gpu_report
-from alone import Tell, run_part
+
+from gpu.alone import Tell, run_part
+from gpu.report import print_step, step_report
 
 LAYERS, WIDTH, SEQUENCE = 20, 2048, 2048
 TINY_TOKENS = (32, 64)
@@ -271,8 +272,9 @@ def host_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]
 
 def counts_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Pieces of work and waits of one forward and backward, by engine."""
-    import timeline
     from engines import random_batch
+
+    from gpu import timeline
 
     failures: dict[str, str] = {}
     work = small_workload(options["tiny"], device.device)
@@ -367,19 +369,19 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    import gpu
+    from gpu import machine
 
-    device = gpu.open_device(args.dry)
+    device = machine.open_device(args.dry)
     head = {"benchmark": "gpu_step", "note": args.note, "rounds": args.rounds, "tiny": args.tiny}
     head["run"] = {**common.describe_run(), **device.describe()}
 
     def save(results: dict[str, Any]) -> None:
         if args.json is not None:
-            common.write_json(args.json, {**head, **gpu_report.step_report(results)})
+            common.write_json(args.json, {**head, **step_report(results)})
 
     results = measure(args, save)
-    report = gpu_report.step_report(results)
-    gpu_report.print_step(report)
+    report = step_report(results)
+    print_step(report)
     median_loss = [statistics.fmean(curve) for curve in report.get("losses", {}).values()]
     too_far = median_loss and report["loss_difference"] > 2e-2 * median_loss[0]
     if too_far:

@@ -20,16 +20,16 @@ def child(job: Job, options: dict[str, Any], out: Connection) -> None:
     """A rank alone on its GPU. Sends what is known so far, then ("end", all of it or the error's
     text).
     """
-    import gpu
+    from gpu import machine
 
     warnings.filterwarnings("ignore")
     try:
-        device = gpu.open_device(options["dry"])
+        device = machine.open_device(options["dry"])
         if options["dry"]:
             import torch
 
             torch.set_num_threads(1)
-        gpu.start_group(device)
+        machine.start_group(device)
         result = job(device, options, lambda known: out.send(("so far", known)))
         out.send(("end", result))
     except BaseException:

@@ -13,7 +13,7 @@ GB = 1e9
 
 
 def step_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Turns what the parts of bench_gpu_step.py measured into figures; missing parts stay out."""
+    """Turns what the parts of step.py measured into figures; missing parts stay out."""
     report: dict[str, Any] = {"failures": failures(results)}
     time = results.get("time", {})
     if "tokens" in time:
@@ -106,7 +106,7 @@ def figure(values: dict[str, float] | None, digits: int) -> str:
 
 
 def step_tables(report: dict[str, Any]) -> Iterator[Table]:
-    """The tables of one result of bench_gpu_step.py, those that it has."""
+    """The tables of one result of step.py, those that it has."""
     for tokens, one in report.get("tokens", {}).items():
         rows = [
             [
@@ -156,7 +156,7 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
 
 
 def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """One table of bench_gpu_kernels.py: shares of the copy by size."""
+    """One table of kernels.py: shares of the copy by size."""
     sizes = result["sizes_mib"]
     names = list(next(iter(sizes.values()))["kernels"])
     rows = [["copy, GB/s", *(f"{one['copy_gbps']['median']:,.0f}" for one in sizes.values())]]
@@ -167,7 +167,7 @@ def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def profile_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """One table of profile_gpu.py: what ran, and how much of the moving was hidden."""
+    """One table of profile.py: what ran, and how much of the moving was hidden."""
     rows = [
         [kind, str(one["count"]), f"{one['ms']:.2f}", percent(one.get("hidden"))]
         for kind, one in result["kinds"].items()
@@ -193,7 +193,7 @@ def print_step(report: dict[str, Any]) -> None:
         print(f"\nfailed: {what}\n{text.strip()}")
 
 
-# --- the short table of run_gpu.py ----------------------------------------------------------------
+# --- the short table of run.py ----------------------------------------------------------------
 
 
 def facts(

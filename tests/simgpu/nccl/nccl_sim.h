@@ -15,7 +15,7 @@
 #include <sys/types.h>
 
 #include "comm/nccl_api.h"
-#include "simgpu.h"
+#include "driver/simgpu.h"
 #include "simnccl.h"
 
 enum { NCCL_RANKS = 16, ROUND_BYTES = 256 * 1024 };

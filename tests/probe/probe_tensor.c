@@ -1,6 +1,5 @@
-/* The extension's view of a tensor as plain Python data; for tests, measurements and bug
- * reports. */
-#include "py/probe/py_inspect.h"
+/* The extension's view of a tensor as plain Python data, and its export of memory. */
+#include "probe.h"
 
 #include <string.h>
 #include <time.h>
@@ -138,10 +137,8 @@ export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t c
     return capsule;
 }
 
-PyMethodDef fsdpc_py_inspect_methods[] = {
-    {"tensor_info", (PyCFunction)(void (*)(void))tensor_info, METH_FASTCALL | METH_KEYWORDS,
-     tensor_info_doc},
-    {"export_dlpack", (PyCFunction)(void (*)(void))export_dlpack, METH_FASTCALL | METH_KEYWORDS,
-     export_dlpack_doc},
+PyMethodDef fsdpc_probe_tensor_methods[] = {
+    {"tensor_info", FSDPC_PROBE_FAST(tensor_info), tensor_info_doc},
+    {"export_dlpack", FSDPC_PROBE_FAST(export_dlpack), export_dlpack_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # fsdpc, built in place
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # fsdpc, built in place
 NO_GPU = "no GPU that torch can use on this machine"
 
 
@@ -188,9 +188,12 @@ def _start(backend: str, file: str, rank: int, world: int, **options: Any) -> No
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
 
 
-def tell_engine(device: Device) -> None:
-    """Lets fsdpc._C find torch's current stream, as a first wrapped module does."""
-    from fsdpc._engine.device import engine_device
+def prepare_probe(device: Device) -> None:
+    """Kernels that ``fsdpc._probe`` is asked for run on torch's current stream from now on."""
+    from fsdpc import _probe
+    from fsdpc._torch import current_raw_stream
 
-    if engine_device(device.device) is None:
+    if device.device.type == "cuda":
+        _probe.set_stream_function(current_raw_stream)
+    elif not _probe.stand_in():
         raise SystemExit("fsdpc runs on the CPU here: a dry run needs a simulated GPU")

@@ -1,6 +1,6 @@
-/* What the files of py_kernels* share: arrays with the name of their dtype, and where they run. */
-#ifndef FSDPC_PY_KERNELS_IMPL_H
-#define FSDPC_PY_KERNELS_IMPL_H
+/* What the files of probe_kernels* share: arrays with the name of their dtype, and where they run. */
+#ifndef FSDPC_PROBE_KERNELS_H
+#define FSDPC_PROBE_KERNELS_H
 
 #include "device/device.h"
 #include "kernels.h"
@@ -18,7 +18,7 @@ typedef struct fsdpc_py_buffer {
     int64_t n;
 } fsdpc_py_buffer;
 
-/* --- py_kernels_buffer.c --------------------------------------------------------------------- */
+/* --- probe_kernels_buffer.c --------------------------------------------------------------------- */
 
 /* A table's name; "cuda:N": that GPU, and this thread's work for it goes on torch's current stream;
  * NULL: the CPU device. -1 with an exception. */
@@ -30,10 +30,7 @@ void fsdpc_py_buffer_close(fsdpc_py_buffer *buffer);
 /* None, or the status's exception. */
 PyObject *fsdpc_py_kernels_finish(int status);
 
-#define FSDPC_PY_KEYWORDS(function) \
-    (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
-
-/* --- py_kernels_device.c --------------------------------------------------------------------- */
+/* --- probe_kernels_device.c --------------------------------------------------------------------- */
 
 PyObject *fsdpc_py_kernel_pack_plan(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *fsdpc_py_kernel_pack(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "c" / "plain" / "simgpu"
+LIBRARIES = Path(__file__).resolve().parents[3] / "build" / "c" / "plain" / "simgpu"
 CUDA, NCCL, KERNELS = "libcuda.so.1", "libnccl.so.2", "libfsdpc_kernels_host.so"
 GRANULE = 64 * 1024  # of virtual memory; the 2 MiB of a GPU would fill megabytes for small models
 

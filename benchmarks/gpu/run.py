@@ -1,8 +1,8 @@
 """Everything that wants a GPU, in ten minutes: build, tests, kernels, training steps, a profile.
 
-    python benchmarks/run_gpu.py              # as `make gpu` does; OUT=dir gets copies
-    python benchmarks/run_gpu.py --dry --tiny # the same without a GPU, on the simulated one
-    python benchmarks/run_gpu.py --parts build,first,step
+    python -m gpu.run              # as `make gpu` does; OUT=dir gets copies
+    python -m gpu.run --dry --tiny # the same without a GPU, on the simulated one
+    python -m gpu.run --parts build,first,step
 
 Needs a Python with torch, numpy and setuptools, a C compiler and nvcc, or an extension that was
 built before; no network. Each part is a process of its own with its own time limit; one that fails
@@ -27,9 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-RESULTS, LOGS = HERE / "results", ROOT / "build" / "gpu"
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+RESULTS, LOGS = BENCHMARKS / "results", ROOT / "build" / "gpu"
 ALL_LOGS, ENDS = "gpu.log", "gpu_run.json"
 TOTAL_SECONDS = 565
 ASKING_SECONDS = 120
@@ -72,7 +72,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
     dry = [*(["--dry"] if args.dry else []), *(["--tiny"] if args.tiny else [])]
 
     def script(name: str, result: str, *more: str) -> list[str]:
-        return [python, str(HERE / name), *dry, "--json", str(folder / result), *more]
+        return [python, "-m", f"gpu.{name}", *dry, "--json", str(folder / result), *more]
 
     def tests(name: str, seconds: int, *which: str) -> Part:
         """A process a group: a fault of the GPU is the end of all tests of its process."""
@@ -94,14 +94,14 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
         tests("one_rank", 110, one_rank),
         tests("kernel_tests", 110, kernels),
         Part(
-            "kernels", script("bench_gpu_kernels.py", "gpu_kernels.json"), 80,
+            "kernels", script("kernels", "gpu_kernels.json"), 80,
             ("gpu_kernels.json",), True,
         ),
-        Part("step", script("bench_gpu_step.py", "gpu_step.json"), 240, ("gpu_step.json",), True),
+        Part("step", script("step", "gpu_step.json"), 240, ("gpu_step.json",), True),
         tests("tests", 130, "tests/gpu", *others),
         tests("two_ranks", 150, two_ranks),
         Part(
-            "profile", script("profile_gpu.py", "gpu_profile.json", *picture), 90,
+            "profile", script("profile", "gpu_profile.json", *picture), 90,
             ("gpu_profile.json", "gpu_profile.png"), True,
         ),
     ]  # fmt: skip
@@ -150,14 +150,16 @@ def find_nvcc() -> str | None:
 def environment(dry: bool) -> dict[str, str]:
     """For all parts; in a dry run the simulated GPU's, whose libraries `make simlibs` builds."""
     found = dict(os.environ)
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH")])
+    )
     found["PYTHONUNBUFFERED"] = found["PYTHONFAULTHANDLER"] = "1"
     found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed there
     found.setdefault("FSDPC_TIMEOUT", "60")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         found.setdefault(variable, "lo")  # all ranks are here, and there may be no other network
     if dry:
-        sys.path.insert(0, str(ROOT / "tests" / "simgpu"))
+        sys.path.insert(0, str(ROOT / "tests" / "simgpu" / "python"))
         import env
 
         if env.missing():
@@ -272,7 +274,7 @@ def load(folder: Path, name: str) -> dict:
 
 def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
     """The figures that matter, of the result files that this run has left."""
-    import gpu_report
+    from gpu import report
 
     left = {name for one in ended for name in one.part.results}
     step, kernels, profile = (
@@ -282,7 +284,7 @@ def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
     run_ = next((one["run"] for one in (step, kernels, profile) if "run" in one), {})
     keys = ("device", "driver", "cuda", "nccl", "torch", "date", "commit")
     rows = [(key, str(run_[key])) for key in keys if run_.get(key)]
-    return [*rows, *gpu_report.facts(step, kernels, profile)]
+    return [*rows, *report.facts(step, kernels, profile)]
 
 
 def print_end(ended: list[Ended], folder: Path) -> None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+SIMULATOR = Path(__file__).resolve().parents[1]
 C_TYPES = {
     "bool": ctypes.c_bool,
     "int": ctypes.c_int,
@@ -52,8 +52,8 @@ def cuda() -> ctypes.CDLL:
         ("skip", yes, [text, number]),
         ("fail", yes, [text, number, number]),
         ("calls", ctypes.c_int64, [text]),
-        ("count", structure("simgpu.h", "simgpu_counters"), []),
-        ("get_options", ctypes.POINTER(structure("simgpu.h", "simgpu_options")), []),
+        ("count", structure("driver/simgpu.h", "simgpu_counters"), []),
+        ("get_options", ctypes.POINTER(structure("driver/simgpu.h", "simgpu_options")), []),
         ("report", text, [number]),
         ("reports", number, []),
         ("leaks", number, [text, ctypes.c_size_t]),
@@ -68,15 +68,17 @@ def cuda() -> ctypes.CDLL:
 def nccl() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ["FSDPC_LIBNCCL"])
     library.simnccl_plant.restype = ctypes.c_bool
-    library.simnccl_count.restype = structure("simnccl.h", "simnccl_counters")
-    library.simnccl_get_options.restype = ctypes.POINTER(structure("simnccl.h", "simnccl_options"))
+    library.simnccl_count.restype = structure("nccl/simnccl.h", "simnccl_counters")
+    library.simnccl_get_options.restype = ctypes.POINTER(
+        structure("nccl/simnccl.h", "simnccl_options")
+    )
     return library
 
 
 @functools.cache
 def structure(header: str, name: str) -> type[ctypes.Structure]:
     """A struct of plain numbers, as the header declares it."""
-    text = re.sub(r"/\*.*?\*/", "", (HERE / header).read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no struct {name}"
     fields = []
@@ -89,7 +91,7 @@ def structure(header: str, name: str) -> type[ctypes.Structure]:
 @functools.cache
 def constants(header: str, name: str) -> dict[str, int]:
     """The names of an enum that counts from 0."""
-    text = re.sub(r"/\*.*?\*/", "", (HERE / header).read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"enum {name} \{{(.*?)\}};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no enum {name}"
     return {word: i for i, word in enumerate(found[1].replace(",", " ").split())}
@@ -135,7 +137,7 @@ def calls(entry: str) -> int:
 
 def plant_nccl(fault: str, rank: int, k: int, value: int = 0) -> None:
     """A fault of simnccl.h: "STOP", "SLOW", "ASYNC_ERROR", "REFUSE", "INIT_STALL", ..."""
-    number = constants("simnccl.h", "simnccl_fault")[f"SIMNCCL_{fault}"]
+    number = constants("nccl/simnccl.h", "simnccl_fault")[f"SIMNCCL_{fault}"]
     assert nccl().simnccl_plant(number, rank, k, value), fault
 
 

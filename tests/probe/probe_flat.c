@@ -1,13 +1,10 @@
 /* A flat parameter without a tree of modules: gather, release and reduce by hand, with NumPy alone.
  * The first use creates a tree of this one unit.
  */
-#define PY_SSIZE_T_CLEAN
+#include "probe.h"
 #include "py/unit/py_engine.h"
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
-
-/* --- standing alone -------------------------------------------------------------------------- */
 
 /* A tree of this one unit, made on first use. Collective. */
 static int
@@ -42,10 +39,9 @@ run_core(int status)
     Py_RETURN_NONE;
 }
 
-PyObject *
-fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
+static PyObject *
+run_gather(fsdpc_py_flat *self)
 {
-    (void)unused;
     fsdpc_py_use use;
     if (own_tree(self) < 0 || fsdpc_py_enter(self) < 0 || fsdpc_py_use_flat(self, &use) < 0) {
         return NULL;
@@ -65,10 +61,9 @@ fsdpc_py_flat_gather(fsdpc_py_flat *self, PyObject *unused)
     return result;
 }
 
-PyObject *
-fsdpc_py_flat_release(fsdpc_py_flat *self, PyObject *unused)
+static PyObject *
+run_release(fsdpc_py_flat *self)
 {
-    (void)unused;
     if (!self->own_tree || fsdpc_unit_refs(self->unit) == 0) {
         return run_core(fsdpc_error(FSDPC_E_STATE,
                                     "release() of unit %s without a preceding gather()",
@@ -126,19 +121,11 @@ view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tens
     return result;
 }
 
-/* reduce(grads, add=False): full gradients in, their mean over ranks in `grad` afterwards. */
-PyObject *
-fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
-                     PyObject *keywords)
+static PyObject *
+run_reduce(fsdpc_py_flat *self, PyObject *list, bool add)
 {
-    PyObject *list, *result = NULL;
-    bool add = false;
-    const fsdpc_py_arg table[] = {
-        {"grads", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
-        {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &add},
-    };
-    if (fsdpc_py_args("reduce", table, 2, args, count, keywords) < 0 || own_tree(self) < 0 ||
-        fsdpc_py_enter(self) < 0) {
+    PyObject *result = NULL;
+    if (own_tree(self) < 0 || fsdpc_py_enter(self) < 0) {
         return NULL;
     }
     int params = fsdpc_unit_layout(self->unit)->param_count, status = FSDPC_OK;
@@ -167,37 +154,64 @@ fsdpc_py_flat_reduce(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t coun
     return result;
 }
 
-/* enter_forward(), leave_forward(): a reference without a module's forward, for callers that gather
- * several units ahead of use. */
-PyObject *
-fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
+/* --- functions ------------------------------------------------------------------------------- */
+
+static PyObject *
+gather(PyObject *Py_UNUSED(module), PyObject *unit)
 {
-    (void)unused;
-    int status;
-    if (!self->tree) {
-        return fsdpc_py_raise(
-            fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
-    }
-    if (fsdpc_py_enter(self) < 0) {
+    fsdpc_py_flat *flat;
+    fsdpc_py_use use;
+    if (fsdpc_py_flat_get(unit, &flat) < 0 || fsdpc_py_use_flat(flat, &use) < 0) {
         return NULL;
     }
-    fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_forward_enter(tree, self->id);
-    Py_END_ALLOW_THREADS
-    return status == FSDPC_OK && fsdpc_py_mark(self) < 0 ? NULL : run_core(status);
+    PyObject *result = run_gather(flat);
+    fsdpc_py_end_use(&use);
+    return result;
 }
 
-PyObject *
-fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused)
+static PyObject *
+release(PyObject *Py_UNUSED(module), PyObject *unit)
 {
-    (void)unused;
-    int status = FSDPC_OK;
-    if (fsdpc_py_enter(self) < 0) {
+    fsdpc_py_flat *flat;
+    fsdpc_py_use use;
+    if (fsdpc_py_flat_get(unit, &flat) < 0 || fsdpc_py_use_flat(flat, &use) < 0) {
         return NULL;
     }
-    if (self->tree) {
-        status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
-    }
-    return status == FSDPC_OK && fsdpc_py_mark(self) < 0 ? NULL : run_core(status);
+    PyObject *result = run_release(flat);
+    fsdpc_py_end_use(&use);
+    return result;
 }
+
+static PyObject *
+reduce(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *unit, *grads;
+    fsdpc_py_flat *flat;
+    fsdpc_py_use use;
+    bool add = false;
+    const fsdpc_py_arg table[] = {
+        {"unit", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &unit},
+        {"grads", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &grads},
+        {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &add},
+    };
+    if (fsdpc_py_args("reduce", table, 3, args, count, keywords) < 0 ||
+        fsdpc_py_flat_get(unit, &flat) < 0 || fsdpc_py_use_flat(flat, &use) < 0) {
+        return NULL;
+    }
+    PyObject *result = run_reduce(flat, grads, add);
+    fsdpc_py_end_use(&use);
+    return result;
+}
+
+PyMethodDef fsdpc_probe_flat_methods[] = {
+    {"gather", gather, METH_O,
+     "gather(unit, /)\n--\n\n"
+     "Makes all ranks' values readable in `unit.full`; counted. The unit must be in no tree of\n"
+     "the caller's. Collective. StateError."},
+    {"release", release, METH_O, "release(unit, /)\n--\n\nUndoes one gather(). Local. StateError."},
+    {"reduce", FSDPC_PROBE_FAST(reduce),
+     "reduce(unit, grads, add=False)\n--\n\n"
+     "Sums full gradients (one array or None per parameter) over ranks, divides, keeps this\n"
+     "rank's piece in `unit.grad`. Collective. StateError, ValueError."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,14 +1,14 @@
-/* The kernels as functions of the extension; for tests and measurements.
+/* The kernels as functions of the extension.
  *
  * Arrays come with the name of their dtype, as NumPy has no bfloat16: an array of uint16 stands for
  * it. The number of elements follows from the bytes. `kernels` is a table's name, None for the CPU
  * device with its choice of table and its threads, or "cuda:N" for torch tensors on that GPU, where
  * the work is only queued. The GIL is released while a kernel runs.
  */
-#include "py/probe/py_kernels.h"
+#include "probe_kernels.h"
 
 #include "base/mem.h"
-#include "py/probe/py_kernels_impl.h"
+#include "probe.h"
 
 static int
 check_same_count(const fsdpc_py_buffer *a, const fsdpc_py_buffer *b)
@@ -299,7 +299,7 @@ kernel_norm2(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject
     return result;
 }
 
-/* --- tables and threads ---------------------------------------------------------------------- */
+/* --- tables ---------------------------------------------------------------------------------- */
 
 static PyObject *
 kernel_names(PyObject *module, PyObject *ignored)
@@ -323,65 +323,32 @@ kernel_names(PyObject *module, PyObject *ignored)
     return list;
 }
 
-static PyObject *
-set_num_threads(PyObject *module, PyObject *argument)
-{
-    fsdpc_device *device;
-    const long threads = PyLong_AsLong(argument);
-    (void)module;
-    if (threads == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    int status = fsdpc_device_cpu(&device);
-    if (status == FSDPC_OK) {
-        status = fsdpc_device_set_threads(device, threads > 1000 ? 1000 : (int)threads);
-    }
-    return fsdpc_py_kernels_finish(status);
-}
-
-static PyObject *
-get_num_threads(PyObject *module, PyObject *ignored)
-{
-    fsdpc_device *device;
-    (void)module;
-    (void)ignored;
-    int status = fsdpc_device_cpu(&device);
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    return PyLong_FromLong(fsdpc_device_threads(device));
-}
-
-PyMethodDef fsdpc_py_kernel_methods[] = {
-    {"kernel_cast", FSDPC_PY_KEYWORDS(kernel_cast),
+PyMethodDef fsdpc_probe_kernel_methods[] = {
+    {"kernel_cast", FSDPC_PROBE_FAST(kernel_cast),
      "kernel_cast(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
      "dst[i] = convert(src[i] * scale)."},
-    {"kernel_accumulate", FSDPC_PY_KEYWORDS(kernel_accumulate),
+    {"kernel_accumulate", FSDPC_PROBE_FAST(kernel_accumulate),
      "kernel_accumulate(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
      "dst[i] += src[i] * scale."},
-    {"kernel_reduce", FSDPC_PY_KEYWORDS(kernel_reduce),
+    {"kernel_reduce", FSDPC_PROBE_FAST(kernel_reduce),
      "kernel_reduce(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None)"
      "\n--\n\n"
      "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped."},
-    {"kernel_norm2", FSDPC_PY_KEYWORDS(kernel_norm2),
+    {"kernel_norm2", FSDPC_PROBE_FAST(kernel_norm2),
      "kernel_norm2(src, dtype, kernels=None)\n--\n\n"
      "Returns (sum of squares, largest magnitude, whether any element is not finite)."},
-    {"kernel_pack_plan", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack_plan),
+    {"kernel_pack_plan", FSDPC_PROBE_FAST(fsdpc_py_kernel_pack_plan),
      "kernel_pack_plan(targets, bytes, kernels=None)\n--\n\n"
      "A plan for packing tensors into a buffer of `bytes` bytes. targets: (elements, offset in\n"
      "bytes, dtype) each, by rising offset; gaps between them are zeroed."},
-    {"kernel_pack", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_pack),
+    {"kernel_pack", FSDPC_PROBE_FAST(fsdpc_py_kernel_pack),
      "kernel_pack(plan, dst, src, scale=1.0)\n--\n\n"
      "Packs tensors of any strides, one for each of the plan's targets (None: zeros), times "
      "scale."},
-    {"kernel_scale_by", FSDPC_PY_KEYWORDS(fsdpc_py_kernel_scale_by),
+    {"kernel_scale_by", FSDPC_PROBE_FAST(fsdpc_py_kernel_scale_by),
      "kernel_scale_by(x, dtype, factor, kernels=None)\n--\n\n"
      "x[i] *= factor, one float64 in GPU memory, without a host sync."},
     {"kernel_names", kernel_names, METH_NOARGS,
      "kernel_names()\n--\n\nReturns the names of the tables that this processor runs."},
-    {"set_num_threads", set_num_threads, METH_O,
-     "set_num_threads(threads, /)\n--\n\nSets how many threads big kernels of this process use."},
-    {"get_num_threads", get_num_threads, METH_NOARGS,
-     "get_num_threads()\n--\n\nReturns how many threads big kernels of this process use."},
     {NULL, NULL, 0, NULL},
 };

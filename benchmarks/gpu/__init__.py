@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU: ``python -m gpu.run`` and the others, in the folder ``benchmarks``."""

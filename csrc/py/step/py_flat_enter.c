@@ -1,0 +1,47 @@
+/* enter_forward(), leave_forward(): a reference to the gathered values without a module's forward,
+ * for callers that gather several units before they are used.
+ */
+#include "py/unit/py_engine.h"
+
+/* None, or the exception of what went wrong. */
+static PyObject *
+finish(fsdpc_py_flat *self, int status)
+{
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_mark(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
+{
+    (void)unused;
+    int status;
+    if (!self->tree) {
+        return fsdpc_py_raise(
+            fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
+    }
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
+    fsdpc_tree *tree = self->tree->tree;
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_tree_forward_enter(tree, self->id);
+    Py_END_ALLOW_THREADS
+    return finish(self, status);
+}
+
+PyObject *
+fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused)
+{
+    (void)unused;
+    int status = FSDPC_OK;
+    if (fsdpc_py_enter(self) < 0) {
+        return NULL;
+    }
+    if (self->tree) {
+        status = fsdpc_tree_forward_leave(self->tree->tree, self->id, false);
+    }
+    return finish(self, status);
+}

@@ -1,0 +1,186 @@
+"""One unit in several forwards before its backward, in threads, and in cycles of containers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from harness import ranks
+from late import POISON, Smooth, batch, both_ways, both_wires, compare, smooth_stack, squares
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from toys import wrap_blocks
+
+import fsdpc
+
+
+class Rollout(nn.Module):
+    """Applied to its own output, with a parameter that some calls leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 6)
+
+    def forward(self, x, extra=False):
+        x = torch.tanh(self.linear(x))
+        return x + self.sometimes(x) if extra else x
+
+
+class Rolling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.cell = Rollout()
+
+    def forward(self, x):
+        x = self.first(x)
+        for k in range(4):
+            x = self.cell(x, extra=k == 2)
+        return x + self.cell(torch.ones_like(x))
+
+
+@ranks(2, 3, env=POISON)
+@both_ways
+@both_wires
+def test_a_unit_applied_to_its_own_output(rank, world, use_orig_params, collectives):
+    fsdpc.set_collectives(collectives)
+    torch.manual_seed(0)
+    compare(
+        Rolling(),
+        lambda m: wrap_blocks("fsdpc", m, Rollout, use_orig_params=use_orig_params),
+        lambda step: batch(rank, step),
+        steps=4,
+        loss_of=squares,
+    )
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+def in_thread(function, *args):
+    result = []
+    grad = torch.is_grad_enabled()
+
+    def run():
+        with torch.set_grad_enabled(grad):
+            result.append(function(*args))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+class Threaded(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(TwoOutputs() for _ in range(3))
+        self.reentrant = reentrant
+
+    def one(self, block, x):
+        return in_thread(block, x)[0]
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = self.one(block, x)
+            else:
+                x = checkpoint(self.one, block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@ranks(2, env=POISON)
+@both_ways
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_units_called_in_threads(rank, world, reentrant, use_orig_params):
+    torch.manual_seed(0)
+    compare(
+        Threaded(reentrant),
+        lambda m: wrap_blocks("fsdpc", m, TwoOutputs, use_orig_params=use_orig_params),
+        lambda step: batch(rank, step),
+        steps=4,
+        loss_of=squares,
+    )
+
+
+class Ring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, ring):
+        out = [self.linear(ring[0])]
+        out.append(out)
+        deep = leaf = []
+        for _ in range(2000):
+            leaf.append([])
+            leaf = leaf[0]
+        leaf.append(out)
+        return {"deep": deep, "out": out}
+
+
+class Rings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.rings = nn.ModuleList(Ring() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for ring in self.rings:
+            holder = [x]
+            holder.append(holder)
+            x = torch.tanh(ring(holder)["out"][0])
+        return x
+
+
+# Without jitter, whose own search for tensors recurses.
+@ranks(2, env={**POISON, "FSDPC_TEST_JITTER": ""})
+@both_ways
+def test_containers_that_hold_themselves(rank, world, use_orig_params):
+    torch.manual_seed(0)
+    compare(
+        Rings(),
+        lambda m: wrap_blocks("fsdpc", m, Ring, use_orig_params=use_orig_params),
+        lambda step: batch(rank, step),
+        loss_of=squares,
+    )
+
+
+@ranks(2, env=POISON)
+def test_a_backward_that_broke_off_inside_a_forward(rank, world):
+    class Trying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = smooth_stack()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            probe = x.detach().requires_grad_()
+            out = self.net(probe)
+            out.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.grad(out.sum(), probe)
+            return self.net(x) * self.scale
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    torch.manual_seed(0)
+    compare(
+        Trying(),
+        lambda m: wrap_blocks("fsdpc", m, Smooth),
+        lambda step: batch(rank, step),
+        loss_of=squares,
+    )

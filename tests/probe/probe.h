@@ -1,0 +1,14 @@
+/* The functions that fsdpc._probe has on top of those of fsdpc._C. */
+#ifndef FSDPC_PROBE_H
+#define FSDPC_PROBE_H
+
+#include "py/base/py.h"
+
+extern PyMethodDef fsdpc_probe_flat_methods[];
+extern PyMethodDef fsdpc_probe_kernel_methods[];
+extern PyMethodDef fsdpc_probe_tensor_methods[];
+
+#define FSDPC_PROBE_FAST(function) \
+    (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
+
+#endif

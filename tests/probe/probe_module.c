@@ -1,0 +1,47 @@
+/* The extension module fsdpc._probe: all of fsdpc._C, with a state of its own, and functions that only
+ * tests and benchmarks call.
+ */
+#include "probe.h"
+#include "py/py_module.h"
+
+static int
+probe_exec(PyObject *module)
+{
+    PyMethodDef *const functions[] = {fsdpc_probe_flat_methods, fsdpc_probe_kernel_methods,
+                                      fsdpc_probe_tensor_methods};
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        if (PyModule_AddFunctions(module, functions[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, fsdpc_py_module_exec},
+    {Py_mod_exec, probe_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "fsdpc._probe",
+    .m_doc = "fsdpc._C with more functions, for tests and benchmarks. Not in the wheel.",
+    .m_size = sizeof(fsdpc_py_module_state),
+    .m_slots = slots,
+    .m_traverse = fsdpc_py_module_traverse,
+    .m_clear = fsdpc_py_module_clear,
+    .m_free = fsdpc_py_module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__probe(void)
+{
+    return PyModuleDef_Init(&definition);
+}
