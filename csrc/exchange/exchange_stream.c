@@ -342,7 +342,7 @@ rest(fsdpc_exchange *x)
     uint64_t capture = 0;
     for (int u = 0; u < x->unit_count; u++) {
         const struct fsdpc_filling *filling = &s->fillings[u];
-        const struct fsdpc_unit_use *use = fsdpc_unit_use(x->units[u]);
+        const struct fsdpc_unit_use *use = &x->uses[u];
         if (!use->begun || use->ready) {
             continue;
         }

@@ -5,7 +5,6 @@
 #include "py/unit/py_engine.h"
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
 
 /* --- standing alone -------------------------------------------------------------------------- */
 

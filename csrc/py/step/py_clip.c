@@ -1,13 +1,12 @@
 /* Tree.clip: the norm of all gradients, and clipping by it, as work that is queued on a GPU. */
 #include "base/mem.h"
 #include "py/unit/py_engine.h"
-#include "unit/unit_impl.h"
 
 /* A contiguous float64 tensor on the units' device. */
 static int
 doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
 {
-    const fsdpc_py_place place = fsdpc_py_place_of(self->units[0]->unit->device);
+    const fsdpc_py_place place = fsdpc_py_place_of(fsdpc_unit_device(self->units[0]->unit));
     if (fsdpc_py_torch_view_on(tensor, place, out) < 0) {
         return -1;
     }

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
 
 /* --- life ------------------------------------------------------------------------------------ */
 
@@ -208,7 +207,7 @@ free_core(fsdpc_py_tree *self)
     fsdpc_tree *core = self->tree;
     self->tree = NULL;
     if (self->count > 0) {
-        fsdpc_py_enter_quietly(self->units[0]->unit->device);
+        fsdpc_py_enter_quietly(fsdpc_unit_device(self->units[0]->unit));
     }
     fsdpc_py_shut_tree(self);
     Py_BEGIN_ALLOW_THREADS
@@ -329,9 +328,9 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
     }
     if (self->tree) {
         if (self->count > 0) {
-            fsdpc_py_enter_quietly(self->units[0]->unit->device);
+            fsdpc_py_enter_quietly(fsdpc_unit_device(self->units[0]->unit));
         }
-        int status = fsdpc_tree_drop(self->tree);
+        int status = fsdpc_tree_detach(self->tree);
         if (status != FSDPC_OK) {
             return fsdpc_py_raise(status);
         }

@@ -12,7 +12,7 @@
 #include "py/unit/py_engine.h"
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 /* --- parameters ------------------------------------------------------------------------------ */
 
@@ -23,7 +23,7 @@ place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
     if (!now && PyErr_Occurred()) {
         return -1;
     }
-    bool full = flat->by_gather && (flat->marked || flat->unit->direct);
+    bool full = flat->by_gather && (flat->marked || fsdpc_unit_is_direct(flat->unit));
     return now != (full ? site->full : site->sharded);
 }
 
@@ -101,7 +101,7 @@ static bool
 waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
     for (int c = 0; c < seen->cover_count; c++) {
-        if (fsdpc_unit_used_locally(flat->unit, seen->covers[c])) {
+        if (fsdpc_unit_local_used(flat->unit)[seen->covers[c]]) {
             return true;
         }
     }
@@ -155,7 +155,7 @@ all_zero(const char *bytes, size_t count)
 static enum sign
 sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
 {
-    fsdpc_device *device = flat->unit->device;
+    fsdpc_device *device = fsdpc_unit_device(flat->unit);
     if (!fsdpc_device_get_caps(device)->asynchronous) {
         return all_zero(part, bytes) ? POSITIVE_ZEROS : OTHER;
     }

@@ -14,7 +14,6 @@
 #include "base/mem.h"
 #include "py/comm/py_comm.h"
 #include "py/unit/py_layout.h"
-#include "unit/unit_impl.h"
 
 /* --- life ------------------------------------------------------------------------------------ */
 
@@ -151,7 +150,7 @@ flat_dealloc(fsdpc_py_flat *self)
     fsdpc_mem_free(self->views);
     fsdpc_mem_free(self->held);
     if (self->unit) {
-        fsdpc_py_enter_quietly(self->unit->device);
+        fsdpc_py_enter_quietly(fsdpc_unit_device(self->unit));
     }
     /* Freeing waits for the GPU: see free_core in py_tree.c. No thread can find the unit here. */
     Py_BEGIN_ALLOW_THREADS

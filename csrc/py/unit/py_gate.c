@@ -15,7 +15,6 @@
 
 #include "py/unit/py_engine.h"
 #include "shm/shm.h"
-#include "unit/unit_impl.h"
 
 enum { NESTED_S = 5, UNKNOWN_S = 600 };
 #define LONGEST_NAP_NS 2000000
@@ -59,7 +58,7 @@ patience(const fsdpc_unit *unit)
     if (inside > 0) {
         return NESTED_S;
     }
-    fsdpc_shm *segment = unit ? fsdpc_comm_segment(unit->shard) : NULL;
+    fsdpc_shm *segment = unit ? fsdpc_comm_segment(fsdpc_unit_comm(unit)) : NULL;
     return segment ? fsdpc_shm_timeout(segment) : UNKNOWN_S;
 }
 
