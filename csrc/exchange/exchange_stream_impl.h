@@ -4,7 +4,7 @@
 
 #include "exchange/exchange_impl.h"
 
-enum { FSDPC_STREAM_WHAT_BYTES = 256, FSDPC_STREAM_PATIENCE_S = 60 };
+enum { FSDPC_STREAM_WHAT_BYTES = 256 };
 
 struct fsdpc_reduce_slot {
     void *buffer;

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -398,6 +401,40 @@ def test_bad_timeout(monkeypatch, text):
     monkeypatch.setenv("FSDPC_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"FSDPC_TIMEOUT.*{text}"):
         _bootstrap.read_timeout()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
+def test_bad_process_timeout(seconds):
+    with pytest.raises(ValueError, match="set_timeout"):
+        _C.set_timeout(seconds)
+
+
+def test_a_thread_waits_for_another_one_until_the_process_deadline():
+    """The other one is in a collective, and so in its unit."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Calls:
+        def all_gather(self, memory, piece_bytes, what):
+            inside.set()
+            assert leave.wait(60)
+
+        barrier = reduce_scatter = all_reduce = broadcast = all_gather
+
+    specs = [("w", 8, "float32", "float32", "float32", True)]
+    flat = _C.FlatParameter("layers.0", _C.Comm.c10d(0, 2, Calls()), specs)
+    reader = threading.Thread(target=lambda: flat.read([np.empty(8, np.float32)]))
+    _C.set_timeout(0.1)
+    try:
+        reader.start()
+        assert inside.wait(60)
+        begin = time.monotonic()
+        with pytest.raises(_C.StateError, match="layers.0: another thread .*FSDPC_TIMEOUT"):
+            flat.read([None])
+        assert time.monotonic() - begin < 30
+    finally:
+        _C.set_timeout(_C.DEFAULT_TIMEOUT)
+        leave.set()
+        reader.join()
 
 
 def test_timeout(monkeypatch):

@@ -6,6 +6,7 @@
  */
 #include "py/comm/py_comm_impl.h"
 
+#include <math.h>
 #include <stddef.h>
 #include <structmember.h>
 
@@ -336,12 +337,38 @@ static PyType_Spec comm_spec = {
     .slots = comm_slots,
 };
 
+static PyObject *
+set_timeout(PyObject *module, PyObject *number)
+{
+    (void)module;
+    const double seconds = PyFloat_AsDouble(number);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!(seconds > 0) || isinf(seconds)) {
+        return PyErr_Format(PyExc_ValueError, "set_timeout: %R is no number of seconds above 0",
+                            number);
+    }
+    fsdpc_set_timeout(seconds);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"set_timeout", set_timeout, METH_O,
+     "set_timeout(seconds, /)\n--\n\nSets the deadline of waits that belong to no group: for this "
+     "rank's GPU, for another thread."},
+    {NULL, NULL, 0, NULL},
+};
+
 int
 fsdpc_py_comm_exec(PyObject *module)
 {
     fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
+        return -1;
+    }
+    if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }
     PyObject *timeout = PyFloat_FromDouble(FSDPC_DEFAULT_TIMEOUT_S);
