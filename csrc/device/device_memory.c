@@ -5,7 +5,6 @@
 
 #include <string.h>
 
-#include "base/deadline.h"
 #include "base/status.h"
 
 /* --- host memory and copies --------------------------------------------------------------------- */
@@ -62,25 +61,6 @@ fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t 
         memcpy(host, src, bytes);
     }
     return FSDPC_OK;
-}
-
-/* The first host sync has a deadline; a copy to memory that is not pinned would wait in the driver, without
- * one. */
-int
-fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, size_t bytes,
-                       const char *what)
-{
-    int status = FSDPC_OK;
-    fsdpc_event *reached = NULL;
-    FSDPC_TRY(fsdpc_device_event_new(device, &reached));
-    FSDPC_GOTO(fsdpc_device_record(device, reached), done);
-    FSDPC_GOTO(fsdpc_device_finish(device, reached, fsdpc_timeout(), what), done);
-    FSDPC_GOTO(fsdpc_device_copy_out(device, host, src, bytes), done);
-    FSDPC_GOTO(fsdpc_device_record(device, reached), done);
-    FSDPC_GOTO(fsdpc_device_finish(device, reached, fsdpc_timeout(), what), done);
-done:
-    fsdpc_device_event_free(device, reached);
-    return status;
 }
 
 int

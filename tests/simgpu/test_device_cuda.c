@@ -249,13 +249,6 @@ a_host_wait_has_a_deadline(void)
 
 /* Each of them ends with a host sync of the current stream. */
 static int
-read_back(void *block)
-{
-    float value;
-    return fsdpc_device_read_back(gpu, &value, block, sizeof value, "a value");
-}
-
-static int
 take_norm(void *block)
 {
     fsdpc_norm norm;
@@ -295,8 +288,7 @@ host_syncs_have_the_deadline_of_the_process(void)
         const char *what;
         int (*run)(void *);
         void *argument;
-    } syncs[] = {{"a value", read_back, block},
-                 {"a norm", take_norm, block},
+    } syncs[] = {{"a norm", take_norm, block},
                  {"zeroing new memory", allocate, NULL},
                  {"the end of the device's work on offloaded values", settle_offloaded, unit}};
     fsdpc_stream *before = fsdpc_device_use(gpu, stream);

@@ -25,6 +25,8 @@ fsdpc_py_make_names(void)
         {&fsdpc_py_name.version, "_version"},
         {&fsdpc_py_name.accumulated, "_post_accumulate_grad_hooks"},
         {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
+        {&fsdpc_py_name.any, "any"},
+        {&fsdpc_py_name.signbit, "signbit"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
