@@ -306,8 +306,12 @@ comm_dealloc(PyObject *object)
     if (self->weak_references != NULL) {
         PyObject_ClearWeakRefs(object);
     }
-    self->callbacks = NULL;
+    /* May wait for NCCL or for peers, seconds long. No thread can find the object here; the callbacks are
+     * borrowed by the communicator until it is freed. */
+    Py_BEGIN_ALLOW_THREADS
     fsdpc_comm_free(self->comm);
+    Py_END_ALLOW_THREADS
+    self->callbacks = NULL;
     type->tp_free(object);
     Py_DECREF(type);
 }

@@ -106,9 +106,16 @@ fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
     if (fsdpc_py_args("clip", table, 6, args, count, keywords) < 0) {
         return NULL;
     }
-    if (!self->tree || self->count == 0) {
-        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed or has no units");
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
         return NULL;
     }
-    return clip(self, masks, out, extra, &plan);
+    PyObject *result = NULL;
+    if (!self->tree || self->count == 0) {
+        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed or has no units");
+    } else {
+        result = clip(self, masks, out, extra, &plan);
+    }
+    fsdpc_py_end_use(&use);
+    return result;
 }

@@ -496,7 +496,7 @@ set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
 static PyObject *
 tree_announce(fsdpc_py_tree *self, PyObject *args)
 {
-    int unit, param, status;
+    int unit, param, status = FSDPC_OK;
     if (check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
         return NULL;
     }
@@ -505,10 +505,21 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
                      self->count, unit);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_announce(self->tree, unit, param);
-    Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
+        return NULL;
+    }
+    const int open = check_open(self);
+    if (open == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_tree_announce(self->tree, unit, param);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject *result = open < 0             ? NULL
+                       : status == FSDPC_OK ? Py_NewRef(Py_None)
+                                            : fsdpc_py_raise(status);
+    fsdpc_py_end_use(&use);
+    return result;
 }
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */

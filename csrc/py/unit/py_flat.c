@@ -260,6 +260,7 @@ GUARDED_ONE(write_blocks)
 GUARDED_ONE(grad_norm)
 GUARDED_ONE(scale_grads)
 GUARDED_ONE(replace)
+GUARDED_ONE(thaw)
 GUARDED_ONE(grad_bits)
 GUARDED_ONE(pack_grads)
 GUARDED_ONE(take_sums)
@@ -320,7 +321,7 @@ static PyMethodDef methods[] = {
     {"unbind", FAST(flat_unbind), METH_NOARGS,
      "unbind()\n--\n\nDrops the torch objects. torch's hooks on these objects keep the unit alive "
      "in cycles that gc cannot see."},
-    {"thaw", FAST(fsdpc_py_flat_thaw), METH_VARARGS,
+    {"thaw", FAST(guarded_thaw), METH_VARARGS,
      "thaw(segments)\n--\n\nAllocates gradients of more segments (one byte each). All gradients "
      "move, so renew_grads() must follow. Only without a tree; the same call on every rank."},
     {"renew_grads", FAST(fsdpc_py_flat_renew_grads), METH_O,
