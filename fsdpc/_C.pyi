@@ -26,6 +26,8 @@ class OutOfMemoryError(MemoryError):
 
 DEFAULT_TIMEOUT: float  # seconds that a rank waits for others, unless FSDPC_TIMEOUT says otherwise
 
+def set_timeout(seconds: float, /) -> None: ...
+
 # A contiguous, writable tensor or array in host memory: DLPack or the buffer protocol.
 _Array = Any
 

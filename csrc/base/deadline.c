@@ -1,9 +1,27 @@
-/* The text of a deadline that has passed. See deadline.h. */
+/* The process's deadline, and the texts of deadlines that have passed. See deadline.h. */
 #include "base/deadline.h"
 
+#include <assert.h>
+#include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 
 #include "base/status.h"
+
+static _Atomic double process_timeout = FSDPC_DEFAULT_TIMEOUT_S;
+
+double
+fsdpc_timeout(void)
+{
+    return atomic_load_explicit(&process_timeout, memory_order_relaxed);
+}
+
+void
+fsdpc_set_timeout(double seconds)
+{
+    assert(seconds > 0 && isfinite(seconds));
+    atomic_store_explicit(&process_timeout, seconds, memory_order_relaxed);
+}
 
 void
 fsdpc_name_ranks(const int *ranks, int count, char *text, size_t bytes)
@@ -28,6 +46,14 @@ fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes)
     }
     snprintf(text, bytes, "rank %d waited %g s in %s for %s (FSDPC_TIMEOUT sets this limit)%s",
              late->rank, late->seconds, late->what, ranks, late->more ? late->more : "");
+}
+
+int
+fsdpc_late_gpu(const char *what, double seconds)
+{
+    return fsdpc_error(FSDPC_E_TIMEOUT,
+                       "%s: the GPU has not finished in %g s (FSDPC_TIMEOUT sets this limit)", what,
+                       seconds);
 }
 
 int

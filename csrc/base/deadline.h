@@ -1,4 +1,4 @@
-/* Deadlines of waits for other ranks: the default, and the text of one that has passed. */
+/* Deadlines: the default, that of this process, and the texts of one that has passed. */
 #ifndef FSDPC_DEADLINE_H
 #define FSDPC_DEADLINE_H
 
@@ -6,6 +6,11 @@
 
 /* Seconds; FSDPC_TIMEOUT overrides it. */
 #define FSDPC_DEFAULT_TIMEOUT_S 600.0
+
+/* Seconds, for waits that belong to no group: for this rank's own GPU, for another thread of this process.
+ * The default until it is set. Any thread. */
+double fsdpc_timeout(void);
+void fsdpc_set_timeout(double seconds); /* > 0 and finite (checked by assert only) */
 
 typedef struct fsdpc_late {
     int rank; /* the one that waited */
@@ -20,6 +25,8 @@ typedef struct fsdpc_late {
 void fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes);
 /* FSDPC_E_TIMEOUT with this text. */
 int fsdpc_late_error(const fsdpc_late *late);
+/* FSDPC_E_TIMEOUT: "a norm: the GPU has not finished in 600 s (FSDPC_TIMEOUT sets this limit)" */
+int fsdpc_late_gpu(const char *what, double seconds);
 /* "rank 2", "ranks 2, 5 and 7" */
 void fsdpc_name_ranks(const int *ranks, int count, char *text, size_t bytes);
 

@@ -1,12 +1,12 @@
 /* Helper threads. See pool.h.
  *
- * `gate` is the heart: CLOSED, or the number of helpers inside the current loop. A helper enters
- * by counting itself in while the gate is open; the caller closes it when the parts are used up
- * and waits until the count is down to CLOSED. So the fields of the loop are only written while
- * nobody is inside, and a helper that wakes up late finds the gate closed and is not waited for.
+ * `gate` is the number of helpers inside the current loop, plus the flag CLOSED. A helper enters by
+ * incrementing `gate` while the flag is clear. When no part is left, the caller sets the flag and
+ * waits until `gate` equals CLOSED. So the loop's fields are written only while no helper is inside,
+ * and the caller does not wait for a helper that wakes up late, because that helper cannot enter.
  *
- * `owner` is the lock of a pool, and it holds a process id: after fork() the child sees an owner,
- * or helpers, of another process and takes the pool over as new.
+ * `owner` is the pool's lock and holds a process id: after fork() the child finds an owner, or
+ * helpers, of another process and resets the pool.
  */
 #include "base/pause.h"
 #include "base/pool.h"
@@ -37,7 +37,7 @@ struct fsdpc_pool {
     int worker_count;
     struct worker workers[FSDPC_POOL_MAX_THREADS - 1];
 
-    _Atomic uint32_t generation; /* one more with every loop: what sleeping helpers watch */
+    _Atomic uint32_t generation; /* incremented by each loop; the futex of sleeping helpers */
     _Atomic int sleepers;
     _Atomic bool stop;
 
@@ -130,7 +130,7 @@ work(void *argument)
     }
 }
 
-/* Signals are for the threads of the program, where Python's handlers expect them. */
+/* Helpers block all signals: Python's handlers expect signals on the program's threads. */
 static void
 start_workers(fsdpc_pool *pool, int wanted)
 {

@@ -1,9 +1,9 @@
 /* Helper threads for big kernels: one parallel loop at a time.
  *
- * Threads start when first needed, spin briefly for the next loop and then sleep. A loop never
- * waits for a thread that has not begun: the caller works too, and closes the loop when nothing is
- * left. A second caller at the same moment runs its loop alone. After fork() the child has no
- * helper threads and starts its own when needed.
+ * The first loop starts the threads. A thread without work spins briefly for the next loop, then
+ * sleeps. The caller works on its loop as well, closes the loop when no part is left, and does not wait
+ * for threads that have not entered the loop. While a loop runs, a second caller runs its loop alone.
+ * After fork() the child has no helper threads; its first loop starts new ones.
  */
 #ifndef FSDPC_POOL_H
 #define FSDPC_POOL_H
@@ -21,9 +21,9 @@ typedef void fsdpc_pool_task(void *context, int64_t begin, int64_t end);
 int fsdpc_pool_new(fsdpc_pool **out);
 /* Ends and joins the threads; no loop may be running. NULL is allowed. */
 void fsdpc_pool_free(fsdpc_pool *pool);
-/* Runs task over [0, n) in parts of `grain` (> 0; the last may be shorter), on up to `threads`
- * threads, the caller included. Returns when all is done. Where threads cannot be started, fewer
- * do the work. */
+/* Runs task over [0, n) in parts of `grain` elements (> 0; the last part may be shorter), on up to `threads`
+ * threads, the caller included. Returns when all parts are done. If threads cannot be started, fewer
+ * threads do the work. */
 void fsdpc_pool_run(fsdpc_pool *pool, int threads, int64_t n, int64_t grain, fsdpc_pool_task *task,
                     void *context);
 

@@ -36,6 +36,7 @@ enum fsdpc_status {
 /* Short text of a code ("a rank died"); never NULL. Static storage. */
 const char *fsdpc_status_text(int status);
 
+enum { FSDPC_ERROR_BYTES = 2048 };
 /* Sets this thread's error text (printf style, cut at 2 KiB) and returns `status`, so that
  * `return fsdpc_error(FSDPC_E_INVAL, "...")` reads in one line. */
 int fsdpc_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -49,6 +50,14 @@ const char *fsdpc_error_text(void);
 /* The errno kept by fsdpc_error_errno, 0 otherwise. */
 int fsdpc_error_errnum(void);
 void fsdpc_error_clear(void);
+/* For clean-up that returns no status: its own failures must not replace the text of the error that led to
+ * it. */
+typedef struct fsdpc_kept_error {
+    char text[FSDPC_ERROR_BYTES];
+    int errnum;
+} fsdpc_kept_error;
+void fsdpc_error_keep(fsdpc_kept_error *kept);
+void fsdpc_error_restore(const fsdpc_kept_error *kept);
 
 /* TRY returns at once: only while nothing is held. GOTO jumps to the unwinding label with `status`
  * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error

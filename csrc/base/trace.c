@@ -1,10 +1,10 @@
 /* The ring of trace entries. See trace.h.
  *
- * A writer claims the next number, then the place that belongs to it. A place holds the number of
- * its entry plus one in `turn`, or BUSY while it is written, so a reader can tell a finished entry
- * from one that changed under its hands. A writer that was overtaken by a whole round of the ring
- * drops its entry instead of spoiling a newer one. Fields are stored with release and loaded with
- * acquire order: whoever sees a field of a newer entry also sees that `turn` has moved on.
+ * A writer claims the next number, and then the place of that number in the ring. `turn` of a place is
+ * the number of its entry plus one, or BUSY while the entry is written, so a reader detects an entry
+ * that changes during the read. A writer that is a whole round of the ring behind drops its entry and
+ * does not overwrite a newer one. Fields are stored with release and loaded with acquire order: a
+ * reader that loads a field of a newer entry also loads the newer `turn`.
  */
 #include "base/trace.h"
 

@@ -1,7 +1,7 @@
-/* The always-on record of what the engine did: a ring of fixed-size entries, a few ns each.
+/* The trace: a ring of fixed-size entries about the engine's operations, always on, a few ns per entry.
  *
- * It feeds tests (counts and order of gathers and reduces), memory figures and error reports. One
- * writer thread at a time is the normal case, several are safe (each entry is claimed atomically).
+ * Tests (counts and order of gathers and reduces), memory figures and error reports read the trace.
+ * Several threads may write at once, because each entry is claimed atomically; usually one does.
  */
 #ifndef FSDPC_TRACE_H
 #define FSDPC_TRACE_H
@@ -12,17 +12,17 @@
 typedef struct fsdpc_trace fsdpc_trace;
 
 /* X(NAME, text) */
-#define FSDPC_TRACE_TABLE(X)                                                \
-    X(STEP, "step")         /* a root forward began; bytes = its number */  \
-    X(GATHER, "gather")     /* unit's values asked for and made readable */ \
-    X(JOIN, "join")         /* was readable already: no bytes moved */      \
-    X(PREFETCH, "prefetch") /* gather begun ahead of need */                \
-    X(RELEASE, "release")   /* last reference dropped */                    \
-    X(SPARE, "spare")       /* slot conflict: private memory was mapped */  \
-    X(PACK, "pack")         /* gradients packed into a reduce slot */       \
-    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */  \
-    X(ABSENT, "absent")     /* reduced without this rank's contribution */  \
-    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */    \
+#define FSDPC_TRACE_TABLE(X)                                               \
+    X(STEP, "step")         /* a root forward began; bytes = its number */ \
+    X(GATHER, "gather")     /* the unit's values became readable */        \
+    X(JOIN, "join")         /* already readable: no bytes moved */         \
+    X(PREFETCH, "prefetch") /* gather begun before it is needed */         \
+    X(RELEASE, "release")   /* last reference dropped */                   \
+    X(SPARE, "spare")       /* slot conflict: private memory was mapped */ \
+    X(PACK, "pack")         /* gradients packed into a reduce slot */      \
+    X(REDUCE, "reduce")     /* own slice summed into the shard gradient */ \
+    X(ABSENT, "absent")     /* reduced without this rank's contribution */ \
+    X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */   \
     X(BACKWARD_END, "backward_end")
 
 enum fsdpc_trace_op {
@@ -58,10 +58,10 @@ typedef struct fsdpc_trace_entry {
 /* `capacity` is rounded up to a power of two. */
 int fsdpc_trace_new(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_free(fsdpc_trace *trace);
-/* `trace` may be NULL (nothing happens). */
+/* A no-op if `trace` is NULL. */
 void fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
                      uint32_t step, int32_t unit, uint64_t bytes);
-/* Copies the entries still in the ring, oldest first, at most `room`; returns how many. */
+/* Copies at most `room` of the entries that are still in the ring, oldest first; returns their number. */
 size_t fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room);
 void fsdpc_trace_clear(fsdpc_trace *trace);
 const char *fsdpc_trace_op_name(unsigned op);

@@ -51,8 +51,9 @@ fsdpc_comm_check(const fsdpc_comm *comm)
     return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
 }
 
-int
-fsdpc_comm_poll(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+/* FSDPC_E_TIMEOUT: not reached within a second. */
+static int
+poll_once(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
     int status = fsdpc_device_finish(comm->device, reached, 1.0, what);
     if (status == FSDPC_E_TIMEOUT && fsdpc_shm_interrupt_check && fsdpc_shm_interrupt_check()) {
@@ -62,15 +63,25 @@ fsdpc_comm_poll(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
     return status;
 }
 
-static int
-await(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
+int
+fsdpc_comm_await(fsdpc_comm *comm, fsdpc_event *reached, int (*check)(const void *),
+                 const void *argument, const char *what)
 {
+    enum { DAY_S = 24 * 3600 };
     int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_POLLS; i++) {
-        status = fsdpc_comm_poll(comm, reached, what);
-        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_comm_check(comm));
+    for (int i = 0; status == FSDPC_E_TIMEOUT && i < DAY_S; i++) {
+        status = poll_once(comm, reached, what);
+        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : check(argument));
     }
-    return status;
+    return status == FSDPC_E_TIMEOUT
+               ? fsdpc_error(status, "%s: the GPU has not finished in a day", what)
+               : status;
+}
+
+static int
+is_sound(const void *comm)
+{
+    return fsdpc_comm_check(comm);
 }
 
 int
@@ -80,7 +91,7 @@ fsdpc_comm_drain(fsdpc_comm *comm, const char *what)
     fsdpc_event *reached;
     FSDPC_TRY(fsdpc_device_event_new(comm->device, &reached));
     FSDPC_GOTO(fsdpc_device_record(comm->device, reached), done);
-    FSDPC_GOTO(await(comm, reached, what), done);
+    FSDPC_GOTO(fsdpc_comm_await(comm, reached, is_sound, comm, what), done);
 done:
     fsdpc_device_event_free(comm->device, reached);
     return status;
@@ -181,7 +192,7 @@ fsdpc_comm_get_caps(const fsdpc_comm *comm)
 double
 fsdpc_comm_timeout(const fsdpc_comm *comm)
 {
-    return comm->timeout_s > 0 ? comm->timeout_s : FSDPC_DEFAULT_TIMEOUT_S;
+    return comm->timeout_s > 0 ? comm->timeout_s : fsdpc_timeout();
 }
 
 int

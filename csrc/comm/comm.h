@@ -68,12 +68,12 @@ int fsdpc_comm_check(const fsdpc_comm *comm);
 /* Host sync with the device's current stream, which ends early if the group fails. Never in a step.
  * Local. */
 int fsdpc_comm_drain(fsdpc_comm *comm, const char *what);
-/* Upper bound of such a wait in polls of a second, for work on the stream that is not a collective:
- * a collective ends by the group's deadline. */
-enum { FSDPC_COMM_POLLS = 24 * 3600 };
-/* One poll of an event of the device: FSDPC_E_TIMEOUT when it has not completed within a second,
- * FSDPC_E_INTERRUPT after Ctrl-C, which aborts the group. */
-int fsdpc_comm_poll(fsdpc_comm *comm, fsdpc_event *reached, const char *what);
+/* Host sync with an event, which ends early when `check(argument)` fails. There may be any number of
+ * collectives before the event: each ends by the group's deadline, so the sync needs none of its own, and
+ * FSDPC_E_TIMEOUT after a day is for a kernel that never ends. FSDPC_E_INTERRUPT after Ctrl-C, which aborts
+ * the group. */
+int fsdpc_comm_await(fsdpc_comm *comm, fsdpc_event *reached, int (*check)(const void *),
+                     const void *argument, const char *what);
 
 /* What callers may rely on, whatever carries the bytes. */
 typedef struct fsdpc_comm_caps {
@@ -84,8 +84,8 @@ typedef struct fsdpc_comm_caps {
     bool rounds_sums;
 } fsdpc_comm_caps;
 const fsdpc_comm_caps *fsdpc_comm_get_caps(const fsdpc_comm *comm);
-/* The group's deadline in seconds, for other waits on its behalf. FSDPC_DEFAULT_TIMEOUT_S for
- * "self" and "c10d", which have none. */
+/* The group's deadline in seconds, for other waits on its behalf. fsdpc_timeout() for "self" and "c10d",
+ * which have none. */
 double fsdpc_comm_timeout(const fsdpc_comm *comm);
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);

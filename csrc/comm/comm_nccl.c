@@ -88,7 +88,7 @@ abort_comm(fsdpc_comm *comm, const char *text)
     fsdpc_nccl_fail(of(comm), FSDPC_E_COMM, "rank %d gave up: %s", comm->rank, text);
 }
 
-/* --- properties, the end ---------------------------------------------------------------------- */
+/* --- properties ------------------------------------------------------------------------------- */
 
 static bool
 registers(const fsdpc_comm *comm)
@@ -101,6 +101,8 @@ is_symmetric(const fsdpc_comm *comm)
 {
     return ((const nccl_comm *)comm)->shares;
 }
+
+/* --- the end ---------------------------------------------------------------------------------- */
 
 static void
 fail(fsdpc_comm *comm, int status, const char *text)
@@ -122,9 +124,7 @@ release(fsdpc_comm *base)
     nccl_comm *comm = of(base);
     void (*release_context)(void *) = comm->options.release;
     void *context = comm->options.context;
-    if (fsdpc_nccl_watch_end(comm)) {
-        fsdpc_nccl_dispose(comm);
-    }
+    fsdpc_nccl_end(comm);
     if (release_context) {
         release_context(context);
     }
@@ -236,7 +236,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     snprintf(comm->name, sizeof comm->name, "%s", options->name ? options->name : "nccl");
     pthread_mutex_init(&comm->calls, NULL);
     pthread_mutex_init(&comm->lock, NULL);
-    pthread_cond_init(&comm->told, NULL);
+    pthread_cond_init(&comm->changed, NULL);
     *out = comm;
     return FSDPC_OK;
 }

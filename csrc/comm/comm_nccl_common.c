@@ -53,8 +53,7 @@ fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     if (fsdpc_nccl_is_forked(comm)) {
         return;
     }
-    atomic_store(&comm->abort_wanted, true);
     pthread_mutex_lock(&comm->lock);
-    pthread_cond_broadcast(&comm->told);
+    pthread_cond_broadcast(&comm->changed);
     pthread_mutex_unlock(&comm->lock);
 }

@@ -39,6 +39,33 @@ typedef struct fsdpc_nccl_buffer {
     fsdpc_nccl_window window;
 } fsdpc_nccl_buffer;
 
+/* The life of the watching thread and of NCCL's communicator. The owner is the thread that closes or frees;
+ * each change is made under `lock` and broadcast by `changed`.
+ *
+ *   state      event                                       by      next
+ *   UNWATCHED  the thread starts                           owner   WATCHING
+ *              free: there is no thread; NCCL is aborted   owner   (freed)
+ *   WATCHING   the communicator is broken; NCCL is aborted thread  ABORTED
+ *              close, free                                 owner   STOPPING
+ *   ABORTED    close, free                                 owner   STOPPING
+ *   STOPPING   NCCL's communicator is destroyed or aborted thread  ENDED
+ *              it stays, because a graph may still use it  thread  LEFT
+ *              free: NCCL has not returned in time         owner   ORPHANED
+ *   ENDED      free: the thread is joined                  owner   (freed)
+ *   LEFT       free: the thread is joined                  owner   (kept reachable, never freed)
+ *   ORPHANED   NCCL has returned                           thread  ENDED or LEFT, then as there
+ *
+ * Whether the communicator is broken is in `base` alone (fsdpc_comm_check), in every state. */
+enum fsdpc_nccl_life {
+    FSDPC_NCCL_UNWATCHED,
+    FSDPC_NCCL_WATCHING,
+    FSDPC_NCCL_ABORTED,
+    FSDPC_NCCL_STOPPING,
+    FSDPC_NCCL_ENDED,
+    FSDPC_NCCL_LEFT,
+    FSDPC_NCCL_ORPHANED
+};
+
 typedef struct nccl_comm {
     fsdpc_comm base;
     const fsdpc_nccl *nccl;
@@ -58,20 +85,19 @@ typedef struct nccl_comm {
     char *scratch;       /* on the device, for host memory staged through it */
     char *pinned;
     fsdpc_cu_stream staging;
+    bool has_graphs; /* a graph may hold collectives */
 
-    /* Guards the ring and the thread's flags; never held while NCCL is called. */
+    /* Guards what follows; never held while NCCL is called. */
     pthread_mutex_t lock;
-    pthread_cond_t told; /* a flag of the thread has changed, or the thread has ended */
-    fsdpc_nccl_entry ring[FSDPC_NCCL_RING];
-    uint64_t first, next; /* sequences: [first, next) are in flight */
+    pthread_cond_t changed; /* `life`, or the communicator is broken */
+    enum fsdpc_nccl_life life;
     pthread_t thread;
-    bool threaded, stop, ended, orphan;
+    fsdpc_nccl_entry ring[FSDPC_NCCL_RING];
+    uint64_t first, next;                 /* sequences: [first, next) are in flight */
     char others[FSDPC_NCCL_OTHERS_BYTES]; /* what is known of the other ranks */
-    pid_t owner;      /* a forked child has no such thread, and none of NCCL's */
-    bool captured;    /* a graph may hold collectives; set with `calls` held */
-    bool left_behind; /* NCCL's communicator stays, because such a graph may still run */
+
+    pid_t owner; /* a forked child has no such thread, and none of NCCL's */
     struct nccl_comm *next_left;
-    _Atomic bool abort_wanted; /* loops that poll NCCL end */
 } nccl_comm;
 
 /* A collective to enqueue. */
@@ -99,7 +125,7 @@ int fsdpc_nccl_use_context(const nccl_comm *comm);
 /* True in a forked child of the communicator's process: the child has no watching thread, and a
  * lock may be held by a thread of the parent. */
 bool fsdpc_nccl_is_forked(const nccl_comm *comm);
-/* Breaks the communicator; the watching thread aborts NCCL's. Any thread. */
+/* Breaks the communicator; the watching thread aborts NCCL's, and loops that poll NCCL end. Any thread. */
 void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -146,10 +172,8 @@ int fsdpc_nccl_watch_start(nccl_comm *comm);
 /* Gives collectives in flight a few seconds to end, then ends the thread and NCCL's communicator;
  * `comm` stays and refuses collectives. */
 void fsdpc_nccl_close(nccl_comm *comm);
-/* Ends the thread and NCCL's communicator. True: the caller frees `comm`. False: NCCL has not
- * returned yet; the thread frees `comm` when NCCL does. */
-bool fsdpc_nccl_watch_end(nccl_comm *comm);
-/* Frees memory, events and locks, once NCCL's communicator is gone. */
-void fsdpc_nccl_dispose(nccl_comm *comm);
+/* Ends the thread and NCCL's communicator, and frees `comm`; where NCCL does not return in time, the thread
+ * frees `comm` when NCCL does. */
+void fsdpc_nccl_end(nccl_comm *comm);
 
 #endif

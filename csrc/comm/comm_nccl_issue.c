@@ -79,9 +79,7 @@ fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
     double look = begin + FSDPC_NCCL_SIGNALS_S;
     while (result == FSDPC_NCCL_IN_PROGRESS) {
         const double now = fsdpc_nccl_now_s();
-        if (atomic_load(&comm->abort_wanted)) {
-            return fsdpc_comm_check(&comm->base);
-        }
+        FSDPC_TRY(fsdpc_comm_check(&comm->base));
         if (now - begin > comm->options.timeout_s) {
             return late_call(comm, what);
         }

@@ -80,7 +80,7 @@ fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, 
     bool captured;
     FSDPC_TRY(is_captured(comm, stream, &captured));
     if (captured) {
-        comm->captured = true;
+        comm->has_graphs = true;
         return FSDPC_OK;
     }
     FSDPC_TRY(make_room(comm));

@@ -4,7 +4,7 @@
  * thread aborts or destroys NCCL's communicator, because either may take long: other threads wait
  * for that at most END_MS, or PEACE_MS where nothing has failed. The thread takes `calls` before it
  * calls NCCL; a holder of `calls` releases it soon, because NCCL does not block and polling loops
- * check abort_wanted.
+ * check the communicator's failure. The states are drawn in comm_nccl_impl.h.
  */
 #include <signal.h>
 #include <stdio.h>
@@ -86,7 +86,7 @@ static bool
 ended_in_peace(nccl_comm *comm)
 {
     fsdpc_nccl_result state = comm->nccl->finalize(comm->handle);
-    double end = fsdpc_nccl_now_s() + (comm->captured ? GRAPHS_S : QUIET_S);
+    double end = fsdpc_nccl_now_s() + (comm->has_graphs ? GRAPHS_S : QUIET_S);
     while (state == FSDPC_NCCL_IN_PROGRESS && fsdpc_nccl_now_s() < end) {
         fsdpc_nccl_nap(500);
         if (comm->nccl->async_error(comm->handle, &state) != FSDPC_NCCL_SUCCESS) {
@@ -102,21 +102,21 @@ is_idle(nccl_comm *comm)
     return fsdpc_nccl_sweep(comm, NULL) == FSDPC_CU_SUCCESS;
 }
 
-static void
+/* True: NCCL's communicator stays, because a graph may still use it. */
+static bool
 end_nccl(nccl_comm *comm)
 {
-    bool idle = is_idle(comm);
+    bool stays = false, idle = is_idle(comm);
     pthread_mutex_lock(&comm->calls);
     fsdpc_nccl_comm handle = comm->handle;
     bool sound = fsdpc_comm_check(&comm->base) == FSDPC_OK;
     if (handle && sound && idle) {
-        if (!comm->captured) {
+        if (!comm->has_graphs) {
             fsdpc_nccl_delist_all(comm); /* a graph would still use what was registered */
         }
         const bool ended = ended_in_peace(comm);
-        comm->left_behind =
-            !ended && comm->captured; /* an abort would wait for the graphs as well */
-        handle = ended || comm->left_behind ? NULL : handle;
+        stays = !ended && comm->has_graphs; /* an abort would wait for the graphs as well */
+        handle = ended || stays ? NULL : handle;
     }
     /* Cleared before the abort, which may take long: no other thread may use the handle. */
     comm->handle = NULL;
@@ -124,6 +124,7 @@ end_nccl(nccl_comm *comm)
     if (handle) {
         (void)comm->nccl->abort(handle);
     }
+    return stays;
 }
 
 /* NCCL still points to its name: kept reachable, so that leak checkers find it. */
@@ -134,9 +135,11 @@ leave_behind(nccl_comm *comm)
     comm->next_left = atomic_exchange(&left, comm);
 }
 
-void
-fsdpc_nccl_dispose(nccl_comm *comm)
+/* Frees memory, events and locks, once NCCL's communicator is gone. */
+static void
+dispose(nccl_comm *comm)
 {
+    const bool left = comm->life == FSDPC_NCCL_LEFT;
     (void)fsdpc_nccl_use_context(comm);
     fsdpc_nccl_delist_all(comm);
     for (int i = 0; i < FSDPC_NCCL_RING; i++) {
@@ -151,10 +154,10 @@ fsdpc_nccl_dispose(nccl_comm *comm)
         (void)comm->driver->mem_free((fsdpc_cu_ptr)(uintptr_t)comm->scratch);
         (void)comm->driver->host_free(comm->pinned);
     }
-    pthread_cond_destroy(&comm->told);
+    pthread_cond_destroy(&comm->changed);
     pthread_mutex_destroy(&comm->lock);
     pthread_mutex_destroy(&comm->calls);
-    if (comm->left_behind) {
+    if (left) {
         leave_behind(comm);
     } else {
         fsdpc_mem_free(comm);
@@ -163,9 +166,9 @@ fsdpc_nccl_dispose(nccl_comm *comm)
 
 /* --- the thread ------------------------------------------------------------------------------- */
 
-/* Sleeps until the next poll. True: the thread is to end. */
-static bool
-sleep_until_poll(nccl_comm *comm, bool aborted)
+/* Sleeps until the next poll, or until there is something to do; the state then. */
+static enum fsdpc_nccl_life
+sleep_until_poll(nccl_comm *comm)
 {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -173,44 +176,69 @@ sleep_until_poll(nccl_comm *comm, bool aborted)
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&comm->lock);
-    if (!comm->stop && (aborted || !atomic_load(&comm->abort_wanted))) {
-        pthread_cond_timedwait(&comm->told, &comm->lock, &until);
+    const bool nothing = comm->life == FSDPC_NCCL_WATCHING
+                             ? fsdpc_comm_check(&comm->base) == FSDPC_OK
+                             : comm->life == FSDPC_NCCL_ABORTED;
+    if (nothing) {
+        pthread_cond_timedwait(&comm->changed, &comm->lock, &until);
     }
-    bool stop = comm->stop;
+    const enum fsdpc_nccl_life life = comm->life;
     pthread_mutex_unlock(&comm->lock);
-    return stop;
+    return life;
+}
+
+static void
+look(nccl_comm *comm)
+{
+    if (fsdpc_comm_check(&comm->base) == FSDPC_OK) {
+        check_nccl(comm);
+        check_deadline(comm);
+    }
+    if (fsdpc_comm_check(&comm->base) == FSDPC_OK) {
+        return;
+    }
+    (void)end_nccl(comm);
+    pthread_mutex_lock(&comm->lock);
+    if (comm->life == FSDPC_NCCL_WATCHING) { /* else the owner has stopped the thread meanwhile */
+        comm->life = FSDPC_NCCL_ABORTED;
+    }
+    pthread_mutex_unlock(&comm->lock);
+}
+
+/* Under the lock, so that exactly one of owner and thread frees. */
+static void
+leave_thread(nccl_comm *comm, bool stays)
+{
+    pthread_mutex_lock(&comm->lock);
+    const bool frees = comm->life == FSDPC_NCCL_ORPHANED;
+    comm->life = stays ? FSDPC_NCCL_LEFT : FSDPC_NCCL_ENDED;
+    pthread_cond_broadcast(&comm->changed);
+    pthread_mutex_unlock(&comm->lock);
+    if (frees) {
+        dispose(comm);
+    }
 }
 
 static void *
 watch(void *argument)
 {
     nccl_comm *comm = argument;
-    bool aborted = false;
     unsigned mode =
         FSDPC_CU_CAPTURE_RELAXED; /* the thread's queries must not invalidate a capture */
     (void)fsdpc_nccl_use_context(comm);
     if (comm->driver->capture_mode) {
         (void)comm->driver->capture_mode(&mode);
     }
-    while (!sleep_until_poll(comm, aborted)) {
-        if (!aborted && !atomic_load(&comm->abort_wanted)) {
-            check_nccl(comm);
-            check_deadline(comm);
+    for (;;) {
+        const enum fsdpc_nccl_life life = sleep_until_poll(comm);
+        if (life == FSDPC_NCCL_STOPPING || life == FSDPC_NCCL_ORPHANED) {
+            break;
         }
-        if (!aborted && atomic_load(&comm->abort_wanted)) {
-            end_nccl(comm);
-            aborted = true;
+        if (life == FSDPC_NCCL_WATCHING) {
+            look(comm);
         }
     }
-    end_nccl(comm);
-    pthread_mutex_lock(&comm->lock);
-    comm->ended = true;
-    bool orphan = comm->orphan;
-    pthread_cond_broadcast(&comm->told);
-    pthread_mutex_unlock(&comm->lock);
-    if (orphan) {
-        fsdpc_nccl_dispose(comm);
-    }
+    leave_thread(comm, end_nccl(comm));
     return NULL;
 }
 
@@ -233,6 +261,7 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     pthread_attr_t attr;
     sigset_t all, before;
     FSDPC_TRY(make_events(comm));
+    comm->life = FSDPC_NCCL_WATCHING; /* before the thread reads it */
     int rc = pthread_attr_init(&attr);
     if (rc == 0) {
         pthread_attr_setstacksize(&attr, STACK_BYTES);
@@ -242,30 +271,32 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         pthread_attr_destroy(&attr);
     }
-    comm->threaded = rc == 0;
-    return rc == 0 ? FSDPC_OK : fsdpc_error_errno(rc, "starting the thread that watches NCCL");
+    if (rc == 0) {
+        return FSDPC_OK;
+    }
+    comm->life = FSDPC_NCCL_UNWATCHED;
+    return fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-/* False: NCCL has not returned in time. A thread that is still inside NCCL at exit may crash the
- * process, so an orderly end gets the longer limit. */
-static bool
+/* Returns when the thread has left or NCCL has not returned in time; the state then. A thread that is still
+ * inside NCCL at exit may crash the process, so an orderly end gets the longer limit. */
+static enum fsdpc_nccl_life
 stop_thread(nccl_comm *comm)
 {
     const int wait_ms = fsdpc_comm_check(&comm->base) == FSDPC_OK ? PEACE_MS : END_MS;
     struct timespec until;
-    if (!comm->threaded) {
-        end_nccl(comm);
-        return true;
-    }
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += wait_ms / 1000;
     pthread_mutex_lock(&comm->lock);
-    comm->stop = true;
-    pthread_cond_broadcast(&comm->told);
-    while (!comm->ended && pthread_cond_timedwait(&comm->told, &comm->lock, &until) == 0) {}
-    bool ended = comm->ended;
+    if (comm->life == FSDPC_NCCL_WATCHING || comm->life == FSDPC_NCCL_ABORTED) {
+        comm->life = FSDPC_NCCL_STOPPING;
+        pthread_cond_broadcast(&comm->changed);
+    }
+    while (comm->life == FSDPC_NCCL_STOPPING &&
+           pthread_cond_timedwait(&comm->changed, &comm->lock, &until) == 0) {}
+    const enum fsdpc_nccl_life life = comm->life;
     pthread_mutex_unlock(&comm->lock);
-    return ended;
+    return life;
 }
 
 void
@@ -283,26 +314,32 @@ fsdpc_nccl_close(nccl_comm *comm)
     (void)stop_thread(comm);
 }
 
-/* `orphan` is set under the lock, so that exactly one of both threads frees. */
-bool
-fsdpc_nccl_watch_end(nccl_comm *comm)
+/* True: the thread was still in NCCL, and frees. */
+static bool
+orphan(nccl_comm *comm)
 {
-    if (fsdpc_nccl_is_forked(comm)) {
-        return false;
-    }
-    (void)stop_thread(comm);
-    if (!comm->threaded) {
-        return true;
-    }
     pthread_mutex_lock(&comm->lock);
-    bool ended = comm->ended;
-    comm->orphan = !ended;
-    if (!ended) {
+    const bool frees = comm->life == FSDPC_NCCL_STOPPING;
+    if (frees) {
+        comm->life = FSDPC_NCCL_ORPHANED;
         pthread_detach(comm->thread);
     }
     pthread_mutex_unlock(&comm->lock);
-    if (ended) {
+    return frees;
+}
+
+void
+fsdpc_nccl_end(nccl_comm *comm)
+{
+    if (fsdpc_nccl_is_forked(comm)) {
+        return;
+    }
+    if (stop_thread(comm) == FSDPC_NCCL_UNWATCHED) {
+        (void)end_nccl(comm);
+    } else if (orphan(comm)) {
+        return;
+    } else {
         pthread_join(comm->thread, NULL);
     }
-    return ended;
+    dispose(comm);
 }

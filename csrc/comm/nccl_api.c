@@ -1,4 +1,4 @@
-/* Finding NCCL. See nccl_api.h. */
+/* Loading NCCL. See nccl_api.h. */
 #include "comm/nccl_api.h"
 
 #include <dlfcn.h>
@@ -9,8 +9,8 @@
 
 #include "base/status.h"
 
-/* A second copy of the library must call itself, not the copy that torch has loaded. Sanitizers
- * refuse this flag; under them there is no other copy. */
+/* A second copy of the library must call its own functions, not those of the copy that torch has loaded.
+ * Sanitizers refuse RTLD_DEEPBIND; under sanitizers there is no other copy. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { OWN_CALLS = 0 };
 #else
@@ -67,8 +67,8 @@ fill(void *library, fsdpc_nccl *nccl)
     return FSDPC_OK;
 }
 
-/* Read by NCCL at each start, from its own files as well: those it has read by then are not seen
- * here. */
+/* NCCL reads this variable when a communicator starts, from the environment or from its configuration
+ * files. Only the environment is checked here. */
 static int
 check_environment(void)
 {

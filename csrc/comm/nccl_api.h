@@ -1,9 +1,9 @@
 /* NCCL without its header: our own declarations of what we call, found at run time.
  *
- * The bare name libnccl.so.2 gives the copy that torch has loaded; FSDPC_LIBNCCL names another
- * file, which then keeps its own calls to itself. Types and prototypes are NCCL's stable binary
- * interface; the configuration is that of 2.28, which older and newer libraries accept because it
- * says its own size and version.
+ * The name libnccl.so.2 without a folder resolves to the copy that torch has loaded. FSDPC_LIBNCCL names
+ * another file, which is loaded with RTLD_DEEPBIND, so that its calls stay within that file. Types and
+ * prototypes are NCCL's stable binary interface. The configuration struct is that of 2.28; older and newer
+ * libraries accept it, because it holds its own size and version.
  */
 #ifndef FSDPC_NCCL_API_H
 #define FSDPC_NCCL_API_H
@@ -104,16 +104,16 @@ typedef struct fsdpc_nccl {
     FSDPC_NCCL_ENTRIES(FSDPC_NCCL_FIELD)
 #undef FSDPC_NCCL_FIELD
     int version;    /* 22803 is 2.28.3 */
-    char path[256]; /* of the library that was found; "" if it cannot be told */
+    char path[256]; /* of the library; "" if unknown */
 } fsdpc_nccl;
 
-/* Entries that are not required are NULL in an old library. FSDPC_E_UNAVAILABLE with one sentence
- * when there is none or it is older than 2.18; the next call tries again. Thread safe. Static
- * storage. */
+/* Loads NCCL at the first call. Optional entries are NULL if the library lacks them. FSDPC_E_UNAVAILABLE,
+ * with one sentence, if there is no library or it is older than 2.18; the next call tries again. Thread
+ * safe. *out has static storage. */
 int fsdpc_nccl_get(const fsdpc_nccl **out);
 /* FSDPC_NCCL_UINT8 for BYTES. */
 fsdpc_nccl_type fsdpc_nccl_type_of(fsdpc_dtype dtype);
-/* Everything unset, non-blocking. */
+/* Non-blocking; all other fields are unset. */
 fsdpc_nccl_config fsdpc_nccl_config_new(void);
 
 #endif

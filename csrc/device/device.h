@@ -137,9 +137,6 @@ void fsdpc_device_host_free(fsdpc_device *device, void *block, size_t bytes);
 /* Asynchronous: the caller keeps the host memory unchanged until the copy is done. */
 int fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes);
 int fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes);
-/* copy_out with a host sync: never in a step. */
-int fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, size_t bytes,
-                           const char *what);
 /* Within the device's memory, without overlap. */
 int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes);
 

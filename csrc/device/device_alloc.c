@@ -8,10 +8,9 @@
 
 #include <pthread.h>
 
+#include "base/deadline.h"
 #include "base/mem.h"
 #include "base/status.h"
-
-enum { ZEROING_TIMEOUT_S = 300 };
 
 /* A reference-counted allocator: the device, its blocks and calls in progress hold references. */
 struct fsdpc_source {
@@ -108,7 +107,7 @@ zero(fsdpc_device *device, void *block, size_t bytes)
     FSDPC_TRY(fsdpc_device_event_new(device, &zeroed));
     FSDPC_GOTO(fsdpc_device_zero(device, block, bytes), done);
     FSDPC_GOTO(fsdpc_device_record(device, zeroed), done);
-    FSDPC_GOTO(fsdpc_device_finish(device, zeroed, ZEROING_TIMEOUT_S, "zeroing new memory"), done);
+    FSDPC_GOTO(fsdpc_device_finish(device, zeroed, fsdpc_timeout(), "zeroing new memory"), done);
 done:
     fsdpc_device_event_free(device, zeroed);
     return status;
@@ -132,11 +131,14 @@ static void
 give_back(fsdpc_device *device, struct fsdpc_block *block)
 {
     const fsdpc_allocator *to = &block->source->table;
+    fsdpc_kept_error kept;
+    fsdpc_error_keep(&kept);
     if (block->address &&
         (!device->i->drain ||
          device->i->drain(device->context, "giving device memory back") == FSDPC_OK)) {
         to->free(to->context, block->address);
     }
+    fsdpc_error_restore(&kept);
     drop_source(block->source);
     fsdpc_mem_free(block);
 }

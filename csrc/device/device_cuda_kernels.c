@@ -10,12 +10,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/deadline.h"
 #include "device/cuda_image.h"
 
 enum {
     THREAD_ITEMS = 8, /* what a thread does at least before there are more blocks */
     WAVES = 2,        /* blocks for each place on the GPU: evens out slow ones */
-    RESULT_TIMEOUT_S = 300,
 };
 
 /* --- loading -------------------------------------------------------------------------------------- */
@@ -273,7 +273,7 @@ norm_to_host(struct fsdpc_cuda *cuda, const void *src, fsdpc_dtype type, int64_t
     FSDPC_GOTO(fsdpc_cuda_norm_total(cuda, parts, fsdpc_cuda_norm_blocks(n), false, total), end);
     FSDPC_GOTO(fsdpc_cuda_copy_out(cuda, cuda->norm_host, total, sizeof *total), end);
     FSDPC_GOTO(fsdpc_cuda_record(cuda, done), end);
-    FSDPC_GOTO(fsdpc_cuda_finish(cuda, done, RESULT_TIMEOUT_S, "a norm"), end);
+    FSDPC_GOTO(fsdpc_cuda_finish(cuda, done, fsdpc_timeout(), "a norm"), end);
     const fsdpc_cuda_norm_value *value = cuda->norm_host;
     *out = (fsdpc_norm){.sum = value->sum, .max = value->max, .nonfinite = value->nonfinite != 0};
 end:

@@ -182,7 +182,10 @@ static void
 give_back(struct fsdpc_cuda *cuda, const char *what,
           void (*give)(const struct fsdpc_cuda *, void *, size_t), void *block, size_t bytes)
 {
+    fsdpc_kept_error kept;
+    fsdpc_error_keep(&kept);
     if (fsdpc_cuda_enter(cuda) != FSDPC_OK || fsdpc_cuda_settle_all(cuda, what) != FSDPC_OK) {
+        fsdpc_error_restore(&kept);
         return;
     }
     const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);

@@ -4,13 +4,13 @@
 #include <errno.h>
 #include <time.h>
 
+#include "base/deadline.h"
 #include "base/mem.h"
 
 enum {
     SPINS = 200, /* queries before the first sleep: short waits end without one */
     SHORTEST_SLEEP_NS = 20000,
     LONGEST_SLEEP_NS = 1000000,
-    SETTLE_TIMEOUT_S = 300,
 };
 
 struct fsdpc_cuda_stream {
@@ -256,8 +256,7 @@ query_until_done(struct fsdpc_cuda *cuda, fsdpc_event *event, double timeout, co
             continue;
         }
         if (now() > end) {
-            return fsdpc_error(FSDPC_E_TIMEOUT, "%s: the GPU has not finished in %g s", what,
-                               timeout);
+            return fsdpc_late_gpu(what, timeout);
         }
         const struct timespec time = {.tv_nsec = sleep_ns};
         (void)nanosleep(&time, NULL);
@@ -288,24 +287,25 @@ fsdpc_cuda_waits(void *context)
     return atomic_load_explicit(&cuda->waits, memory_order_relaxed);
 }
 
+/* Until `end`, which several streams share. */
 static int
-settle_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, const char *what)
+settle_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
 {
     int status = FSDPC_OK;
     fsdpc_event *event = NULL;
     FSDPC_TRY(refuse_capture(cuda, stream, what));
     FSDPC_TRY(fsdpc_cuda_event_new(cuda, &event));
     FSDPC_GOTO(record_on(cuda, event, stream), done);
-    FSDPC_GOTO(fsdpc_cuda_finish(cuda, event, SETTLE_TIMEOUT_S, what), done);
+    FSDPC_GOTO(fsdpc_cuda_finish(cuda, event, end - now(), what), done);
 done:
     fsdpc_cuda_event_free(cuda, event);
-    return status;
+    return status == FSDPC_E_TIMEOUT ? fsdpc_late_gpu(what, fsdpc_timeout()) : status;
 }
 
 int
 fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what)
 {
-    return settle_stream(cuda, fsdpc_cuda_current(cuda), what);
+    return settle_stream(cuda, fsdpc_cuda_current(cuda), now() + fsdpc_timeout(), what);
 }
 
 /* The own stream number `index`; NULL: there are fewer. */
@@ -325,13 +325,14 @@ own_stream(struct fsdpc_cuda *cuda, int index)
 int
 fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what)
 {
-    fsdpc_cu_stream stream;
-    if (fsdpc_cuda_current(cuda)) {
-        FSDPC_TRY(fsdpc_cuda_settle(cuda, what));
+    fsdpc_cu_stream stream = fsdpc_cuda_current(cuda);
+    const double end = now() + fsdpc_timeout();
+    if (stream) {
+        FSDPC_TRY(settle_stream(cuda, stream, end, what));
     }
-    FSDPC_TRY(settle_stream(cuda, NULL, what));
+    FSDPC_TRY(settle_stream(cuda, NULL, end, what));
     for (int i = 0; (stream = own_stream(cuda, i)) != NULL; i++) {
-        FSDPC_TRY(settle_stream(cuda, stream, what));
+        FSDPC_TRY(settle_stream(cuda, stream, end, what));
     }
     return FSDPC_OK;
 }

@@ -7,8 +7,6 @@
 
 #include "base/status.h"
 
-enum { READ_BACK_TIMEOUT_S = 300 };
-
 /* --- host memory and copies --------------------------------------------------------------------- */
 
 int
@@ -63,21 +61,6 @@ fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t 
         memcpy(host, src, bytes);
     }
     return FSDPC_OK;
-}
-
-int
-fsdpc_device_read_back(fsdpc_device *device, void *host, const void *src, size_t bytes,
-                       const char *what)
-{
-    int status = FSDPC_OK;
-    fsdpc_event *copied = NULL;
-    FSDPC_TRY(fsdpc_device_event_new(device, &copied));
-    FSDPC_GOTO(fsdpc_device_copy_out(device, host, src, bytes), done);
-    FSDPC_GOTO(fsdpc_device_record(device, copied), done);
-    FSDPC_GOTO(fsdpc_device_finish(device, copied, READ_BACK_TIMEOUT_S, what), done);
-done:
-    fsdpc_device_event_free(device, copied);
-    return status;
 }
 
 int

@@ -8,29 +8,37 @@
 #include "base/status.h"
 
 static int
+take_unit(fsdpc_exchange *x, int id)
+{
+    fsdpc_unit *unit = x->units[id];
+    if (fsdpc_unit_use(unit)) {
+        return fsdpc_error(FSDPC_E_STATE, "unit %s belongs to another tree", fsdpc_unit_name(unit));
+    }
+    x->uses[id] = (struct fsdpc_unit_use){.id = id, .slot = -1};
+    fsdpc_unit_set_use(unit, &x->uses[id]);
+    x->unit_count = id + 1;
+    return FSDPC_OK;
+}
+
+static int
 copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
     size_t count = (size_t)plan->unit_count;
     x->units = fsdpc_mem_calloc(count, sizeof *x->units);
+    x->uses = fsdpc_mem_calloc(count, sizeof *x->uses);
     x->trace_ids = fsdpc_mem_calloc(count, sizeof *x->trace_ids);
     x->slot_unit = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_unit);
     x->slot_tag = fsdpc_mem_calloc((size_t)plan->slot_count, sizeof *x->slot_tag);
-    if (!x->units || !x->trace_ids || !x->slot_unit || !x->slot_tag) {
+    if (!x->units || !x->uses || !x->trace_ids || !x->slot_unit || !x->slot_tag) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange of %d units",
                            plan->unit_count);
     }
-    x->unit_count = plan->unit_count;
     for (int s = 0; s < plan->slot_count; s++) {
         x->slot_unit[s] = -1;
     }
     for (int i = 0; i < plan->unit_count; i++) {
-        fsdpc_unit *unit = plan->units[i];
-        fsdpc_unit_use(unit)->id = i;
-        /* An earlier exchange of the unit may have been freed within a pass. */
-        fsdpc_unit_use(unit)->refs = fsdpc_unit_use(unit)->floor = 0;
-        fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
-        fsdpc_unit_use(unit)->posted = fsdpc_unit_use(unit)->consumed = 0;
-        x->units[i] = unit;
+        fsdpc_unit *unit = x->units[i] = plan->units[i];
+        FSDPC_TRY(take_unit(x, i));
         x->trace_ids[i] = plan->unit_ids[i];
         /* One rank does not cast its gradients to the reduce dtype. */
         size_t bytes = x->world > 1 ? fsdpc_unit_layout(unit)->reduce_bytes
@@ -53,10 +61,9 @@ make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     for (int i = 0; i < x->unit_count; i++) {
         fsdpc_unit *unit = x->units[i];
-        fsdpc_unit_use(unit)->slot = fsdpc_unit_is_direct(unit) ? -1 : plan->slot_of[i];
         if (!fsdpc_unit_is_direct(unit)) {
-            FSDPC_TRY(
-                fsdpc_arena_bind(x->arena, fsdpc_unit_range(unit), fsdpc_unit_use(unit)->slot));
+            x->uses[i].slot = plan->slot_of[i];
+            FSDPC_TRY(fsdpc_arena_bind(x->arena, fsdpc_unit_range(unit), x->uses[i].slot));
         }
     }
     return FSDPC_OK;
@@ -107,6 +114,15 @@ fail:
     return status;
 }
 
+static void
+let_units_go(fsdpc_exchange *x)
+{
+    for (int i = 0; i < x->unit_count && !x->detached; i++) {
+        fsdpc_unit_set_use(x->units[i], NULL);
+    }
+    x->detached = true;
+}
+
 void
 fsdpc_exchange_free(fsdpc_exchange *x)
 {
@@ -117,7 +133,9 @@ fsdpc_exchange_free(fsdpc_exchange *x)
         x->ops->close(x);
     }
     fsdpc_arena_free(x->arena);
+    let_units_go(x);
     fsdpc_mem_free(x->units);
+    fsdpc_mem_free(x->uses);
     fsdpc_mem_free(x->trace_ids);
     fsdpc_mem_free(x->slot_unit);
     fsdpc_mem_free(x->slot_tag);
@@ -131,9 +149,17 @@ fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t ste
     x->step = step;
 }
 
+static int
+check_attached(const fsdpc_exchange *x)
+{
+    return x->detached ? fsdpc_error(FSDPC_E_STATE, "the tree is detached from its units")
+                       : FSDPC_OK;
+}
+
 int
 fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 {
+    FSDPC_TRY(check_attached(x));
     x->tag = tag;
     return x->ops->begin(x, tag);
 }
@@ -166,8 +192,10 @@ explain(int status, const char *op, const fsdpc_unit *unit)
 int
 fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (fsdpc_unit_use(unit)->refs > 0) {
-        fsdpc_unit_use(unit)->refs++;
+    FSDPC_TRY(check_attached(x));
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (use->refs > 0) {
+        use->refs++;
         fsdpc_exchange_note(x, FSDPC_TRACE_JOIN, unit, 0);
         return FSDPC_OK;
     }
@@ -178,7 +206,7 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
             return explain(status, "gather", unit);
         }
     }
-    fsdpc_unit_use(unit)->refs = 1;
+    use->refs = 1;
     fsdpc_exchange_note(x, FSDPC_TRACE_GATHER, unit, x->copied_bytes);
     return FSDPC_OK;
 }
@@ -186,8 +214,9 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 int
 fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    if (fsdpc_unit_use(unit)->refs > 0 || fsdpc_unit_use(unit)->begun ||
-        fsdpc_unit_is_direct(unit)) {
+    FSDPC_TRY(check_attached(x));
+    const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (use->refs > 0 || use->begun || fsdpc_unit_is_direct(unit)) {
         return FSDPC_OK;
     }
     x->copied_bytes = 0;
@@ -195,7 +224,7 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
     if (status != FSDPC_OK) {
         return explain(status, "prefetch", unit);
     }
-    if (fsdpc_unit_use(unit)->begun) {
+    if (use->begun) {
         fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
     }
     return FSDPC_OK;
@@ -212,6 +241,7 @@ let_go(fsdpc_exchange *x, fsdpc_unit *unit)
 int
 fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
+    FSDPC_TRY(check_attached(x));
     if (fsdpc_unit_use(unit)->refs <= 0) {
         return fsdpc_error(FSDPC_E_STATE, "unit %s is released but was not gathered",
                            fsdpc_unit_name(unit));
@@ -225,18 +255,23 @@ fsdpc_exchange_release(fsdpc_exchange *x, fsdpc_unit *unit)
 int
 fsdpc_unit_refs(const fsdpc_unit *unit)
 {
-    return fsdpc_unit_use(unit)->refs;
+    const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    return use ? use->refs : 0;
 }
 
 void
 fsdpc_unit_set_floor(fsdpc_unit *unit, int refs)
 {
-    fsdpc_unit_use(unit)->floor = refs;
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (use) {
+        use->floor = refs;
+    }
 }
 
 int
 fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
+    FSDPC_TRY(check_attached(x));
     if (fsdpc_unit_layout(unit)->trainable_count == 0) {
         return FSDPC_OK;
     }
@@ -252,6 +287,7 @@ fsdpc_exchange_any_order(const fsdpc_exchange *x)
 int
 fsdpc_exchange_end(fsdpc_exchange *x)
 {
+    FSDPC_TRY(check_attached(x));
     FSDPC_TRY(x->ops->end(x));
     fsdpc_exchange_note(x, FSDPC_TRACE_BACKWARD_END, NULL, 0);
     x->backwards++;
@@ -262,15 +298,26 @@ int
 fsdpc_exchange_drop(fsdpc_exchange *x)
 {
     int status = FSDPC_OK;
-    for (int i = 0; i < x->unit_count; i++) {
-        fsdpc_unit *unit = x->units[i];
-        if (fsdpc_unit_use(unit)->floor > 0 &&
-            fsdpc_unit_use(unit)->refs >= fsdpc_unit_use(unit)->floor) {
-            fsdpc_unit_use(unit)->refs = fsdpc_unit_use(unit)->floor;
-        } else if (fsdpc_unit_use(unit)->refs > 0 || fsdpc_unit_use(unit)->begun) {
-            FSDPC_KEEP(let_go(x, unit));
+    for (int i = 0; i < x->unit_count && !x->detached; i++) {
+        struct fsdpc_unit_use *use = &x->uses[i];
+        if (use->floor > 0 && use->refs >= use->floor) {
+            use->refs = use->floor;
+        } else if (use->refs > 0 || use->begun) {
+            FSDPC_KEEP(let_go(x, x->units[i]));
         }
     }
+    return status;
+}
+
+int
+fsdpc_exchange_detach(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    for (int i = 0; i < x->unit_count; i++) {
+        x->uses[i].floor = 0;
+    }
+    FSDPC_KEEP(fsdpc_exchange_drop(x));
+    let_units_go(x);
     return status;
 }
 
@@ -364,6 +411,7 @@ fsdpc_exchange_kind(const fsdpc_exchange *x)
 int
 fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
 {
+    FSDPC_TRY(check_attached(x));
     return x->ops->announce && x->world > 1
                ? x->ops->announce(x, unit ? fsdpc_unit_use(unit)->id : -1, param)
                : FSDPC_OK;

@@ -40,9 +40,9 @@ typedef struct fsdpc_exchange_plan {
     fsdpc_trace *trace;
 } fsdpc_exchange_plan;
 
-/* Collective. */
+/* Collective. FSDPC_E_STATE for a unit that is in another exchange. */
 int fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out);
-/* Local. NULL is allowed. */
+/* Local; before the units are freed. NULL is allowed. */
 void fsdpc_exchange_free(fsdpc_exchange *exchange);
 
 /* For the trace. */
@@ -62,8 +62,9 @@ int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* One reference less; at zero the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
+/* 0 for a unit that is in no exchange. */
 int fsdpc_unit_refs(const fsdpc_unit *unit);
-/* References that fsdpc_exchange_drop leaves. */
+/* References that fsdpc_exchange_drop leaves. A no-op for a unit that is in no exchange. */
 void fsdpc_unit_set_floor(fsdpc_unit *unit, int refs);
 
 /* Packs and sends this rank's gradients of a unit. Gradients of a second call in the same backward are
@@ -79,6 +80,9 @@ bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
 /* Drops prefetches, and references down to each unit's floor (fsdpc_unit_set_floor). Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
+/* Drops all references, and lets the units go: another exchange may take them. Later passes, gathers and
+ * reductions fail with FSDPC_E_STATE; counts and the trace stay readable. Local. */
+int fsdpc_exchange_detach(fsdpc_exchange *exchange);
 
 /* Kind "stream": an in-place all-gather of `piece_bytes` of device memory per rank (rank r's piece is at
  * r * piece_bytes), in the order of the caller's stream, without a host sync. Collective. */

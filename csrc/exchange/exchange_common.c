@@ -57,8 +57,7 @@ bool
 fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     int other = x->slot_unit[fsdpc_unit_use(unit)->slot];
-    return other >= 0 && other != fsdpc_unit_use(unit)->id &&
-           fsdpc_unit_use(x->units[other])->begun;
+    return other >= 0 && other != fsdpc_unit_use(unit)->id && x->uses[other].begun;
 }
 
 bool

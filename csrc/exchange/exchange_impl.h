@@ -24,12 +24,25 @@ struct fsdpc_exchange_i {
                  const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
 };
 
+/* What an exchange keeps of one of its units; fsdpc_unit_use(unit) points to it. */
+struct fsdpc_unit_use {
+    int id;   /* position in `units` and `uses` */
+    int slot; /* -1 for a direct unit */
+    int refs;
+    int floor;                 /* references that fsdpc_exchange_drop leaves */
+    bool ready;                /* all values are in place */
+    bool begun;                /* the slot is taken; the gather may be in flight (prefetch) */
+    uint64_t posted, consumed; /* rounds of reduction in this backward */
+};
+
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
     fsdpc_shm *shm; /* "shared": the segment of its ranks; NULL for the other kinds */
     int rank, world;
-    fsdpc_unit **units;
+    fsdpc_unit **units;          /* borrowed */
+    struct fsdpc_unit_use *uses; /* one per unit */
+    bool detached;               /* the units may be in another exchange by now */
     int *trace_ids;
     int unit_count;
     fsdpc_arena *arena;

@@ -214,7 +214,7 @@ int
 fsdpc_shared_drop_prefetched(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (fsdpc_unit_use(x->units[u])->begun && fsdpc_unit_use(x->units[u])->refs == 0) {
+        if (x->uses[u].begun && x->uses[u].refs == 0) {
             FSDPC_TRY(fsdpc_shared_release(x, x->units[u]));
         }
     }

@@ -244,7 +244,7 @@ static void
 forget_rounds(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        fsdpc_unit_use(x->units[u])->posted = fsdpc_unit_use(x->units[u])->consumed = 0;
+        x->uses[u].posted = x->uses[u].consumed = 0;
     }
 }
 

@@ -75,7 +75,7 @@ fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
     }
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->all, s->bits, bytes));
     FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    return fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
+    return fsdpc_device_finish(s->device, s->settled, fsdpc_comm_timeout(x->comm),
                                "the set-up of an exchange");
 }
 
@@ -121,31 +121,38 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_bits(x, s);
 }
 
+/* Until `end_ns`: all events of a close share one deadline. */
+static void
+await_event(const struct fsdpc_streams *s, fsdpc_event *event, int64_t end_ns)
+{
+    const double left = (double)(end_ns - fsdpc_shm_now_ns()) * 1e-9;
+    (void)fsdpc_device_finish(s->device, event, left > 0 ? left : 0, "the end of an exchange");
+}
+
 /* The streams of the slots' readers may differ from this thread's: any thread may collect garbage. */
 static void
-await_readers(struct fsdpc_streams *s)
+await_readers(struct fsdpc_streams *s, int64_t end_ns)
 {
     for (int i = 0; s->readers && i < s->slot_count; i++) {
         const struct fsdpc_reader *reader = &s->readers[i];
         if (reader->pending && reader->capture == 0) {
-            (void)fsdpc_device_finish(s->device, reader->done, FSDPC_STREAM_PATIENCE_S,
-                                      "the end of an exchange");
+            await_event(s, reader->done, end_ns);
         }
     }
 }
 
 /* Memory is freed only when no stream uses it; the abort of a broken communicator ends its streams. */
 static void
-drain(struct fsdpc_streams *s)
+drain(const fsdpc_exchange *x, struct fsdpc_streams *s)
 {
+    const int64_t end_ns = fsdpc_shm_now_ns() + (int64_t)(fsdpc_comm_timeout(x->comm) * 1e9);
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     fsdpc_stream *all[] = {s->gather, s->reduce, caller};
-    await_readers(s);
+    await_readers(s, end_ns);
     for (int i = 0; s->settled && i < 3; i++) {
         fsdpc_device_use(s->device, all[i]);
         if (fsdpc_device_record(s->device, s->settled) == FSDPC_OK) {
-            (void)fsdpc_device_finish(s->device, s->settled, FSDPC_STREAM_PATIENCE_S,
-                                      "the end of an exchange");
+            await_event(s, s->settled, end_ns);
         }
     }
     fsdpc_device_use(s->device, caller);
@@ -158,7 +165,7 @@ close_streams(fsdpc_exchange *x)
     if (!s) {
         return;
     }
-    drain(s);
+    drain(x, s);
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
     }
@@ -342,7 +349,7 @@ rest(fsdpc_exchange *x)
     uint64_t capture = 0;
     for (int u = 0; u < x->unit_count; u++) {
         const struct fsdpc_filling *filling = &s->fillings[u];
-        const struct fsdpc_unit_use *use = fsdpc_unit_use(x->units[u]);
+        const struct fsdpc_unit_use *use = &x->uses[u];
         if (!use->begun || use->ready) {
             continue;
         }

@@ -4,7 +4,7 @@
 
 #include "exchange/exchange_impl.h"
 
-enum { FSDPC_STREAM_WHAT_BYTES = 256, FSDPC_STREAM_PATIENCE_S = 60 };
+enum { FSDPC_STREAM_WHAT_BYTES = 256 };
 
 struct fsdpc_reduce_slot {
     void *buffer;
@@ -33,6 +33,13 @@ struct fsdpc_behind {
     uint64_t capture, number;
 };
 
+/* Paths on which the ranks have agreed: a hash set that forgets all of them when it has `most`. */
+struct fsdpc_paths {
+    uint64_t *table;
+    int count, most;
+    int64_t forgotten; /* how often */
+};
+
 /* The check of the order of units; [0] gathers, [1] reductions. See exchange_stream_turns.c. */
 enum { FSDPC_STREAM_TURN_FLOATS = 4 };
 struct fsdpc_turns {
@@ -40,8 +47,7 @@ struct fsdpc_turns {
     uint64_t path[2];  /* since the pass began, since the last backward ended */
     uint64_t fresh[2]; /* where the last pass ended, if no pass ended there before: compared next */
     uint64_t digest[2]; /* since the last backward ended */
-    uint64_t *known;
-    int known_count;
+    struct fsdpc_paths known[2];
     uint64_t *pinned, *device; /* one word per rank */
     size_t words;
     struct {

@@ -7,7 +7,8 @@
  * path is compared before its collective, by one word of each rank and a host sync: in the first step, and
  * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
  * used bits, and the host checks the digests when they have arrived, in the next pass. Gathers and reductions
- * are two sequences, because ranks may interleave them differently.
+ * are two sequences with a set each, because ranks may interleave them differently: a set is the same on all
+ * ranks at one place of its own sequence only.
  */
 #include <stdio.h>
 #include <string.h>
@@ -19,9 +20,21 @@
 enum { KNOWN = 8192, DIGEST_BITS = 24, START = 1, BEGIN = 1 << 30, END };
 enum { REDUCES = 1, SPARE = 2 };
 
-/* The digests of gathers and of reductions, each also negated: one max-reduction gives maximum and minimum,
- * which are equal if all ranks agree. */
-_Static_assert(FSDPC_STREAM_TURN_FLOATS == 4, "as it is written and read here");
+/* A digest as a pair of floats whose max-reduction is the largest digest of all ranks and, negated, the
+ * smallest one. 24 bits are exact in a float. */
+static void
+write_extremes(uint64_t digest, float pair[2])
+{
+    pair[0] = (float)(digest >> (64 - DIGEST_BITS));
+    pair[1] = -pair[0];
+}
+
+/* Of a reduced pair: all ranks had the same digest. */
+static bool
+extremes_are_equal(const float pair[2])
+{
+    return pair[0] == -pair[1];
+}
 
 static uint64_t
 mix(uint64_t path, uint64_t turn)
@@ -58,9 +71,12 @@ fsdpc_stream_turns_open(fsdpc_exchange *x)
     }
     t->path[0] = t->path[1] = t->digest[0] = t->digest[1] = START;
     t->words = (size_t)most;
-    t->known = fsdpc_mem_calloc(KNOWN, sizeof *t->known);
-    if (!t->known) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the order of units");
+    for (int i = 0; i < 2; i++) {
+        t->known[i].most = KNOWN / 2;
+        t->known[i].table = fsdpc_mem_calloc(KNOWN, sizeof *t->known[i].table);
+        if (!t->known[i].table) {
+            return fsdpc_error(FSDPC_E_NOMEM, "no memory for the order of units");
+        }
     }
     FSDPC_TRY(fsdpc_device_host_alloc(s->device, t->words * sizeof(uint64_t), &block));
     t->pinned = block;
@@ -82,39 +98,41 @@ fsdpc_stream_turns_close(fsdpc_exchange *x)
     fsdpc_device_host_free(s->device, t->digests, sizeof *t->digests);
     fsdpc_device_event_free(s->device, t->put);
     fsdpc_device_event_free(s->device, t->told);
-    fsdpc_mem_free(t->known);
+    fsdpc_mem_free(t->known[0].table);
+    fsdpc_mem_free(t->known[1].table);
 }
 
 /* --- paths ------------------------------------------------------------------------------------- */
 
 static bool
-is_known(const struct fsdpc_turns *t, uint64_t path)
+is_known(const struct fsdpc_paths *known, uint64_t path)
 {
     uint64_t at = path % KNOWN;
-    for (; t->known[at]; at = (at + 1) % KNOWN) {
-        if (t->known[at] == path) {
+    for (; known->table[at]; at = (at + 1) % KNOWN) {
+        if (known->table[at] == path) {
             return true;
         }
     }
     return false;
 }
 
-/* All ranks insert the same paths, so all clear their sets at the same time. */
+/* All ranks insert the same paths in the same order, so all forget at the same place of the sequence. */
 static void
-learn(struct fsdpc_turns *t, uint64_t path)
+learn(struct fsdpc_paths *known, uint64_t path)
 {
     uint64_t at = path % KNOWN;
-    if (is_known(t, path)) {
+    if (is_known(known, path)) {
         return;
     }
-    if (++t->known_count > KNOWN / 2) {
-        memset(t->known, 0, KNOWN * sizeof *t->known);
-        t->known_count = 1;
+    if (++known->count > known->most) {
+        memset(known->table, 0, KNOWN * sizeof *known->table);
+        known->count = 1;
+        known->forgotten++;
     }
-    while (t->known[at]) {
+    while (known->table[at]) {
         at = (at + 1) % KNOWN;
     }
-    t->known[at] = path;
+    known->table[at] = path;
 }
 
 /* --- comparing now ------------------------------------------------------------------------------- */
@@ -189,11 +207,12 @@ take_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, uint32_t turn)
 {
     struct fsdpc_turns *t = &x->streams->turns;
     uint64_t next = mix(t->path[reduce], turn);
-    if (t->fresh[reduce] || !is_known(t, next)) {
+    struct fsdpc_paths *known = &t->known[reduce];
+    if (t->fresh[reduce] || !is_known(known, next)) {
         FSDPC_TRY(compare_all(x, unit, reduce, (next ^ t->fresh[reduce]) << 32 | turn));
-        learn(t, next);
+        learn(known, next);
         if (t->fresh[reduce]) {
-            learn(t, t->fresh[reduce]);
+            learn(known, t->fresh[reduce]);
         }
         t->fresh[reduce] = 0;
     }
@@ -236,7 +255,7 @@ look(fsdpc_exchange *x)
     }
     t->awaited = false;
     const float *got = t->digests->got;
-    if (got[0] == -got[1] && got[2] == -got[3]) {
+    if (extremes_are_equal(got) && extremes_are_equal(got + 2)) {
         return FSDPC_OK;
     }
     int status = fsdpc_error(FSDPC_E_MISMATCH,
@@ -244,7 +263,7 @@ look(fsdpc_exchange *x)
                              "units in different order: the results are invalid. If a module "
                              "chooses by data what it runs, mark it with "
                              "fsdpc.mark_data_dependent(module)",
-                             x->rank, got[0] == -got[1] ? "reduced" : "gathered");
+                             x->rank, extremes_are_equal(got) ? "reduced" : "gathered");
     fsdpc_comm_abort(x->comm, fsdpc_error_text());
     return status;
 }
@@ -260,7 +279,7 @@ fsdpc_stream_turns_begin(fsdpc_exchange *x)
     FSDPC_TRY(look(x));
     if (t->path[0] != START) {
         uint64_t over = mix(t->path[0], BEGIN);
-        t->fresh[0] = is_known(t, over) ? 0 : over;
+        t->fresh[0] = is_known(&t->known[0], over) ? 0 : over;
         t->path[0] = START;
     }
     return FSDPC_OK;
@@ -290,8 +309,7 @@ fsdpc_stream_turns_put(fsdpc_exchange *x, float *bits)
     struct fsdpc_turns *t = &s->turns;
     float now[FSDPC_STREAM_TURN_FLOATS];
     for (int i = 0; i < 2; i++) {
-        now[2 * i] = (float)(t->digest[i] >> (64 - DIGEST_BITS));
-        now[2 * i + 1] = -now[2 * i];
+        write_extremes(t->digest[i], now + 2 * i);
         t->digest[i] = START;
     }
     if (t->off || s->capture != 0 || memcmp(now, t->digests->own, sizeof now) == 0) {

@@ -18,15 +18,16 @@ fsdpc_stream_check(const fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
+static int
+is_sound(const void *exchange)
+{
+    return fsdpc_stream_check(exchange);
+}
+
 int
 fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
 {
-    int status = FSDPC_E_TIMEOUT;
-    for (int i = 0; status == FSDPC_E_TIMEOUT && i < FSDPC_COMM_POLLS; i++) {
-        status = fsdpc_comm_poll(x->comm, event, what);
-        FSDPC_TRY(status == FSDPC_E_INTERRUPT ? status : fsdpc_stream_check(x));
-    }
-    return status;
+    return fsdpc_comm_await(x->comm, event, is_sound, x, what);
 }
 
 int

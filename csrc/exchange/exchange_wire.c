@@ -305,7 +305,7 @@ end(fsdpc_exchange *x)
         FSDPC_TRY(share_used(x, &again));
     }
     for (int u = 0; u < x->unit_count; u++) {
-        fsdpc_unit_use(x->units[u])->posted = 0;
+        x->uses[u].posted = 0;
     }
     return FSDPC_OK;
 }

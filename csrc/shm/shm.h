@@ -40,9 +40,6 @@ void fsdpc_shm_free(fsdpc_shm *shm);
  * memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);
 
-/* Seconds: the deadline of every wait. */
-double fsdpc_shm_timeout(const fsdpc_shm *shm);
-
 /* Allocates `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
  * Local arithmetic. *offset is the position in the file. With `reserve` the pages are allocated
  * now, so that a full memory is FSDPC_E_NOMEM here and not a signal later; without it they appear

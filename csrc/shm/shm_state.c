@@ -43,12 +43,6 @@ fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
     }
 }
 
-double
-fsdpc_shm_timeout(const fsdpc_shm *shm)
-{
-    return shm->timeout_s;
-}
-
 /* --- forks ---------------------------------------------------------------------------------- */
 
 static _Atomic int forks;

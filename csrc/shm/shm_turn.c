@@ -1,55 +1,56 @@
-/* Turns: waits that a rank may also end by itself, once nobody else can.
+/* Deadlock detection: when every rank waits, some of them may use a fallback.
  *
- * A rank that waits for others can often go on otherwise: with private memory in place of a busy
- * slot, with a peer's values of an earlier pass. It should do so when all ranks wait for each
- * other, and only then. The ranks may wait in different places: for slots of different trees, of
- * different groups. So what follows belongs to the process, not to a tree or a group.
+ * A rank that waits for others often has a fallback: private memory in place of a busy slot, or a
+ * peer's values of an earlier pass. It should use the fallback if all ranks wait for each other, and
+ * only then. Ranks may wait in different places, for slots of different trees or of different groups.
+ * So the state below belongs to the process, not to a tree or a group.
  *
- * [Note: turns] Each segment counts the changes of its members (`turn`), and holds one word for
- * each member that says how this process waits now: not at all (0), or since which turn, with which
- * way out. The rules, of which the first three are this file's and the last two its callers':
+ * [Note: turns] Each segment counts the changes that its members make (`turn`), and has one word per
+ * member. The word is 0 while the member does not wait; else it holds the turn at which the wait
+ * began and the member's fallback. The first three rules are kept by this file, the others by its
+ * callers:
  *
- *   1. A process that has changed anything that a wait may be for moves on the turn of every segment
- *      it is in, after the change and before it waits or looks again.
- *   2. A waiter reads the turns (fsdpc_shm_look), then examines what it waits for, and only when it
- *      has found nothing to do writes its word, with the turn read, into each of its segments.
- *   3. In a segment S the word counts (CLOSED) if only members of S can end the wait, which is so
- *      if the wait is for a segment whose members are all in S.
- *   4. What a waiter finds to do depends on the shared state alone, and not on time, unless it takes
- *      the way out PRIVATE, which is right at any time.
- *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL); two
- *      that wait at the same time leave a word that counts for nothing.
+ *   1. A process that has changed anything that a wait may depend on increments the turn of every
+ *      segment it is in: after the change, and before it waits or examines a wait again.
+ *   2. A waiter reads the turns (fsdpc_shm_look) and then examines what it waits for. Only if it can
+ *      do nothing does it write its word, with the turn it has read, into each of its segments.
+ *   3. The word in a segment S is marked CLOSED if only members of S can end the wait. That is so if
+ *      all members of the segment that the wait is for are in S.
+ *   4. Whether a waiter can do something depends on the shared state alone, not on time. The fallback
+ *      PRIVATE is the exception: it is correct at any time.
+ *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL). If two
+ *      threads wait at the same time, their words do not count.
  *
- * Conclusion: if a waiter of S reads, one after the other, every other member's word as CLOSED and of
- * turn t, and then the segment's turn as t, the turn of its own look, then no change is under way
- * except by members that have come to this same conclusion at turn t, and by those who go on because
- * of what one of these has changed.
- *   Proof. Suppose there are others, and let y make the earliest. Its turn has not been moved on when
- * the turn was read at the end, so by rule 1 the change came after y had written its word for t: in
- * between y has examined its wait again and found something to do. By rules 2 and 4 something had
- * changed since it wrote its word: by a member of S (rule 3), before y and with its turn not moved on
- * either. So y's was not the earliest. All these loads and stores are sequentially consistent, hence
- * one order of all of them exists, and no scheduler can add to it.
+ * Claim: a waiter of S reads the words of all other members one after the other, finds each CLOSED
+ * and of turn t, and then reads the segment's turn as t, the turn of its own look. Then no member is
+ * changing anything, except members that have made the same finding at turn t, and members that go
+ * on because of a change by one of those.
+ *   Proof. Suppose there are other members that change something, and let y be the first of them. The
+ * segment's turn was still t at the last read, so by rule 1 y made its change after writing its word
+ * for t. In between, y examined its wait again and could do something. By rules 2 and 4 the state had
+ * changed since y wrote its word, by a member of S (rule 3), before y's change, and without an
+ * increment of the turn either. So y was not the first. All these loads and stores are sequentially
+ * consistent, so there is one order of all of them.
  *
- * So a waiter that is `stuck` may rely on every other member standing still until it acts itself,
- * but for those that are stuck, too, and act at the same time. Ways out have ranks for that: a
- * waiter takes its own only if no other member has a better one, so all who act at turn t act
- * alike.
+ * So a waiter that is `stuck` may rely on all other members standing still until it acts, except
+ * members that are stuck as well and act at the same time. For that case fallbacks are ordered: a
+ * waiter uses its fallback only if no other member has a better one, so all members that act at turn
+ * t use the same.
  *
- *   PRIVATE  private memory in place of a slot. Changes nothing that others see.
- *   OLDER    values of a peer that has not begun this pass. The peer stands still, and stands
- *            before it: if the ranks run the same passes in the same order, then the rank that is
- *            furthest behind waits for memory alone, hence has PRIVATE, and nobody comes to this.
- *   LEAVE    not to wait for those who are late in a forward. This rank's values may change after it,
- *            so nobody may be about to read them: whoever is has OLDER.
- *   NONE     waits on.
+ *   PRIVATE  private memory in place of a slot. Other ranks see no change.
+ *   OLDER    the values of a peer that has not begun this pass and stands still before it. If the
+ *            ranks run the same passes in the same order, the rank that is
+ *            furthest behind waits for memory only, so it has PRIVATE, and no rank uses OLDER.
+ *   LEAVE    do not wait for ranks that are late in a forward. This rank may change its values
+ *            afterwards, so no rank may be about to read them: a rank that is has OLDER.
+ *   NONE     no fallback: the wait goes on.
  *
- * A rank in a barrier that this rank has yet to enter stands still, too, whatever the turn: until
- * this rank enters, nothing ends that wait.
+ * A rank in a barrier that this rank has not entered stands still at any turn: nothing ends that wait
+ * before this rank enters.
  *
- * When the last of all begins to wait, the others sleep: it rings their bell, a word that moves on
- * with each change, too, and that sleeps are on. tests/unit/test_turns.py runs the rules through
- * all orders of the steps of two and three ranks.
+ * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
+ * segment's `bell`, the futex word of these sleeps, which every change increments as well.
+ * tests/unit/test_turns.py runs the rules through all orders of the steps of two and three ranks.
  */
 #include <time.h>
 #include <unistd.h>
@@ -59,8 +60,8 @@
 
 enum { WAITS = 1, CLOSED = 2, WAY_SHIFT = 2, TURN_SHIFT = 4 };
 
-/* This process's segments, so that each wait and each change is seen in all of them. Segments that
- * find no place know of their own waits only. */
+/* This process's segments: each wait and each change is published in all of them. A segment for which the
+ * table has no entry left sees its own waits only. */
 static struct {
     pthread_mutex_t lock;
     fsdpc_shm *of[FSDPC_SHM_GROUPS];
@@ -168,7 +169,8 @@ fsdpc_shm_turn_leave(fsdpc_shm *shm)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* The segments in `set`, in turn; one that has found no place stands for itself. Under the lock. */
+/* The segments of `set`, one per call; a segment without an entry in the table yields itself. Under the
+ * lock. */
 static fsdpc_shm *
 next_of(fsdpc_shm *shm, uint32_t set, int *at)
 {
@@ -237,7 +239,7 @@ turn_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *turn)
     return false;
 }
 
-/* Whether the process stands still in a barrier of whatever segment, until this one enters it. */
+/* The process waits in a barrier of some segment until this process enters the barrier. */
 static bool
 awaits_this(fsdpc_shm *shm, int who)
 {
@@ -251,7 +253,7 @@ awaits_this(fsdpc_shm *shm, int who)
     return false;
 }
 
-/* All other members of `outer` stand still, none of them with a better way out than `way`. */
+/* All other members of `outer` stand still, and none has a better fallback than `way`. */
 static bool
 all_stand(fsdpc_shm *shm, const fsdpc_shm *outer, uint64_t turn, enum fsdpc_shm_way way)
 {
@@ -295,7 +297,7 @@ fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way w
     return stuck;
 }
 
-/* Writes the word, or 0 where this wait cannot count. */
+/* Writes this process's words; 0 where the wait does not count (rule 5). */
 static void
 publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
@@ -314,8 +316,8 @@ publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
     }
 }
 
-/* Every rank's words are written by now, so whoever has a way out has to be awake. True if that is
- * this one. */
+/* If this was the last rank to wait, the ranks with a fallback must wake up. True: this rank must use its
+ * own. */
 static bool
 wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
@@ -327,7 +329,7 @@ wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way 
     }
     fsdpc_shm *each;
     uint64_t turn = 0;
-    /* Once a turn: two that ring for a third must not keep each other awake. */
+    /* Once per turn: two ranks that wake a third one must not keep waking each other. */
     if (turn_of(shm, view, &turn) && shm->rung != turn + 1) {
         shm->rung = turn + 1;
         for (int at = 0; (each = next_of(shm, shm->kin, &at));) {

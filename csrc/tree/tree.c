@@ -174,8 +174,8 @@ fsdpc_tree_forget_kept(fsdpc_tree *tree)
 }
 
 /* Values gathered for an earlier pass may be stale: drops every reference of it. */
-int
-fsdpc_tree_drop(fsdpc_tree *tree)
+static int
+drop_all(fsdpc_tree *tree)
 {
     int status = FSDPC_OK;
     for (int i = 0; i < tree->count; i++) {
@@ -191,9 +191,20 @@ fsdpc_tree_drop(fsdpc_tree *tree)
 }
 
 int
+fsdpc_tree_detach(fsdpc_tree *tree)
+{
+    int status = FSDPC_OK;
+    FSDPC_KEEP(drop_all(tree));
+    for (int i = 0; i < tree->exchange_count; i++) {
+        FSDPC_KEEP(fsdpc_exchange_detach(tree->exchanges[i]));
+    }
+    return status;
+}
+
+int
 fsdpc_tree_begin_forward(fsdpc_tree *tree)
 {
-    FSDPC_TRY(fsdpc_tree_drop(tree));
+    FSDPC_TRY(drop_all(tree));
     tree->forwards++;
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
     fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
@@ -311,6 +322,12 @@ bool
 fsdpc_tree_is_held(const fsdpc_tree *tree, int unit)
 {
     return tree->nodes[unit].held;
+}
+
+int
+fsdpc_tree_depth(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].depth;
 }
 
 bool

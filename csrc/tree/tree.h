@@ -37,8 +37,9 @@ int fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
                    const fsdpc_tree_options *options, fsdpc_tree **out);
 void fsdpc_tree_free(fsdpc_tree *tree);
 
-/* Drops every reference, whatever is in progress. Local. */
-int fsdpc_tree_drop(fsdpc_tree *tree);
+/* Drops every reference, whatever is in progress; another tree may take the units afterwards. See
+ * fsdpc_exchange_detach. Local. */
+int fsdpc_tree_detach(fsdpc_tree *tree);
 /* Outside of any forward and backward: begins a pass and drops references that a failed one has left. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
@@ -56,6 +57,8 @@ int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
 /* The unit stays gathered after this backward (retain_graph), until a backward ends without this call or
  * a pass begins. */
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
+/* Kept holds become ordinary ones. */
+void fsdpc_tree_forget_kept(fsdpc_tree *tree);
 /* Drops the hold without gradients (frozen units). */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
 /* The next unit that must be reduced now, or -1. at_end: no further unit will become complete. */
@@ -81,6 +84,8 @@ void fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer);
 
 bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
+/* The nesting level that fsdpc_tree_new was given. */
+int fsdpc_tree_depth(const fsdpc_tree *tree, int unit);
 /* Forwards of the unit have begun and not ended. */
 bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
 /* fsdpc_exchange_any_order of the unit's exchange. */

@@ -42,8 +42,6 @@ struct fsdpc_tree {
 /* tree.c */
 /* Sets the references that the end of a backward leaves: forwards in progress, and kept holds. */
 void fsdpc_tree_set_floor(struct fsdpc_node *node);
-/* Kept holds become ordinary ones. */
-void fsdpc_tree_forget_kept(fsdpc_tree *tree);
 /* Some unit's forward has begun and not ended. */
 bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);

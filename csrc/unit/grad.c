@@ -26,8 +26,9 @@ struct fsdpc_grad_target
 fsdpc_grad_target(fsdpc_unit *unit)
 {
     return unit->replicate
-               ? (struct fsdpc_grad_target){unit->partial, &unit->partial_any, 1.0}
-               : (struct fsdpc_grad_target){unit->grad, &unit->add, fsdpc_grad_last_scale(unit)};
+               ? (struct fsdpc_grad_target){unit->partial, &unit->grads.partial_any, 1.0}
+               : (struct fsdpc_grad_target){unit->grad, &unit->grads.add,
+                                            fsdpc_grad_last_scale(unit)};
 }
 
 int
@@ -62,10 +63,10 @@ fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums)
         if (seg->trainable) {
             FSDPC_TRY(fsdpc_device_reduce(unit->device, (char *)unit->grad + seg->grad_offset,
                                           seg->accumulate, &sums[s].data, 1, sums[s].dtype,
-                                          seg->piece_numel, 1.0, unit->add));
+                                          seg->piece_numel, 1.0, unit->grads.add));
         }
     }
-    unit->add = true;
+    unit->grads.add = true;
     return fsdpc_unit_touch(unit, FSDPC_GRAD);
 }
 

@@ -69,14 +69,14 @@ fsdpc_grad_make_local(fsdpc_unit *unit)
 void
 fsdpc_grad_drop_local(fsdpc_unit *unit, int param)
 {
-    unit->local_used[param] = 0;
+    unit->grads.local_used[param] = 0;
 }
 
 static void
 forget_local(fsdpc_unit *unit)
 {
-    memset(unit->local_used, 0, (size_t)unit->layout->param_count);
-    unit->local_any = false;
+    memset(unit->grads.local_used, 0, (size_t)unit->layout->param_count);
+    unit->grads.local_any = false;
 }
 
 /* --- plans ------------------------------------------------------------------------------------ */
@@ -246,7 +246,7 @@ source_of(const fsdpc_tensor *grad)
 static bool
 contributes(const fsdpc_unit *unit, const fsdpc_tensor *grads, int param)
 {
-    return (grads && grads[param].data) || unit->local_used[param];
+    return (grads && grads[param].data) || unit->grads.local_used[param];
 }
 
 int
@@ -259,7 +259,7 @@ fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
         const int i = plans->order[k];
         plans->sources[k] = source_of(&grads[i]);
         /* Without a new gradient `local` is unchanged. */
-        plans->sources[k].add = unit->local_used[i] || !grads[i].data;
+        plans->sources[k].add = unit->grads.local_used[i] || !grads[i].data;
         any = any || grads[i].data;
     }
     if (!any) {
@@ -273,9 +273,9 @@ fsdpc_grad_keep_local(fsdpc_unit *unit, const fsdpc_tensor *grads)
                                      plans->sources, 1.0));
     for (int k = 0; k < unit->layout->trainable_count; k++) {
         const int i = plans->order[k];
-        unit->local_used[i] = contributes(unit, grads, i);
+        unit->grads.local_used[i] = contributes(unit, grads, i);
     }
-    unit->local_any = true;
+    unit->grads.local_any = true;
     return FSDPC_OK;
 }
 
@@ -290,7 +290,7 @@ pack_with(fsdpc_unit *unit, const fsdpc_pack_plan *plan, const fsdpc_tensor *gra
     for (int k = 0; k < unit->layout->trainable_count; k++) {
         const int i = plans->order[k];
         plans->sources[k] = source_of(grads ? &grads[i] : NULL);
-        plans->sources[k].add = unit->local_used[i];
+        plans->sources[k].add = unit->grads.local_used[i];
         bits[i] = contributes(unit, grads, i);
     }
     FSDPC_TRY(fsdpc_device_pack_onto(unit->device, plan, buffer, unit->local, plans->sources, 1.0));
@@ -324,7 +324,7 @@ list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
         const int i = unit->plans->order[k];
         fsdpc_pack_source *source = &unit->plans->sources[k];
         *source = source_of(grads ? &grads[i] : NULL);
-        if (unit->local_used[i]) {
+        if (unit->grads.local_used[i]) {
             left = left || source->data;
             *source = (fsdpc_pack_source){.data = fsdpc_grad_local_at(unit, i),
                                           .dtype = segment_of(unit, i)->accumulate};
@@ -340,7 +340,7 @@ list_left(fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     for (int k = 0; k < unit->layout->trainable_count; k++) {
         const int i = unit->plans->order[k];
-        unit->plans->sources[k] = source_of(unit->local_used[i] ? &grads[i] : NULL);
+        unit->plans->sources[k] = source_of(unit->grads.local_used[i] ? &grads[i] : NULL);
         unit->plans->sources[k].add = true;
     }
 }
@@ -355,7 +355,7 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
     }
     /* A GPU adds new gradients to `local` first, as fsdpc_grad_widen does, so that offloaded units get the
      * same bits; the CPU adds in the order of arrival, as an unsharded model does. */
-    if (unit->local_any && grads && fsdpc_device_get_caps(unit->device)->asynchronous) {
+    if (unit->grads.local_any && grads && fsdpc_device_get_caps(unit->device)->asynchronous) {
         FSDPC_TRY(fsdpc_grad_keep_local(unit, grads));
         grads = NULL;
     }
@@ -405,15 +405,16 @@ int
 fsdpc_grad_take_pieces(fsdpc_unit *unit, const void *buffer, bool wide)
 {
     FSDPC_TRY(fsdpc_grad_open(unit));
-    FSDPC_TRY(add_pieces(unit, unit->grad, buffer, wide, fsdpc_grad_last_scale(unit), unit->add));
-    unit->add = true;
+    FSDPC_TRY(
+        add_pieces(unit, unit->grad, buffer, wide, fsdpc_grad_last_scale(unit), unit->grads.add));
+    unit->grads.add = true;
     return FSDPC_OK;
 }
 
 int
 fsdpc_grad_take_partial(fsdpc_unit *unit)
 {
-    unit->partial_any = false;
+    unit->grads.partial_any = false;
     return fsdpc_grad_take_pieces(unit, unit->partial, true);
 }
 

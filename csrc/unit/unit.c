@@ -64,10 +64,10 @@ make_buffers(fsdpc_unit *unit)
     const fsdpc_layout *layout = unit->layout;
     FSDPC_TRY(make_masters(unit));
     FSDPC_TRY(fsdpc_unit_make_grads(unit));
-    unit->used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
-    unit->local_used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
+    unit->grads.used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
+    unit->grads.local_used = fsdpc_mem_calloc((size_t)layout->param_count, 1);
     unit->local_offset = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof(size_t));
-    if (!unit->used || !unit->local_used || !unit->local_offset) {
+    if (!unit->grads.used || !unit->grads.local_used || !unit->local_offset) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
     }
     unit->direct = unit->world == 1 && needs_no_cast(layout) && !unit->offload;
@@ -99,11 +99,9 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->reshard = options->reshard;
     unit->offload = options->offload;
     unit->name = fsdpc_mem_strdup(options->name);
-    unit->use = fsdpc_mem_calloc(1, sizeof *unit->use);
-    if (!unit->name || !unit->use) {
+    if (!unit->name) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);
     }
-    unit->use->id = unit->use->slot = -1;
     FSDPC_GOTO(fsdpc_unit_open_own(unit), fail);
     size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
     FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
@@ -154,10 +152,9 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_unit_close_own(unit);
     fsdpc_layout_free(unit->layout);
     fsdpc_mem_free(unit->peers);
-    fsdpc_mem_free(unit->used);
-    fsdpc_mem_free(unit->local_used);
+    fsdpc_mem_free(unit->grads.used);
+    fsdpc_mem_free(unit->grads.local_used);
     fsdpc_mem_free(unit->local_offset);
-    fsdpc_mem_free(unit->use);
     fsdpc_mem_free(unit->name);
     fsdpc_mem_free(unit);
 }

@@ -72,9 +72,9 @@ bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
 
 /* Makes further segments trainable (one byte per segment): allocates their gradients. Values and
  * gradients are kept; old pointers to gradients stay valid memory, but are no longer the unit's gradient.
- * Local, but all ranks of the shard group and all replicas must call it. The unit is in no exchange.
- * FSDPC_E_STATE while the unit is gathered, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; on an
- * error the unit is unchanged. */
+ * Local, but all ranks of the shard group and all replicas must call it. FSDPC_E_STATE while the unit is
+ * in an exchange, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; on an error the unit is
+ * unchanged. */
 int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
 
 /* dtype of the gradients of grad_part, read and write: storage, or accumulate if equal. */
@@ -137,17 +137,10 @@ int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 
 /* --- for exchanges and the tree ---------------------------------------------------------------- */
 
-/* Bookkeeping of the unit's exchange, which alone writes to it. */
-struct fsdpc_unit_use {
-    int id; /* index in the exchange, -1 */
-    int slot;
-    int refs;
-    int floor;                 /* references that fsdpc_exchange_drop leaves */
-    bool ready;                /* all values are in place */
-    bool begun;                /* the slot is taken; the gather may be in flight (prefetch) */
-    uint64_t posted, consumed; /* rounds of reduction in this backward */
-};
+/* What the unit's exchange keeps of it: owned, defined and written by the exchange. NULL without one. */
+struct fsdpc_unit_use;
 struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
+void fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use);
 
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */
@@ -169,8 +162,8 @@ void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
 /* Gradients of this rank are kept locally until they are sent (no_sync, or a second gradient of a unit
  * that was sent in this backward). */
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
-/* Such a gradient of one parameter. */
-bool fsdpc_unit_used_locally(const fsdpc_unit *unit, int param);
+/* One byte per parameter: it has such a gradient. */
+const uint8_t *fsdpc_unit_local_used(const fsdpc_unit *unit);
 /* Whether the next sum is added to the shard gradient or replaces it. Set before each backward; true
  * after the first sum in it. */
 void fsdpc_unit_set_add(fsdpc_unit *unit, bool add);

@@ -9,6 +9,12 @@ fsdpc_unit_use(const fsdpc_unit *unit)
     return unit->use;
 }
 
+void
+fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use)
+{
+    unit->use = use;
+}
+
 fsdpc_device *
 fsdpc_unit_device(const fsdpc_unit *unit)
 {
@@ -66,51 +72,51 @@ fsdpc_unit_peer_master(const fsdpc_unit *unit, int r)
 bool
 fsdpc_unit_is_hooked(const fsdpc_unit *unit)
 {
-    return unit->hooked;
+    return unit->grads.hooked;
 }
 
 void
 fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked)
 {
-    unit->hooked = hooked;
+    unit->grads.hooked = hooked;
 }
 
 bool
 fsdpc_unit_has_local(const fsdpc_unit *unit)
 {
-    return unit->local_any;
+    return unit->grads.local_any;
 }
 
-bool
-fsdpc_unit_used_locally(const fsdpc_unit *unit, int param)
+const uint8_t *
+fsdpc_unit_local_used(const fsdpc_unit *unit)
 {
-    return unit->local_used[param];
+    return unit->grads.local_used;
 }
 
 void
 fsdpc_unit_set_add(fsdpc_unit *unit, bool add)
 {
-    unit->add = add;
+    unit->grads.add = add;
 }
 
 uint8_t *
 fsdpc_unit_used(const fsdpc_unit *unit)
 {
-    return unit->used;
+    return unit->grads.used;
 }
 
 void
 fsdpc_unit_add_used(fsdpc_unit *unit, const uint8_t *bits)
 {
     for (int i = 0; i < unit->layout->param_count; i++) {
-        unit->used[i] |= bits[i];
+        unit->grads.used[i] |= bits[i];
     }
 }
 
 void
 fsdpc_unit_clear_used(fsdpc_unit *unit)
 {
-    memset(unit->used, 0, (size_t)unit->layout->param_count);
+    memset(unit->grads.used, 0, (size_t)unit->layout->param_count);
 }
 
 void *

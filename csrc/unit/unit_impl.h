@@ -4,6 +4,22 @@
 
 #include "unit/grad.h"
 
+/* What the gradient buffers of a unit hold at the moment. */
+struct fsdpc_grads {
+    bool hooked; /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
+    /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
+     * true after the first sum of a backward. */
+    bool add;
+    bool partial_any, local_any; /* `partial`, `local` hold gradients */
+    /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
+    uint8_t *used;
+    /* One byte per parameter: `local` holds a gradient of it. */
+    uint8_t *local_used;
+};
+
+/* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first
+ * gradients make `local` and `plans`, and fsdpc_unit_thaw reallocates the gradient buffers. A step changes
+ * `grads`, `range` (which is its arena's), `in_flight`, and the entry of the unit's exchange (`use`). */
 struct fsdpc_unit {
     char *name;
     fsdpc_layout *layout;
@@ -12,7 +28,6 @@ struct fsdpc_unit {
     int rank, world;
     double divide; /* [Note: divided once] in grad.c */
     bool reshard;
-    bool hooked; /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
 
     /* The device of operations on master, grad and grad_out outside of the step's streams: `device`, or
      * the CPU for an offloaded unit. */
@@ -35,12 +50,10 @@ struct fsdpc_unit {
     void *grad_out;
     /* Sum over the shard group before it is summed over replicas; NULL without replicas. */
     void *partial;
-    bool partial_any;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
     void *local;
     size_t local_bytes;
     size_t *local_offset; /* per segment */
-    bool local_any;
 
     /* Buffers that `grad` and `grad_out` once were (unit_thaw.c). */
     struct fsdpc_retired *retired;
@@ -48,18 +61,11 @@ struct fsdpc_unit {
 
     struct fsdpc_grad_plans *plans; /* grad_pack.c; NULL until the first gradients */
 
-    /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
-    uint8_t *used;
-    /* One byte per parameter: `local` holds a gradient of it. */
-    uint8_t *local_used;
-    /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
-     * true after the first sum of a backward. */
-    bool add;
-
     fsdpc_range range;
     bool direct;
 
-    struct fsdpc_unit_use *use; /* zeros, id and slot -1 until there is an exchange */
+    struct fsdpc_grads grads;
+    struct fsdpc_unit_use *use; /* borrowed from the exchange; NULL without one */
 };
 
 /* This rank's piece of a segment, and the size of its elements. */

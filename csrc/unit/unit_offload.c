@@ -11,8 +11,6 @@
 #include "base/status.h"
 #include "unit/unit_impl.h"
 
-enum { PATIENCE_S = 600 };
-
 int
 fsdpc_unit_open_own(fsdpc_unit *unit)
 {
@@ -84,7 +82,8 @@ fsdpc_unit_settle(fsdpc_unit *unit)
 {
     for (int which = 0; which < 2; which++) {
         if (unit->in_flight[which]) {
-            FSDPC_TRY(fsdpc_device_finish(unit->device, unit->touched[which], PATIENCE_S,
+            FSDPC_TRY(fsdpc_device_finish(unit->device, unit->touched[which],
+                                          fsdpc_comm_timeout(unit->shard),
                                           "the end of the device's work on offloaded values"));
             unit->in_flight[which] = false;
         }

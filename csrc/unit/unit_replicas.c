@@ -14,15 +14,15 @@ share_used(fsdpc_unit *unit, bool *any)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
     }
     for (int i = 0; i < count; i++) {
-        bits[i] = unit->used[i];
+        bits[i] = unit->grads.used[i];
     }
     FSDPC_GOTO(
         fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
         done);
     *any = false;
     for (int i = 0; i < count; i++) {
-        unit->used[i] = bits[i] > 0;
-        *any = *any || unit->used[i];
+        unit->grads.used[i] = bits[i] > 0;
+        *any = *any || unit->grads.used[i];
     }
 done:
     fsdpc_mem_free(bits);
@@ -32,7 +32,7 @@ done:
 static int
 sum_partials(fsdpc_unit *unit)
 {
-    if (!unit->partial_any) {
+    if (!unit->grads.partial_any) {
         FSDPC_TRY(fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes));
     }
     fsdpc_grad_run run;
@@ -49,14 +49,14 @@ fsdpc_unit_reduce_replicas(fsdpc_unit *unit)
     bool any = false;
     /* On a device that queues the sum follows each unit's reduction (exchange_stream_replicas.c). */
     bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
-    if (!unit->replicate || unit->layout->trainable_count == 0 || unit->hooked || queued) {
+    if (!unit->replicate || unit->layout->trainable_count == 0 || unit->grads.hooked || queued) {
         return FSDPC_OK;
     }
     int status = share_used(unit, &any);
     if (status == FSDPC_OK && any) {
         status = sum_partials(unit);
     }
-    unit->partial_any = false;
+    unit->grads.partial_any = false;
     return status == FSDPC_OK
                ? FSDPC_OK
                : fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);

@@ -148,9 +148,10 @@ set_trainable(fsdpc_unit *unit, const fsdpc_segment *was, const uint8_t *more, u
 static int
 check_thaw(const fsdpc_unit *unit, const uint8_t *segments)
 {
-    if (unit->use->refs > 0 || unit->use->begun) {
+    if (unit->use) {
         return fsdpc_error(FSDPC_E_STATE,
-                           "unit %s is gathered: its gradient buffers cannot be reallocated",
+                           "unit %s belongs to a tree, so its gradient buffers cannot be "
+                           "reallocated: detach the tree first",
                            unit->name);
     }
     for (int s = 0; s < unit->layout->segment_count; s++) {

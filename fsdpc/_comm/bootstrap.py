@@ -12,7 +12,8 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` are staged
                        through host memory, with host syncs in each collective: for several
                        ranks on one GPU, or where there is no NCCL.
-``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), 600 by default.
+``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), for its own GPU and
+                       for its other threads; 600 by default.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
 ``FSDPC_TRUST_ORDER``  1: with ``c10d``, skip the small all-gather before each collective that
@@ -183,6 +184,7 @@ def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> t
     if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
         return _make_cpu(pg, kind)
     wanted, timeout = _read_kind(kind), read_timeout()
+    _C.set_timeout(timeout)
     if pg.size() == 1:
         return _alone(device), wanted
     if device is None:
@@ -243,6 +245,7 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     name = uuid.uuid4().hex
     try:
         wanted, timeout = _read_kind(kind), read_timeout()
+        _C.set_timeout(timeout)
         _refuse_nccl(wanted)
     except ValueError as error:
         return _Offer("", "0", "", name, refusal=_one_line(error)), error

@@ -313,7 +313,7 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
     for (int i = 0; i < unit->layout->param_count; i++) {
         bool used = unit->layout->params[i].trainable_index >= 0 &&
                     engine_used(unit, rounds, number, i, step);
-        wrong += unit->used[i] != used;
+        wrong += unit->grads.used[i] != used;
     }
     return wrong;
 }

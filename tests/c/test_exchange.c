@@ -41,8 +41,8 @@ change_masters(group *g)
 {
     for (int u = 0; u < UNITS; u++) {
         engine_set_masters(g->units[u], u, g->step);
-        g->units[u]->add = false;
-        memset(g->units[u]->used, 0, (size_t)g->units[u]->layout->param_count);
+        g->units[u]->grads.add = false;
+        memset(g->units[u]->grads.used, 0, (size_t)g->units[u]->layout->param_count);
     }
 }
 
@@ -622,8 +622,8 @@ run_large(int rank, ranks_run *run)
     const int rounds[RANKS_MAX] = {1, 1, 1, 1};
     for (; g.step < 3; g.step++) {
         engine_set_masters(g.units[0], 0, g.step);
-        g.units[0]->add = false;
-        memset(g.units[0]->used, 0, 2);
+        g.units[0]->grads.add = false;
+        memset(g.units[0]->grads.used, 0, 2);
         REQUIRE_OK(begin_pass(&g));
         if (rank == g.step) {
             rank_sleep_ms(20);

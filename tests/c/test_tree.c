@@ -11,6 +11,7 @@ static struct setup {
     fsdpc_tree_options options;
     bool wire;
     bool own_order;
+    bool detach; /* the first tree, instead of freeing it */
 } setup;
 
 typedef struct model {
@@ -29,8 +30,8 @@ set_version(model *m, int version)
     m->version = version;
     for (int u = 0; u < UNITS; u++) {
         engine_set_masters(m->units[u], u, version);
-        m->units[u]->add = false;
-        memset(m->units[u]->used, 0, (size_t)m->units[u]->layout->param_count);
+        m->units[u]->grads.add = false;
+        memset(m->units[u]->grads.used, 0, (size_t)m->units[u]->layout->param_count);
     }
 }
 
@@ -355,6 +356,45 @@ a_unit_may_be_complete_twice(int world, bool wire)
     start(world, run_two_rounds);
 }
 
+/* It is freed now, or only detached; a detached tree is freed while the next one runs. */
+static void
+leave_old_tree(model *m, fsdpc_tree *old)
+{
+    fsdpc_tree *other;
+    const uint8_t none[FSDPC_SHM_MAX_RANKS] = {0};
+    if (!setup.detach) {
+        fsdpc_tree_free(old);
+        return;
+    }
+    CHECK_ERROR(fsdpc_tree_new(m->units, depths, UNITS, &setup.options, &other), FSDPC_E_STATE,
+                "unit root belongs to another tree");
+    CHECK_ERROR(fsdpc_unit_thaw(m->units[1], none), FSDPC_E_STATE, "detach the tree first");
+    REQUIRE_OK(fsdpc_tree_detach(old));
+    CHECK_INT(fsdpc_unit_refs(m->units[1]), 0);
+    REQUIRE_OK(fsdpc_unit_thaw(m->units[1], none));
+}
+
+/* It can do nothing to the units, which are in another tree. */
+static void
+check_detached(model *m, fsdpc_tree *old)
+{
+    fsdpc_tree_memory memory;
+    REQUIRE_OK(fsdpc_tree_begin_forward(m->tree));
+    REQUIRE_OK(fsdpc_tree_forward_enter(m->tree, 1));
+    CHECK_ERROR(fsdpc_tree_begin_forward(old), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_forward_enter(old, 1), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_begin_backward(old), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_reduce(old, 1, NULL), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_end_backward(old, true), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_announce(old, 1, 0), FSDPC_E_STATE, "detached");
+    fsdpc_tree_get_memory(old, &memory);
+    CHECK(memory.gather_slots > 0);
+    REQUIRE_OK(fsdpc_tree_detach(old));
+    fsdpc_tree_free(old);
+    CHECK_INT(fsdpc_unit_refs(m->units[1]), 1);
+    REQUIRE_OK(fsdpc_tree_forward_leave(m->tree, 1, false));
+}
+
 /* A tree that went in the middle of a pass leaves units that the next one can use. */
 static void
 run_second_tree(int rank, ranks_run *run)
@@ -367,13 +407,17 @@ run_second_tree(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot: private memory */
     check_values(&m, 2);
     REQUIRE_OK(fsdpc_comm_barrier(m.comm, "before the tree goes"));
-    fsdpc_tree_free(m.tree);
+    fsdpc_tree *old = m.tree;
+    leave_old_tree(&m, old);
     REQUIRE_OK(fsdpc_tree_new(m.units, depths, UNITS, &setup.options, &m.tree));
     for (int step = 0; step < 2; step++) {
         set_version(&m, step + 1);
         REQUIRE_OK(forward(&m, true));
         REQUIRE_OK(backward(&m, step, true));
         check_sums(&m, step);
+        if (setup.detach && step == 0) {
+            check_detached(&m, old);
+        }
     }
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(m.tree, &memory);
@@ -384,8 +428,10 @@ run_second_tree(int rank, ranks_run *run)
 static void
 units_outlive_their_tree(int world)
 {
-    setup = (struct setup){.options = {.gather_slots = 1}};
-    start(world, run_second_tree);
+    for (int detach = 0; detach < 2; detach++) {
+        setup = (struct setup){.options = {.gather_slots = 1}, .detach = detach};
+        start(world, run_second_tree);
+    }
 }
 
 /* --- replicas -------------------------------------------------------------------------------- */
@@ -406,8 +452,8 @@ run_replicas(int rank, ranks_run *run)
     int depth = 0;
     REQUIRE_OK(fsdpc_tree_new(m.units, &depth, 1, &setup.options, &m.tree));
     for (int step = 0; step < 3; step++) {
-        m.units[0]->add = false;
-        memset(m.units[0]->used, 0, 2);
+        m.units[0]->grads.add = false;
+        memset(m.units[0]->grads.used, 0, 2);
         REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
         REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
         /* In step 1 only replica 1 has gradients. */
@@ -427,8 +473,8 @@ run_replicas(int rank, ranks_run *run)
         CHECK_INT(fsdpc_tree_next_due(m.tree, false), 0);
         REQUIRE_OK(fsdpc_tree_reduce(m.tree, 0, grads));
         REQUIRE_OK(fsdpc_tree_end_backward(m.tree, true));
-        CHECK_INT(m.units[0]->used[0], 1);
-        CHECK_INT(m.units[0]->used[1], step != 2);
+        CHECK_INT(m.units[0]->grads.used[0], 1);
+        CHECK_INT(m.units[0]->grads.used[1], step != 2);
         int64_t length;
         const float *own = fsdpc_unit_grad_part(m.units[0], 0, &length);
         int64_t begin = fsdpc_layout_span(m.units[0]->layout, 0, m.rank).param_begin;

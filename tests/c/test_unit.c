@@ -307,7 +307,7 @@ gradients_are_packed_with_strides_and_gaps(void)
         for (int kept = 0; kept < times; kept++) {
             REQUIRE_OK(fsdpc_grad_keep_local(unit, grads));
         }
-        CHECK(unit->local_any == (times > 0));
+        CHECK(unit->grads.local_any == (times > 0));
         REQUIRE_OK(fsdpc_grad_pack(unit, times == 2 ? NULL : grads, buffer, bits));
         for (int i = 0; i < 3; i++) {
             for (int64_t k = 0; k < unit->layout->params[i].numel; k++) {
@@ -317,7 +317,7 @@ gradients_are_packed_with_strides_and_gaps(void)
         }
         CHECK(memcmp(buffer, expected, bytes) == 0); /* zeros between parameters too */
         CHECK(bits[0] == 1 && bits[1] == 1 && bits[2] == 0);
-        CHECK(!unit->local_any && !unit->local_used[0]);
+        CHECK(!unit->grads.local_any && !unit->grads.local_used[0]);
     }
     /* Nothing was kept: nothing comes. */
     REQUIRE_OK(fsdpc_grad_keep_local(unit, grads));
@@ -355,10 +355,10 @@ sums_are_in_rank_order(void)
                 ours = r == rank ? units[r] : ours;
             }
             REQUIRE_OK(fsdpc_grad_sum(ours, (const void *const *)buffers, WORLD));
-            CHECK(ours->add);
+            CHECK(ours->grads.add);
             for (int i = 0; i < ours->layout->param_count; i++) {
-                ours->used[i] = ours->layout->params[i].trainable_index >= 0 &&
-                                engine_used(ours, rounds, 0, i, 4);
+                ours->grads.used[i] = ours->layout->params[i].trainable_index >= 0 &&
+                                      engine_used(ours, rounds, 0, i, 4);
             }
             CHECK_INT(engine_count_wrong_grads(ours, rounds, 0, 4, false), 0);
             for (int r = 0; r < WORLD; r++) {

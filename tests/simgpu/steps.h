@@ -174,8 +174,8 @@ set_masters(model *m, int step)
         fsdpc_unit *unit = m->units[u];
         simgpu_host_write(unit->master, unit->layout->shard_bytes, "optimizer");
         engine_set_masters(unit, u, step);
-        unit->add = false;
-        memset(unit->used, 0, (size_t)unit->layout->param_count);
+        unit->grads.add = false;
+        memset(unit->grads.used, 0, (size_t)unit->layout->param_count);
     }
 }
 
@@ -321,7 +321,7 @@ count_far_grads(const fsdpc_unit *unit, const int *rounds, int u, int step)
                 far += !(fabs(off) <= unit_in_last * (fabs(wanted) + 5));
             }
         }
-        far += unit->used[i] != (seg->trainable && engine_used(unit, rounds, u, i, step));
+        far += unit->grads.used[i] != (seg->trainable && engine_used(unit, rounds, u, i, step));
     }
     return far;
 }

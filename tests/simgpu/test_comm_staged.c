@@ -110,9 +110,14 @@ value_of(const float *values, int count)
 {
     float *host, found;
     void *block;
+    fsdpc_event *copied;
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, N * sizeof(float), &block));
     host = block;
-    REQUIRE_OK(fsdpc_device_read_back(gpu, host, values, (size_t)count * sizeof(float), "values"));
+    REQUIRE_OK(fsdpc_device_event_new(gpu, &copied));
+    REQUIRE_OK(fsdpc_device_copy_out(gpu, host, values, (size_t)count * sizeof(float)));
+    REQUIRE_OK(fsdpc_device_record(gpu, copied));
+    REQUIRE_OK(fsdpc_device_finish(gpu, copied, 30, "values"));
+    fsdpc_device_event_free(gpu, copied);
     found = host[0];
     for (int i = 0; i < count; i++) {
         found = host[i] == host[0] ? found : -12345;

@@ -7,8 +7,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/deadline.h"
 #include "device/device.h"
 #include "kernels.h"
+#include "unit/unit.h"
 
 enum { N = 20011 };
 
@@ -243,6 +245,73 @@ a_host_wait_has_a_deadline(void)
     CHECK(fsdpc_device_use(gpu, before) == stream);
     fsdpc_device_event_free(gpu, event);
     fsdpc_device_stream_free(gpu, stream);
+}
+
+/* Each of them ends with a host sync of the current stream. */
+static int
+take_norm(void *block)
+{
+    fsdpc_norm norm;
+    return fsdpc_device_norm2(gpu, block, FSDPC_F32, 16, &norm);
+}
+
+static int
+allocate(void *block)
+{
+    (void)block;
+    void *more;
+    return fsdpc_device_alloc(gpu, GRANULE, &more);
+}
+
+static int
+settle_offloaded(void *unit)
+{
+    REQUIRE_OK(fsdpc_unit_touch(unit, FSDPC_GRAD));
+    return fsdpc_unit_settle(unit);
+}
+
+/* Host syncs without a timeout of the caller's have the process's: FSDPC_TIMEOUT. */
+static void
+host_syncs_have_the_deadline_of_the_process(void)
+{
+    fsdpc_stream *stream;
+    fsdpc_comm *comm;
+    fsdpc_unit *unit;
+    void *block;
+    const fsdpc_param_spec spec = {"w", 16, FSDPC_F32, FSDPC_F32, FSDPC_F32, true};
+    REQUIRE_OK(fsdpc_device_alloc(gpu, GRANULE, &block));
+    REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &stream));
+    REQUIRE_OK(fsdpc_comm_self(gpu, &comm));
+    const fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1, .offload = true};
+    REQUIRE_OK(fsdpc_unit_new(&options, &spec, 1, &unit));
+    const struct {
+        const char *what;
+        int (*run)(void *);
+        void *argument;
+    } syncs[] = {{"a norm", take_norm, block},
+                 {"zeroing new memory", allocate, NULL},
+                 {"the end of the device's work on offloaded values", settle_offloaded, unit}};
+    fsdpc_stream *before = fsdpc_device_use(gpu, stream);
+    const double was = fsdpc_timeout();
+    for (size_t i = 0; i < sizeof syncs / sizeof *syncs; i++) {
+        bool told = false;
+        char text[128];
+        const simgpu_work work = {.name = "a peer", .context = &told, .run = until_told};
+        snprintf(text, sizeof text, "%s: the GPU has not finished in 0.05 s (FSDPC_TIMEOUT",
+                 syncs[i].what);
+        REQUIRE_CU(simgpu_enqueue((CUstream)stream, &work, NULL));
+        fsdpc_set_timeout(0.05);
+        CHECK_ERROR(syncs[i].run(syncs[i].argument), FSDPC_E_TIMEOUT, text);
+        fsdpc_set_timeout(was);
+        told = true;
+        CHECK(simgpu_drain());
+    }
+    REQUIRE_OK(fsdpc_unit_settle(unit));
+    fsdpc_unit_free(unit);
+    fsdpc_comm_free(comm);
+    fsdpc_device_use(gpu, before);
+    fsdpc_device_stream_free(gpu, stream);
+    fsdpc_device_free(gpu, block, GRANULE);
 }
 
 static void *
@@ -718,6 +787,7 @@ main(void)
     memory_is_zeroed_and_given_back(gpu, true);
     exhausted_memory_is_an_error_and_leaves_nothing();
     a_host_wait_has_a_deadline();
+    host_syncs_have_the_deadline_of_the_process();
     events_order_streams();
     a_capture_outlives_what_is_freed_meanwhile();
     a_forked_child_is_told_how_to_start();

@@ -168,8 +168,8 @@ move(model *m, bool clear)
                 move_piece(unit, s);
             }
             if (clear) {
-                unit->add = false;
-                memset(unit->used, 0, (size_t)unit->layout->param_count);
+                unit->grads.add = false;
+                memset(unit->grads.used, 0, (size_t)unit->layout->param_count);
             }
         }
     }
@@ -189,7 +189,8 @@ compare(model *m)
         const fsdpc_layout *layout = a->layout;
         note_wrong(m, differ(a->grad, b->grad, layout->grad_bytes), "gradients", u);
         note_wrong(m, differ(a->master, b->master, layout->shard_bytes), "shards", u);
-        note_wrong(m, differ(a->used, b->used, (size_t)layout->param_count), "used bits", u);
+        note_wrong(m, differ(a->grads.used, b->grads.used, (size_t)layout->param_count),
+                   "used bits", u);
         if (a->grad_out) {
             note_wrong(m, differ(a->grad_out, b->grad_out, layout->shard_bytes), "seen gradients",
                        u);

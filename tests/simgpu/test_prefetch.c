@@ -4,6 +4,7 @@
  * wait is left out once.
  */
 #include "steps.h"
+#include "exchange/exchange_impl.h"
 
 /* None that one rank shows from its own shard, without a gather. */
 static const int gathered[UNITS] = {0, 1, 1, 5, 1};

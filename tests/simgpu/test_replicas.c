@@ -58,7 +58,7 @@ wrong_in(const model *m, int u, int i, int step)
             wrong += !(fabs(off) <= last * (fabs(t.sum) + 5));
         }
     }
-    return wrong + (unit->used[i] != want(m, u, i, 0, step).used);
+    return wrong + (unit->grads.used[i] != want(m, u, i, 0, step).used);
 }
 
 static void

@@ -101,7 +101,7 @@ one_step(model *m, const precision *p, void *memory)
 {
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
     for (int u = 0; u < UNITS; u++) {
-        m->units[u]->add = false;
+        m->units[u]->grads.add = false;
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
         FSDPC_TRY(u == ROOT ? FSDPC_OK : fsdpc_tree_forward_leave(m->tree, u, true));
     }

@@ -2,12 +2,15 @@
  * nobody notices; and in a step that goes as it went before nothing is compared.
  */
 #include "steps.h"
+#include "exchange/exchange_stream_impl.h"
+#include "tree/tree_impl.h"
 
 static const int alike[UNITS]; /* collectives of one size: nothing but the order tells */
 static const int plain[UNITS] = {0, 1, 2, 3, 4}, swapped[UNITS] = {0, 1, 4, 3, 2};
 
+/* `late`: a unit is reduced after the next one is gathered, in place of before. */
 static int
-step_in_order(model *m, const int *order, int step)
+step_late(model *m, const int *order, int step, bool late)
 {
     set_masters(m, step);
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
@@ -20,10 +23,17 @@ step_in_order(model *m, const int *order, int step)
     FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
     for (int i = UNITS - 1; i >= 0; i--) {
         FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, order[i]));
+        FSDPC_TRY(late ? send_due(m, step, false) : FSDPC_OK);
         FSDPC_TRY(fsdpc_tree_backward_done(m->tree, order[i], true));
-        FSDPC_TRY(send_due(m, step, i == 0));
+        FSDPC_TRY(!late || i == 0 ? send_due(m, step, i == 0) : FSDPC_OK);
     }
     return fsdpc_tree_end_backward(m->tree, true);
+}
+
+static int
+step_in_order(model *m, const int *order, int step)
+{
+    return step_late(m, order, step, false);
 }
 
 static void
@@ -92,6 +102,51 @@ known_turns_are_compared_later(int rank, ranks_run *run)
     close_model(&m);
 }
 
+static struct fsdpc_paths *
+known_turns(model *m)
+{
+    return m->tree->exchanges[0]->streams->turns.known;
+}
+
+/* Both sets are full again and again: what was forgotten is compared again, on all ranks. */
+static void
+forgotten_turns_are_compared_again(int rank, ranks_run *run)
+{
+    static const int orders[][UNITS] = {
+        {0, 1, 2, 3, 4}, {0, 2, 3, 4, 1}, {0, 3, 4, 1, 2}, {0, 4, 1, 2, 3}};
+    enum { ORDERS = sizeof orders / sizeof *orders, MOST = 17 };
+    model m;
+    start(&m, rank, run, false);
+    known_turns(&m)[0].most = known_turns(&m)[1].most = MOST;
+    for (int step = 0; step < 3 * ORDERS; step++) {
+        CHECK_INT(step_in_order(&m, orders[step % ORDERS], step), FSDPC_OK);
+        CHECK(simgpu_drain());
+    }
+    CHECK(known_turns(&m)[0].forgotten > 2 && known_turns(&m)[1].forgotten > 2);
+    CHECK_INT(m.wrong, 0);
+    CHECK_INT(simnccl_count().mismatches, 0);
+    close_model(&m);
+}
+
+/* Rank 0 makes a gather that is known before the reduction whose turn fills the set, the others after it. The
+ * gather must be known to all of them, or one would compare alone. */
+static void
+reductions_that_are_forgotten_leave_gathers_known(int rank, ranks_run *run)
+{
+    model m;
+    start(&m, rank, run, false);
+    known_turns(&m)[1].most = 4;
+    for (int step = 0; step < 4; step++) {
+        CHECK_INT(step_late(&m, plain, step, step > 0 && rank == 0), FSDPC_OK);
+        CHECK(simgpu_drain());
+    }
+    CHECK_INT(known_turns(&m)[0].forgotten, 0);
+    CHECK(known_turns(&m)[1].forgotten > 2);
+    CHECK_INT(m.wrong, 0);
+    CHECK_INT(simnccl_count().mismatches, 0);
+    close_model(&m);
+}
+
 /* One rank takes a turn that it never took, the others one that they know. */
 static void
 a_turn_that_one_rank_knows_fails(int rank, ranks_run *run)
@@ -148,6 +203,8 @@ main(void)
             with_ranks(world, policy, a_new_turn_is_compared_first);
             with_ranks(world, policy, spare_memory_on_one_rank);
             with_ranks(world, policy, known_turns_are_compared_later);
+            with_ranks(world, policy, forgotten_turns_are_compared_again);
+            with_ranks(world, policy, reductions_that_are_forgotten_leave_gathers_known);
             with_ranks(world, policy, a_turn_that_one_rank_knows_fails);
             with_ranks(world, policy, what_is_known_is_not_compared);
         }

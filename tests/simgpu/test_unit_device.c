@@ -456,7 +456,7 @@ take_sums(pair *p, bool add)
             there[s] = (fsdpc_tensor){.data = held[s].device, .dtype = seg->reduce};
         }
     }
-    p->cpu->add = p->gpu.unit->add = add;
+    p->cpu->grads.add = p->gpu.unit->grads.add = add;
     REQUIRE_OK(fsdpc_unit_take_sums(p->cpu, here));
     REQUIRE_OK(fsdpc_unit_take_sums(p->gpu.unit, there));
     for (int s = 0; s < layout->segment_count; s++) {

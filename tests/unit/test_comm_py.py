@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import multiprocessing
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -399,6 +402,51 @@ def test_bad_timeout(monkeypatch, text):
     monkeypatch.setenv("FSDPC_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"FSDPC_TIMEOUT.*{text}"):
         _bootstrap.read_timeout()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf])
+def test_bad_process_timeout(seconds):
+    with pytest.raises(ValueError, match="set_timeout"):
+        _C.set_timeout(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("layers.0", lambda flat, tree: flat.read([None])),
+        ("layers.0", lambda flat, tree: flat.thaw(b"\x00")),
+        ("the tree", lambda flat, tree: tree.announce(0, 0)),
+        ("the tree", lambda flat, tree: tree.clip((None,), 2.0, 1.0, torch.zeros(2))),
+    ],
+)
+def test_a_thread_waits_for_another_one_until_the_process_deadline(name, call):
+    """The other one is in a collective, and so in its unit and in its tree."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Calls:
+        def all_gather(self, memory, piece_bytes, what):
+            inside.set()
+            assert leave.wait(60)
+
+        barrier = reduce_scatter = all_reduce = broadcast = all_gather
+
+    specs = [("w", 8, "float32", "float32", "float32", True)]
+    flat = _C.FlatParameter("layers.0", _C.Comm.c10d(0, 2, Calls()), specs)
+    tree = _C.Tree([flat], [0])
+    reader = threading.Thread(target=lambda: flat.read([np.empty(8, np.float32)]))
+    _C.set_timeout(0.1)
+    try:
+        reader.start()
+        assert inside.wait(60)
+        begin = time.monotonic()
+        with pytest.raises(_C.StateError, match=f"{name}: another thread .*FSDPC_TIMEOUT"):
+            call(flat, tree)
+        assert time.monotonic() - begin < 30
+    finally:
+        _C.set_timeout(_C.DEFAULT_TIMEOUT)
+        leave.set()
+        reader.join()
+        tree.close()
 
 
 def test_timeout(monkeypatch):

@@ -36,12 +36,6 @@ RANKS = {name: rank for rank, name in enumerate(LAYERS)}
 GPU_FILES = re.compile(
     r"csrc/([a-z]+/)+((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_"
 )
-# The folders that still reach into another one's private headers.
-NOT_YET_PRIVATE = {
-    ("csrc/py/unit", "unit/unit_impl.h"),
-    ("csrc/py/step", "unit/unit_impl.h"),
-    ("csrc/py/step", "tree/tree_impl.h"),
-}
 Rule = Callable[[str, str], Iterator[str]]
 
 
@@ -131,8 +125,7 @@ def includes_point_downwards(file: str, text: str) -> Iterator[str]:
 
 def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
     for name in includes(text):
-        private = name.endswith("_impl.h") and layer(path_of(name)) != layer(file)
-        if private and (str(Path(file).parent), name) not in NOT_YET_PRIVATE:
+        if name.endswith("_impl.h") and layer(path_of(name)) != layer(file):
             yield f"includes {name}, which is private to its folder"
 
 
@@ -234,11 +227,6 @@ def test_circles_find_what_is_planted() -> None:
     assert circles(file_uses(bent)) == {
         frozenset({"planted_low.c", "planted_mid.c", "planted_high.c"})
     }
-
-
-def test_what_is_not_yet_private_is_included() -> None:
-    used = {(str(Path(f).parent), name) for f, text in SOURCES.items() for name in includes(text)}
-    assert used >= NOT_YET_PRIVATE
 
 
 def test_only_the_package_imports_torch() -> None:

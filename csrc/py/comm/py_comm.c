@@ -6,6 +6,7 @@
  */
 #include "py/comm/py_comm_impl.h"
 
+#include <math.h>
 #include <stddef.h>
 #include <structmember.h>
 
@@ -305,8 +306,12 @@ comm_dealloc(PyObject *object)
     if (self->weak_references != NULL) {
         PyObject_ClearWeakRefs(object);
     }
-    self->callbacks = NULL;
+    /* May wait for NCCL or for peers, seconds long. No thread can find the object here; the callbacks are
+     * borrowed by the communicator until it is freed. */
+    Py_BEGIN_ALLOW_THREADS
     fsdpc_comm_free(self->comm);
+    Py_END_ALLOW_THREADS
+    self->callbacks = NULL;
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -336,12 +341,38 @@ static PyType_Spec comm_spec = {
     .slots = comm_slots,
 };
 
+static PyObject *
+set_timeout(PyObject *module, PyObject *number)
+{
+    (void)module;
+    const double seconds = PyFloat_AsDouble(number);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!(seconds > 0) || isinf(seconds)) {
+        return PyErr_Format(PyExc_ValueError, "set_timeout: %R is no number of seconds above 0",
+                            number);
+    }
+    fsdpc_set_timeout(seconds);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"set_timeout", set_timeout, METH_O,
+     "set_timeout(seconds, /)\n--\n\nSets the deadline of waits that belong to no group: for this "
+     "rank's GPU, for another thread."},
+    {NULL, NULL, 0, NULL},
+};
+
 int
 fsdpc_py_comm_exec(PyObject *module)
 {
     fsdpc_shm_interrupt_check = fsdpc_py_check_signals;
     fsdpc_py_module_state *state = fsdpc_py_state(module);
     if (fsdpc_py_add_type(module, &comm_spec, &state->comm_type) < 0) {
+        return -1;
+    }
+    if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }
     PyObject *timeout = PyFloat_FromDouble(FSDPC_DEFAULT_TIMEOUT_S);

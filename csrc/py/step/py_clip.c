@@ -1,13 +1,12 @@
 /* Tree.clip: the norm of all gradients, and clipping by it, as work that is queued on a GPU. */
 #include "base/mem.h"
 #include "py/unit/py_engine.h"
-#include "unit/unit_impl.h"
 
 /* A contiguous float64 tensor on the units' device. */
 static int
 doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
 {
-    const fsdpc_py_place place = fsdpc_py_place_of(self->units[0]->unit->device);
+    const fsdpc_py_place place = fsdpc_py_place_of(fsdpc_unit_device(self->units[0]->unit));
     if (fsdpc_py_torch_view_on(tensor, place, out) < 0) {
         return -1;
     }
@@ -107,9 +106,16 @@ fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
     if (fsdpc_py_args("clip", table, 6, args, count, keywords) < 0) {
         return NULL;
     }
-    if (!self->tree || self->count == 0) {
-        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed or has no units");
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
         return NULL;
     }
-    return clip(self, masks, out, extra, &plan);
+    PyObject *result = NULL;
+    if (!self->tree || self->count == 0) {
+        PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed or has no units");
+    } else {
+        result = clip(self, masks, out, extra, &plan);
+    }
+    fsdpc_py_end_use(&use);
+    return result;
 }

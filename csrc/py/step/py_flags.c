@@ -8,8 +8,6 @@
  */
 #include "py/unit/py_engine.h"
 
-#include "unit/unit_impl.h"
-
 /* --- gradient hooks -------------------------------------------------------------------------- */
 
 /* torch refuses a hook on a frozen tensor, and keeps a hook through later freezing. */
@@ -131,7 +129,8 @@ fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
                      fsdpc_unit_name(self->unit));
         return NULL;
     }
-    if (fsdpc_py_enter(self) < 0 || (self->unit->local_any && fsdpc_py_drop_zeroed(self) < 0)) {
+    if (fsdpc_py_enter(self) < 0 ||
+        (fsdpc_unit_has_local(self->unit) && fsdpc_py_drop_zeroed(self) < 0)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

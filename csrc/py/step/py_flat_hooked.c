@@ -5,8 +5,7 @@
 #include "py/unit/py_engine.h"
 
 #include "base/mem.h"
-#include "tree/tree_impl.h"
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 PyObject *
 fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure)
@@ -58,7 +57,8 @@ fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused)
     const fsdpc_tensor *grads = collected(self);
     PyObject *bits = PyBytes_FromStringAndSize(NULL, layout->param_count);
     for (int i = 0; bits && i < layout->param_count; i++) {
-        PyBytes_AS_STRING(bits)[i] = self->unit->local_used[i] || (grads && grads[i].data);
+        PyBytes_AS_STRING(bits)[i] =
+            fsdpc_unit_local_used(self->unit)[i] || (grads && grads[i].data);
     }
     return bits;
 }
@@ -160,7 +160,7 @@ take(fsdpc_py_flat *self, const fsdpc_tensor *sums, const char *used)
         return -1;
     }
     for (int i = 0; i < fsdpc_unit_layout(self->unit)->param_count; i++) {
-        self->unit->used[i] |= used[i] != 0;
+        fsdpc_unit_used(self->unit)[i] |= used[i] != 0;
     }
     note(self, FSDPC_TRACE_REDUCE);
     return 0;

@@ -2,8 +2,7 @@
  * replaced, pointed elsewhere), and what they show after this one.
  */
 #include "py/unit/py_engine.h"
-
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 static int64_t
 numel_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
@@ -191,7 +190,7 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
     if (flat->shown) { /* .grad belongs to the whole values; this pass is not the unit's */
         return 0;
     }
-    if (flat->unit->local_any && fsdpc_py_drop_zeroed(flat) < 0) {
+    if (fsdpc_unit_has_local(flat->unit) && fsdpc_py_drop_zeroed(flat) < 0) {
         return -1;
     }
     bool any_ours = false;
@@ -260,7 +259,7 @@ int
 fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
 {
     fsdpc_unit *unit = flat->unit;
-    const uint8_t *used = sync ? unit->used : unit->local_used;
+    const uint8_t *used = sync ? fsdpc_unit_used(unit) : fsdpc_unit_local_used(unit);
     int result = 0;
     for (int i = 0; result == 0 && i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
@@ -279,7 +278,7 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
     if (sync) {
         fsdpc_unit_clear_used(unit);
     }
-    if (result == 0 && flat->prepared && unit->local_any) {
+    if (result == 0 && flat->prepared && fsdpc_unit_has_local(unit)) {
         result = fsdpc_py_note_waiting(flat);
     }
     return result;

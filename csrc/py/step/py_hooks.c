@@ -60,7 +60,7 @@ backward_broke(fsdpc_py_tree *tree)
         return;
     }
     PyErr_Fetch(&type, &value, &traceback);
-    fsdpc_py_enter_quietly(tree->units[0]->unit->device);
+    fsdpc_py_enter_quietly(fsdpc_unit_device(tree->units[0]->unit));
     for (int i = 0; i < tree->count; i++) {
         if (fsdpc_py_drop_half_made(tree->units[i]) < 0) {
             PyErr_Clear();

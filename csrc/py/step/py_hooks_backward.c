@@ -195,8 +195,8 @@ bool
 fsdpc_py_has_nested(const fsdpc_py_flat *flat)
 {
     const fsdpc_tree *tree = flat->tree->tree;
-    return flat->id + 1 < tree->count &&
-           tree->nodes[flat->id + 1].depth > tree->nodes[flat->id].depth;
+    return flat->id + 1 < flat->tree->count &&
+           fsdpc_tree_depth(tree, flat->id + 1) > fsdpc_tree_depth(tree, flat->id);
 }
 
 /* See [Note: when a unit is done]. */

@@ -29,7 +29,7 @@ look_at_broken(fsdpc_py_flat *flat)
         }
     }
     /* What waits of it (no_sync) goes when the user clears what stands for it. */
-    return flat->unit->local_any && !flat->shown ? fsdpc_py_note_waiting(flat) : 0;
+    return fsdpc_unit_has_local(flat->unit) && !flat->shown ? fsdpc_py_note_waiting(flat) : 0;
 }
 
 int

@@ -386,7 +386,7 @@ fsdpc_py_forward_failed(fsdpc_py_flat *flat)
     if (!tree || tree->forward_depth == 0) {
         return 0;
     }
-    fsdpc_py_enter_quietly(flat->unit->device);
+    fsdpc_py_enter_quietly(fsdpc_unit_device(flat->unit));
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     fsdpc_py_hook *call = pop_call(flat);

@@ -4,8 +4,6 @@
 #define FSDPC_PY_HOOKS_IMPL_H
 
 #include "py/unit/py_engine.h"
-#include "tree/tree_impl.h"
-#include "unit/unit_impl.h"
 
 typedef struct fsdpc_py_hook {
     PyObject_HEAD

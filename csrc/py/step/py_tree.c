@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
 
 /* --- life ------------------------------------------------------------------------------------ */
 
@@ -208,7 +207,7 @@ free_core(fsdpc_py_tree *self)
     fsdpc_tree *core = self->tree;
     self->tree = NULL;
     if (self->count > 0) {
-        fsdpc_py_enter_quietly(self->units[0]->unit->device);
+        fsdpc_py_enter_quietly(fsdpc_unit_device(self->units[0]->unit));
     }
     fsdpc_py_shut_tree(self);
     Py_BEGIN_ALLOW_THREADS
@@ -329,9 +328,9 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
     }
     if (self->tree) {
         if (self->count > 0) {
-            fsdpc_py_enter_quietly(self->units[0]->unit->device);
+            fsdpc_py_enter_quietly(fsdpc_unit_device(self->units[0]->unit));
         }
-        int status = fsdpc_tree_drop(self->tree);
+        int status = fsdpc_tree_detach(self->tree);
         if (status != FSDPC_OK) {
             return fsdpc_py_raise(status);
         }
@@ -497,7 +496,7 @@ set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
 static PyObject *
 tree_announce(fsdpc_py_tree *self, PyObject *args)
 {
-    int unit, param, status;
+    int unit, param, status = FSDPC_OK;
     if (check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
         return NULL;
     }
@@ -506,10 +505,21 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
                      self->count, unit);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_announce(self->tree, unit, param);
-    Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    fsdpc_py_use use;
+    if (fsdpc_py_use_tree(self, &use) < 0) {
+        return NULL;
+    }
+    const int open = check_open(self);
+    if (open == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_tree_announce(self->tree, unit, param);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject *result = open < 0             ? NULL
+                       : status == FSDPC_OK ? Py_NewRef(Py_None)
+                                            : fsdpc_py_raise(status);
+    fsdpc_py_end_use(&use);
+    return result;
 }
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */

@@ -82,7 +82,7 @@ int
 fsdpc_py_mark(fsdpc_py_flat *flat)
 {
     bool gathered = fsdpc_unit_refs(flat->unit) > 0;
-    if (gathered == flat->marked || flat->unit->direct) {
+    if (gathered == flat->marked || fsdpc_unit_is_direct(flat->unit)) {
         return 0;
     }
     flat->marked = gathered;
@@ -124,7 +124,7 @@ fsdpc_py_look_for_step(fsdpc_py_flat *flat)
 {
     bool all = true;
     int trained = 0;
-    if (!flat->versions || flat->unit->direct) {
+    if (!flat->versions || fsdpc_unit_is_direct(flat->unit)) {
         return 0;
     }
     for (int i = 0; i < flat->seen_count; i++) {

@@ -1,7 +1,7 @@
-/* Finds the tensors in a forward's inputs and outputs, and the autograd nodes behind them.
+/* Finds the tensors in a forward's inputs and outputs, and registers hooks on their autograd nodes.
  *
- * Containers may hold each other in cycles and to any depth, and what `visit` calls may change
- * them: every container is opened once, and the walk owns a reference to each pending value.
+ * Containers may be nested to any depth and in cycles, and the code that `visit` calls may change a
+ * container. So the walk opens every container once, and owns a reference to each pending value.
  */
 #include "py/unit/py_engine.h"
 
@@ -9,7 +9,7 @@
 
 enum { FEW = 16 };
 
-/* Owned references: values to come, or containers that were opened. */
+/* A stack of owned references: pending values, or containers that the walk has opened. */
 struct pile {
     PyObject *few[FEW];
     PyObject **items;
@@ -18,7 +18,7 @@ struct pile {
 
 struct walk {
     struct pile ahead, opened;
-    PyObject *ids; /* of `opened`, once these are more than FEW */
+    PyObject *ids; /* a set of the addresses in `opened`; NULL up to FEW containers */
 };
 
 static void
@@ -40,7 +40,7 @@ pile_free(struct pile *pile)
     }
 }
 
-/* Steals the reference, also when memory runs out. */
+/* Steals the reference, even on failure. */
 static int
 pile_push(struct pile *pile, PyObject *item)
 {
@@ -94,7 +94,7 @@ make_ids(struct walk *walk)
     return walk->ids ? 0 : -1;
 }
 
-/* 1: for the first time; 0: it was opened before; -1: exception. */
+/* 1: opened now; 0: opened before; -1: exception. */
 static int
 open_container(struct walk *walk, PyObject *container)
 {
@@ -119,9 +119,9 @@ open_container(struct walk *walk, PyObject *container)
     return pile_push(&walk->opened, Py_NewRef(container)) < 0 ? -1 : 1;
 }
 
-/* --- what is in them ------------------------------------------------------------------------- */
+/* --- contents of containers ------------------------------------------------------------------- */
 
-/* Backwards, so that the first item comes first off the pile. */
+/* In reverse order, so that the first item is popped first. */
 static int
 push_items(struct walk *walk, PyObject *sequence)
 {
@@ -150,7 +150,7 @@ push_dataclass(struct walk *walk, PyObject *value, PyObject *fields)
     for (Py_ssize_t i = names ? PyList_GET_SIZE(names) : 0; result == 0 && i-- > 0;) {
         PyObject *item = PyObject_GetAttr(value, PyList_GET_ITEM(names, i));
         if (!item) {
-            PyErr_Clear(); /* a field without a value yet */
+            PyErr_Clear(); /* the field has no value yet */
             continue;
         }
         result = pile_push(&walk->ahead, item);
@@ -220,9 +220,9 @@ fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *
     return found;
 }
 
-/* The dictionary of a tensor's own hooks, as torch makes it for Tensor.register_hook, with
- * `argument` as key and value: a third of the time of a pre-hook on the node, whose registration
- * goes through Python. 1 if it was put there, 0 if the tensor has a dictionary already. */
+/* Sets `_backward_hooks` of the tensor to a dictionary with `argument` as key and value, as
+ * Tensor.register_hook does. This takes a third of the time of a pre-hook on the node, which is registered
+ * by Python code. 1: set; 0: the tensor already has such a dictionary. */
 static int
 put_hook_dict(PyObject *tensor, PyObject *node, PyObject *argument)
 {
@@ -265,7 +265,7 @@ fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return put;
 }
 
-/* The number of the autograd node behind a tensor: later nodes have larger ones. -1: no node. */
+/* *out: the sequence number of the tensor's autograd node, larger for later nodes; -1 without a node. */
 static int
 node_number(PyObject *tensor, long long *out)
 {
@@ -284,7 +284,7 @@ node_number(PyObject *tensor, long long *out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Raises *argument (long long) to the newest node among the tensors. */
+/* *argument (long long): the largest sequence number among the tensors' nodes. */
 static int
 newest_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
@@ -297,9 +297,9 @@ newest_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return 0;
 }
 
-/* An operation in place on an output that is a view takes the view's node out of the graph; the
- * node of what it is a view of stays. It is watched too, unless it is older than the inputs: then
- * the unit has only passed a view of them on. */
+/* An in-place operation on an output that is a view removes the view's node from the graph, but not the
+ * node of the view's base. So the base is watched as well, unless its node is older than the inputs'
+ * nodes: then the output is a view of an input. */
 static int
 hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
@@ -320,7 +320,7 @@ hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return result;
 }
 
-/* An input that is returned unchanged: no node of the unit made it. */
+/* The tensor is an input that forward returned unchanged: its node is not the unit's. */
 static int
 is_input(const fsdpc_py_tree *tree, PyObject *tensor)
 {
@@ -355,7 +355,7 @@ fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return view == Py_True && hook_base(tree, tensor, argument) < 0 ? -1 : 1;
 }
 
-/* A tensor without memory of its own (meta, sparse, wrapped) is none of the unit's. */
+/* A tensor without a data pointer (meta, sparse, wrapped) is not in the unit's range. */
 int
 fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {

@@ -11,8 +11,7 @@
  */
 #include "py/unit/py_engine.h"
 
-#include "base/mem.h"
-#include "unit/unit_impl.h"
+#include "unit/grad.h"
 
 /* --- parameters ------------------------------------------------------------------------------ */
 
@@ -23,7 +22,7 @@ place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
     if (!now && PyErr_Occurred()) {
         return -1;
     }
-    bool full = flat->by_gather && (flat->marked || flat->unit->direct);
+    bool full = flat->by_gather && (flat->marked || fsdpc_unit_is_direct(flat->unit));
     return now != (full ? site->full : site->sharded);
 }
 
@@ -95,7 +94,7 @@ static bool
 waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
     for (int c = 0; c < seen->cover_count; c++) {
-        if (fsdpc_unit_used_locally(flat->unit, seen->covers[c])) {
+        if (fsdpc_unit_local_used(flat->unit)[seen->covers[c]]) {
             return true;
         }
     }
@@ -131,56 +130,27 @@ fsdpc_py_note_waiting(fsdpc_py_flat *flat)
     return 0;
 }
 
-enum sign { NO_ELEMENTS, POSITIVE_ZEROS, OTHER, FAILED };
-
-static bool
-all_zero(const char *bytes, size_t count)
+/* grad.any() or grad.signbit().any(): torch reads its own memory, on a GPU by a host sync. So this is called
+ * only where the user wrote into a gradient between two backwards of no_sync. */
+static int
+has_any(PyObject *tensor)
 {
-    for (size_t b = 0; b < count; b++) {
-        if (bytes[b]) {
-            return false;
-        }
-    }
-    return true;
+    PyObject *any = PyObject_CallMethodNoArgs(tensor, fsdpc_py_name.any);
+    int result = any ? PyObject_IsTrue(any) : -1;
+    Py_XDECREF(any);
+    return result;
 }
 
-/* GPU memory is read back by a host sync, but only where the user wrote into a gradient between two
- * backwards of no_sync. */
-static enum sign
-sign_of_part(const fsdpc_py_flat *flat, const char *part, size_t bytes)
+static int
+holds_positive_zeros(PyObject *grad)
 {
-    fsdpc_device *device = flat->unit->device;
-    if (!fsdpc_device_get_caps(device)->asynchronous) {
-        return all_zero(part, bytes) ? POSITIVE_ZEROS : OTHER;
+    int other = has_any(grad);
+    if (other == 0) {
+        PyObject *signs = PyObject_CallMethodNoArgs(grad, fsdpc_py_name.signbit);
+        other = signs ? has_any(signs) : -1;
+        Py_XDECREF(signs);
     }
-    char *copy = fsdpc_mem_calloc(bytes, 1);
-    int status = copy ? fsdpc_device_read_back(device, copy, part, bytes, "a gradient of no_sync")
-                      : fsdpc_error(FSDPC_E_NOMEM, "no memory to read a gradient back");
-    enum sign sign = all_zero(copy ? copy : "", copy ? bytes : 0) ? POSITIVE_ZEROS : OTHER;
-    fsdpc_mem_free(copy);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return FAILED;
-    }
-    return sign;
-}
-
-static enum sign
-sign_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
-{
-    enum sign sign = NO_ELEMENTS;
-    for (int c = 0; c < seen->cover_count; c++) {
-        int64_t length;
-        const char *part = fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
-        size_t bytes =
-            (size_t)length * fsdpc_dtype_bytes(fsdpc_unit_grad_dtype(flat->unit, seen->covers[c]));
-        enum sign this_one = bytes > 0 ? sign_of_part(flat, part, bytes) : sign;
-        if (this_one == OTHER || this_one == FAILED) {
-            return this_one;
-        }
-        sign = length > 0 ? POSITIVE_ZEROS : sign;
-    }
-    return sign;
+    return other < 0 ? -1 : !other;
 }
 
 static bool
@@ -193,25 +163,22 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
     return length > 0;
 }
 
-/* Whether the user wrote zeros into the gradient since the last backward. */
+/* Whether the user wrote zeros into the gradient since the last backward; `empty`: what holds for a part
+ * without elements. */
 static int
-was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty)
 {
     long version = fsdpc_py_grad_version(flat, seen);
     if (version < 0 || version == seen->version) {
         return version < 0 ? -1 : 0;
     }
-    enum sign sign = sign_of(flat, seen);
-    if (sign == FAILED) {
-        return -1;
-    }
-    return sign == POSITIVE_ZEROS || (sign == NO_ELEMENTS && empty_too);
+    return has_elements(flat, seen) ? holds_positive_zeros(seen->grad) : empty;
 }
 
 static int
-drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty_too)
+drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty)
 {
-    int zeroed = was_zeroed(flat, seen, empty_too);
+    int zeroed = was_zeroed(flat, seen, empty);
     for (int c = 0; zeroed > 0 && c < seen->cover_count; c++) {
         fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
     }

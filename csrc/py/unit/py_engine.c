@@ -2,8 +2,6 @@
  * unit. */
 #include "py/unit/py_engine.h"
 
-#include "unit/unit_impl.h"
-
 fsdpc_py_names fsdpc_py_name;
 
 int
@@ -28,6 +26,8 @@ fsdpc_py_make_names(void)
         {&fsdpc_py_name.accumulated, "_post_accumulate_grad_hooks"},
         {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
         {&fsdpc_py_name.local_tensor, "_local_tensor"},
+        {&fsdpc_py_name.any, "any"},
+        {&fsdpc_py_name.signbit, "signbit"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
@@ -56,19 +56,20 @@ fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
 fsdpc_py_place
 fsdpc_py_full_place(const fsdpc_py_flat *flat)
 {
-    return fsdpc_py_place_of(flat->unit->device);
+    return fsdpc_py_place_of(fsdpc_unit_device(flat->unit));
 }
 
 fsdpc_py_place
 fsdpc_py_own_place(const fsdpc_py_flat *flat)
 {
-    return flat->unit->offload ? fsdpc_py_host : fsdpc_py_place_of(flat->unit->device);
+    return fsdpc_unit_is_offloaded(flat->unit) ? fsdpc_py_host
+                                               : fsdpc_py_place_of(fsdpc_unit_device(flat->unit));
 }
 
 int
 fsdpc_py_enter(const fsdpc_py_flat *flat)
 {
-    return fsdpc_py_enter_device(flat->unit->device);
+    return fsdpc_py_enter_device(fsdpc_unit_device(flat->unit));
 }
 
 int

@@ -14,7 +14,6 @@
 #include "base/mem.h"
 #include "py/comm/py_comm.h"
 #include "py/unit/py_layout.h"
-#include "unit/unit_impl.h"
 
 /* --- life ------------------------------------------------------------------------------------ */
 
@@ -152,7 +151,7 @@ flat_dealloc(fsdpc_py_flat *self)
     fsdpc_mem_free(self->views);
     fsdpc_mem_free(self->held);
     if (self->unit) {
-        fsdpc_py_enter_quietly(self->unit->device);
+        fsdpc_py_enter_quietly(fsdpc_unit_device(self->unit));
     }
     /* Freeing waits for the GPU: see free_core in py_tree.c. No thread can find the unit here. */
     Py_BEGIN_ALLOW_THREADS
@@ -259,6 +258,7 @@ GUARDED_ONE(write_blocks)
 GUARDED_ONE(grad_norm)
 GUARDED_ONE(scale_grads)
 GUARDED_ONE(replace)
+GUARDED_ONE(thaw)
 GUARDED_ONE(grad_bits)
 GUARDED_ONE(pack_grads)
 GUARDED_ONE(take_sums)
@@ -315,7 +315,7 @@ static PyMethodDef methods[] = {
     {"unbind", FAST(flat_unbind), METH_NOARGS,
      "unbind()\n--\n\nDrops the torch objects. torch's hooks on these objects keep the unit alive "
      "in cycles that gc cannot see."},
-    {"thaw", FAST(fsdpc_py_flat_thaw), METH_VARARGS,
+    {"thaw", FAST(guarded_thaw), METH_VARARGS,
      "thaw(segments)\n--\n\nAllocates gradients of more segments (one byte each). All gradients "
      "move, so renew_grads() must follow. Only without a tree; the same call on every rank."},
     {"renew_grads", FAST(fsdpc_py_flat_renew_grads), METH_O,

@@ -3,8 +3,6 @@
 
 #include <stddef.h>
 
-#include "unit/unit_impl.h"
-
 /* --- facts ----------------------------------------------------------------------------------- */
 
 static PyObject *
@@ -93,7 +91,7 @@ static PyObject *
 get_readable(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(self->unit->direct || fsdpc_unit_refs(self->unit) > 0);
+    return PyBool_FromLong(fsdpc_unit_is_direct(self->unit) || fsdpc_unit_refs(self->unit) > 0);
 }
 
 static PyObject *
@@ -114,7 +112,7 @@ static PyObject *
 get_kept(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(self->unit->local_any);
+    return PyBool_FromLong(fsdpc_unit_has_local(self->unit));
 }
 
 static PyObject *

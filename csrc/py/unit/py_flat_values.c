@@ -4,7 +4,6 @@
 #include "py/unit/py_engine.h"
 
 #include "base/mem.h"
-#include "unit/unit_impl.h"
 
 int
 fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side)

@@ -5,7 +5,6 @@
 #include "py/unit/py_engine.h"
 
 #include "py/base/py_numpy.h"
-#include "unit/unit_impl.h"
 
 /* --- memory as tensors ----------------------------------------------------------------------- */
 

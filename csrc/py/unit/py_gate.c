@@ -14,10 +14,9 @@
 #include <time.h>
 
 #include "py/unit/py_engine.h"
-#include "shm/shm.h"
-#include "unit/unit_impl.h"
+#include "base/deadline.h"
 
-enum { NESTED_S = 5, UNKNOWN_S = 600 };
+enum { NESTED_S = 5 };
 #define LONGEST_NAP_NS 2000000
 
 static _Thread_local int inside; /* gates that this thread has entered and not left */
@@ -52,15 +51,12 @@ now_s(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* A thread that uses another unit may be what the other thread waits for: its deadline is short. */
+/* Seconds. A thread that uses another unit may be what the other thread waits for: its deadline is short. */
 static double
 patience(const fsdpc_unit *unit)
 {
-    if (inside > 0) {
-        return NESTED_S;
-    }
-    fsdpc_shm *segment = unit ? fsdpc_comm_segment(unit->shard) : NULL;
-    return segment ? fsdpc_shm_timeout(segment) : UNKNOWN_S;
+    const double most = unit ? fsdpc_comm_timeout(fsdpc_unit_comm(unit)) : fsdpc_timeout();
+    return inside > 0 && most > NESTED_S ? NESTED_S : most;
 }
 
 typedef struct wait {
@@ -75,7 +71,8 @@ wait_a_little(wait *self, const fsdpc_unit *unit, const char *name)
         *self = (wait){now_s() + patience(unit), 20000};
     } else if (now_s() > self->until) {
         return refuse(name, "another thread is using this unit or its tree and has not left it "
-                            "within the deadline; only one thread at a time may use a model");
+                            "within the deadline (FSDPC_TIMEOUT, or 5 s inside another unit); only "
+                            "one thread at a time may use a model");
     }
     const struct timespec nap = {.tv_nsec = self->nap_ns};
     Py_BEGIN_ALLOW_THREADS(void)
