@@ -21,7 +21,7 @@ host    Forward and backward without communication and waiting; what the plain m
         sums of its collectives are still in the figure. `fsdpc-alone` is fsdpc on a group of one
         rank: every hook, swap and gradient copy, but nobody to talk to. `fsdpc-c10d` is fsdpc on
         the fake group, where it calls torch.distributed for each collective. `-flat` has
-        `use_orig_params=False`.
+        `use_orig_params=False`, and `fsdpc2` is fsdpc behind `fully_shard`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def import_all(name: str) -> None:
     import torch
     import torch.distributed.fsdp
 
-    if name == "fsdpc":
+    if name.startswith("fsdpc"):
+        import fsdpc._fsdp2.module  # noqa: F401
         import fsdpc.fsdp  # noqa: F401
     torch.ones(64, 64) @ torch.ones(64, 64)
 
@@ -309,7 +310,8 @@ def host_once(training: object, work: object) -> float:
     from engines import random_batch
 
     batch = random_batch(work, 0)
-    tree = getattr(training.model, "_tree", None)  # fsdpc's, after the first forward
+    host = getattr(training.model, "_fsdpc_host", None)
+    tree = None if host is None else host._tree  # fsdpc's, after the first forward
     if tree is not None:
         tree.clear_trace()
     dist.barrier()
@@ -397,7 +399,7 @@ def parse_args() -> argparse.Namespace:
         default=",".join(DEFAULT_PARTS),
         help="comma-separated, of 10m, 10m-bf16, 85m, 85m-bf16, tiny (default: %(default)s)",
     )
-    parser.add_argument("--engines", default="fsdpc,fsdp1,fsdp2,local", help="comma-separated")
+    parser.add_argument("--engines", default="fsdpc,fsdpc2,fsdp1,fsdp2,local")
     parser.add_argument("--parts", help="of time, memory, host; by default what suits the model")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--note", default="", help="kept in the JSON, e.g. what else was running")
@@ -430,12 +432,14 @@ def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict
 
 def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
     """Runs the part `host`: fsdpc on real ranks, all of them on a fake process group."""
-    fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names]
+    ours = [name for name in names if name in ("fsdpc", "fsdpc2")]
+    fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names if name != "fsdpc2"]
     fake += ["fsdp1-flat"] if "fsdp1" in names else []
     figures = report_host(run_ranks(fake_job, 1, model, fake, rounds))
+    if ours:
+        shared = report_host(run_ranks(shared_job, 2, model, [*ours, "local"], rounds))
+        figures.update({name: shared[name] for name in ours})
     if "fsdpc" in names:
-        shared = report_host(run_ranks(shared_job, 2, model, ["fsdpc", "local"], rounds))
-        figures["fsdpc"] = shared["fsdpc"]
         lonely = ["fsdpc-alone", "fsdpc-alone-flat"]
         alone = report_host(run_ranks(alone_job, 1, model, [*lonely, "local"], rounds))
         figures.update({name: alone[name] for name in lonely})

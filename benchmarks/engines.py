@@ -168,8 +168,22 @@ def fsdpc(work: Workload, **options: object) -> Training:
 
 def fsdp2(work: Workload) -> Training:
     """torch.distributed.fsdp.fully_shard, on gloo."""
+    from torch.distributed.fsdp import fully_shard
+
+    return sharded_in_place(work, fully_shard)
+
+
+def fsdpc2(work: Workload) -> Training:
+    """fsdpc.fully_shard, over shared memory."""
+    import fsdpc
+
+    return sharded_in_place(work, fsdpc.fully_shard)
+
+
+def sharded_in_place(work: Workload, fully_shard: Callable[..., Any]) -> Training:
+    """Shards with the FSDP2 interface."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     model = plain_model(work)
     low = None if work.dtype is torch.float32 else work.dtype
@@ -189,6 +203,7 @@ ENGINES: dict[str, Callable[[Workload], Training]] = {
     "fsdp1": fsdp1,
     "fsdp2": fsdp2,
     "fsdpc": fsdpc,
+    "fsdpc2": fsdpc2,
 }
 
 

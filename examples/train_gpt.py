@@ -3,10 +3,12 @@
     python examples/train_gpt.py                         # starts its own ranks, about 3 minutes
     torchrun --nproc-per-node 2 examples/train_gpt.py    # the same, started by hand
     python examples/train_gpt.py --minutes 20 --dtype bfloat16
+    python examples/train_gpt.py --api fully_shard       # the interface of FSDP2
 
 It trains on GPUs where there is one for each rank (by itself it starts as many ranks as there are
 GPUs), otherwise on the CPU; --device cpu or cuda says which.
-The sharding is an ordinary FSDP script: to train with PyTorch's own FSDP instead, set ENGINE=torch,
+The sharding is an ordinary FSDP script, by FullyShardedDataParallel or, with --api fully_shard, by
+fully_shard: to train with PyTorch's own FSDP instead, set ENGINE=torch,
 which changes the imports below and nothing else. What comes out lies in demo-out/: history.json,
 loss.png, sample.txt and weights.pt, a full state dict that plain PyTorch loads.
 Ctrl-C ends all ranks together after the step at hand; history and weights so far are saved.
@@ -29,16 +31,18 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, Block, GPTConfig, generate
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from tqdm import tqdm
 
 if os.environ.get("ENGINE", "fsdpc") == "torch":
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import MixedPrecision
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 else:
     from fsdpc import FullyShardedDataParallel as FSDP
-    from fsdpc import MixedPrecision
+    from fsdpc import MixedPrecision, MixedPrecisionPolicy, fully_shard
     from fsdpc.wrap import transformer_auto_wrap_policy
 
 Arguments = argparse.Namespace
@@ -141,9 +145,15 @@ def start_group(device: torch.device) -> None:
         dist.init_process_group("gloo")
 
 
-def shard(model: nn.Module, args: Arguments, device: torch.device) -> FSDP:
-    """Wraps every transformer block as a unit of its own, and the rest with the root."""
+def shard(model: nn.Module, args: Arguments, device: torch.device) -> nn.Module:
+    """Makes every transformer block a unit of its own, and the rest one with the root."""
     low = getattr(torch, args.dtype)
+    if args.api == "fully_shard":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
     return FSDP(
         model,
         auto_wrap_policy=functools.partial(
@@ -166,11 +176,20 @@ def progress_bar(rank: int) -> tqdm:
     )
 
 
-def take_step(model: FSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, float]:
+def clip(model: nn.Module, limit: float) -> Tensor:
+    """Clips the gradients by the norm of all of them, over all ranks, and returns that norm."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(limit)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> tuple[float, float]:
     """Takes one training step; returns this rank's loss and the norm of the whole gradient."""
     loss = loss_of(model, batch)
     loss.backward()
-    norm = model.clip_grad_norm_(1.0)
+    norm = clip(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), norm.item()
@@ -184,7 +203,7 @@ def mean_over_ranks(device: torch.device, *values: float) -> list[float]:
 
 
 def train(
-    model: FSDP, data: Tensor, args: Arguments, stop: StopRequest, device: torch.device
+    model: nn.Module, data: Tensor, args: Arguments, stop: StopRequest, device: torch.device
 ) -> tuple[list[dict], bool]:
     """Trains until the steps or the minutes are used up or somebody asks to stop.
 
@@ -272,9 +291,13 @@ def load_plain(path: Path, config: GPTConfig, dtype: torch.dtype, device: torch.
     return plain.to(device, dtype)
 
 
-def save_weights(model: FSDP, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path) -> None:
     """Writes the full weights under the plain model's names. Every rank must take part."""
-    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    if isinstance(model, FSDP):
+        weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    else:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)  # empty but on rank 0
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(weights, path)
@@ -304,7 +327,7 @@ def check_and_sample(
 
 
 def finish(
-    model: FSDP,
+    model: nn.Module,
     data: Tensor,
     history: list[dict],
     args: Arguments,
@@ -344,6 +367,12 @@ def parse_args() -> Arguments:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence, at most 256")
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument(
+        "--api",
+        choices=["FSDP", "fully_shard"],
+        default="FSDP",
+        help="interface of FSDP1 or of FSDP2",
+    )
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="demo-out", help="folder for what comes out")

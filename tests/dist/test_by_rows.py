@@ -85,7 +85,7 @@ def check_same(rank, options, **limits):
     full = full_parameters(model)
     units = [(n, m._unit) for n, m in model.named_modules() if isinstance(m, FSDP)]
     for prefix, unit in units:
-        for param, _, (i,) in unit.seen:
+        for param, _, (i,) in unit.optim_params:
             name = clean(f"{prefix}.{unit.infos[i].name}".lstrip("."))
             assert torch.equal(param.detach().flatten(), rows_of(full[name], unit.groups.shard))
 
