@@ -57,11 +57,11 @@ _HOME = {
     **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
-    "install": "fsdpc._fsdp1.install",
+    "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._fsdp1.marks",
     "memory_stats": "fsdpc._engine.root",
     "set_collectives": "fsdpc._comm.bootstrap",
-    "uninstall": "fsdpc._fsdp1.install",
+    "uninstall": "fsdpc._install",
 }
 _SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
@@ -117,7 +117,6 @@ if TYPE_CHECKING:
     )
     from fsdpc._comm.bootstrap import set_collectives
     from fsdpc._engine.root import memory_stats
-    from fsdpc._fsdp1.install import install, uninstall
     from fsdpc._fsdp1.marks import mark_data_dependent
     from fsdpc._fsdp2.module import (
         FSDPModule,
@@ -126,6 +125,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from fsdpc._install import install, uninstall
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,

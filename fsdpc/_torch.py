@@ -111,6 +111,12 @@ total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
 # Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
 
+# The older path to fully_shard, which frameworks import.
+COMPOSABLE = (
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+
 # --- the compiler, which this package never loads ------------------------------------------------
 
 COMPILER = "torch._dynamo"

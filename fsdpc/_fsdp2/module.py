@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
@@ -323,9 +325,11 @@ def _after_load(module: Any, incompatible_keys: Any) -> None:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather and release ``module``'s parameters around the method too, as around ``forward``.
-    Local. A no-op for modules without ``fully_shard``. ``ValueError``: no such method.
+    Local. Modules without fsdpc's ``fully_shard`` are left to torch's function. ``ValueError``: no
+    such method.
     """
     if not isinstance(module, FSDPModule):
+        torch_register(module, method_name)
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
@@ -352,7 +356,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]
+def _state(module: nn.Module) -> Any:
+    state = state_of(module)
+    return torch_fully_shard.state(module) if state is None else state  # type: ignore[attr-defined]
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 __all__ = [
     "FSDPModule",
     "UnshardHandle",

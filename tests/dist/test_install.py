@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from toys import loss_of, tokens, toy
 
 import fsdpc
-from fsdpc._fsdp1.install import installed
+from fsdpc._install import installed
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 CPU = torch.device("cpu")
@@ -114,12 +114,13 @@ def test_signatures_stay_readable():
     assert list(inspect.signature(fsdpc.FSDP).parameters) == list(before[0].parameters)
 
 
-def test_enums_and_fully_shard_do_not_change():
-    names = [name for name in public.__all__ if name != "FullyShardedDataParallel"]
+def test_enums_and_policies_do_not_change():
+    changed = {"FullyShardedDataParallel", "fully_shard", "register_fsdp_forward_method"}
+    names = [name for name in public.__all__ if name not in {*changed, "share_comm_ctx"}]
     before = [getattr(public, name) for name in names]
     fsdpc.install()
     assert [getattr(public, name) for name in names] == before
-    assert public.fully_shard is fully_shard
+    assert all(getattr(public, name) is getattr(fsdpc, name) for name in changed)
 
 
 def test_importing_and_installing_is_silent():
@@ -262,3 +263,35 @@ def stub(calls: list[str], who: str, original):
 
     method.__signature__ = inspect.signature(original)
     return method
+
+
+# --- fully_shard ---------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("interface", ["both", "fully_shard", "FullyShardedDataParallel"])
+def test_the_interface_that_is_installed(rank, world, interface):
+    import torch.distributed._composable.fsdp as composable
+    import torch.distributed.fsdp as public
+
+    before = public.fully_shard, public.FullyShardedDataParallel
+    theirs = before[0](toy())  # made by torch before
+    fsdpc.install(interface)
+    sharded = public.fully_shard is fsdpc.fully_shard
+    assert (
+        sharded
+        == (composable.fully_shard is fsdpc.fully_shard)
+        == (interface in ("both", "fully_shard"))
+    )
+    assert (public.FullyShardedDataParallel is fsdpc.FSDP) == (interface != "fully_shard")
+    ours = public.fully_shard(toy())
+    assert isinstance(ours, fsdpc.FSDPModule) == sharded and isinstance(ours, public.FSDPModule)
+    for model in (theirs, ours):
+        public.register_fsdp_forward_method(model, "forward")
+        loss_of(model, tokens(rank, 0)).backward()
+    for one, other in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor())
+    fsdpc.uninstall()
+    assert (public.fully_shard, public.FullyShardedDataParallel) == before
+    with pytest.raises(ValueError, match="fully_shard"):
+        fsdpc.install("fsdp2")

@@ -239,8 +239,7 @@ def test_only_the_package_imports_torch() -> None:
 PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "_fsdp2", "")
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
-UPWARD = {("_fsdp1/install", "fsdp"), ("_fsdp1/install", "sharded_grad_scaler")}
-UPWARD |= {("_fsdp1/optim/methods", "state_dict")}
+UPWARD = {("_fsdp1/optim/methods", "state_dict")}
 
 
 def package_layer(module: str) -> int:

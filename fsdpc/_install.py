@@ -3,14 +3,16 @@
 Three things change, and ``uninstall()`` puts each of them back:
 
 - The names. Module-level references to torch's class or gradient scaler, in torch's public modules
-  and in modules imported before, become fsdpc's. torch's private modules keep their references;
-  the next two changes make them work with both classes.
-- Constructing torch's class, through a reference in a closure or a default argument, makes an
-  fsdpc model.
-- The static methods of both classes dispatch on the model: torch's models, made before or after,
-  run torch's code.
+and in modules imported before, become fsdpc's. torch's private modules keep their references; the
+next two changes make them work with both classes. - Constructing torch's class, through a reference
+in a closure or a default argument, makes an fsdpc model. - The static methods of both classes
+dispatch on the model: torch's models, made before or after, run torch's code.
 
-``fully_shard``, the enums and the configuration classes do not change.
+FSDP2: module-level references to ``fully_shard`` and the functions beside it become fsdpc's, which
+leave modules of torch's ``fully_shard`` to torch. ``FSDPModule`` stays torch's: fsdpc's derives
+from it.
+
+The enums, policies and configuration classes do not change.
 """
 
 from __future__ import annotations
@@ -34,36 +36,55 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 from fsdpc._fsdp1.collect import is_unit_module
 from fsdpc._fsdp1.face import accept_torch_instances
+from fsdpc._fsdp2 import module as _fsdp2
+from fsdpc._torch import COMPOSABLE
 from fsdpc.fsdp import FSDP
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 NAME = "FullyShardedDataParallel"
+_FSDP2 = [
+    (getattr(public, name), getattr(_fsdp2, name))
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+    if hasattr(public, name)
+]
 _lock = threading.RLock()
 _undo: list[Callable[[], None]] = []
 
 
-def install() -> None:
-    """Bind the FSDP1 names of ``torch.distributed.fsdp`` to fsdpc's. Local; a second call is a
-    no-op.
+def install(interface: str = "both") -> None:
+    """Bind names of ``torch.distributed.fsdp`` to fsdpc's. Local; a second call is a no-op.
 
-    Afterwards every module-level reference to torch's ``FullyShardedDataParallel`` is fsdpc's, also
-    in modules imported before. Models of torch's class keep working, as instances of both.
-    ``RuntimeError``, on instantiation: a class derived from torch's before this call.
+    ``interface``: "FullyShardedDataParallel", "fully_shard" or "both" (``ValueError``: another
+    value). Afterwards every module-level reference to torch's ``FullyShardedDataParallel`` is
+    fsdpc's, also in modules imported before. Models of torch's class keep working, as instances of
+    both. ``RuntimeError``, on instantiation: a class derived from torch's before this call.
     """
+    if interface not in ("both", NAME, "fully_shard"):
+        raise ValueError(
+            f'install: interface must be "both", "{NAME}" or "fully_shard", got {interface!r}'
+        )
     with _lock:
         if _undo:
             return
         try:
-            _redirect_constructor()
-            _dispatch_static_methods()
-            _rename(TorchFSDP, FSDP)
-            _stand_in_where_torch_needs_its_own()
-            _rename(TorchScaler, ShardedGradScaler)
-            accept_torch_instances(FSDP)
-            _undo.append(lambda: accept_torch_instances(None))
+            if interface != "fully_shard":
+                _install_fsdp1()
+            if interface != NAME:
+                for theirs, ours in _FSDP2:
+                    _rename(theirs, ours)
         except BaseException:
             uninstall()
             raise
+
+
+def _install_fsdp1() -> None:
+    _redirect_constructor()
+    _dispatch_static_methods()
+    _rename(TorchFSDP, FSDP)
+    _stand_in_where_torch_needs_its_own()
+    _rename(TorchScaler, ShardedGradScaler)
+    accept_torch_instances(FSDP)
+    _undo.append(lambda: accept_torch_instances(None))
 
 
 def uninstall() -> None:
@@ -100,8 +121,8 @@ def _references(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield module_name, namespace, name
 
 
-def _rename(theirs: type, ours: type) -> None:
-    public_names = (public.__name__, scaler_home.__name__)
+def _rename(theirs: Any, ours: Any) -> None:
+    public_names = (public.__name__, scaler_home.__name__, *COMPOSABLE)
     for module_name, namespace, name in _references(theirs):
         own = module_name.partition(".")[0] == "fsdpc"
         if own or (_is_torchs(module_name) and module_name not in public_names):
@@ -111,12 +132,12 @@ def _rename(theirs: type, ours: type) -> None:
     _undo.append(lambda: _clean_torch(theirs, ours))
 
 
-def _put_back(namespace: dict[str, Any], name: str, ours: type, theirs: type) -> None:
+def _put_back(namespace: dict[str, Any], name: str, ours: Any, theirs: Any) -> None:
     if namespace.get(name) is ours:  # otherwise other code has rebound the name
         namespace[name] = theirs
 
 
-def _clean_torch(theirs: type, ours: type) -> None:
+def _clean_torch(theirs: Any, ours: Any) -> None:
     """Restore torch's class in torch's modules that were imported since ``install()``."""
     for module_name, namespace, name in _references(ours):
         if _is_torchs(module_name):
