@@ -123,7 +123,8 @@ SAN :=
 comma := ,
 CDIR := build/c/$(if $(SAN),$(subst $(comma),-,$(SAN)),plain)
 CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
-CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%) $(if $(T),,$(CDIR)/test_unit_rows $(CDIR)/test_exchange_rows $(CDIR)/test_tree_rows)
+CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%) \
+    $(if $(T),,$(patsubst %,$(CDIR)/test_%_rows,unit exchange tree))
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
 CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g -pthread -fno-math-errno -fno-omit-frame-pointer \
     -Wall -Wextra -Icsrc -Ikernels -Itests/c -idirafter $(CUDA_HOME)/include -MMD -MP \
@@ -157,7 +158,8 @@ ctest:
 # it. The table of planted faults is shown.
 SIMDIR := $(CDIR)/simgpu
 SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
-SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%) $(if $(T),,$(SIMDIR)/test_exchange_stream_rows $(SIMDIR)/test_replicas_rows $(SIMDIR)/test_unit_device_rows)
+SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%) \
+    $(if $(T),,$(patsubst %,$(SIMDIR)/test_%_rows,exchange_stream replicas unit_device))
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
 SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
 SIMNCCL := $(wildcard tests/simgpu/nccl/*.c)

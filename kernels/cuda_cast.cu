@@ -13,12 +13,38 @@ grid_lanes(void)
     return (int64_t)gridDim.x * blockDim.x;
 }
 
+/* In place; nothing is touched where the factor is 1. */
+template <int T>
+static __device__ __forceinline__ void
+scale_span(void *x, int64_t n, double factor, int64_t lane, int64_t lanes)
+{
+    const bool unscaled = (T == FSDPC_F64 ? factor : (double)(float)factor) == 1.0;
+    if (!unscaled) {
+        convert_span<T, T, true, int64_t>(x, x, n, factor, lane, lanes);
+    }
+}
+
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_cast(const __grid_constant__ fsdpc_cuda_cast_params p)
 {
-    const double scale = p.factor ? *p.factor : p.scale;
-    convert_any<true>(p.dst, p.dst_type, p.src, p.src_type, p.n, scale, grid_lane(), grid_lanes());
+    convert_any<true>(p.dst, p.dst_type, p.src, p.src_type, p.n, p.scale, grid_lane(), grid_lanes());
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+fsdpc_cuda_scale(const __grid_constant__ fsdpc_cuda_scale_params p)
+{
+    const own_span own(p.span, (int)p.count);
+    void *x = own.span->data;
+    const int type = own.span->type;
+    const double factor = *p.factor;
+    switch (type) {
+    case FSDPC_F32: scale_span<FSDPC_F32>(x, own.span->n, factor, own.lane, own.lanes); break;
+    case FSDPC_BF16: scale_span<FSDPC_BF16>(x, own.span->n, factor, own.lane, own.lanes); break;
+    case FSDPC_F16: scale_span<FSDPC_F16>(x, own.span->n, factor, own.lane, own.lanes); break;
+    default: scale_span<FSDPC_F64>(x, own.span->n, factor, own.lane, own.lanes); break;
+    }
 }
 
 /* --- pack ---------------------------------------------------------------------------------------- */

@@ -22,11 +22,13 @@ enum {
     FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
     FSDPC_CUDA_VIEW_DIMS = 16,
+    FSDPC_CUDA_SPANS = 128, /* of one launch */
 };
 
 /* X(kernel, its struct) */
 #define FSDPC_CUDA_KERNELS(X)                          \
     X(fsdpc_cuda_cast, fsdpc_cuda_cast_params)         \
+    X(fsdpc_cuda_scale, fsdpc_cuda_scale_params)       \
     X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)         \
     X(fsdpc_cuda_pack_add, fsdpc_cuda_pack_params)     \
     X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)     \
@@ -41,9 +43,23 @@ typedef struct fsdpc_cuda_cast_params {
     const void *src;
     int64_t n;
     double scale;
-    const double *factor; /* not NULL: the scale is read there */
     int dst_type, src_type;
 } fsdpc_cuda_cast_params;
+
+/* One of several arrays that a launch works on: its blocks are consecutive, from first_block to the next
+ * span's, or to the end of the grid. */
+typedef struct fsdpc_cuda_span {
+    void *data;
+    int64_t n;
+    int32_t first_block, type;
+} fsdpc_cuda_span;
+
+/* Elements of each span are multiplied by *factor, in place. */
+typedef struct fsdpc_cuda_scale_params {
+    const double *factor;
+    int64_t count;
+    fsdpc_cuda_span span[FSDPC_CUDA_SPANS];
+} fsdpc_cuda_scale_params;
 
 /* --- pack: any number of tensors into one buffer ---------------------------------------------- */
 
@@ -122,13 +138,13 @@ typedef struct fsdpc_cuda_refresh_params {
     int acc_type, seen_type;
 } fsdpc_cuda_refresh_params;
 
-/* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. */
+/* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. A span of n elements
+ * has fsdpc_cuda_norm_blocks(n) blocks. */
 typedef struct fsdpc_cuda_norm_params {
-    const void *src;
-    int64_t n;
-    double p;
     fsdpc_cuda_norm_value *partials;
-    int type;
+    double p;
+    int64_t count;
+    fsdpc_cuda_span span[FSDPC_CUDA_SPANS];
 } fsdpc_cuda_norm_params;
 
 /* One block: *out = (add ? *out : 0) + partials[0] + ... in an order that depends on count alone. */

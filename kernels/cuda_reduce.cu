@@ -142,17 +142,19 @@ extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
 {
-    const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
+    const own_span own(p.span, (int)p.count);
+    const void *src = own.span->data;
+    const int64_t n = own.span->n;
+    const int type = own.span->type;
     fsdpc_cuda_norm_value norm = {0, 0, 0};
     if (p.p != 2) {
-        norm.sum = sum_of_powers(p.src, p.type, p.n, p.p, lane, lanes);
+        norm.sum = sum_of_powers(src, type, n, p.p, own.lane, own.lanes);
     } else {
-        switch (p.type) {
-        case FSDPC_F32: norm = sum_of_squares<FSDPC_F32>(p.src, p.n, lane, lanes); break;
-        case FSDPC_BF16: norm = sum_of_squares<FSDPC_BF16>(p.src, p.n, lane, lanes); break;
-        case FSDPC_F16: norm = sum_of_squares<FSDPC_F16>(p.src, p.n, lane, lanes); break;
-        default: norm = sum_of_squares<FSDPC_F64>(p.src, p.n, lane, lanes); break;
+        switch (type) {
+        case FSDPC_F32: norm = sum_of_squares<FSDPC_F32>(src, n, own.lane, own.lanes); break;
+        case FSDPC_BF16: norm = sum_of_squares<FSDPC_BF16>(src, n, own.lane, own.lanes); break;
+        case FSDPC_F16: norm = sum_of_squares<FSDPC_F16>(src, n, own.lane, own.lanes); break;
+        default: norm = sum_of_squares<FSDPC_F64>(src, n, own.lane, own.lanes); break;
         }
     }
     add_block(&norm, &p.partials[blockIdx.x]);

@@ -10,6 +10,32 @@
 
 #include "cuda_convert.cuh"
 
+/* The span that a block belongs to, and the number of the calling thread among the span's. */
+struct own_span {
+    const fsdpc_cuda_span *span;
+    int64_t lane, lanes;
+
+    __device__ __forceinline__ own_span(const fsdpc_cuda_span *spans, int count)
+    {
+        const int block = (int)blockIdx.x;
+        int low = 0, high = count - 1;
+#pragma unroll 1
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (spans[middle].first_block <= block) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        const int first = spans[low].first_block;
+        const int end = low + 1 < count ? spans[low + 1].first_block : (int)gridDim.x;
+        span = &spans[low];
+        lane = (int64_t)(block - first) * blockDim.x + threadIdx.x;
+        lanes = (int64_t)(end - first) * blockDim.x;
+    }
+};
+
 template <int S, int D> struct conversion {
     typedef typename item<S>::raw source;
     typedef typename item<D>::raw target;

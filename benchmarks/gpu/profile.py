@@ -29,6 +29,7 @@ KINDS = (
     ("fsdpc_cuda_reduce", "reduce"),
     ("fsdpc_cuda_norm", "norm"),
     ("fsdpc_cuda_clip", "norm"),
+    ("fsdpc_cuda_scale", "norm"),
     ("nccl", "NCCL"),
     ("Memcpy", "copy, fill"),
     ("Memset", "copy, fill"),

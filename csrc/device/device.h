@@ -214,10 +214,16 @@ int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, vo
  */
 enum { FSDPC_NORM_PART_BYTES = 24 };
 int64_t fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n);
-/* Writes the sum of |x|^p to `parts`; for p 2 also the largest |x| and whether all x are finite. p > 0,
- * finite. */
-int fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n,
-                           double p, void *parts);
+/* Elements of one dtype, n > 0. */
+typedef struct fsdpc_stretch {
+    void *data;
+    int64_t n;
+    fsdpc_dtype dtype;
+} fsdpc_stretch;
+/* Writes the sum of |x|^p to `parts`, stretch by stretch; for p 2 also the largest |x| and whether all x are
+ * finite. p > 0, finite. One launch for up to 128 stretches. */
+int fsdpc_device_norm_into(fsdpc_device *device, const fsdpc_stretch *list, int count, double p,
+                           void *parts);
 /* *total (one part) = the sum of parts, with `add` plus *total. */
 int fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t count, bool add,
                             void *total);
@@ -225,8 +231,8 @@ int fsdpc_device_norm_total(fsdpc_device *device, const void *parts, int64_t cou
  * min(1, max_norm / (norm + 1e-6)). */
 int fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, double max_norm,
                              double *out);
-/* x[i] *= *factor, a double on the device; nothing is read or written where it is 1. */
-int fsdpc_device_scale_by(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n,
+/* x[i] *= *factor, a double on the device; nothing is read or written where it is 1. Launches as above. */
+int fsdpc_device_scale_by(fsdpc_device *device, const fsdpc_stretch *list, int count,
                           const double *factor);
 
 #endif

@@ -137,12 +137,12 @@ int fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const
 int fsdpc_cuda_norm2(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
 int fsdpc_cuda_norm_p(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                       double *out);
-int fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
+int fsdpc_cuda_norm_into(void *context, const fsdpc_stretch *list, int count, double p,
                          void *parts);
 int fsdpc_cuda_norm_total(void *context, const void *parts, int64_t count, bool add, void *total);
 int fsdpc_cuda_clip_factor(void *context, const void *total, double p, double max_norm,
                            double *out);
-int fsdpc_cuda_scale_by(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);
+int fsdpc_cuda_scale_by(void *context, const fsdpc_stretch *list, int count, const double *factor);
 
 /* device_cuda_pack.c */
 

@@ -165,14 +165,38 @@ fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *
     return fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_cast, blocks_for(cuda, n), &params);
 }
 
+/* --- lists of spans ------------------------------------------------------------------------------- */
+
+/* A span that gets `blocks` blocks behind *total others. */
+static int
+add_span(fsdpc_cuda_span *span, const fsdpc_stretch *from, int64_t blocks, int64_t *total)
+{
+    FSDPC_TRY(fsdpc_cuda_check_aligned("norm", from->data, from->dtype));
+    *span = (fsdpc_cuda_span){from->data, from->n, (int32_t)*total, (int32_t)from->dtype};
+    *total += blocks;
+    return FSDPC_OK;
+}
+
+static int
+spans_at_once(int count)
+{
+    return count < FSDPC_CUDA_SPANS ? count : FSDPC_CUDA_SPANS;
+}
+
 int
-fsdpc_cuda_scale_by(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor)
+fsdpc_cuda_scale_by(void *context, const fsdpc_stretch *list, int count, const double *factor)
 {
     const struct fsdpc_cuda *cuda = context;
-    const fsdpc_cuda_cast_params params = {
-        .dst = x, .src = x, .n = n, .factor = factor, .dst_type = (int)type, .src_type = (int)type};
-    FSDPC_TRY(fsdpc_cuda_check_aligned("scale", x, type));
-    return fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_cast, blocks_for(cuda, n), &params);
+    for (int done = 0; done < count; done += FSDPC_CUDA_SPANS) {
+        int64_t blocks = 0;
+        fsdpc_cuda_scale_params params = {.factor = factor, .count = spans_at_once(count - done)};
+        for (int i = 0; i < params.count; i++) {
+            const fsdpc_stretch *one = &list[done + i];
+            FSDPC_TRY(add_span(&params.span[i], one, blocks_for(cuda, one->n), &blocks));
+        }
+        FSDPC_TRY(fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_scale, blocks, &params));
+    }
+    return FSDPC_OK;
 }
 
 /* --- sums ------------------------------------------------------------------------------------------ */
@@ -232,13 +256,21 @@ fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const voi
 _Static_assert(sizeof(fsdpc_cuda_norm_value) == FSDPC_NORM_PART_BYTES, "as device.h says");
 
 int
-fsdpc_cuda_norm_into(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
-                     void *parts)
+fsdpc_cuda_norm_into(void *context, const fsdpc_stretch *list, int count, double p, void *parts)
 {
-    const fsdpc_cuda_norm_params params = {
-        .src = src, .n = n, .p = p, .partials = parts, .type = (int)type};
-    FSDPC_TRY(fsdpc_cuda_check_aligned("norm", src, type));
-    return fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_norm, fsdpc_cuda_norm_blocks(n), &params);
+    fsdpc_cuda_norm_value *next = parts;
+    for (int done = 0; done < count; done += FSDPC_CUDA_SPANS) {
+        int64_t blocks = 0;
+        fsdpc_cuda_norm_params params = {
+            .partials = next, .p = p, .count = spans_at_once(count - done)};
+        for (int i = 0; i < params.count; i++) {
+            const fsdpc_stretch *one = &list[done + i];
+            FSDPC_TRY(add_span(&params.span[i], one, fsdpc_cuda_norm_blocks(one->n), &blocks));
+        }
+        FSDPC_TRY(fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_norm, blocks, &params));
+        next += blocks;
+    }
+    return FSDPC_OK;
 }
 
 int
@@ -269,7 +301,8 @@ norm_to_host(struct fsdpc_cuda *cuda, const void *src, fsdpc_dtype type, int64_t
     fsdpc_event *done = NULL;
     fsdpc_cuda_norm_value *parts = cuda->norm_parts, *total = parts + FSDPC_CUDA_NORM_BLOCKS;
     FSDPC_TRY(fsdpc_cuda_event_new(cuda, &done));
-    FSDPC_GOTO(fsdpc_cuda_norm_into(cuda, src, type, n, p, parts), end);
+    const fsdpc_stretch all = {(void *)(uintptr_t)src, n, type};
+    FSDPC_GOTO(fsdpc_cuda_norm_into(cuda, &all, 1, p, parts), end);
     FSDPC_GOTO(fsdpc_cuda_norm_total(cuda, parts, fsdpc_cuda_norm_blocks(n), false, total), end);
     FSDPC_GOTO(fsdpc_cuda_copy_out(cuda, cuda->norm_host, total, sizeof *total), end);
     FSDPC_GOTO(fsdpc_cuda_record(cuda, done), end);

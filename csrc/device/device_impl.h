@@ -76,11 +76,10 @@ typedef struct fsdpc_device_i {
     int (*pack_onto)(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,
                      const fsdpc_pack_source *sources, double scale);
     int64_t (*norm_parts)(int64_t n);
-    int (*norm_into)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
-                     void *parts);
+    int (*norm_into)(void *context, const fsdpc_stretch *list, int count, double p, void *parts);
     int (*norm_total)(void *context, const void *parts, int64_t count, bool add, void *total);
     int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
-    int (*scale_by)(void *context, void *x, fsdpc_dtype type, int64_t n, const double *factor);
+    int (*scale_by)(void *context, const fsdpc_stretch *list, int count, const double *factor);
 } fsdpc_device_i;
 
 struct fsdpc_pack_plan {

@@ -21,17 +21,28 @@ fsdpc_device_norm_parts(const fsdpc_device *device, int64_t n)
     return device->i->norm_parts ? device->i->norm_parts(n) : 0;
 }
 
-int
-fsdpc_device_norm_into(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n, double p,
-                       void *parts)
+static int
+check_list(const fsdpc_device *device, const fsdpc_stretch *list, int count)
 {
     FSDPC_TRY(check_queues(device));
-    FSDPC_TRY(fsdpc_device_check_scale(src, type, n));
-    if (!(p > 0) || p > DBL_MAX || !parts || n == 0) {
-        return fsdpc_error(FSDPC_E_INVAL, "norm: order %g of %lld elements into %p", p,
-                           (long long)n, parts);
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(fsdpc_device_check_scale(list[i].data, list[i].dtype, list[i].n));
+        if (list[i].n == 0) {
+            return fsdpc_error(FSDPC_E_INVAL, "norm: stretch %d has no elements", i);
+        }
     }
-    return device->i->norm_into(device->context, src, type, n, p, parts);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_device_norm_into(fsdpc_device *device, const fsdpc_stretch *list, int count, double p,
+                       void *parts)
+{
+    FSDPC_TRY(check_list(device, list, count));
+    if (!(p > 0) || p > DBL_MAX || !parts) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: order %g into %p", p, parts);
+    }
+    return device->i->norm_into(device->context, list, count, p, parts);
 }
 
 int
@@ -59,13 +70,12 @@ fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, doub
 }
 
 int
-fsdpc_device_scale_by(fsdpc_device *device, void *x, fsdpc_dtype type, int64_t n,
+fsdpc_device_scale_by(fsdpc_device *device, const fsdpc_stretch *list, int count,
                       const double *factor)
 {
-    FSDPC_TRY(check_queues(device));
-    FSDPC_TRY(fsdpc_device_check_scale(x, type, n));
+    FSDPC_TRY(check_list(device, list, count));
     if (!factor) {
         return fsdpc_error(FSDPC_E_INVAL, "scale: the factor is NULL");
     }
-    return n ? device->i->scale_by(device->context, x, type, n, factor) : FSDPC_OK;
+    return device->i->scale_by(device->context, list, count, factor);
 }

@@ -1,56 +1,49 @@
-/* Norm and scaling of a unit's gradients on a device that queues, without a host sync. One launch for
- * adjacent parameters, which are all of a segment when their sizes are multiples of the alignment. Padding
- * is not scaled: a NaN would stay in the padding for ever, because gradients are zeroed by parameter.
+/* Norm and scaling of a unit's gradients on a device that queues, without a host sync and by one launch each.
+ * Padding is neither measured nor scaled: a NaN would stay in the padding for ever, because gradients are zeroed
+ * by parameter.
  */
 #include <math.h>
 
+#include "base/mem.h"
 #include "base/status.h"
 #include "unit/unit_impl.h"
 
-typedef struct stretch {
-    char *data;
-    fsdpc_dtype dtype;
-    int64_t n;
-} stretch;
+/* Stretches of the masked parameters' gradients, segment by segment; adjacent ones are merged. */
+typedef struct stretches {
+    fsdpc_stretch *list;
+    int count;
+} stretches;
 
-typedef int (*visitor)(fsdpc_unit *unit, stretch grads, void *argument);
-
-static bool
-continues(const stretch *grads, stretch next)
+static void
+append(stretches *to, fsdpc_stretch next)
 {
-    return grads->n > 0 && grads->dtype == next.dtype &&
-           grads->data + (size_t)grads->n * fsdpc_dtype_bytes(next.dtype) == next.data;
-}
-
-/* Parameters of one segment come by rising address. */
-static int
-visit_segment(fsdpc_unit *unit, const uint8_t *mask, const fsdpc_segment *segment, visitor visit,
-              void *argument)
-{
-    stretch grads = {0};
-    for (int k = 0; k < segment->count; k++) {
-        const int i = unit->layout->order[segment->first + k];
-        stretch next = {.dtype = fsdpc_unit_grad_dtype(unit, i)};
-        if (!mask[i]) {
-            continue;
-        }
-        next.data = fsdpc_unit_grad_part(unit, i, &next.n);
-        if (continues(&grads, next)) {
-            grads.n += next.n;
-        } else if (next.n > 0) {
-            FSDPC_TRY(grads.n > 0 ? visit(unit, grads, argument) : FSDPC_OK);
-            grads = next;
-        }
+    fsdpc_stretch *last = to->count > 0 ? &to->list[to->count - 1] : NULL;
+    if (next.n == 0) {
+        return;
     }
-    return grads.n > 0 ? visit(unit, grads, argument) : FSDPC_OK;
+    if (last && last->dtype == next.dtype &&
+        (char *)last->data + (size_t)last->n * fsdpc_dtype_bytes(next.dtype) == next.data) {
+        last->n += next.n;
+        return;
+    }
+    to->list[to->count++] = next;
 }
 
+/* Parameters of one segment come by rising address. The caller frees the list. */
 static int
-visit_grads(fsdpc_unit *unit, const uint8_t *mask, visitor visit, void *argument)
+list_grads(const fsdpc_unit *unit, const uint8_t *mask, stretches *out)
 {
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        if (unit->layout->segments[s].trainable) {
-            FSDPC_TRY(visit_segment(unit, mask, &unit->layout->segments[s], visit, argument));
+    const fsdpc_layout *layout = unit->layout;
+    *out = (stretches){fsdpc_mem_calloc((size_t)layout->param_count + 1, sizeof *out->list), 0};
+    if (!out->list) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the norm of unit %s", unit->name);
+    }
+    for (int k = 0; k < layout->param_count; k++) {
+        const int i = layout->order[k];
+        if (mask[i] && layout->params[i].trainable_index >= 0) {
+            fsdpc_stretch next = {.dtype = fsdpc_unit_grad_dtype(unit, i)};
+            next.data = fsdpc_unit_grad_part(unit, i, &next.n);
+            append(out, next);
         }
     }
     return FSDPC_OK;
@@ -67,41 +60,29 @@ fsdpc_unit_norm_room(const fsdpc_unit *unit)
     return room;
 }
 
-struct parts {
-    char *next;
-    int64_t count;
-    double p;
-};
-
-static int
-measure(fsdpc_unit *unit, stretch grads, void *argument)
-{
-    struct parts *parts = argument;
-    int64_t count = fsdpc_device_norm_parts(unit->device, grads.n);
-    FSDPC_TRY(fsdpc_device_norm_into(unit->device, grads.data, grads.dtype, grads.n,
-                                     isinf(parts->p) ? 2 : parts->p, parts->next));
-    parts->next += count * FSDPC_NORM_PART_BYTES;
-    parts->count += count;
-    return FSDPC_OK;
-}
-
 int
 fsdpc_unit_norm_parts(fsdpc_unit *unit, const uint8_t *mask, double p, void *out, int64_t *count)
 {
-    struct parts parts = {.next = out, .p = p};
-    FSDPC_TRY(visit_grads(unit, mask, measure, &parts));
-    *count = parts.count;
-    return FSDPC_OK;
-}
-
-static int
-multiply(fsdpc_unit *unit, stretch grads, void *argument)
-{
-    return fsdpc_device_scale_by(unit->device, grads.data, grads.dtype, grads.n, argument);
+    int status = FSDPC_OK;
+    stretches grads;
+    FSDPC_TRY(list_grads(unit, mask, &grads));
+    FSDPC_GOTO(fsdpc_device_norm_into(unit->device, grads.list, grads.count, isinf(p) ? 2 : p, out),
+               done);
+    *count = 0;
+    for (int i = 0; i < grads.count; i++) {
+        *count += fsdpc_device_norm_parts(unit->device, grads.list[i].n);
+    }
+done:
+    fsdpc_mem_free(grads.list);
+    return status;
 }
 
 int
 fsdpc_unit_scale_by(fsdpc_unit *unit, const uint8_t *mask, const double *factor)
 {
-    return visit_grads(unit, mask, multiply, (void *)(uintptr_t)factor);
+    stretches grads;
+    FSDPC_TRY(list_grads(unit, mask, &grads));
+    const int status = fsdpc_device_scale_by(unit->device, grads.list, grads.count, factor);
+    fsdpc_mem_free(grads.list);
+    return status;
 }

@@ -1,7 +1,7 @@
 """The SHARDED form of one value: rows of a tensor, one block of rows per rank of a sharding group.
 
 Block ``r`` of ``shape`` over ``world`` ranks is that of ``torch.chunk``: ``ceil(shape[0] / world)``
-rows each, the last blocks fewer or none. Units cut parameters in another way (see
+rows each, the last blocks fewer or none. A unit cuts its parameters so only with ``by_rows`` (see
 ``csrc/unit/layout.h``), but torch's FSDP writes row blocks, and ``torch.distributed.checkpoint``
 reshards them to another number of ranks. Values without rows (0-dim tensors) or elements are not
 cut: every rank keeps them whole, as plain tensors.

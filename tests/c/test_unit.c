@@ -535,7 +535,7 @@ count_mappings(void)
 static int
 thaw_and_free(void *argument)
 {
-    const uint8_t segments[] = {0, 1, 0};
+    const uint8_t segments[ENGINE_PARAMS] = {0, 1};
     const float values[] = {1.5f, -2.0f, 3.0f};
     fsdpc_comm *comm = argument;
     fsdpc_unit *unit;
@@ -557,7 +557,7 @@ thaw_and_free(void *argument)
 static void
 frozen_parameters_get_gradients_later(void)
 {
-    const uint8_t bytes[] = {0, 0, 1};
+    const uint8_t bytes[ENGINE_PARAMS] = {0, 0, 1};
     fsdpc_comm *comm = alone();
     test_alloc_sweep(thaw_and_free, comm);
     fsdpc_unit *unit = engine_unit(comm, 1, "u", true);

@@ -22,7 +22,9 @@ from toys import (
     wrap_blocks,
 )
 
+import fsdpc
 from fsdpc import FullyShardedDataParallel as FSDP
+from fsdpc._engine.unit import Unit
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OPTIONS = {
@@ -114,3 +116,16 @@ def test_training_over_a_wire_equals_the_flat_layout(rank, world, options):
 def test_training_over_a_wire_on_three_ranks(rank, world):
     """gloo adds three ranks' values in an order that depends on their place in the buffer."""
     check_same(rank, OPTIONS["plain"], rtol=1e-5, atol=1e-7)
+
+
+@ranks(2)
+def test_ranks_of_different_layouts_are_refused(rank, world):
+    with laid_out("rows" if rank else "flat"), pytest.raises(fsdpc.MismatchError, match="rows"):
+        wrap_blocks("fsdpc", Odd(), use_orig_params=True)
+
+
+@ranks(1)
+def test_flat_parameters_by_rows_are_refused(rank, world):
+    options = {"param_dtype": None, "reduce_dtype": None, "reshard_after_forward": True}
+    with pytest.raises(ValueError, match="unit layer: by_rows needs use_orig_params"):
+        Unit("layer", [], None, use_orig_params=False, by_rows=True, **options)

@@ -109,6 +109,8 @@ class Caller:
 
     def new_flat(self) -> Any:
         specs = self.rng.choice(values.ALL_SPECS)
+        if self.rng.random() < 0.3:
+            specs = [(*s, self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs if len(s) == 6]
         made = _probe.FlatParameter(
             f"unit{self.number}",
             self.rng.choice([_probe.Comm.self_, lambda: self.some("comm")])(),

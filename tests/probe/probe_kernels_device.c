@@ -272,8 +272,9 @@ fsdpc_py_kernel_scale_by(PyObject *module, PyObject *const *args, Py_ssize_t cou
         if (number.n != 1) {
             PyErr_SetString(PyExc_ValueError, "factor must be one float64");
         } else {
-            const int status = fsdpc_device_scale_by(where.device, values.view.data, values.dtype,
-                                                     values.n, number.view.data);
+            const fsdpc_stretch all = {values.view.data, values.n, values.dtype};
+            const int status =
+                fsdpc_device_scale_by(where.device, &all, values.n > 0, number.view.data);
             result = fsdpc_py_kernels_finish(status);
         }
     }

@@ -605,14 +605,16 @@ clipping_needs_no_look_by_the_host(void)
         REQUIRE_OK(fsdpc_device_reduce(gpu, sums[u].gpu, FSDPC_F32,
                                        (const void *[]){sources[u].gpu}, 1, FSDPC_BF16, N, 0.25,
                                        true));
-        REQUIRE_OK(fsdpc_device_norm_into(gpu, sums[u].gpu, FSDPC_F32, N, 2,
-                                          list + u * parts * FSDPC_NORM_PART_BYTES));
+        const fsdpc_stretch all = {sums[u].gpu, N, FSDPC_F32};
+        REQUIRE_OK(
+            fsdpc_device_norm_into(gpu, &all, 1, 2, list + u * parts * FSDPC_NORM_PART_BYTES));
     }
     char *total = list + UNITS * parts * FSDPC_NORM_PART_BYTES;
     REQUIRE_OK(fsdpc_device_norm_total(gpu, list, UNITS * parts, false, total));
     REQUIRE_OK(fsdpc_device_clip_factor(gpu, total, 2, 1.5, clip));
     for (int u = 0; u < UNITS; u++) {
-        REQUIRE_OK(fsdpc_device_scale_by(gpu, sums[u].gpu, FSDPC_F32, N, clip + 1));
+        const fsdpc_stretch all = {sums[u].gpu, N, FSDPC_F32};
+        REQUIRE_OK(fsdpc_device_scale_by(gpu, &all, 1, clip + 1));
     }
     const simgpu_counters after = simgpu_count();
     CHECK_INT(after.launches - before.launches, 3 * UNITS + 2);

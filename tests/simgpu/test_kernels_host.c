@@ -199,20 +199,19 @@ a_buffer_is_scaled_in_place_by_a_factor_in_memory(void)
         double factor = 0.37;
         fill(bed.want, floats[t], 5003);
         memcpy(bed.got, bed.want, bed.bytes);
-        fsdpc_cuda_cast_params p = {.dst = bed.got,
-                                    .src = bed.got,
-                                    .n = 5003,
-                                    .scale = 99,
-                                    .factor = &factor,
-                                    .dst_type = floats[t],
-                                    .src_type = floats[t]};
-        LAUNCH(fsdpc_cuda_cast, &p, 3);
+        /* Two spans of odd lengths, of two blocks and of one. */
+        fsdpc_cuda_scale_params p = {
+            .factor = &factor,
+            .count = 2,
+            .span = {{bed.got, 4001, 0, floats[t]},
+                     {bed.got + 4001 * fsdpc_dtype_bytes(floats[t]), 1002, 2, floats[t]}}};
+        LAUNCH(fsdpc_cuda_scale, &p, 3);
         plain->scale(bed.want, floats[t], 5003, factor);
         CHECK(same(bed.got, bed.want, floats[t], 5003, true));
         CHECK(guarded(&bed, 0, 5003 * fsdpc_dtype_bytes(floats[t])));
         factor = 1.0;
         memcpy(bed.got, bed.src, bed.bytes);
-        LAUNCH(fsdpc_cuda_cast, &p, 3);
+        LAUNCH(fsdpc_cuda_scale, &p, 3);
         CHECK(memcmp(bed.got, bed.src, bed.bytes) == 0);
         free_bed(&bed);
     }
@@ -484,7 +483,8 @@ norm_case(fsdpc_dtype type, int64_t n, int64_t skip, bool ordinary)
     const char *src = bed.src + (size_t)skip * fsdpc_dtype_bytes(type);
     (ordinary ? fill_ordinary : fill)(bed.src, type, n + skip);
     const int64_t blocks = fsdpc_cuda_norm_blocks(n);
-    fsdpc_cuda_norm_params p = {.src = src, .n = n, .p = 2, .partials = partials, .type = type};
+    fsdpc_cuda_norm_params p = {
+        .p = 2, .partials = partials, .count = 1, .span = {{(void *)(uintptr_t)src, n, 0, type}}};
     LAUNCH(fsdpc_cuda_norm, &p, blocks);
     fsdpc_norm want = plain->norm2(src, type, n);
     fsdpc_cuda_norm_value got = summed(partials, blocks);
@@ -501,6 +501,36 @@ norm_case(fsdpc_dtype type, int64_t n, int64_t skip, bool ordinary)
         check_norm(&got, &want);
     }
     free_bed(&bed);
+}
+
+/* A launch of several arrays leaves what launches of one leave. */
+static void
+norms_of_a_list_are_those_of_its_spans(double order)
+{
+    static const int64_t counts[] = {1, 5003, 9000, 4096, 3, 40000, 4097};
+    enum { COUNTS = sizeof counts / sizeof *counts, ROOM = 64 };
+    static fsdpc_cuda_norm_value apart[ROOM], together[ROOM];
+    struct bed beds[COUNTS];
+    fsdpc_cuda_norm_params list = {.partials = together, .p = order, .count = COUNTS};
+    int64_t blocks = 0;
+    for (int i = 0; i < COUNTS; i++) {
+        const fsdpc_dtype type = floats[i % 4];
+        beds[i] = new_bed(counts[i], fsdpc_dtype_bytes(type));
+        fill_ordinary(beds[i].src, type, counts[i]);
+        const fsdpc_cuda_span span = {beds[i].src, counts[i], 0, type};
+        fsdpc_cuda_norm_params one = {
+            .partials = apart + blocks, .p = order, .count = 1, .span = {span}};
+        LAUNCH(fsdpc_cuda_norm, &one, fsdpc_cuda_norm_blocks(counts[i]));
+        list.span[i] = span;
+        list.span[i].first_block = (int32_t)blocks;
+        blocks += fsdpc_cuda_norm_blocks(counts[i]);
+    }
+    REQUIRE(blocks <= ROOM);
+    LAUNCH(fsdpc_cuda_norm, &list, blocks);
+    CHECK(memcmp(apart, together, (size_t)blocks * sizeof *apart) == 0);
+    for (int i = 0; i < COUNTS; i++) {
+        free_bed(&beds[i]);
+    }
 }
 
 static void
@@ -625,6 +655,8 @@ main(void)
     sums_are_the_plain_ones();
     sums_are_refreshed_as_by_the_plain_kernel();
     norms_are_the_plain_ones();
+    norms_of_a_list_are_those_of_its_spans(2);
+    norms_of_a_list_are_those_of_its_spans(3);
     many_parts_are_summed_each_once();
     norms_of_units_add_up_to_a_factor();
     return test_result();

@@ -169,9 +169,10 @@ reduce(engine *e, int unit, const float *act)
     CHECK_INT(fsdpc_device_reduce(e->device, e->grads + unit * PIECE, FSDPC_F32, &own, 1, FSDPC_F32,
                                   PIECE, 1, true),
               FSDPC_OK);
-    CHECK_INT(fsdpc_device_norm_into(e->device, e->grads + unit * PIECE, FSDPC_F32, PIECE, 2,
-                                     e->parts + unit * FSDPC_NORM_PART_BYTES),
-              FSDPC_OK);
+    const fsdpc_stretch sums = {e->grads + unit * PIECE, PIECE, FSDPC_F32};
+    CHECK_INT(
+        fsdpc_device_norm_into(e->device, &sums, 1, 2, e->parts + unit * FSDPC_NORM_PART_BYTES),
+        FSDPC_OK);
     CHECK_INT(fsdpc_device_record(e->device, e->reduced[s]), FSDPC_OK);
     on(e, NULL);
 }

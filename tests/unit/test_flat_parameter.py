@@ -44,6 +44,27 @@ def flat():
     return _probe.FlatParameter("layers.0", _probe.Comm.self_(), PARAMS)
 
 
+def test_rows_are_checked_and_leave_one_rank_everything():
+    rows = [(*spec, row) for spec, row in zip(PARAMS, (4, 1), strict=True)]
+    flat = _C.FlatParameter("layers.0", _C.Comm.self_(), rows)
+    values = [np.arange(12, dtype=np.float32), np.arange(3, dtype=np.float32)]
+    for i, value in enumerate(values):
+        flat.write(i, value)
+    flat.gather()
+    for i, value in enumerate(values):
+        np.testing.assert_array_equal(over(flat.full_param(i, value.shape)), value)
+        np.testing.assert_array_equal(over(flat.shard_part(i)), value)
+    assert [s["row_numel"] for s in flat.layout()["segments"]] == [4, 1]
+    for row, error in [
+        (5, ValueError),
+        (-1, ValueError),
+        ("4", TypeError),
+        (1 << 70, OverflowError),
+    ]:
+        with pytest.raises(error):
+            _C.FlatParameter("layers.0", _C.Comm.self_(), [(*PARAMS[0], row)])
+
+
 # --- what a unit says of itself -------------------------------------------------------------------
 
 

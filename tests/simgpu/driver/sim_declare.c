@@ -23,9 +23,22 @@ declare_cast(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
     const fsdpc_cuda_cast_params *p = params;
     (void)launch;
-    return (!p->factor || simgpu_task_read(task, p->factor, sizeof *p->factor)) &&
-           simgpu_task_read(task, p->src, bytes_of(p->n, p->src_type)) &&
+    return simgpu_task_read(task, p->src, bytes_of(p->n, p->src_type)) &&
            simgpu_task_write(task, p->dst, bytes_of(p->n, p->dst_type));
+}
+
+static bool
+declare_scale(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_scale_params *p = params;
+    bool known = simgpu_task_read(task, p->factor, sizeof *p->factor);
+    (void)launch;
+    for (int64_t i = 0; known && i < p->count; i++) {
+        const fsdpc_cuda_span *span = &p->span[i];
+        known = simgpu_task_read(task, span->data, bytes_of(span->n, span->type)) &&
+                simgpu_task_write(task, span->data, bytes_of(span->n, span->type));
+    }
+    return known;
 }
 
 /* From the lowest to the highest element; with negative strides the data lies in between. */
@@ -134,8 +147,11 @@ static bool
 declare_norm(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
     const fsdpc_cuda_norm_params *p = params;
-    return simgpu_task_read(task, p->src, bytes_of(p->n, p->type)) &&
-           simgpu_task_write(task, p->partials, partial_bytes(launch));
+    bool known = simgpu_task_write(task, p->partials, partial_bytes(launch));
+    for (int64_t i = 0; known && i < p->count; i++) {
+        known = simgpu_task_read(task, p->span[i].data, bytes_of(p->span[i].n, p->span[i].type));
+    }
+    return known;
 }
 
 static bool
@@ -160,6 +176,7 @@ declare_clip(simgpu_task *task, const void *params, const simgpu_launch *launch)
 
 static const sim_declared declared[] = {
     {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
+    {"fsdpc_cuda_scale", sizeof(fsdpc_cuda_scale_params), declare_scale},
     {"fsdpc_cuda_pack", sizeof(fsdpc_cuda_pack_params), declare_pack},
     {"fsdpc_cuda_pack_add", sizeof(fsdpc_cuda_pack_params), declare_pack},
     {"fsdpc_cuda_reduce", sizeof(fsdpc_cuda_reduce_params), declare_reduce},
