@@ -29,14 +29,15 @@ class UnshardHandle:
         """Make the unsharded parameters usable on the current stream; they are already."""
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule:
     """What ``fully_shard`` adds to a module's class; the methods are those of
-    ``torch.distributed.fsdp.FSDPModule``. Setters are local and must be called on every rank.
+    ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters are
+    local and must be called on every rank.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the original class: slices of a sharded ``nn.Sequential`` are plain."""
-        plain = cls.__mro__[3]
+        plain = cls.__mro__[2]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
@@ -49,7 +50,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded {type(self).__mro__[3].__name__} cannot be pickled: save its state_dict()"
+            f"a sharded {type(self).__mro__[2].__name__} cannot be pickled: save its state_dict()"
         )
 
     def _get_fsdp_state(self) -> State:
@@ -253,7 +254,7 @@ def fully_shard(  # type: ignore[misc]
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
-        _args.check_module(one)
+        _args.check_module(one, alone=not isinstance(module, list))
         if state_of(one) is not None or isinstance(one, TorchFSDPModule):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
@@ -300,7 +301,9 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     sharded = _CLASSES.get(plain)
     if sharded is None:
         names = {"__deepcopy__": _no_deepcopy, "__module__": plain.__module__}
-        sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), names)
+        # The compiler's guards expect the original class at index 2 of the order of bases.
+        bases = (FSDPModule, plain, TorchFSDPModule)
+        sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", bases, names)
     module.__class__ = sharded
     module.__dict__["_fsdpc_state"] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)

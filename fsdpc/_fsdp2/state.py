@@ -61,9 +61,10 @@ class State:
 
     def make_unit(self, infos: list[ParamInfo]) -> None:
         """Shard the call's parameters. Collective over the mesh."""
+        plain = [info.param for info in infos]
         self._unit = self._new_unit(infos)
-        for info in infos:
-            _writeback.set_owner(info.param, self._unit)
+        for param in (*plain, *self._unit.shard_params):  # a tied module may keep the plain one
+            _writeback.set_owner(param, self._unit)
 
     def _new_unit(self, infos: list[ParamInfo]) -> RowUnit:
         unit = RowUnit(
