@@ -123,7 +123,7 @@ SAN :=
 comma := ,
 CDIR := build/c/$(if $(SAN),$(subst $(comma),-,$(SAN)),plain)
 CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
-CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%)
+CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%) $(if $(T),,$(CDIR)/test_unit_rows $(CDIR)/test_exchange_rows $(CDIR)/test_tree_rows)
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
 CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g -pthread -fno-math-errno -fno-omit-frame-pointer \
     -Wall -Wextra -Icsrc -Ikernels -Itests/c -idirafter $(CUDA_HOME)/include -MMD -MP \
@@ -137,6 +137,10 @@ $(CDIR)/libcore.a: $(COBJECTS)
 
 $(CDIR)/test_%: tests/c/test_%.c $(CDIR)/libcore.a
 	@mkdir -p $(@D) && $(CC) $(CTEST_CFLAGS) $< $(CDIR)/libcore.a -o $@ -ldl -lrt -lm
+
+# The same program, with units that are cut between the rows of their parameters (engine.h).
+$(CDIR)/test_%_rows: $(CDIR)/test_%
+	@ln -sf $(<F) $@
 
 ctest-run: $(CPROGRAMS)
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 TSAN_OPTIONS=halt_on_error=1 \
@@ -153,7 +157,7 @@ ctest:
 # it. The table of planted faults is shown.
 SIMDIR := $(CDIR)/simgpu
 SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
-SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%)
+SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%) $(if $(T),,$(SIMDIR)/test_exchange_stream_rows $(SIMDIR)/test_replicas_rows $(SIMDIR)/test_unit_device_rows)
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
 SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
 SIMNCCL := $(wildcard tests/simgpu/nccl_*.c)
@@ -183,6 +187,9 @@ $(SIMDIR)/libnccl-old.so.2: $(SIMNCCL) $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.
 
 $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLIBS)
 	@$(CC) $(SIMCFLAGS) $^ -o $@ -Wl,-rpath,'$$ORIGIN' -ldl -lrt -lm
+
+$(SIMDIR)/test_%_rows: $(SIMDIR)/test_%
+	@ln -sf $(<F) $@
 
 simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW="test_schedule test_step_cost" \

@@ -135,6 +135,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
     "torch.nn.Module": ("_apply", "_buffers", "_modules", "_parameters"),
+    "torch.distributed.tensor.DTensor": ("_local_tensor",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
     "torch.distributed.fsdp.ShardingStrategy": ("_HYBRID_SHARD_ZERO2",),
     "torch.distributed.fsdp.MixedPrecision": ("_module_classes_to_ignore",),

@@ -339,6 +339,27 @@ fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
 }
 
 int
+fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what)
+{
+    what = name_of(what, "all_reduce");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(
+            check_elements(comm, parts[i].buffer, parts[i].piece_numel, 1, parts[i].dtype, what));
+    }
+    if (comm->ops->all_reduce_parts && count > 0) {
+        FSDPC_TRY(start(comm, what));
+        return finish(comm, comm->ops->all_reduce_parts(comm, parts, count, what));
+    }
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(fsdpc_comm_all_reduce(comm, parts[i].buffer, parts[i].piece_numel, parts[i].dtype,
+                                        FSDPC_SUM, what));
+    }
+    return FSDPC_OK;
+}
+
+int
 fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
                       enum fsdpc_op op, const char *what)
 {

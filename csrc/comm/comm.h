@@ -106,7 +106,7 @@ int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, co
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);
 /* Several collectives of one kind, with the result of one call per part; the kind "nccl" makes one
- * grouped call. Parts without elements are skipped. */
+ * grouped call, "c10d" sends small parts together. Parts without elements are skipped. */
 typedef struct fsdpc_comm_part {
     void *buffer;
     int64_t piece_numel;
@@ -116,6 +116,9 @@ int fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                 const char *what);
 int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                     const char *what);
+/* Sums of piece_numel elements at `buffer`. */
+int fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                                const char *what);
 int fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
                           enum fsdpc_op op, const char *what);
 int fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);

@@ -12,6 +12,7 @@
 typedef struct c10d_comm {
     fsdpc_comm base;
     fsdpc_comm_callbacks calls;
+    char *bundle; /* comm_bundle.c */
 } c10d_comm;
 
 static c10d_comm *
@@ -68,6 +69,18 @@ barrier(fsdpc_comm *comm, const char *what)
     return outcome(calls->barrier(calls->context, what));
 }
 
+static int
+all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return fsdpc_comm_bundle(comm, &of(comm)->bundle, parts, count, false, what);
+}
+
+static int
+reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return fsdpc_comm_bundle(comm, &of(comm)->bundle, parts, count, true, what);
+}
+
 static const fsdpc_agree_record *
 record_of(const void *context, int rank)
 {
@@ -98,6 +111,7 @@ release(fsdpc_comm *comm)
     if (calls->release) {
         calls->release(calls->context);
     }
+    fsdpc_mem_free(of(comm)->bundle);
     fsdpc_mem_free(comm);
 }
 
@@ -109,6 +123,8 @@ static const fsdpc_comm_ops c10d_ops = {
     .broadcast = broadcast,
     .barrier = barrier,
     .agree = agree,
+    .all_gather_parts = all_gather_parts,
+    .reduce_scatter_parts = reduce_scatter_parts,
     .free = release,
 };
 

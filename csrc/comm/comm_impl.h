@@ -29,6 +29,8 @@ typedef struct fsdpc_comm_ops {
                             const char *what);
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
+    int (*all_reduce_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                            const char *what);
     void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */
     void (*close)(fsdpc_comm *comm);                              /* (optional): no-op */
@@ -63,5 +65,12 @@ void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 /* dst[i] = max or min over the sources; NaN wins, as it would in a sum. dst may be a source. */
 void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,
                         bool largest);
+
+/* --- comm_bundle.c --------------------------------------------------------------------------- */
+
+/* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small parts by
+ * one call of the kind's own entry. *bundle is NULL or memory of an earlier call; the caller frees it. */
+int fsdpc_comm_bundle(fsdpc_comm *comm, char **bundle, const fsdpc_comm_part *parts, int count,
+                      bool scatter, const char *what);
 
 #endif

@@ -31,6 +31,12 @@ reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, 
 }
 
 static int
+all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+{
+    return fsdpc_nccl_run_parts(of(comm), FSDPC_NCCL_REDUCE, parts, count, what);
+}
+
+static int
 all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
     fsdpc_nccl_order o = {
@@ -135,6 +141,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .agree = fsdpc_nccl_agree,
     .all_gather_parts = all_gather_parts,
     .reduce_scatter_parts = reduce_scatter_parts,
+    .all_reduce_parts = all_reduce_parts,
     .abort = abort_comm,
     .fail = fail,
     .close = close_comm,

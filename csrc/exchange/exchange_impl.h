@@ -49,6 +49,7 @@ struct fsdpc_exchange {
     struct fsdpc_shared *shared;   /* "shared" kind's own state */
     struct fsdpc_streams *streams; /* "stream" kind's own state */
     void *reduce_buffer;           /* "wire": one packed unit */
+    fsdpc_comm_part *parts;        /* "wire": the segments being sent */
 };
 
 extern const struct fsdpc_exchange_i fsdpc_exchange_shared;

@@ -138,9 +138,9 @@ int fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit);
 bool fsdpc_stream_has_replicas(const fsdpc_exchange *x);
 /* On the reduce stream: this rank's pieces of a reduced slot, summed over replicas if there are any,
  * are added to the shard gradient. */
-int fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what);
+int fsdpc_stream_sum(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const char *what);
 /* The same for the pieces in `partial` (one rank). */
-int fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what);
+int fsdpc_stream_sum_partial(fsdpc_exchange *x, fsdpc_unit *unit, const char *what);
 /* Reduces the used bits over replicas, after the reduction over the shard group. */
 int fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what);
 

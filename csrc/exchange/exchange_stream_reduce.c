@@ -38,9 +38,9 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
         FSDPC_TRY(scatter(x, unit, slot->buffer, what));
     }
     if (fsdpc_exchange_packs(x, unit)) {
-        FSDPC_TRY(fsdpc_stream_sum(unit, slot->buffer, what));
+        FSDPC_TRY(fsdpc_stream_sum(x, unit, slot->buffer, what));
     } else {
-        FSDPC_TRY(fsdpc_stream_sum_partial(unit, what));
+        FSDPC_TRY(fsdpc_stream_sum_partial(x, unit, what));
     }
     FSDPC_TRY(fsdpc_unit_touch(unit, FSDPC_GRAD));
     return fsdpc_device_record(s->device, slot->summed);

@@ -1,29 +1,45 @@
 /* Sums over replicas on the reduce stream, behind each unit's reduce-scatter: in the same order on all
  * ranks, because every trainable unit is reduced in every backward.
  *
- * If the reduce dtype is the accumulate dtype, the rank's piece is all-reduced over replicas in its reduce
- * slot, and one launch divides it and adds it to the shard gradient. Otherwise the piece is cast to
- * `partial` first, so that no replica's sum is rounded to the reduce dtype.
+ * One call of the communicator sums all segments of a unit. If the reduce dtype is the accumulate dtype, the
+ * rank's pieces are all-reduced over replicas in their reduce slot, and one launch divides them and adds them
+ * to the shard gradient. Otherwise the pieces are cast to `partial` first, so that no replica's sum is rounded
+ * to the reduce dtype.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
 
-/* One all-reduce per segment. */
+/* A buffer that is laid out like the shard gradient; its gaps are zero. */
 static int
-sum_over_replicas(const fsdpc_unit *unit, char *buffer, bool wide, const char *what)
+sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
-    fsdpc_comm *comm = fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit));
+    int count = 0;
+    fsdpc_grad_run run;
+    fsdpc_comm_part *parts = x->streams->parts;
+    for (int s = 0; fsdpc_layout_next_run(fsdpc_unit_layout(unit), &s, &run);) {
+        parts[count++] = (fsdpc_comm_part){buffer + run.offset, run.numel, run.dtype};
+    }
+    return fsdpc_comm_all_reduce_parts(fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit)), parts,
+                                       count, what);
+}
+
+/* This rank's pieces of a reduced slot. */
+static int
+sum_pieces(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
+{
+    int count = 0;
+    fsdpc_comm_part *parts = x->streams->parts;
     for (int i = 0; i < fsdpc_unit_layout(unit)->segment_count; i++) {
         const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[i];
         const size_t skip = (size_t)seg->piece_numel * (size_t)fsdpc_unit_rank(unit) *
                             fsdpc_dtype_bytes(seg->reduce);
-        char *piece = buffer + (wide ? seg->grad_offset : seg->reduce_offset + skip);
         if (seg->trainable) {
-            FSDPC_TRY(fsdpc_comm_all_reduce(comm, piece, seg->piece_numel,
-                                            wide ? seg->accumulate : seg->reduce, FSDPC_SUM, what));
+            parts[count++] = (fsdpc_comm_part){buffer + seg->reduce_offset + skip, seg->piece_numel,
+                                               seg->reduce};
         }
     }
-    return FSDPC_OK;
+    return fsdpc_comm_all_reduce_parts(fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit)), parts,
+                                       count, what);
 }
 
 static bool
@@ -39,23 +55,23 @@ travels_wide(const fsdpc_layout *layout)
 }
 
 int
-fsdpc_stream_sum(fsdpc_unit *unit, char *buffer, const char *what)
+fsdpc_stream_sum(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const char *what)
 {
     const bool wide = fsdpc_comm_world(fsdpc_unit_comm(unit)) == 1;
     if (fsdpc_unit_replicate(unit) && !wide && !travels_wide(fsdpc_unit_layout(unit))) {
         FSDPC_TRY(fsdpc_grad_widen_pieces(unit, buffer));
-        return fsdpc_stream_sum_partial(unit, what);
+        return fsdpc_stream_sum_partial(x, unit, what);
     }
     if (fsdpc_unit_replicate(unit)) {
-        FSDPC_TRY(sum_over_replicas(unit, buffer, wide, what));
+        FSDPC_TRY((wide ? sum_wide : sum_pieces)(x, unit, buffer, what));
     }
     return fsdpc_grad_take_pieces(unit, buffer, wide);
 }
 
 int
-fsdpc_stream_sum_partial(fsdpc_unit *unit, const char *what)
+fsdpc_stream_sum_partial(fsdpc_exchange *x, fsdpc_unit *unit, const char *what)
 {
-    FSDPC_TRY(sum_over_replicas(unit, fsdpc_unit_partial(unit), true, what));
+    FSDPC_TRY(sum_wide(x, unit, fsdpc_unit_partial(unit), what));
     return fsdpc_grad_take_partial(unit);
 }
 

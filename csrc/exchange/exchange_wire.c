@@ -1,7 +1,7 @@
 /* Gathering and reducing over a communicator that carries bytes: each rank has its own slots.
  *
- * A gather casts this rank's pieces into their place in the slot and all-gathers each segment in
- * place; a reduce packs into one buffer and reduce-scatters it in place. Collectives match by order
+ * A gather casts this rank's pieces into their place in the slot and all-gathers the segments in
+ * place; a reduce packs into one buffer and reduce-scatters its segments in place. Collectives match by order
  * alone, so before each of them the ranks compare their units (one small all-gather): ranks at
  * different units get an error that names both units instead of wrong values. With one rank there
  * is no communication.
@@ -19,6 +19,15 @@ static int
 open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
     (void)plan;
+    int most = 1;
+    for (int u = 0; u < x->unit_count; u++) {
+        const int count = fsdpc_unit_layout(x->units[u])->segment_count;
+        most = count > most ? count : most;
+    }
+    x->parts = fsdpc_mem_calloc((size_t)most, sizeof *x->parts);
+    if (!x->parts) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
     if (x->world == 1 || x->max_reduce_bytes == 0) {
         return FSDPC_OK;
     }
@@ -29,6 +38,7 @@ static void
 close_wire(fsdpc_exchange *x)
 {
     fsdpc_device_free(fsdpc_comm_device(x->comm), x->reduce_buffer, x->max_reduce_bytes);
+    fsdpc_mem_free(x->parts);
 }
 
 static int
@@ -128,16 +138,16 @@ gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
     char what[WHAT_BYTES];
     snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(compare_turns(x, unit, false, what));
-    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
-        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
         FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
-        if (x->world > 1) {
-            FSDPC_TRY(fsdpc_comm_all_gather(
-                x->comm, (char *)fsdpc_unit_full(unit) + seg->full_offset,
-                (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute), what));
-        }
+        x->parts[s] = (fsdpc_comm_part){(char *)fsdpc_unit_full(unit) + seg->full_offset,
+                                        seg->piece_numel, seg->compute};
     }
-    return FSDPC_OK;
+    return x->world > 1
+               ? fsdpc_comm_all_gather_parts(x->comm, x->parts, layout->segment_count, what)
+               : FSDPC_OK;
 }
 
 static int
@@ -207,14 +217,15 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     FSDPC_TRY(compare_turns(x, unit, true, what));
     FSDPC_TRY(pack(x, unit, grads));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    int count = 0;
     for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
         const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
         if (seg->trainable) {
-            FSDPC_TRY(fsdpc_comm_reduce_scatter(x->comm,
-                                                (char *)x->reduce_buffer + seg->reduce_offset,
-                                                seg->piece_numel, seg->reduce, what));
+            x->parts[count++] = (fsdpc_comm_part){(char *)x->reduce_buffer + seg->reduce_offset,
+                                                  seg->piece_numel, seg->reduce};
         }
     }
+    FSDPC_TRY(fsdpc_comm_reduce_scatter_parts(x->comm, x->parts, count, what));
     FSDPC_TRY(take_sums(x, unit));
     fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     return FSDPC_OK;

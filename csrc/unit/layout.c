@@ -339,6 +339,28 @@ fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank)
     };
 }
 
+bool
+fsdpc_layout_next_run(const fsdpc_layout *layout, int *segment, fsdpc_grad_run *run)
+{
+    const fsdpc_segment *segments = layout->segments;
+    int s = *segment;
+    while (s < layout->segment_count && !segments[s].trainable) {
+        s++;
+    }
+    if (s == layout->segment_count) {
+        return false;
+    }
+    *run = (fsdpc_grad_run){.offset = segments[s].grad_offset, .dtype = segments[s].accumulate};
+    while (s < layout->segment_count &&
+           (!segments[s].trainable || segments[s].accumulate == run->dtype)) {
+        s++;
+    }
+    size_t end = s < layout->segment_count ? segments[s].grad_offset : layout->grad_bytes;
+    run->numel = (int64_t)((end - run->offset) / fsdpc_dtype_bytes(run->dtype));
+    *segment = s;
+    return true;
+}
+
 int64_t
 fsdpc_layout_shard_padding(const fsdpc_layout *layout, int rank)
 {

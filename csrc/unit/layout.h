@@ -76,6 +76,14 @@ typedef struct fsdpc_layout {
     int64_t padding_bytes; /* of full_bytes, those that hold no parameter */
 } fsdpc_layout;
 
+/* Consecutive trainable segments in the gradient buffer that have one accumulate dtype, the gaps between
+ * them included: a collective over the buffer needs one call per run. */
+typedef struct fsdpc_grad_run {
+    size_t offset; /* bytes, in each rank's shard gradient */
+    int64_t numel;
+    fsdpc_dtype dtype;
+} fsdpc_grad_run;
+
 /* What one rank owns of one parameter. length 0: nothing. */
 typedef struct fsdpc_span {
     int64_t param_begin; /* first element of the parameter that this rank owns */
@@ -97,6 +105,8 @@ void fsdpc_layout_free(fsdpc_layout *layout);
 
 /* `param` and `rank` must be in range (checked by assert only). */
 fsdpc_span fsdpc_layout_span(const fsdpc_layout *layout, int param, int rank);
+/* The next run at or after segment *segment, which is then advanced past the run; false: there is none. */
+bool fsdpc_layout_next_run(const fsdpc_layout *layout, int *segment, fsdpc_grad_run *run);
 /* Bytes of a rank's shard that hold no parameter. */
 int64_t fsdpc_layout_shard_padding(const fsdpc_layout *layout, int rank);
 /* Byte offset of a parameter's first element in the gathered buffer. */

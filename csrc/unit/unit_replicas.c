@@ -35,13 +35,10 @@ sum_partials(fsdpc_unit *unit)
     if (!unit->partial_any) {
         FSDPC_TRY(fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes));
     }
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
-        if (seg->trainable) {
-            FSDPC_TRY(
-                fsdpc_comm_all_reduce(unit->replicate, (char *)unit->partial + seg->grad_offset,
-                                      seg->piece_numel, seg->accumulate, FSDPC_SUM, unit->name));
-        }
+    fsdpc_grad_run run;
+    for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
+        FSDPC_TRY(fsdpc_comm_all_reduce(unit->replicate, (char *)unit->partial + run.offset,
+                                        run.numel, run.dtype, FSDPC_SUM, unit->name));
     }
     return fsdpc_grad_take_partial(unit);
 }

@@ -16,16 +16,20 @@ from fsdpc import _C
 
 # The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_OWNER = "_fsdpc_owner"
 
 
 def set_owner(param: nn.Parameter, unit: Any) -> None:
     """Record the unit that shards ``param``. Local."""
-    _OWNERS[param] = weakref.ref(unit)
+    if unit.dtensors:  # torch.utils.swap_tensors refuses tensors in a weak table
+        param.__dict__[_OWNER] = weakref.ref(unit)
+    else:
+        _OWNERS[param] = weakref.ref(unit)
 
 
 def owner_of(param: Any) -> Any:
     """The unit that shards ``param``, or None. Local."""
-    owner = _OWNERS.get(param)
+    owner = getattr(param, "__dict__", {}).get(_OWNER) or _OWNERS.get(param)
     return owner() if owner is not None else None
 
 
@@ -45,7 +49,7 @@ def take_over(unit: Any) -> None:
     for index, (param, _, _) in enumerate(unit.seen):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
-        if not same or now.dtype != view.dtype:
+        if not same or now.dtype != view.dtype or now.device != view.device:
             _write(unit, index, now)
             unit.point_at_shard(index)
 

@@ -96,7 +96,7 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: a backward leaves gradients on this rank; the next one with True reduces the
-        sum.
+        sum. If only some units of a model have False, a backward ends with the reduction of all.
         """
         for state in self._states(recurse):
             if state._unit is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,14 +63,15 @@ class State:
         """Shard the call's parameters. Collective over the mesh."""
         plain = [info.param for info in infos]
         self._unit = self._new_unit(infos)
-        for param in (*plain, *self._unit.shard_params):  # a tied module may keep the plain one
+        for param in plain:  # a module outside of the unit may keep the tied parameter
             _writeback.set_owner(param, self._unit)
 
-    def _new_unit(self, infos: list[ParamInfo]) -> RowUnit:
+    def _new_unit(self, infos: list[ParamInfo], adopted: Sequence[nn.Parameter] = ()) -> RowUnit:
         unit = RowUnit(
             self._name,
             infos,
             self.place,
+            adopted=adopted,
             param_dtype=self.precision.param_dtype,
             reduce_dtype=self.precision.reduce_dtype,
             reshard_after_forward=self.reshard,
@@ -151,9 +152,44 @@ class State:
             self._unit.flat.reshard()
 
     def take_over(self) -> None:
-        """Move values that the user has put into the parameters to the shards. Local."""
-        if self._unit is not None:
-            _writeback.take_over(self._unit)
+        """Move values that the user has put into the parameters to the shards. Local, unless their
+        dtypes have changed (``model.to(dtype)``): then collective over the mesh.
+        """
+        unit = self._unit
+        if unit is None:
+            return
+        local = [unit.local(param) for param in unit.shard_params]
+        for info, tensor in zip(unit.infos, local, strict=True):
+            if not tensor.is_meta and tensor.device != unit.own_device:
+                raise NotImplementedError(
+                    f"parameter {info.name!r} of unit {unit.name!r} was moved to {tensor.device}, "
+                    f"but its shard is on {unit.own_device}: move the model before fully_shard, or "
+                    "pass a mesh of that device type"
+                )
+        if [tensor.dtype for tensor in local] == unit.dtypes:
+            _writeback.take_over(unit)
+        else:
+            self._convert(unit, local)
+
+    def _convert(self, unit: RowUnit, local: list[torch.Tensor]) -> None:
+        """Shard the parameters anew in other dtypes; the Parameter objects stay."""
+        release(self)
+        adopted = unit.shard_params
+        infos = []
+        for i, (info, tensor) in enumerate(zip(unit.infos, local, strict=True)):
+            blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
+            param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
+            infos.append(ParamInfo(info.name, param, info.sites))
+        new = self._unit = self._new_unit(infos, adopted)
+        for param, view, tensor in zip(adopted, new.views, local, strict=True):
+            if tensor.is_meta:
+                param._local_tensor = tensor
+            else:
+                view.copy_(tensor)
+        new.require_sync = unit.require_sync
+        new.flat.divide = unit.flat.divide
+        new.flat.adopt_grads()
+        unit.flat.unbind()
 
 
 def members(root: State) -> Iterator[tuple[str, int, State]]:
@@ -205,8 +241,8 @@ def _prepare(state: State, name: str) -> None:
     if unit is None:
         return
     unit.name = name or unit.name
-    if any(unit.meta):
-        names = [info.name for info, meta in zip(unit.infos, unit.meta, strict=True) if meta]
+    names = [info.name for info in unit.infos if unit.local(info.param).is_meta]
+    if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
             f"following were still on meta device: {names} of unit {unit.name!r}. For example, "

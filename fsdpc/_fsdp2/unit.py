@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import over
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
@@ -19,14 +20,23 @@ class RowUnit(Unit):
     """The parameters of one call of ``fully_shard``. Collective over the groups of ``place``.
 
     Parameters on the meta device stay there until ``to_empty`` or a load replaces them; the memory
-    of their shards exists from the start.
+    of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit that
+    stand for this one's; the caller copies their values.
     """
 
     dtensors = True
 
-    def __init__(self, name: str, infos: list[ParamInfo], place: Place, **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        infos: list[ParamInfo],
+        place: Place,
+        *,
+        adopted: Sequence[nn.Parameter] = (),
+        **options: Any,
+    ) -> None:
         self.place = place
-        self.meta = [info.param.is_meta for info in infos]
+        self.adopted = adopted
         super().__init__(name, infos, place.groups, use_orig_params=True, by_rows=True, **options)
 
     # --- sharded parameters ----------------------------------------------------------------------
@@ -34,10 +44,16 @@ class RowUnit(Unit):
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
             local = self.shard_view(i)
-            shown = local if not self.meta[i] else torch.empty_like(local, device="meta")
-            param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
-            param.__dict__.update(info.param.__dict__)
+            meta = info.param.is_meta
+            shown = torch.empty_like(local, device="meta") if meta else local
+            if self.adopted:
+                param: Any = self.adopted[i]
+                param._local_tensor = local
+            else:
+                param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
+                param.__dict__.update(info.param.__dict__)
             info.param = param
+            _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
             self._seen.append((param, self.grad_view(i) if self.trainable[i] else None, (i,)))
             self.views.append(local)
@@ -72,8 +88,8 @@ class RowUnit(Unit):
     def point_at_shard(self, index: int) -> None:
         param: Any = self.seen[index][0]
         param._local_tensor = self.views[index]
-        self.meta[index] = False
         self.flat.replace_param(index, param)
+        _writeback.set_owner(param, self)
 
     def check_replacement(self, param: Tensor, what: str) -> None:
         wanted = (self.place.mesh, self.place.placements)

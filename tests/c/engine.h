@@ -8,15 +8,22 @@
 #ifndef FSDPC_TEST_ENGINE_H
 #define FSDPC_TEST_ENGINE_H
 
+#include <errno.h>
+
 #include "ranks.h"
 #include "tree/tree.h"
 #include "unit/unit_impl.h"
 
 static fsdpc_device *engine_device;
 
+static void engine_lay_by_rows(void);
+
 __attribute__((constructor)) static void
 engine_start(void)
 {
+    if (strstr(program_invocation_short_name, "_rows")) {
+        engine_lay_by_rows();
+    }
     if (fsdpc_device_cpu(&engine_device) != FSDPC_OK) {
         abort();
     }
@@ -121,11 +128,11 @@ engine_grad(int rank, int unit, int param, int64_t i, int step, int round)
 enum { ENGINE_KINDS = 6, ENGINE_PARAMS = 4 };
 
 #define ENGINE_SPEC(n, numel, storage, compute, reduce, trainable) \
-    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable}
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable, 0}
 
 /* plain; mixed precision with frozen parameters and bytes; low precision with a double; large
  * enough for several chunks; frozen; nearly nothing. */
-static const fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
+static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
     {ENGINE_SPEC("a", 1000, F32, F32, F32, true), ENGINE_SPEC("b", 37, F32, F32, F32, true)},
     {ENGINE_SPEC("a", 601, F32, BF16, F32, true), ENGINE_SPEC("frozen", 130, F32, BF16, F32, false),
      ENGINE_SPEC("bytes", 77, BYTES, BYTES, BYTES, false),
@@ -137,6 +144,22 @@ static const fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
     {ENGINE_SPEC("a", 0, F32, F32, F32, true), ENGINE_SPEC("b", 1, F32, F32, F32, true)},
 };
 static const int engine_spec_counts[ENGINE_KINDS] = {2, 4, 3, 2, 1, 2};
+
+/* A program that is run as test_NAME_rows: rows of up to 13 elements, so that hardly any piece is a multiple of
+ * 16 bytes. */
+static void
+engine_lay_by_rows(void)
+{
+    for (int kind = 0; kind < ENGINE_KINDS; kind++) {
+        for (int i = 0; i < engine_spec_counts[kind]; i++) {
+            int64_t row = 13;
+            while (engine_specs[kind][i].numel % row != 0) {
+                row--;
+            }
+            engine_specs[kind][i].row_numel = row;
+        }
+    }
+}
 
 __attribute__((unused)) static fsdpc_unit *
 engine_unit(fsdpc_comm *comm, int kind, const char *name, bool reshard)

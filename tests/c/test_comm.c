@@ -553,6 +553,86 @@ c10d_rank(int rank, ranks_run *run)
     free(buffer);
 }
 
+/* Small parts, large ones, empty ones and other dtypes, each at an address of its own. */
+static const struct {
+    int64_t numel;
+    fsdpc_dtype dtype;
+} parts_table[] = {{5, FSDPC_F32},      {0, FSDPC_F32},      {7, FSDPC_F32},  {3, FSDPC_BF16},
+                   {200001, FSDPC_F32}, {11, FSDPC_F64},     {1, FSDPC_F64},  {0, FSDPC_BF16},
+                   {60000, FSDPC_BF16}, {60000, FSDPC_BF16}, {2, FSDPC_BF16}, {9, FSDPC_F16}};
+enum { PARTS = sizeof parts_table / sizeof *parts_table };
+
+static void
+new_parts(fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
+{
+    for (int i = 0; i < PARTS; i++) {
+        const int64_t n = parts_table[i].numel, world = fsdpc_comm_world(comm);
+        const fsdpc_dtype dtype = parts_table[i].dtype;
+        parts[i] = (fsdpc_comm_part){malloc((size_t)(n * world) * 8 + 1), n, dtype};
+        REQUIRE(parts[i].buffer != NULL);
+        for (int64_t k = 0; k < n * world; k++) {
+            bool own = k / (n ? n : 1) == fsdpc_comm_rank(comm);
+            double value = value_of(gather ? i : fsdpc_comm_rank(comm), k);
+            put(parts[i].buffer, dtype, k, gather && !own ? -1.0 : value);
+        }
+    }
+}
+
+/* All of the parts after a gather, this rank's pieces after a sum. */
+static int64_t
+count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
+{
+    int64_t wrong = 0;
+    for (int i = 0; i < PARTS; i++) {
+        const int64_t n = parts[i].piece_numel, own = n * fsdpc_comm_rank(comm);
+        for (int64_t k = gather ? 0 : own; k < (gather ? n * fsdpc_comm_world(comm) : own + n);
+             k++) {
+            double value = gather ? stored(parts[i].dtype, i, k)
+                                  : expected(parts[i].dtype, FSDPC_SUM, fsdpc_comm_world(comm), k);
+            wrong += get(parts[i].buffer, parts[i].dtype, k) != value;
+        }
+        free(parts[i].buffer);
+    }
+    return wrong;
+}
+
+/* Calls of the carrier: 200001 elements go alone, and on 3 ranks 60000 as well. */
+static void
+parts_rank(int rank, ranks_run *run)
+{
+    static const int gathers[] = {3, 3, 6}, scatters[] = {6, 6, 8};
+    carrier self = {0};
+    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm_part parts[PARTS];
+    fsdpc_comm *comm;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &self.inner));
+    REQUIRE_OK(fsdpc_comm_c10d(device, rank, run->world, &calls, &comm));
+    for (int times = 0; times < 2; times++) {
+        self.calls = 0;
+        new_parts(parts, comm, true);
+        CHECK_INT(fsdpc_comm_all_gather_parts(comm, parts, PARTS, "parts"), FSDPC_OK);
+        CHECK_INT(count_wrong_parts(parts, comm, true), 0);
+        CHECK_INT(self.calls, gathers[run->world - 1]);
+        self.calls = 0;
+        new_parts(parts, comm, false);
+        CHECK_INT(fsdpc_comm_reduce_scatter_parts(comm, parts, PARTS, "parts"), FSDPC_OK);
+        CHECK_INT(count_wrong_parts(parts, comm, false), 0);
+        CHECK_INT(self.calls, scatters[run->world - 1]);
+    }
+    fsdpc_comm_free(comm);
+    fsdpc_comm_free(self.inner);
+}
+
+static void
+small_parts_go_together(void)
+{
+    for (int world = 1; world <= 3; world++) {
+        ranks_run *run = ranks_new(world);
+        ranks_start(run, parts_rank);
+        ranks_free(run);
+    }
+}
+
 static void
 callbacks_carry_everything(void)
 {
@@ -629,6 +709,7 @@ main(void)
     an_abort_reaches_the_others(false);
     disagreement_breaks_nothing();
     callbacks_carry_everything();
+    small_parts_go_together();
     a_failed_callback_breaks_the_communicator();
     /* Threads last: forking after them is not safe. */
     collectives_equal_plain_loops(true);

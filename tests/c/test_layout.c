@@ -3,14 +3,14 @@
 #include "unit/layout.h"
 #include "test.h"
 
-#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true}
+#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0}
 
 static const fsdpc_param_spec mixed[] = {
     F32_SPEC("embed", 1000),
-    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0},
     F32_SPEC("bias", 7),
-    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false},
-    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false},
+    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false, 0},
+    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false, 0},
     F32_SPEC("empty", 0),
     F32_SPEC("scalar", 1),
 };
@@ -123,7 +123,7 @@ frozen_segments_have_no_room_for_gradients(void)
 static void
 trainable_segments_may_change(void)
 {
-    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false};
+    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false, 0};
     const uint8_t yes = 1, no = 0;
     fsdpc_layout *frozen, *trained;
     REQUIRE_OK(fsdpc_layout_build(&spec, 1, 3, 16, &frozen));
@@ -158,8 +158,8 @@ static void
 huge_units_do_not_wrap(void)
 {
     const fsdpc_param_spec huge[] = {
-        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
-        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
+        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0},
+        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0},
     };
     fsdpc_layout *layout;
     REQUIRE_OK(fsdpc_layout_build(huge, 2, INT32_MAX, 1 << 21, &layout));
@@ -167,6 +167,21 @@ huge_units_do_not_wrap(void)
     fsdpc_span last = fsdpc_layout_span(layout, 1, INT32_MAX - 1);
     CHECK(last.length >= 0 && last.length <= huge[1].numel);
     fsdpc_layout_free(layout);
+}
+
+static void
+padding_by_rows_does_not_wrap(void)
+{
+    fsdpc_param_spec spec = {"w", 1, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 1};
+    fsdpc_layout *layout;
+    REQUIRE_OK(fsdpc_layout_build(&spec, 1, INT32_MAX, 1 << 21, &layout));
+    CHECK_INT(layout->segments[0].piece_numel, 1);
+    CHECK_INT(fsdpc_layout_span(layout, 0, 0).length, 1);
+    CHECK_INT(fsdpc_layout_span(layout, 0, INT32_MAX - 1).length, 0);
+    fsdpc_layout_free(layout);
+    spec.numel = spec.row_numel = INT64_C(1) << 40;
+    CHECK_ERROR(fsdpc_layout_build(&spec, 1, INT32_MAX, 16, &layout), FSDPC_E_INVAL,
+                "padded to a multiple of 2147483647 rows");
 }
 
 static void
@@ -183,15 +198,21 @@ refused(fsdpc_param_spec spec, const char *part)
 static void
 bad_parameters_are_named(void)
 {
-    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "'w'");
-    refused((fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "'w'");
-    refused((fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true},
+    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0}, "'w'");
+    refused((fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0}, "'w'");
+    refused((fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0},
             "the unit passes");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true}, "'w'");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false}, "uint8");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true}, "freeze");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true}, "freeze");
-    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}, "parameter 1");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true, 0}, "'w'");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false, 0}, "uint8");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true, 0}, "freeze");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true, 0}, "freeze");
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 3}, "rows of 3");
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1}, "rows of -1");
+    /* One row of 2^51 elements is padded to 2^52, beside the elements of the other parameter. */
+    refused((fsdpc_param_spec){"w", INT64_C(1) << 51, FSDPC_F32, FSDPC_F32, FSDPC_F32, true,
+                               INT64_C(1) << 51},
+            "'w'");
+    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0}, "parameter 1");
 }
 
 static void
@@ -228,6 +249,7 @@ main(void)
     trainable_segments_may_change();
     an_empty_unit_takes_nothing();
     huge_units_do_not_wrap();
+    padding_by_rows_does_not_wrap();
     bad_parameters_are_named();
     bad_arguments_are_refused();
     test_alloc_sweep(build_and_free, NULL);

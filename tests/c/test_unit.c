@@ -23,7 +23,7 @@ wrong_arguments_are_refused(void)
     options.divide = NAN;
     CHECK_ERROR(fsdpc_unit_new(&options, engine_specs[0], 2, &unit), FSDPC_E_INVAL, "divide");
     options.divide = 1;
-    fsdpc_param_spec bad = {"weight", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true};
+    fsdpc_param_spec bad = {"weight", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0};
     CHECK_ERROR(fsdpc_unit_new(&options, &bad, 1, &unit), FSDPC_E_INVAL, "unit layers.3");
     CHECK(strstr(fsdpc_error_text(), "weight") != NULL);
     CHECK(unit == NULL);
@@ -221,8 +221,8 @@ blocks_of_one_unit(fsdpc_unit *unit)
 
 /* More than the window that carries values over a wire. */
 static const fsdpc_param_spec big_specs[] = {
-    {"a", 10, FSDPC_F64, FSDPC_F64, FSDPC_F64, true},
-    {"big", 5000001, FSDPC_F32, FSDPC_F32, FSDPC_F32, true}};
+    {"a", 10, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0},
+    {"big", 5000001, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0}};
 
 static void
 run_blocks(int rank, ranks_run *run)
@@ -256,9 +256,9 @@ blocks_make_the_round_trip(int world, bool wire)
 /* --- packing --------------------------------------------------------------------------------- */
 
 static const fsdpc_param_spec matrix_specs[] = {
-    {"a", 12, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true},
-    {"b", 6, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true},
-    {"c", 5, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true},
+    {"a", 12, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0},
+    {"b", 6, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0},
+    {"c", 5, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0},
 };
 
 /* a is a transposed 3x4, b is one value seen six times, c is absent. */
@@ -468,7 +468,7 @@ norms_and_scaling(void)
 static void
 narrow_gradients_follow_the_sums(void)
 {
-    static const fsdpc_param_spec spec = {"w", 8, FSDPC_BF16, FSDPC_BF16, FSDPC_F32, true};
+    static const fsdpc_param_spec spec = {"w", 8, FSDPC_BF16, FSDPC_BF16, FSDPC_F32, true, 0};
     fsdpc_comm *comm = alone();
     fsdpc_unit *unit;
     fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1, .reshard = true};

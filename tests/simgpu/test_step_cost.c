@@ -19,7 +19,9 @@ typedef struct precision {
 } precision;
 
 #define SPEC(n, numel, storage, compute, reduce, trains) \
-    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trains}
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trains, 0}
+#define BY_ROWS(n, numel, storage, compute, reduce, row) \
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, true, row}
 
 static const precision precisions[] = {
     {"fp32", 1, {SPEC("w", NUMEL, F32, F32, F32, true)}, 1, FSDPC_F32, 20},
@@ -30,6 +32,23 @@ static const precision precisions[] = {
      {SPEC("w", NUMEL / 2, F32, BF16, BF16, true), SPEC("norm", NUMEL / 4, F32, F32, F32, true),
       SPEC("frozen", NUMEL / 4, BF16, BF16, BF16, false)},
      3,
+     FSDPC_BF16,
+     14},
+    {"bf16, six parameters",
+     1,
+     {SPEC("wide", 16 * 1000, F32, BF16, F32, true), SPEC("odd", 15 * 1001, F32, BF16, F32, true),
+      SPEC("tall", 7001, F32, BF16, F32, true), SPEC("one", 1, F32, BF16, F32, true),
+      SPEC("norm", 983, F32, BF16, F32, true), SPEC("bias", 1000, F32, BF16, F32, true)},
+     6,
+     FSDPC_BF16,
+     14},
+    {"the same by rows",
+     6,
+     {BY_ROWS("wide", 16 * 1000, F32, BF16, F32, 1000),
+      BY_ROWS("odd", 15 * 1001, F32, BF16, F32, 15), BY_ROWS("tall", 7001, F32, BF16, F32, 1),
+      BY_ROWS("one", 1, F32, BF16, F32, 1), BY_ROWS("norm", 983, F32, BF16, F32, 1),
+      BY_ROWS("bias", 1000, F32, BF16, F32, 1)},
+     6,
      FSDPC_BF16,
      14},
 };

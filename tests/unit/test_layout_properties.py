@@ -187,3 +187,114 @@ def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
     share = padding_share(GPT_2, kinds, world)
     rounding = world * 8 / sum(GPT_2)  # 16 bytes of the narrowest dtype
     assert share < 1e-4 or (world > 64 and share < rounding)
+
+
+# --- by rows -------------------------------------------------------------------------------------
+
+
+def by_rows(i: int, shape: tuple[int, ...], kind: tuple) -> tuple:
+    """As the Python side makes it: a 0-dim parameter is one row, a row has at least one element."""
+    return (f"p{i}", int(np.prod(shape)), *kind, max(1, int(np.prod(shape[1:]))))
+
+
+@st.composite
+def row_parameters(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple]]:
+    kind = st.tuples(*[st.sampled_from(FLOATS)] * 3, st.booleans())
+    kind = st.one_of(kind, st.just(("uint8", "uint8", "uint8", False)))
+    shape = st.lists(st.one_of(st.integers(0, 9), st.integers(1, 70)), max_size=3).map(tuple)
+    return draw(st.lists(st.tuples(shape, kind), max_size=8))
+
+
+def up(size: int, align: int) -> int:
+    return -(-size // align) * align
+
+
+def chunks(shape: tuple[int, ...], world: int) -> list[np.ndarray]:
+    """Flat positions that each rank owns: `torch.chunk` along the first dimension."""
+    positions = np.arange(int(np.prod(shape))).reshape(shape or (1,))
+    block = -(-len(positions) // world)
+    return [positions[r * block : (r + 1) * block].ravel() for r in range(world)]
+
+
+@given(row_parameters(), worlds, aligns)
+def test_rows_are_cut_as_torch_chunk_cuts(params: list, world: int, align: int) -> None:
+    got = layout([by_rows(i, *p) for i, p in enumerate(params)], world, align, True)
+    shard_room = np.zeros(world, dtype=int)
+    for i, (shape, kind) in enumerate(params):
+        expected = chunks(shape, world)
+        for rank, (begin, piece_begin, length) in enumerate(got["spans"][i]):
+            assert np.array_equal(np.arange(begin, begin + length), expected[rank])
+            assert piece_begin == 0
+            shard_room[rank] += length * ITEM[kind[0]]
+    padding = got["shard_bytes"] - shard_room
+    assert got["shard_padding_bytes"] == padding.tolist() and np.all(padding >= 0)
+
+
+@given(row_parameters(), worlds, aligns)
+def test_buffers_by_rows_match_the_model(params: list, world: int, align: int) -> None:
+    got = layout([by_rows(i, *p) for i, p in enumerate(params)], world, align)
+    pieces = [max(map(len, chunks(shape, world))) for shape, _ in params]
+    kinds = [kind for _, kind in params]
+    accumulate = ["float64" if "float64" in (k[0], k[2]) else "float32" for k in kinds]
+    pairs = list(zip(pieces, kinds, strict=True))
+    full = stacked([up(n * world * ITEM[k[1]], align) for n, k in pairs])
+    shard = stacked([up(n * ITEM[k[0]], align) for n, k in pairs])
+    reduce = stacked([up(n * world * ITEM[k[2]], align) * k[3] for n, k in pairs])
+    grad = stacked(
+        [up(n * ITEM[a], align) * k[3] for (n, k), a in zip(pairs, accumulate, strict=True)]
+    )
+    for i, (segment, place) in enumerate(zip(got["segments"], got["params"], strict=True)):
+        assert (place["segment"], place["offset"], place["full_offset"]) == (i, 0, full[i])
+        assert (segment["piece_numel"], segment["full_offset"]) == (pieces[i], full[i])
+        assert (segment["shard_offset"], segment["grad_offset"]) == (shard[i], grad[i])
+        assert segment["reduce_offset"] == reduce[i]
+        assert segment["row_numel"] == max(1, int(np.prod(params[i][0][1:])))
+    assert (got["full_bytes"], got["shard_bytes"]) == (full[-1], shard[-1])
+    assert (got["grad_bytes"], got["reduce_bytes"]) == (grad[-1], reduce[-1])
+    payload = sum(int(np.prod(shape)) * ITEM[kind[1]] for shape, kind in params)
+    assert got["padding_bytes"] == full[-1] - payload
+
+
+@given(parameters(), row_parameters(), worlds, aligns)
+def test_segments_by_rows_leave_flat_ones_as_they_are(
+    flat: list[Spec], params: list, world: int, align: int
+) -> None:
+    rows = [by_rows(i, *p) for i, p in enumerate(params)]
+    alone, both = layout(flat, world, align, True), layout([*flat, *rows], world, align, True)
+    count = len(alone["segments"])
+    assert both["segments"][:count] == alone["segments"]
+    assert both["params"][: len(flat)] == alone["params"]
+    assert both["spans"][: len(flat)] == alone["spans"]
+    assert len(both["segments"]) == count + len(rows)
+
+
+LLAMA_ROWS = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+LLAMA_ROWS += [(4096,)] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 8, 64, 96, 512])
+def test_padding_by_rows_of_a_large_layer_is_under_two_per_cent(world: int) -> None:
+    got = layout([by_rows(i, s, (*BF16, True)) for i, s in enumerate(LLAMA_ROWS)], world, 256)
+    share = got["padding_bytes"] / (got["full_bytes"] - got["padding_bytes"])
+    assert share == 0 if world in (1, 2, 8, 64, 512) else share < 0.02
+    # Every rank's piece starts at 16 bytes in every buffer: the wide loops of all kernels apply.
+    starts = [s["piece_numel"] * 2 % 16 for s in got["segments"]]
+    assert not any(starts[:-2]) and (any(starts) == (world in (3, 7, 96)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "rows", "padding"),
+    [
+        ((0, 5), 4, [0, 0, 0, 0], 0),
+        ((), 4, [1, 0, 0, 0], 3),
+        ((3,), 4, [1, 1, 1, 0], 1),
+        ((5, 2), 4, [2, 2, 1, 0], 6),
+        ((8, 6, 4), 64, [1] * 8 + [0] * 56, 56 * 24),
+    ],
+    ids=["no rows", "0-dim", "3 rows on 4 ranks", "5 rows on 4 ranks", "8 experts on 64 ranks"],
+)
+def test_few_rows(shape: tuple[int, ...], world: int, rows: list[int], padding: int) -> None:
+    got = layout([by_rows(0, shape, (*FP32, True))], world, 16, True)
+    row = max(1, int(np.prod(shape[1:])))
+    assert [length for _, _, length in got["spans"][0]] == [n * row for n in rows]
+    assert got["segments"][0]["piece_numel"] * world - int(np.prod(shape)) == padding

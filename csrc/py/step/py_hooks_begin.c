@@ -19,6 +19,22 @@ queue_end(fsdpc_py_tree *tree)
     return result ? 0 : -1;
 }
 
+bool
+fsdpc_py_any_sync(const fsdpc_py_tree *tree)
+{
+    bool some = false;
+    for (int i = 0; i < tree->count; i++) {
+        const fsdpc_py_flat *flat = tree->units[i];
+        if (fsdpc_unit_layout(flat->unit)->param_count > 0) {
+            some = true;
+            if (flat->sync) {
+                return true;
+            }
+        }
+    }
+    return !some;
+}
+
 int
 fsdpc_py_begin_backward(fsdpc_py_tree *tree)
 {
@@ -40,7 +56,7 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
     }
     tree->backward++;
     tree->twice = false;
-    tree->sums = tree->count == 0 || tree->units[0]->sync;
+    tree->sums = fsdpc_py_any_sync(tree);
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_backward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);

@@ -72,7 +72,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (!tree->tree) {
         return 0; /* closed meanwhile */
     }
-    bool sync = tree->count == 0 || tree->units[0]->sync;
+    bool sync = fsdpc_py_any_sync(tree);
     int status;
     if (finish_partial_units(tree) < 0 || (sync && fsdpc_py_send_what_is_due(tree, true) < 0)) {
         return -1;

@@ -55,6 +55,9 @@ int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t
 
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
+/* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. The end of
+ * such a backward also sums what units with `sync` false have kept. */
+bool fsdpc_py_any_sync(const fsdpc_py_tree *tree);
 
 /* --- py_hooks_broken.c ----------------------------------------------------------------------- */
 

@@ -120,6 +120,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     for (int i = 0; i < self->seen_count; i++) {
         Py_VISIT(self->seen[i].param);
         Py_VISIT(self->seen[i].grad);
+        Py_VISIT(self->seen[i].shown);
         Py_VISIT(self->seen[i].alias);
     }
     return 0;
@@ -333,7 +334,8 @@ static PyMethodDef methods[] = {
      "adopt_grads()\n--\n\nCopies gradients that the user assigned to .grad into the unit's "
      "memory."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, seen, watched, versions=None, by_gather=False)\n--\n\nSets the torch "
+     "bind(full, sites, seen, watched, versions=None, by_gather=False, dtensors=False)\n--\n\nSets "
+     "the torch "
      "objects of this unit. versions: a tensor that shares the version counter of `full`; "
      "by_gather: sites show `full` while the unit is gathered."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
