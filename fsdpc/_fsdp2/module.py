@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
+from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
 
@@ -22,7 +24,7 @@ _CLASSES: dict[type, type] = {}
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """Returned by ``unshard(async_op=True)``."""
 
     def wait(self) -> None:
@@ -141,7 +143,9 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: fsdpc always sums on the wire and divides once."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Accepted: ranks may use different parameters in any case."""
 
     def set_all_reduce_hook(
@@ -285,6 +289,8 @@ def fully_shard(  # type: ignore[misc]
         offload=offload_policy,
     )
     move_to(place.device, managed, ignored)
+    if place.device.type == "cpu":
+        _draws.install()
     if infos:
         state.make_unit(infos)
     for _, one in managed:
