@@ -156,6 +156,19 @@ def ranks_that_use_different_parameters(lib):
     check_choice(lib, lib.fully_shard(Choice()))
 
 
+@case(
+    alone=15.0,
+    torch=any_of(HANGS, wrong(), raises(RuntimeError), dies("SIGABRT")),
+    fsdpc_does="lets the ranks wait for nobody",
+)
+def ranks_that_use_different_units(lib):
+    """ranks use different units"""
+    model = Choice()
+    lib.fully_shard(model.a)
+    lib.fully_shard(model.b)
+    check_choice(lib, lib.fully_shard(model))
+
+
 @case()
 def ranks_that_use_different_parameters_with_zeros(lib):
     """torch needs a setting for this program; fsdpc does not."""
@@ -168,19 +181,27 @@ def ranks_that_use_different_parameters_with_zeros(lib):
 # --- graphs --------------------------------------------------------------------------------------
 
 
-@case(
-    torch=raises(RuntimeError, "storage of size 0"),
-    fsdpc_does="refuses",
-    fsdpc=raises(RuntimeError),
-)
-def second_derivatives(lib):
-    """create_graph=True through a unit that is released"""
-    model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
-    lib.fully_shard(model[0])
-    lib.fully_shard(model)
-    x = inputs(lib.rank).requires_grad_()
-    (grad,) = torch.autograd.grad(model(x).sum(), [x], create_graph=True)
+def penalised(model, x):
+    """A gradient penalty: the loss contains the input's gradient."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
     grad.square().sum().backward()
+
+
+@case(torch=raises(RuntimeError, "storage of size 0"), fsdpc_does="gathers again")
+def second_derivatives(lib):
+    """a gradient penalty (create_graph=True) through units that are released"""
+    model, plain = (nn.Sequential(linear(), nn.Tanh(), linear(seed=1)) for _ in range(2))
+    lib.fully_shard(model[0])
+    lib.fully_shard(model[2])
+    lib.fully_shard(model)
+    penalised(model, inputs(lib.rank))
+    for rank in range(lib.world):
+        penalised(plain, inputs(rank))
+    for name, grad in lib.gradients(model).items():
+        expected = plain.get_parameter(name).grad
+        if expected is not None:
+            close(grad, expected / lib.world, name)
 
 
 # --- meta ----------------------------------------------------------------------------------------
@@ -259,6 +280,20 @@ def ranks_with_different_resharding(lib):
     """reshard_after_forward of one rank is not that of the others; caught at the call"""
     lib.fully_shard(linear(), reshard_after_forward=lib.rank == 0)
     raise AssertionError("nothing is noticed")
+
+
+@case(torch=wrong("off by"), fsdpc_does="always frees parameters: no step uses old ones")
+def an_optimizer_step_without_resharding(lib):
+    """set_reshard_after_backward(False) and an optimizer step"""
+    model, plain = lib.shard_blocks(toy()), toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.set_reshard_after_backward(False)
+    loss_of(model, lib.batch()).backward()
+    optimizer.step()
+    with torch.no_grad():
+        after = model(lib.batch(1))
+    plain.load_state_dict(lib.full(model))
+    close(after, plain(lib.batch(1)).detach(), "logits after the step")
 
 
 @case(torch=wrong("nothing is noticed"), fsdpc=raises(RuntimeError, "frozen"))

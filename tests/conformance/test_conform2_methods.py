@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from outcome import raises
+from outcome import raises, wrong
 from rows_library import RowsLibrary
 from suite import Cases
 from torch import nn
@@ -176,12 +176,32 @@ def training_with_accumulation(lib, strategy):
     return lib.full(model)
 
 
+def shows_values(lib, model):
+    """Whether sharded parameters show a gradient that is not zero."""
+    lib.resharded(model)
+    return [p.grad is not None and bool(p.grad.to_local().any()) for p in model.parameters()]
+
+
 @case()
 def gradients_without_sync_are_hidden(lib):
+    """None or zero."""
     model = lib.shard_blocks(toy())
     lib.backward(model, sync=False)
-    lib.resharded(model)
-    return [p.grad is None for p in model.parameters()]
+    return shows_values(lib, model)
+
+
+@case(torch=wrong("differ"), fsdpc_does="zero_grad discards them")
+def gradients_without_sync_that_are_cleared(lib):
+    """zero_grad while gradients wait for a reduction"""
+    model = lib.shard_blocks(toy())
+    lib.backward(model, 0, 0, sync=False)
+    model.zero_grad()
+    lib.backward(model, 0, 1)
+    other = lib.shard_blocks(toy())
+    lib.backward(other, 0, 1)
+    expected = lib.gradients(other)
+    for name, grad in lib.gradients(model).items():
+        assert torch.equal(grad, expected[name]), f"gradients of {name} differ"
 
 
 @case()
@@ -291,8 +311,7 @@ def reduction_over_replicas_never_shows_partial_sums(lib):
     model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
     model.set_requires_all_reduce(False)
     loss_of(model, lib.batch()).backward()
-    lib.resharded(model)
-    return [p.grad is None for p in model.parameters()]
+    return shows_values(lib, model)
 
 
 @case(world=4)
