@@ -55,6 +55,21 @@ def validation_between_backward_and_step(lib, reshard):
 
 
 @case(torch=wrong("off by"), fsdpc_does="gathers again when weights have changed")
+def a_forward_whose_graph_is_dropped(lib):
+    """a forward without a backward, then training"""
+    model, reference = lib.shard_blocks(toy()), Reference(toy())
+    model(lib.batch())
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in (model, reference.master)]
+    for step in range(2):
+        loss = loss_of(model, lib.batch(step))
+        loss.backward()
+        close(loss.detach(), reference.backward(lib.batch(step)), f"loss of step {step}")
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case(torch=wrong("off by"), fsdpc_does="gathers again when weights have changed")
 def weights_written_while_the_root_is_gathered(lib):
     """weights written between two forwards without gradients"""
     model = lib.fully_shard(linear())

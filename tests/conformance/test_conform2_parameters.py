@@ -132,18 +132,27 @@ def gradients_that_the_user_scales_in_place(lib):
     return lib.gradients(model)
 
 
-@case()
-def a_gradient_kept_by_the_user(lib):
-    """It keeps its values while another step runs."""
+@case(over={"replace": BOTH})
+def gradients_that_the_user_keeps(lib, replace):
+    """Gradients of several losses, combined afterwards: lists of .grad keep their values."""
     model = lib.shard_blocks(toy())
-    loss_of(model, lib.batch()).backward()
-    lib.resharded(model)
-    kept = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    before = [whole(g) for g in kept]
-    loss_of(model, lib.batch(1)).backward()
-    after = [whole(g) for g in kept]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "values changed"
+    params = list(model.parameters())
+    lists, copies = [], []
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        lists.append([p.grad for p in params])
+        copies.append([whole(grad) for grad in lists[-1]])
+        if replace:
+            for p in params:
+                p.grad = torch.zeros_like(p.grad)
+        else:
+            model.zero_grad()
+    for grads, values in zip(lists, copies, strict=True):
+        assert all(map(torch.equal, map(whole, grads), values)), "values changed"
+    for p, *grads in zip(params, *lists, strict=True):
+        p.grad = sum(grads) / 3
+    torch.optim.SGD(params, lr=0.1).step()
+    return lib.full(model)
 
 
 @case(over={"how": ["data", "no_grad", "local", "init", "set_"]})
