@@ -108,6 +108,10 @@ SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
 # Both clip_grad_norm_ and get_total_norm call this function.
 TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
+# DTensor's random operations use the tracker in this module, if there is one.
+RNG_TRACKER = "_rng_tracker"
+dtensor_random = _find("torch.distributed.tensor", "_random")
+_find("torch.distributed.tensor._random", "_RNGStateTracker._distribute_region")
 # Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdpc._engine import writeback as _writeback
-from fsdpc._engine.interop import computes, over
+from fsdpc._engine.interop import computes
 
 
 def unfrozen(unit: Any) -> list[int]:
@@ -89,19 +89,16 @@ def thaw(unit: Any) -> None:
     trained = [segment["trainable"] for segment in unit.flat.layout()["segments"]]
     for k in range(len(unit.optim_params)):
         if trained[of[k]]:
-            _renew(unit, k, of[k])
+            _renew(unit, k)
     unit.flat.renew_grads([grad for _, grad, _ in unit.optim_params])
     unit._keep_low()
     unit.announce_grads()
 
 
-def _renew(unit: Any, k: int, segment: int) -> None:
+def _renew(unit: Any, k: int) -> None:
     """Make a tensor over the gradient's new memory, and replace the old one in ``.grad``."""
     param, old, covers = unit.optim_params[k]
-    if unit.use_orig_params:
-        grad = unit.grad_view(covers[0])
-    else:
-        grad = over(unit.flat.grad_segment(segment), param.dtype)
+    grad = unit.fresh_grad(k)
     if old is not None and param.grad is old:
         param.grad = grad
     unit.optim_params[k] = (param, grad, covers)

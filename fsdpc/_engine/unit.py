@@ -215,6 +215,14 @@ class Unit(WholeValues):
         shape = None if self.is_sharded else self.shapes[i]
         return over(self.flat.grad_part(i), self.dtypes[i], shape)
 
+    def fresh_grad(self, index: int) -> Tensor:
+        """Another tensor over the gradient of ``optim_params[index]``. Local."""
+        param, _, covers = self._optim_params[index]
+        if self.use_orig_params:
+            return self.grad_view(covers[0])
+        segment = self.flat.layout()["params"][covers[0]]["segment"]
+        return over(self.flat.grad_segment(segment), param.dtype)
+
     def local(self, param: Tensor) -> Tensor:
         """The tensor with this rank's elements of a sharded parameter. Local."""
         return param
@@ -274,6 +282,7 @@ class Unit(WholeValues):
         )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.adopt_values(this())
+        self.flat.on_kept = lambda: _writeback.leave_kept(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
         weakref.finalize(self, self.flat.unbind)
 

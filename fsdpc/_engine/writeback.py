@@ -90,6 +90,21 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
 
 
 @torch.no_grad()
+def leave_kept(unit: Any) -> None:
+    """Give gradients that the user has cleared or replaced memory of their own: the program has
+    kept some, and a backward writes new values into the unit's. Local.
+    """
+    for index, (param, grad, covers) in enumerate(unit.optim_params):
+        if grad is not None and param.grad is not grad:
+            local = unit.local(grad)
+            local.data = local.clone()
+            fresh = unit.fresh_grad(index)
+            unit.optim_params[index] = (param, fresh, covers)
+            unit.flat.replace_grad(index, fresh)
+    unit.announce_grads()
+
+
+@torch.no_grad()
 def _write(unit: Any, index: int, value: torch.Tensor) -> None:
     """Copy new values of ``unit.optim_params[index]`` into the shard."""
     view, (_, _, covers) = unit.views[index], unit.optim_params[index]

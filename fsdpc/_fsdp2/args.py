@@ -39,11 +39,13 @@ class Place:
         return self.groups.shard.world
 
 
-def check_module(module: nn.Module) -> None:
-    """``TypeError``: not a module. ``ValueError``: a container without a forward of its own."""
+def check_module(module: nn.Module, alone: bool) -> None:
+    """``TypeError``: not a module. ``ValueError``: a container without a forward of its own, unless
+    other modules of the same call have one (not ``alone``).
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module but got {type(module).__name__}")
-    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    container = alone and isinstance(module, nn.ModuleList | nn.ModuleDict)
     if container and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: {module}"

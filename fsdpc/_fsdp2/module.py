@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
+from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
 
@@ -24,21 +26,22 @@ _CLASSES: dict[type, type] = {}
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """Returned by ``unshard(async_op=True)``."""
 
     def wait(self) -> None:
         """Make the unsharded parameters usable on the current stream; they are already."""
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule:
     """What ``fully_shard`` adds to a module's class; the methods are those of
-    ``torch.distributed.fsdp.FSDPModule``. Setters are local and must be called on every rank.
+    ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters are
+    local and must be called on every rank.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the original class: slices of a sharded ``nn.Sequential`` are plain."""
-        plain = cls.__mro__[3]
+        plain = cls.__mro__[2]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
@@ -51,7 +54,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded {type(self).__mro__[3].__name__} cannot be pickled: save its state_dict()"
+            f"a sharded {type(self).__mro__[2].__name__} cannot be pickled: save its state_dict()"
         )
 
     def _get_fsdp_state(self) -> State:
@@ -63,7 +66,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         self._get_fsdp_state().adopt_values()
         return result
 
@@ -142,7 +145,9 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: fsdpc always sums on the wire and divides once."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Accepted: ranks may use different parameters in any case."""
 
     def set_all_reduce_hook(
@@ -255,7 +260,7 @@ def fully_shard(  # type: ignore[misc]
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
-        _args.check_module(one)
+        _args.check_module(one, alone=not isinstance(module, list))
         if state_of(one) is not None or isinstance(one, TorchFSDPModule):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
@@ -286,6 +291,8 @@ def fully_shard(  # type: ignore[misc]
         offload=offload_policy,
     )
     move_to(place.device, managed, ignored)
+    if place.device.type == "cpu":
+        _draws.install()
     if infos:
         state.make_unit(infos)
     for _, one in managed:
@@ -302,7 +309,9 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     sharded = _CLASSES.get(plain)
     if sharded is None:
         names = {"__deepcopy__": _no_deepcopy, "__module__": plain.__module__}
-        sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), names)
+        # The compiler's guards expect the original class at index 2 of the order of bases.
+        bases = (FSDPModule, plain, TorchFSDPModule)
+        sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", bases, names)
     module.__class__ = sharded
     module.__dict__["_fsdpc_state"] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)

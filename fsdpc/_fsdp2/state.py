@@ -61,7 +61,10 @@ class State:
 
     def make_unit(self, infos: list[ParamInfo]) -> None:
         """Shard the call's parameters. Collective over the mesh."""
+        plain = [info.param for info in infos]
         self._unit = self._new_unit(infos)
+        for param in plain:  # a module outside of the unit may keep the tied parameter
+            _writeback.set_owner(param, self._unit)
 
     def _new_unit(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from library import PACKAGES, Library
+from library import PACKAGES
 from outcome import Expected, Record
 
 STUCK_S = 20  # a rank whose partner raised inside a collective is freed after this long
@@ -36,7 +36,7 @@ def run_cases(
         for name in names:
             torch.manual_seed(0)
             record = run_case(
-                cases, cases.cases[name], Library(library, PACKAGES[library], rank, world)
+                cases, cases.cases[name], cases.library(library, PACKAGES[library], rank, world)
             )
             pickle.dump((name, vars(record)), file_out)
             gc.collect()
@@ -67,7 +67,7 @@ def all_alike(record: Record, turn: Any) -> bool:
     return int(raised) in (0, dist.get_world_size())
 
 
-def run_case(cases: Any, case: Any, lib: Library) -> Record:
+def run_case(cases: Any, case: Any, lib: Any) -> Record:
     function = cases.functions[case.function]
     with saved_environment(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

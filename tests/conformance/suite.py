@@ -33,6 +33,7 @@ from typing import Any
 import harness
 import pytest
 from compare import difference
+from library import Library
 from outcome import WORKS, Expected, Record
 from runner import LEFT, read_records, run_cases
 
@@ -57,8 +58,16 @@ class Case:
 class Cases:
     """The cases of one test module, and their outcomes once they ran."""
 
-    def __init__(self, module: str, file: str, world: int = 2, rtol: float = 1e-5) -> None:
+    def __init__(
+        self,
+        module: str,
+        file: str,
+        world: int = 2,
+        rtol: float = 1e-5,
+        library: type[Library] = Library,
+    ) -> None:
         self.module, self.file, self.world, self.rtol = module, file, world, rtol
+        self.library = library
         self.cases: dict[str, Case] = {}
         self.functions: dict[str, Callable[..., Any]] = {}
         self.records: dict[tuple[str, str], list[Record]] = {}

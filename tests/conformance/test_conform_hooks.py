@@ -341,4 +341,19 @@ def clipping_by_torchs_function(lib):
     assert torch.allclose(norm, expected, rtol=1e-4), "the norm of the own rank's shard"
 
 
+@case(over={"orig": BOTH, "strategy": [S.FULL_SHARD, S.NO_SHARD]})
+def gradients_that_the_user_keeps(lib, orig, strategy):
+    """Lists of .grad, cleared by zero_grad, keep their values during the next backward."""
+    model = lib.wrap_blocks(toy(), use_orig_params=orig, sharding_strategy=strategy)
+    lists, copies = [], []
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        lists.append([p.grad for p in model.parameters() if p.grad is not None])
+        copies.append([grad.clone() for grad in lists[-1]])
+        model.zero_grad()
+    for grads, values in zip(lists, copies, strict=True):
+        assert all(map(torch.equal, grads, values)), "values changed"
+    return lib.train(model)
+
+
 test_torch, test_fsdpc = case.tests()

@@ -430,7 +430,7 @@ class Caller:
         kind = self.rng.choice(["flat", "flat", "tree"])
         names = {
             "flat": ["name", "sync", "shown", "on_unattached", "after_backward", "on_changed"]
-            + ["comm_hook"],
+            + ["on_kept", "comm_hook"],
             "tree": ["before_end", "phase"],
         }[kind]
         name, owner = self.rng.choice(names), self.some(kind)
@@ -599,7 +599,8 @@ class Caller:
         )
 
     def call_replace(self) -> None:
-        self.method("flat", "replace_param", 0, lambda: values.tensors(self.rng, 3))
+        name = self.rng.choice(["replace_param", "replace_grad"])
+        self.method("flat", name, 0, lambda: values.tensors(self.rng, 3))
 
     def call_flat_hook(self) -> None:
         kind = self.rng.choice(

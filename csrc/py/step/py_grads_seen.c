@@ -128,10 +128,25 @@ check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
     return take_foreign(flat, seen, seen->shown) < 0 ? -1 : point_back(flat, seen);
 }
 
+/* Whether the program refers to a gradient that it has cleared or replaced. The other references: those in `seen`,
+ * in a row of Unit.seen, and that of a DTensor to its local tensor. */
+static bool
+is_kept(const fsdpc_py_seen *seen)
+{
+    bool same = seen->shown == seen->grad;
+    return Py_REFCNT(seen->shown) > (same ? 3 : 2) || (!same && Py_REFCNT(seen->grad) > 2);
+}
+
+static int
+leave_kept(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+{
+    return flat->on_kept && is_kept(seen) ? fsdpc_py_call(flat->on_kept) : 0;
+}
+
 static int
 replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 {
-    if (take_foreign(flat, seen, grad) < 0) {
+    if (leave_kept(flat, seen) < 0 || take_foreign(flat, seen, grad) < 0) {
         return -1;
     }
     return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->shown);
@@ -180,6 +195,21 @@ start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
     return 0;
 }
 
+PyObject *
+fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args)
+{
+    int number;
+    PyObject *grad;
+    if (!PyArg_ParseTuple(args, "iO:replace_grad", &number, &grad)) {
+        return NULL;
+    }
+    if (number < 0 || number >= self->seen_count || !self->seen[number].grad) {
+        PyErr_SetString(PyExc_IndexError, "replace_grad: no gradient with this index");
+        return NULL;
+    }
+    return fsdpc_py_set_grad(self, &self->seen[number], grad) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 int
 fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
 {
@@ -202,6 +232,9 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         }
         seen->cleared = seen->grad && state == GRAD_NONE;
         any_ours = any_ours || state == GRAD_OURS;
+        if (seen->cleared && leave_kept(flat, seen) < 0) {
+            return -1;
+        }
     }
     for (int i = 0; i < flat->seen_count; i++) {
         if (flat->seen[i].cleared && start_from_zero(flat, &flat->seen[i], any_ours) < 0) {

@@ -51,6 +51,7 @@ typedef struct fsdpc_py_flat {
     bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
     PyObject *on_changed; /* takes over parameters that the user changed */
+    PyObject *on_kept;    /* gives cleared gradients that the program keeps their own memory */
     PyObject *comm_hook;  /* sums the gradients over the ranks instead of the engine, or NULL */
     PyObject **full;      /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
@@ -70,11 +71,11 @@ typedef struct fsdpc_py_flat {
     bool marked;        /* as gathered */
     long gathered_version, released_version;
     bool hold_installed;
-    bool unsharded; /* by unshard(): the modules show gathered parameters without a forward */
+    bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
-    bool dtensors; /* the optimizer sees DTensors around this rank's rows */
-    bool shown;     /* the modules hold full values of the user: they stay */
-    bool sync;      /* false inside no_sync */
+    bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
+    bool shown;         /* the modules hold full values of the user: they stay */
+    bool sync;          /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
@@ -287,6 +288,8 @@ int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad);
 /* Reads what the user did to the seen gradients since the last backward (cleared, replaced) and
  * sets up accumulation. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
+/* replace_grad(number, grad): another object stands for the gradient of the number-th seen parameter. */
+PyObject *fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args);
 /* Copies gradients that the user assigned into the unit's memory. */
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened

@@ -104,6 +104,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->after_backward);
     Py_VISIT(self->comm_hook);
     Py_VISIT(self->on_changed);
+    Py_VISIT(self->on_kept);
     Py_VISIT(self->versions);
     Py_VISIT((PyObject *)self->call);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
@@ -133,6 +134,7 @@ flat_clear(fsdpc_py_flat *self)
     Py_CLEAR(self->after_backward);
     Py_CLEAR(self->comm_hook);
     Py_CLEAR(self->on_changed);
+    Py_CLEAR(self->on_kept);
     Py_CLEAR(self->call);
     Py_CLEAR(self->tree);
     return 0;
@@ -259,6 +261,7 @@ GUARDED_ONE(grad_norm)
 GUARDED_ONE(scale_grads)
 GUARDED_ONE(replace)
 GUARDED_ONE(thaw)
+GUARDED_ONE(replace_grad)
 GUARDED_ONE(grad_bits)
 GUARDED_ONE(pack_grads)
 GUARDED_ONE(take_sums)
@@ -303,6 +306,10 @@ static PyMethodDef methods[] = {
     {"replace_param", FAST(guarded_replace), METH_VARARGS,
      "replace_param(number, param)\n--\n\nReplaces the parameter in row `number` of bind()'s "
      "`seen`, over the same memory."},
+    {"replace_grad", FAST(guarded_replace_grad), METH_VARARGS,
+     "replace_grad(number, grad)\n--\n\nReplaces the gradient in row `number` of bind()'s `seen` "
+     "by "
+     "another tensor over the same memory."},
     {"grad_bits", FAST(guarded_grad_bits), METH_NOARGS,
      "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
     {"pack_grads", FAST(guarded_pack_grads), METH_O,

@@ -278,6 +278,9 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "Called before a pass when the user has pointed the optimizer's parameters at other memory or "
      "replaced them in their modules.",
      CALLABLE(on_changed)},
+    {"on_kept", (getter)get_callable, (setter)set_callable,
+     "Called before a backward writes gradients that the user has cleared, but keeps.",
+     CALLABLE(on_kept)},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "
      "returns true if it did, false to be called again at the end of backward.",

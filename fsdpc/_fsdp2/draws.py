@@ -1,0 +1,59 @@
+"""Random values of DTensors on processors. torch draws them on each rank from the rank's generator,
+so that ranks with the usual equal seeds give all shards of a parameter the same values. For
+accelerators torch has a tracker that prevents this; the one here is for meshes of type "cpu".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdpc._torch import RNG_TRACKER, dtensor_random
+
+
+class Draws:
+    """Stands where torch's DTensor dispatch looks for a tracker: each random operation on a DTensor
+    runs inside of ``_distribute_region``.
+    """
+
+    distribute_region_enabled = True
+
+    @contextmanager
+    def _distribute_region(
+        self, spec: Any, generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        """Seed the operation from one number of the generator and this rank's place among the
+        shards of ``spec``: replicas draw equal values, shards different ones. The generator
+        advances equally on all ranks. Local.
+        """
+        default = torch.default_generator
+        source = default if generator is None else generator
+        number = int(torch.randint(2**48, (), generator=source))
+        before = default.get_state()
+        default.manual_seed(number * 2**15 + _place(spec))
+        try:
+            yield
+        finally:
+            default.set_state(before)
+
+
+def _place(spec: Any) -> int:
+    """This rank's number among the shards of a DTensor."""
+    place = 0
+    for dim, placement in enumerate(spec.placements):
+        if not placement.is_replicate():
+            place = place * spec.mesh.size(dim) + spec.mesh.get_local_rank(dim)
+    return place
+
+
+def install() -> None:
+    """Use ``Draws`` in this process unless there is a tracker or an accelerator. Local."""
+    if torch.accelerator.current_accelerator() is None and not _tracker():
+        setattr(dtensor_random, RNG_TRACKER, Draws())
+
+
+def _tracker() -> Any:
+    return getattr(dtensor_random, RNG_TRACKER)

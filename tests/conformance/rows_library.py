@@ -1,0 +1,89 @@
+"""What a case of ``fully_shard`` sees of the library under test."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from library import Library
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+from toys import Block, clean, loss_of
+
+
+class RowsLibrary(Library):
+    """The other interface of the same two libraries: modules sharded in place, row by row."""
+
+    @property
+    def fully_shard(self) -> Any:
+        return importlib.import_module(self.package).fully_shard
+
+    @property
+    def FSDPModule(self) -> Any:
+        return importlib.import_module(self.package).FSDPModule
+
+    def name_of(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.package), name)
+
+    def mesh(self, *shape: int, names: Iterable[str] = ("replicate", "shard")) -> DeviceMesh:
+        """A mesh of all ranks: 1-D without a shape. Collective."""
+        shape = shape or (self.world,)
+        dims = tuple(names) if len(shape) == 2 else None
+        return init_device_mesh("cpu", shape, mesh_dim_names=dims)
+
+    def shard_blocks(self, model: nn.Module, *classes: type, **options: Any) -> Any:
+        """One unit per module of the classes (default: Block), and the root's own. Collective."""
+        for module in reversed(list(model.modules())):
+            if isinstance(module, classes or (Block,)) and module is not model:
+                self.fully_shard(module, **options)
+        return self.fully_shard(model, **options)
+
+    def backward(self, model: Any, step: int = 0, micro: int = 0, sync: bool = True) -> Tensor:
+        """The loss of this rank's batch after its backward; without ``sync`` unreduced."""
+        model.set_requires_gradient_sync(sync)
+        loss = loss_of(model, self.batch(step, micro))
+        loss.backward()
+        return loss.detach()
+
+    def resharded(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, TorchFSDPModule):
+                module.reshard()
+
+    def full(self, model: Any) -> dict[str, Tensor]:
+        """Every parameter at full size under its clean name. Collective."""
+        self.resharded(model)
+        return {clean(n): whole(p) for n, p in model.named_parameters()}
+
+    def gradients(self, model: Any) -> dict[str, Any]:
+        """Every gradient at full size, None where there is none. Collective."""
+        self.resharded(model)
+        return {
+            clean(n): None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()
+        }
+
+    def train(self, model: Any, steps: int = 2, **options: Any) -> dict[str, Any]:
+        """Losses of a few AdamW steps on this rank's batches, and the parameters after them."""
+        amp = options.pop("within", nullcontext)
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2, eps=1e-3, **options)
+        losses = []
+        for step in range(steps):
+            with amp():
+                loss = loss_of(model, self.batch(step))
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"losses": losses, "parameters": self.full(model)}
+
+
+def whole(value: Tensor) -> Tensor:
+    """A copy of all values. Collective for a DTensor."""
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()

@@ -1,0 +1,440 @@
+"""fully_shard's arguments: modules, meshes, resharding, placements, ignored parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from outcome import raises
+from rows_library import RowsLibrary
+from suite import Cases
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from toys import Block, loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+
+def linear(rows=5, columns=3, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(columns, rows)
+
+
+# --- the module ----------------------------------------------------------------------------------
+
+
+@case()
+def the_module_itself_is_returned(lib):
+    model = toy()
+    return lib.fully_shard(model) is model, [*dict(model.named_parameters())]
+
+
+@case()
+def the_list_itself_is_returned(lib):
+    both = [linear(), linear()]
+    return lib.fully_shard(both) is both, [isinstance(m, lib.FSDPModule) for m in both]
+
+
+@case(
+    raises=ValueError,
+    words="containers that do not implement forward",
+    over={"kind": [nn.ModuleList, nn.ModuleDict]},
+)
+def containers(lib, kind):
+    lib.fully_shard(kind([linear()] if kind is nn.ModuleList else {"a": linear()}))
+
+
+@case()
+def a_container_in_a_list(lib):
+    """Its children run in another module's forward."""
+    model = nn.Module()
+    model.first, model.more = linear(3, 3), nn.ModuleList([linear(3, 3, 1)])
+    lib.fully_shard([model.first, model.more])
+    return [isinstance(p, DTensor) for p in model.parameters()], lib.full(model)
+
+
+class Stack(nn.ModuleList):
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+@case()
+def a_container_with_a_forward(lib):
+    model = lib.fully_shard(Stack([linear(3, 3), linear(3, 3)]))
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(raises=AssertionError, words="can only be applied to a module once")
+def the_same_module_twice(lib):
+    lib.fully_shard(lib.fully_shard(linear()))
+
+
+@case(raises=AssertionError, words="can only be applied to a module once")
+def a_sharded_module_in_a_list(lib):
+    lib.fully_shard([lib.fully_shard(linear()), linear()])
+
+
+@case(
+    torch=raises(AssertionError, "can only be applied to a module once"),
+    fsdpc_does="shards the module once",
+)
+def the_same_module_twice_in_a_list(lib):
+    """one module twice in a list"""
+    one = linear()
+    lib.fully_shard([one, one])
+    one(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(lib.gradients(one)["bias"], torch.ones(5))
+
+
+@case(over={"value": [None, 3, "linear"]})
+def no_module_at_all(lib, value):
+    try:
+        lib.fully_shard(value)
+    except Exception as error:
+        return isinstance(error, (TypeError, AttributeError, ValueError, AssertionError))
+
+
+@case(raises=TypeError)
+def options_as_positions(lib):
+    lib.fully_shard(linear(), lib.mesh())
+
+
+@case(raises=TypeError, words="unexpected keyword argument")
+def an_unknown_option(lib):
+    lib.fully_shard(linear(), sharding_strategy=1)
+
+
+@case()
+def a_module_without_parameters(lib):
+    model = lib.fully_shard(nn.Tanh())
+    x = torch.ones(2, requires_grad=True)
+    model(x).sum().backward()
+    return x.grad, list(model.parameters())
+
+
+@case()
+def a_root_whose_children_have_all_parameters(lib):
+    model = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
+    for child in model:
+        lib.fully_shard(child)
+    lib.fully_shard(model)
+    model(torch.ones(1, 3) + lib.rank).sum().backward()
+    return lib.gradients(model)
+
+
+@case(raises=ValueError, words="doesn't support scalar parameters")
+def a_parameter_without_dimensions(lib):
+    model = linear()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    lib.fully_shard(model)
+
+
+@case(raises=NotImplementedError, words="non-contiguous")
+def a_transposed_parameter(lib):
+    model = linear()
+    model.weight = nn.Parameter(torch.ones(3, 5).t())
+    lib.fully_shard(model)
+
+
+@case(over={"shape": [(0, 4), (1,), (1, 1, 1), (2, 3, 2, 2), (7, 2)]})
+def shapes_of_parameters(lib, shape):
+    model = nn.Module()
+    model.p = nn.Parameter(torch.arange(float(torch.Size(shape).numel())).reshape(shape))
+    lib.fully_shard(model)
+    return lib.full(model), tuple(model.p.shape), tuple(model.p.to_local().shape)
+
+
+@case(over={"dtype": [torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64]})
+def frozen_parameters_of_other_dtypes(lib, dtype):
+    model = nn.Linear(3, 2)
+    for name in ("weight", "bias"):
+        p = getattr(model, name)
+        setattr(model, name, nn.Parameter(torch.ones(p.shape).to(dtype), requires_grad=False))
+    lib.fully_shard(model)
+    return lib.full(model)
+
+
+@case()
+def a_parameter_registered_twice(lib):
+    model = toy()
+    model.head.weight = model.embed.weight
+    lib.fully_shard(model)
+    loss_of(model, lib.batch()).backward()
+    return model.head.weight is model.embed.weight, lib.gradients(model)
+
+
+@case()
+def a_module_registered_twice(lib):
+    model = toy()
+    model.blocks[1] = model.blocks[0]
+    lib.shard_blocks(model)
+    loss_of(model, lib.batch()).backward()
+    return model.blocks[1] is model.blocks[0], lib.gradients(model)
+
+
+@case(raises=ValueError, words="shared with a parameter already managed by another FSDP group")
+def a_tied_parameter_in_two_units(lib):
+    model = toy()
+    model.head.weight = model.embed.weight
+    lib.fully_shard(model.head)
+    lib.fully_shard(model)
+    model(lib.batch())
+
+
+@case()
+def tied_parameters_in_one_list(lib):
+    model = toy()
+    model.head.weight = model.embed.weight
+    for block in model.blocks:
+        lib.fully_shard(block)
+    lib.fully_shard([model.embed, model.norm, model.head], reshard_after_forward=False)
+    lib.fully_shard(model)
+    return lib.train(model)
+
+
+@case()
+def children_of_a_lists_member(lib):
+    model = nn.Sequential(linear(3, 3), linear(3, 3))
+    lib.fully_shard([model, model[0]])
+    return isinstance(model[0], lib.FSDPModule), isinstance(model[0].weight, DTensor)
+
+
+@case()
+def marks_on_managed_modules(lib):
+    model = lib.shard_blocks(toy())
+    return {
+        name: (module._is_fsdp_managed_module, module._fsdp_use_orig_params)
+        for name, module in model.named_modules()
+    }
+
+
+@case()
+def buffers_stay_plain(lib):
+    model = nn.Sequential(nn.BatchNorm1d(3), linear(3, 3))
+    lib.fully_shard(model)
+    model(torch.randn(4, 3, generator=torch.Generator().manual_seed(lib.rank))).sum().backward()
+    return dict(model.named_buffers()), lib.gradients(model)
+
+
+# --- the mesh ------------------------------------------------------------------------------------
+
+
+@case(over={"given": [True, False]})
+def meshes_of_parameters(lib, given):
+    mesh = lib.mesh()
+    model = lib.fully_shard(linear(), **({"mesh": mesh} if given else {}))
+    found = model.weight.device_mesh
+    same = found is mesh or found == mesh
+    return same, found.device_type, found.mesh, list(map(str, model.weight.placements))
+
+
+@case(world=4, over={"shape": [(2, 2), (1, 4), (4, 1)]})
+def replicas_on_a_mesh(lib, shape):
+    mesh = lib.mesh(*shape)
+    model = lib.fully_shard(linear(), mesh=mesh)
+    assert model.weight.placements == (Replicate(), Shard(0))
+    return tuple(model.weight.to_local().shape), model.weight.device_mesh.mesh
+
+
+@case(world=4, over={"shape": [(2, 2), (1, 4), (4, 1)]})
+def training_with_replicas(lib, shape):
+    return lib.train(lib.shard_blocks(toy(), mesh=lib.mesh(*shape)))
+
+
+@case(world=4)
+def a_dimension_of_a_larger_mesh(lib):
+    """Two separate trainings, one per row of a 2-D mesh."""
+    mesh = lib.mesh(2, 2)
+    model = lib.shard_blocks(toy(), mesh=mesh["shard"])
+    return lib.train(model)
+
+
+@case(world=4)
+def two_meshes_in_one_model(lib):
+    """Blocks with replicas, the root sharded over all ranks."""
+    hybrid, line = lib.mesh(2, 2), lib.mesh()
+    model = toy()
+    for block in model.blocks:
+        lib.fully_shard(block, mesh=hybrid)
+    return lib.train(lib.fully_shard(model, mesh=line))
+
+
+@case(raises=ValueError, words="expects a 1D or 2D DeviceMesh")
+def a_mesh_of_three_dimensions(lib):
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
+    lib.fully_shard(linear(), mesh=mesh)
+
+
+@case(raises=AssertionError, words="mesh_dim_names")
+def a_mesh_without_names(lib):
+    lib.fully_shard(linear(), mesh=init_device_mesh("cpu", (2, 1)))
+
+
+@case(fsdpc=raises(NotImplementedError, "dp_mesh_dims"))
+def dimensions_of_an_spmd_mesh(lib):
+    """dp_mesh_dims"""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = linear()
+    for name in ("weight", "bias"):
+        value = DTensor.from_local(getattr(model, name).detach(), mesh, (Replicate(),))
+        setattr(model, name, nn.Parameter(value))
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+# --- reshard_after_forward -----------------------------------------------------------------------
+
+
+@case(over={"value": [None, True, False, 1, 2]})
+def training_with_reshard_after_forward(lib, value):
+    return lib.train(lib.shard_blocks(toy(), reshard_after_forward=value))
+
+
+@case(world=4, over={"value": [2, 4]})
+def training_with_resharding_to_some_ranks(lib, value):
+    return lib.train(lib.shard_blocks(toy(), reshard_after_forward=value))
+
+
+@case(over={"value": [True, 2]})
+def what_modules_show_after_forward(lib, value):
+    """Of the root and of a block: sharded parameters."""
+    model = lib.shard_blocks(toy(), reshard_after_forward=value)
+    model(lib.batch())
+    shown = [model.head.weight, model.blocks[0].up.weight]
+    return [isinstance(p, DTensor) for p in shown], [tuple(p.shape) for p in shown]
+
+
+@case(raises=ValueError, words="should be a bool or an int", over={"value": ["yes", 2.0, [2]]})
+def reshard_after_forward_of_another_type(lib, value):
+    lib.fully_shard(linear(), reshard_after_forward=value)
+
+
+@case(raises=ValueError, words="should be a factor of", over={"value": [3, 4]})
+def reshard_after_forward_that_divides_nothing(lib, value):
+    lib.fully_shard(linear(), reshard_after_forward=value)
+
+
+@case(over={"inner": [True, False], "outer": [True, False]})
+def options_that_differ_between_units(lib, inner, outer):
+    model = toy()
+    for block in model.blocks:
+        lib.fully_shard(block, reshard_after_forward=inner)
+    return lib.train(lib.fully_shard(model, reshard_after_forward=outer))
+
+
+# --- shard_placement_fn --------------------------------------------------------------------------
+
+
+@case(over={"placement": [None, Shard(0), Shard(-2)]})
+def placements_on_rows(lib, placement):
+    model = lib.fully_shard(nn.Linear(3, 5, bias=False), shard_placement_fn=lambda p: placement)
+    return str(model.weight.placements), lib.full(model)
+
+
+@case(fsdpc=raises(NotImplementedError, "dimension 1"), over={"placement": [Shard(1), Shard(-1)]})
+def placements_on_columns(lib, placement):
+    """shard_placement_fn with Shard(1)"""
+    model = lib.fully_shard(nn.Linear(4, 5, bias=False), shard_placement_fn=lambda p: placement)
+    model(torch.ones(1, 4)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(raises=NotImplementedError)
+def uneven_columns(lib):
+    lib.fully_shard(nn.Linear(3, 5, bias=False), shard_placement_fn=lambda p: Shard(1))
+
+
+@case(raises=AssertionError, words="is invalid for 1D tensor", over={"dim": [1, 3]})
+def a_placement_beyond_the_last_dimension(lib, dim):
+    lib.fully_shard(linear(), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 1 else None)
+
+
+@case(over={"value": [Replicate(), 0, "Shard(0)"]})
+def placements_that_are_none(lib, value):
+    """Any exception of the kinds that torch's documentation names."""
+    try:
+        lib.fully_shard(linear(), shard_placement_fn=lambda p: value)
+    except (AssertionError, ValueError):
+        return "refused"
+
+
+@case()
+def what_the_placement_function_gets(lib):
+    seen = []
+    lib.fully_shard(linear(), shard_placement_fn=lambda p: seen.append(tuple(p.shape)))
+    return set(seen)
+
+
+# --- ignored parameters --------------------------------------------------------------------------
+
+
+def sharded_beside_ignored(lib):
+    model = toy()
+    ignored = set(model.head.parameters())
+    for block in model.blocks:
+        lib.fully_shard(block)
+    return lib.fully_shard(model, ignored_params=ignored)
+
+
+@case()
+def ignored_parameters_stay_plain(lib):
+    model = sharded_beside_ignored(lib)
+    loss_of(model, lib.batch()).backward()
+    return type(model.head.weight).__name__, model.head.weight.grad, lib.gradients(model)
+
+
+@case()
+def training_with_ignored_parameters(lib):
+    model = sharded_beside_ignored(lib)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, lib.batch(step)).backward()
+        for p in model.head.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def ignoring_everything(lib):
+    model = linear()
+    lib.fully_shard(model, ignored_params=set(model.parameters()))
+    model(torch.ones(1, 3) * lib.rank).sum().backward()
+    return [type(p).__name__ for p in model.parameters()], model.weight.grad
+
+
+@case()
+def ignoring_in_an_inner_call_only(lib):
+    """The outer call takes what the inner one left."""
+    model = toy()
+    lib.fully_shard(model.blocks[0], ignored_params={model.blocks[0].up.weight})
+    lib.fully_shard(model)
+    loss_of(model, lib.batch()).backward()
+    return isinstance(model.blocks[0].up.weight, DTensor), lib.gradients(model)
+
+
+@case(over={"value": [None, set()]})
+def nothing_ignored(lib, value):
+    return lib.train(lib.fully_shard(toy(), ignored_params=value))
+
+
+@case()
+def other_classes_of_blocks(lib):
+    return lib.train(lib.shard_blocks(toy(), Block, nn.Linear, nn.LayerNorm, nn.Embedding))
+
+
+@case()
+def another_call_for_a_subtree(lib):
+    """An unsharded model with sharded parts."""
+    model = toy()
+    lib.fully_shard(model.blocks[0])
+    lib.fully_shard(model.blocks[1])
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model.blocks), model.head.weight.grad
+
+
+test_torch, test_fsdpc = case.tests()

@@ -1,0 +1,653 @@
+"""FSDPModule's methods."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from outcome import raises, wrong
+from rows_library import RowsLibrary
+from suite import Cases
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+BOTH = [True, False]
+
+
+def linear(rows=5, columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows)
+
+
+def shown(model):
+    """What the modules show now: names of sharded parameters."""
+    return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+
+
+# --- unshard and reshard -------------------------------------------------------------------------
+
+
+@case()
+def unsharding_before_the_first_forward(lib):
+    model = lib.fully_shard(linear())
+    model.unshard()
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    full = shown(model)
+    model.reshard()
+    return full, values, shown(model), lib.full(model)
+
+
+@case()
+def unsharding_one_unit_of_a_model(lib):
+    model = lib.shard_blocks(toy())
+    model(lib.batch())
+    model.reshard()
+    model.blocks[0].unshard()
+    return shown(model)
+
+
+@case(over={"times": [1, 2, 3]})
+def unsharding_again(lib, times):
+    model = lib.fully_shard(linear())
+    for _ in range(times):
+        model.unshard()
+    before = shown(model)
+    for _ in range(times):
+        model.reshard()
+    return before, shown(model), lib.full(model)
+
+
+@case()
+def unsharding_asynchronously(lib):
+    model = lib.shard_blocks(toy())
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    assert isinstance(handle, torch.distributed.fsdp.UnshardHandle)
+    return model.blocks[0].unshard(), shown(model.blocks[0])
+
+
+@case()
+def unsharding_without_waiting(lib):
+    model = lib.fully_shard(linear())
+    model.unshard(async_op=True)
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(over={"times": [1, 2]})
+def unsharding_ahead_of_forward(lib, times):
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for _ in range(times):
+            for block in model.blocks:
+                block.unshard(async_op=True)
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def unsharding_a_unit_without_parameters(lib):
+    model = lib.fully_shard(nn.Tanh())
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    model.reshard()
+    return model(torch.ones(1))
+
+
+@case(fsdpc=raises(RuntimeError, "were changed in place"))
+def writes_to_full_parameters_are_lost(lib):
+    """a write to full parameters between unshard and reshard"""
+    model = lib.fully_shard(linear())
+    model.unshard()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    model.reshard()
+    return lib.full(model)
+
+
+@case()
+def unsharding_after_a_write_to_the_shard(lib):
+    model = lib.fully_shard(linear())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    model.unshard()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@case()
+def resharding_between_forward_and_backward(lib):
+    model = lib.shard_blocks(toy(), reshard_after_forward=False)
+    loss = loss_of(model, lib.batch())
+    for block in model.blocks:
+        block.reshard()
+    model.reshard()
+    between = shown(model)
+    loss.backward()
+    return between, lib.gradients(model)
+
+
+@case()
+def resharding_what_is_sharded(lib):
+    model = lib.fully_shard(linear())
+    model.reshard()
+    model.reshard()
+    return shown(model)
+
+
+@case()
+def forward_in_an_unsharded_model(lib):
+    """Inference: gathered once, used twice."""
+    model = lib.shard_blocks(toy())
+    with torch.no_grad():
+        model.unshard()
+        for block in model.blocks:
+            block.unshard()
+        return [model(lib.batch(step)) for step in range(2)]
+
+
+# --- when gradients are reduced ------------------------------------------------------------------
+
+
+@case(over={"pattern": ["01", "001", "0101", "1001", "0011", "1101", "0110"]})
+def passes_with_and_without_sync(lib, pattern):
+    model = lib.shard_blocks(toy())
+    for micro, sync in enumerate(pattern):
+        lib.backward(model, 0, micro, sync == "1")
+    return lib.gradients(model) if pattern[-1] == "1" else None
+
+
+@case(over={"strategy": [None, True, False]})
+def training_with_accumulation(lib, strategy):
+    model = lib.shard_blocks(toy(), reshard_after_forward=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(2):
+        for micro in range(3):
+            lib.backward(model, step, micro, micro == 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+def shows_values(lib, model):
+    """Whether sharded parameters show a gradient that is not zero."""
+    lib.resharded(model)
+    return [p.grad is not None and bool(p.grad.to_local().any()) for p in model.parameters()]
+
+
+@case()
+def gradients_without_sync_are_hidden(lib):
+    """None or zero."""
+    model = lib.shard_blocks(toy())
+    lib.backward(model, sync=False)
+    return shows_values(lib, model)
+
+
+@case(torch=wrong("differ"), fsdpc_does="zero_grad discards them")
+def gradients_without_sync_that_are_cleared(lib):
+    """zero_grad while gradients wait for a reduction"""
+    model = lib.shard_blocks(toy())
+    lib.backward(model, 0, 0, sync=False)
+    model.zero_grad()
+    lib.backward(model, 0, 1)
+    other = lib.shard_blocks(toy())
+    lib.backward(other, 0, 1)
+    expected = lib.gradients(other)
+    for name, grad in lib.gradients(model).items():
+        assert torch.equal(grad, expected[name]), f"gradients of {name} differ"
+
+
+@case()
+def one_unit_without_sync(lib):
+    """A block keeps its gradients for the next backward; the others reduce theirs."""
+    model = lib.shard_blocks(toy())
+    model.blocks[0].set_requires_gradient_sync(False)
+    loss_of(model, lib.batch(0, 0)).backward()
+    model.blocks[0].set_requires_gradient_sync(True)
+    loss_of(model, lib.batch(0, 1)).backward()
+    return lib.gradients(model)
+
+
+@case()
+def sync_of_the_root_alone(lib):
+    """recurse=False"""
+    model = lib.shard_blocks(toy())
+    model.set_requires_gradient_sync(False, recurse=False)
+    loss_of(model, lib.batch(0, 0)).backward()
+    model.set_requires_gradient_sync(True, recurse=False)
+    loss_of(model, lib.batch(0, 1)).backward()
+    return lib.gradients(model)
+
+
+@case()
+def sync_set_after_forward(lib):
+    """The value at the time of backward counts."""
+    model = lib.shard_blocks(toy())
+    loss = loss_of(model, lib.batch(0, 0))
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    loss = loss_of(model, lib.batch(0, 1))
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_synchronised_pass_that_skips_a_unit(lib):
+    """What the unit kept is reduced in the next pass, whether the unit takes part or not."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = linear(3, 3), linear(3, 3)
+
+        def forward(self, x, both):
+            return self.b(self.a(x)) if both else self.a(x)
+
+    model = Two()
+    lib.fully_shard(model.a)
+    lib.fully_shard(model.b)
+    lib.fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 3) + lib.rank, True).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 3) + lib.rank, False).sum().backward()
+    return lib.gradients(model)
+
+
+@case(over={"precision": [torch.bfloat16, torch.float16]}, rtol=2e-2)
+def accumulation_in_low_precision(lib, precision):
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(
+        param_dtype=precision, reduce_dtype=torch.float32
+    )
+    model = lib.shard_blocks(toy(), mp_policy=policy)
+    for micro in range(3):
+        lib.backward(model, 0, micro, micro == 2)
+    return lib.gradients(model)
+
+
+@case(over={"last": BOTH})
+def is_last_backward(lib, last):
+    model = lib.shard_blocks(toy())
+    model.set_is_last_backward(last)
+    loss_of(model, lib.batch(0, 0)).backward()
+    model.set_is_last_backward(True)
+    loss_of(model, lib.batch(0, 1)).backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_pipelines_three_setters(lib):
+    """What a pipeline schedule calls around its micro-batches."""
+    model = lib.shard_blocks(toy())
+    for micro in range(3):
+        last = micro == 2
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last)
+        model.set_requires_gradient_sync(last)
+        loss_of(model, lib.batch(0, micro)).backward()
+    return lib.gradients(model), shown(model) == [n for n, _ in model.named_parameters()]
+
+
+@case(world=4, over={"pattern": ["01", "001", "0101"]})
+def reduction_over_replicas_later(lib, pattern):
+    """set_requires_all_reduce"""
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    for micro, sync in enumerate(pattern):
+        model.set_requires_all_reduce(sync == "1")
+        loss_of(model, lib.batch(0, micro)).backward()
+    return lib.gradients(model)
+
+
+@case(world=4)
+def reduction_over_replicas_never_shows_partial_sums(lib):
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    model.set_requires_all_reduce(False)
+    loss_of(model, lib.batch()).backward()
+    return shows_values(lib, model)
+
+
+@case(world=4)
+def accumulation_with_replicas(lib):
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    for micro in range(3):
+        lib.backward(model, 0, micro, micro == 2)
+    return lib.gradients(model)
+
+
+@case()
+def requires_all_reduce_without_replicas(lib):
+    """No effect on a 1-D mesh."""
+    model = lib.shard_blocks(toy())
+    model.set_requires_all_reduce(False)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+# --- what stays gathered -------------------------------------------------------------------------
+
+
+@case(over={"value": BOTH, "recurse": BOTH, "when": ["before", "between"]})
+def reshard_after_forward_set_later(lib, value, recurse, when):
+    model = lib.shard_blocks(toy())
+    if when == "between":
+        loss_of(model, lib.batch()).backward()
+        model.zero_grad()
+    model.set_reshard_after_forward(value, recurse=recurse)
+    loss_of(model, lib.batch(1)).backward()
+    return lib.gradients(model)
+
+
+@case(raises=ValueError, words="should be a bool", over={"value": [2, None, "yes"]})
+def reshard_after_forward_set_to_no_bool(lib, value):
+    lib.fully_shard(linear()).set_reshard_after_forward(value)
+
+
+@case(over={"value": BOTH, "recurse": BOTH})
+def reshard_after_backward(lib, value, recurse):
+    """Between the micro-batches of a step."""
+    model = lib.shard_blocks(toy())
+    model.set_reshard_after_backward(value, recurse=recurse)
+    for micro in range(2):
+        lib.backward(model, 0, micro, micro == 1)
+    return lib.gradients(model)
+
+
+@case(over={"value": BOTH})
+def unshard_in_backward(lib, value):
+    """For an embedding, whose weight backward does not read."""
+    model = toy()
+    lib.fully_shard(model.embed)
+    model.embed.set_unshard_in_backward(value)
+    return lib.train(lib.fully_shard(model))
+
+
+# --- factors -------------------------------------------------------------------------------------
+
+
+@case(over={"factor": [1.0, 2.0, 3.0, 8.0, 0.5], "name": ["gradient", "reduce_scatter"]})
+def divide_factors(lib, factor, name):
+    """With sums on the wire, which gloo needs for factors."""
+    model = lib.shard_blocks(toy())
+    for module in model.modules():
+        if isinstance(module, lib.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            getattr(module, f"set_{name}_divide_factor")(factor)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case()
+def the_divide_factor_of_one_unit(lib):
+    model = lib.shard_blocks(toy())
+    block = model.blocks[1]
+    block.set_force_sum_reduction_for_comms(True)
+    block.set_gradient_divide_factor(1.0)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case(world=4, over={"factor": [1.0, 4.0, 16.0]})
+def divide_factors_with_replicas(lib, factor):
+    model = lib.fully_shard(toy(), mesh=lib.mesh(2, 2))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(factor)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_divide_factor_set_between_steps(lib):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(True)
+    loss_of(model, lib.batch()).backward()
+    before = lib.gradients(model)
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    loss_of(model, lib.batch()).backward()
+    return before, lib.gradients(model)
+
+
+@case()
+def a_divide_factor_with_accumulation(lib):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(3.0)
+    for micro in range(2):
+        lib.backward(model, 0, micro, micro == 1)
+    return lib.gradients(model)
+
+
+@case(over={"value": BOTH})
+def sums_on_the_wire(lib, value):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(value)
+    return lib.train(model)
+
+
+@case(over={"value": BOTH, "recurse": BOTH})
+def reduce_scatter_of_unused_parameters(lib, value, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_reduce_scatter_unused_params(value, recurse=recurse)
+    return lib.train(model)
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+@case(over={"direction": ["forward", "backward"], "ahead": [1, 2]})
+def prefetching(lib, direction, ahead):
+    model = lib.shard_blocks(toy(blocks=3))
+    blocks = list(model.blocks)
+    for i, block in enumerate(blocks):
+        after = blocks[i + 1 : i + 1 + ahead] if direction == "forward" else blocks[:i][-ahead:]
+        getattr(block, f"set_modules_to_{direction}_prefetch")(after)
+    return lib.train(model)
+
+
+@case(raises=ValueError, words="Expects FSDPModule", over={"direction": ["forward", "backward"]})
+def prefetching_of_plain_modules(lib, direction):
+    model = lib.fully_shard(linear())
+    getattr(model, f"set_modules_to_{direction}_prefetch")([linear()])
+
+
+@case(over={"direction": ["forward", "backward"]})
+def prefetching_in_the_wrong_order(lib, direction):
+    """A hint, never another result."""
+    model = lib.shard_blocks(toy(blocks=3))
+    blocks = list(model.blocks)
+    for block in blocks:
+        getattr(block, f"set_modules_to_{direction}_prefetch")([blocks[0], blocks[2]])
+    return lib.train(model)
+
+
+@case(over={"count": [1, 2, 5], "recurse": BOTH})
+def reductions_in_flight(lib, count, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_reduce_scatter_max_input_buffers(count, recurse=recurse)
+    return lib.train(model)
+
+
+@case(raises=TypeError, words="must be an int", over={"value": [1.5, "2", None]})
+def reductions_in_flight_of_another_type(lib, value):
+    lib.fully_shard(linear()).set_reduce_scatter_max_input_buffers(value)
+
+
+@case(raises=ValueError, words="must be a positive int", over={"value": [0, -1]})
+def reductions_in_flight_below_one(lib, value):
+    lib.fully_shard(linear()).set_reduce_scatter_max_input_buffers(value)
+
+
+@case(over={"enable": BOTH, "recurse": BOTH})
+def a_group_for_reductions(lib, enable, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_separate_reduce_scatter_group(enable, recurse=recurse)
+    return lib.train(model)
+
+
+@case(over={"enable": BOTH})
+def memory_of_the_process_group(lib, enable):
+    model = lib.fully_shard(toy())
+    model.set_allocate_memory_from_process_group_for_comm(enable)
+    return lib.train(model)
+
+
+@case()
+def an_event_after_the_optimizer(lib):
+    model = lib.fully_shard(toy())
+    model.set_post_optim_event(torch.Event("cpu") if hasattr(torch, "Event") else None)
+    return True
+
+
+@case(over={"value": BOTH})
+def asynchronous_gathers(lib, value):
+    model = lib.shard_blocks(toy())
+    for module in model.modules():
+        if isinstance(module, lib.FSDPModule):
+            module._set_unshard_async_op(value)
+    return lib.train(model)
+
+
+# --- what fsdpc refuses --------------------------------------------------------------------------
+
+
+@case(fsdpc=raises(NotImplementedError, "no all-reduce hook"))
+def a_hook_on_reduced_gradients(lib):
+    """set_all_reduce_hook"""
+    model = lib.fully_shard(linear())
+    model.set_all_reduce_hook(lambda flat: flat.mul_(2))
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+class Gather:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class Scatter(Gather):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+@case(
+    fsdpc=raises(NotImplementedError, "in place on slots"),
+    over={"comm": [Gather, Scatter]},
+)
+def custom_collectives(lib, comm):
+    """set_custom_all_gather, set_custom_reduce_scatter"""
+    model = lib.fully_shard(linear())
+    name = "all_gather" if comm is Gather else "reduce_scatter"
+    getattr(model, f"set_custom_{name}")(comm())
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(raises=Exception)
+def symmetric_memory_on_the_cpu(lib):
+    model = lib.fully_shard(linear())
+    model.set_symm_mem_for_comm()
+    model(torch.ones(1, 3)).sum().backward()
+
+
+# --- the root ------------------------------------------------------------------------------------
+
+
+@case(raises=RuntimeError, words="must be called on the root")
+def resetting_an_inner_unit(lib):
+    model = lib.shard_blocks(toy())
+    model(lib.batch())
+    model.blocks[0].reset_iter_state()
+
+
+@case()
+def resetting_between_steps(lib):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    before = lib.gradients(model)
+    model.reset_iter_state()
+    return before, lib.gradients(model), lib.train(model)
+
+
+@case()
+def resetting_after_a_forward(lib):
+    """The forward's graph is given up."""
+    model = lib.shard_blocks(toy())
+    model(lib.batch())
+    model.reset_iter_state()
+    return shown(model) == [n for n, _ in model.named_parameters()], lib.train(model)
+
+
+@case()
+def resetting_drops_what_was_kept_unreduced(lib):
+    model = lib.shard_blocks(toy())
+    lib.backward(model, 0, 0, sync=False)
+    model.reset_iter_state()
+    lib.backward(model, 0, 1)
+    return lib.gradients(model)
+
+
+# --- moving and converting -----------------------------------------------------------------------
+
+
+@case(over={"dtype": [torch.bfloat16, torch.float64, torch.float16]})
+def converting_before_the_first_forward(lib, dtype):
+    model = lib.shard_blocks(toy()).to(dtype)
+    return {str(p.dtype) for p in model.parameters()}, lib.full(model)
+
+
+@case(over={"name": ["half", "double", "bfloat16", "float"]})
+def converting_by_name(lib, name):
+    model = getattr(lib.shard_blocks(toy()), name)()
+    return {str(p.dtype) for p in model.parameters()}
+
+
+@case(rtol=2e-2)
+def training_after_a_conversion(lib):
+    model = lib.shard_blocks(toy()).to(torch.bfloat16)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case(over={"call": ["cpu", "to"]})
+def moving_to_where_a_model_is(lib, call):
+    model = lib.shard_blocks(toy())
+    ids = [id(p) for p in model.parameters()]
+    model = model.cpu() if call == "cpu" else model.to("cpu")
+    same = ids == [id(p) for p in model.parameters()]
+    return same, lib.train(model)
+
+
+@case()
+def moving_between_steps(lib):
+    model = lib.shard_blocks(toy())
+    first = lib.train(model, 1)
+    return first, lib.train(model.to("cpu"), 1)
+
+
+@case(over={"value": BOTH})
+def freezing_the_whole_model(lib, value):
+    model = lib.shard_blocks(toy()).requires_grad_(value)
+    return [p.requires_grad for p in model.parameters()], model(lib.batch()).requires_grad
+
+
+@case(over={"none": BOTH})
+def zeroing_gradients(lib, none):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    model.zero_grad(set_to_none=none)
+    lib.resharded(model)
+    return lib.gradients(model)
+
+
+test_torch, test_fsdpc = case.tests()

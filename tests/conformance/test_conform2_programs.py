@@ -1,0 +1,372 @@
+"""Whole programs on fully_shard: adapters, adversarial steps, parametrisations, odd forwards."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+import torch.distributed as dist
+from outcome import raises
+from rows_library import RowsLibrary, whole
+from suite import Cases
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+BOTH = [True, False]
+
+
+def linear(rows=4, columns=4, seed=0, **options):
+    torch.manual_seed(seed)
+    return nn.Linear(columns, rows, **options)
+
+
+def inputs(lib, seed=0):
+    generator = torch.Generator().manual_seed(10 * seed + lib.rank)
+    return torch.randn(2, 4, generator=generator)
+
+
+def steps(lib, model, loss, count=3):
+    """A few steps of SGD on loss(model, step)."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(count):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank update, LoRA."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.base = linear(dtype=dtype).requires_grad_(False)
+        torch.manual_seed(1)
+        self.a = nn.Parameter(torch.randn(2, 4))
+        self.b = nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, x):
+        y = self.base(x.to(self.base.weight.dtype)).to(x.dtype)
+        return y + x @ self.a.t() @ self.b.t()
+
+
+@case(over={"dtype": [torch.float32, torch.bfloat16], "own": BOTH}, rtol=1e-2)
+def adapters(lib, dtype, own):
+    """The frozen base in its own unit, or beside its adapter."""
+    model = nn.Sequential(Adapted(dtype), nn.Tanh(), Adapted(dtype))
+    for part in (model[0], model[2]):
+        if own:
+            lib.fully_shard(part.base)
+        lib.fully_shard(part)
+    lib.fully_shard(model)
+    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+
+
+@case()
+def only_the_adapters_are_saved(lib):
+    model = lib.fully_shard(nn.Sequential(Adapted(), nn.Tanh(), Adapted()))
+    steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    return {n: whole(v) for n, v in model.state_dict().items() if n in trained}
+
+
+@case()
+def training_the_head_then_everything(lib):
+    """Two phases with an optimizer each."""
+    model = lib.shard_blocks(toy())
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.head.requires_grad_(True)
+    first = steps(lib, model, lambda m, step: loss_of(m, lib.batch(step)), 2)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    return first, steps(lib, model, lambda m, step: loss_of(m, lib.batch(step)), 2)
+
+
+# --- gradients of inputs -------------------------------------------------------------------------
+
+
+@case()
+def an_adversarial_step(lib):
+    """The inputs' gradient first, then a step on the changed inputs."""
+    model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
+    lib.fully_shard(model[0])
+    lib.fully_shard(model)
+
+    def loss(m, step):
+        x = inputs(lib, step).requires_grad_()
+        (grad,) = torch.autograd.grad(m(x).square().sum(), [x])
+        return m((x + 0.1 * grad.sign()).detach()).square().mean()
+
+    return steps(lib, model, loss)
+
+
+@case()
+def gradients_of_inputs_of_a_frozen_model(lib):
+    model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1)).requires_grad_(False)
+    lib.fully_shard(model[0])
+    lib.fully_shard(model)
+    x = inputs(lib).requires_grad_()
+    model(x).sum().backward()
+    return x.grad
+
+
+@case()
+def a_learned_input(lib):
+    """A prompt outside of the model, trained with it."""
+    model, prompt = lib.fully_shard(linear()), nn.Parameter(torch.ones(1, 4))
+    optimizer = torch.optim.SGD([prompt, *model.parameters()], lr=0.1, foreach=False)
+    for step in range(2):
+        model(inputs(lib, step) + prompt).square().mean().backward()
+        dist.all_reduce(prompt.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return prompt.detach(), lib.full(model)
+
+
+# --- odd forwards --------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = linear(), kind
+
+    def forward(self, *args, **kwargs):
+        x = torch.ones(2, 4) if self.kind == "no inputs" else (args or [*kwargs.values()])[0]
+        y = self.inner(x)
+        if self.kind == "returns a number":
+            return float(y.sum())
+        if self.kind == "returns nothing":
+            return None
+        if self.kind == "keeps state":
+            self.last = y.detach()
+        return y
+
+
+@case(over={"kind": ["no inputs", "returns a number", "returns nothing", "keeps state"]})
+def odd_forwards(lib, kind):
+    model = lib.fully_shard(Odd(kind))
+    out = model() if kind == "no inputs" else model(inputs(lib))
+    if isinstance(out, torch.Tensor):
+        out.sum().backward()
+    return str(type(out)), lib.gradients(model)
+
+
+@case()
+def inputs_by_name(lib):
+    model = lib.fully_shard(Odd(""))
+    model(x=inputs(lib)).sum().backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_forward_that_recurses(lib):
+    """A module that calls itself."""
+
+    class Again(nn.Linear):
+        def forward(self, x, depth=2):
+            y = torch.tanh(super().forward(x))
+            return self(y, depth - 1) if depth else y
+
+    torch.manual_seed(0)
+    model = lib.fully_shard(Again(4, 4), reshard_after_forward=False)
+    model(inputs(lib)).sum().backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_custom_autograd_function(lib):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return 2 * x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return 2 * grad @ weight, 2 * grad.t() @ x
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return Twice.apply(x, self.weight) + self.bias
+
+    torch.manual_seed(0)
+    model = lib.fully_shard(nn.Sequential(lib.fully_shard(Own(4, 4)), nn.Tanh()))
+    model(inputs(lib).requires_grad_()).sum().backward()
+    return lib.gradients(model)
+
+
+@case()
+def saved_tensor_hooks(lib):
+    """Activations kept elsewhere between forward and backward."""
+    model = lib.shard_blocks(toy())
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(model, lib.batch())
+    loss.backward()
+    return lib.gradients(model)
+
+
+# --- layers with parameters of their own kind ----------------------------------------------------
+
+
+@case(over={"name": ["weight_norm", "spectral_norm", "orthogonal"]}, rtol=1e-4)
+def parametrisations(lib, name):
+    model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
+    torch.manual_seed(2)
+    getattr(nn.utils.parametrizations, name)(model[0])
+    lib.fully_shard(model[0])
+    lib.fully_shard(model)
+    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+
+
+@case(over={"layer": ["MultiheadAttention", "GRU", "EmbeddingBag", "GroupNorm", "PReLU"]})
+def layers(lib, layer):
+    torch.manual_seed(0)
+    model, x = {
+        "MultiheadAttention": lambda: (nn.MultiheadAttention(4, 2, batch_first=True), 3),
+        "GRU": lambda: (nn.GRU(4, 5, batch_first=True), 1),
+        "EmbeddingBag": lambda: (nn.EmbeddingBag(7, 4), torch.arange(6).reshape(2, 3)),
+        "GroupNorm": lambda: (nn.GroupNorm(2, 4), torch.randn(3, 4, 2)),
+        "PReLU": lambda: (nn.PReLU(4), torch.randn(3, 4)),
+    }[layer]()
+    lib.fully_shard(model)
+    args = [torch.randn(2, 3, 4)] * x if isinstance(x, int) else [x]
+    out = model(*args)
+    (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_mixture_of_experts(lib):
+    """Each token goes to one of three experts; ranks choose differently."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = linear(3, 4, 5)
+            self.experts = nn.ModuleList(linear(seed=i) for i in range(3))
+
+        def forward(self, x):
+            scores = self.gate(x).softmax(-1)
+            return sum(scores[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+    model = Experts()
+    for expert in model.experts:
+        lib.fully_shard(expert)
+    lib.fully_shard(model)
+    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+
+
+@case()
+def weights_used_twice_in_one_module(lib):
+    class Shared(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.tanh(super().forward(x)))
+
+    torch.manual_seed(0)
+    model = lib.fully_shard(Shared(4, 4))
+    model(inputs(lib)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(torch=raises(RuntimeError, "DTensor"), fsdpc=raises(RuntimeError, "is not gathered here"))
+def a_weight_of_another_unit(lib):
+    """the root's forward reads the weight of a unit"""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.own = linear(), linear(seed=1)
+
+        def forward(self, x):
+            return nn.functional.linear(self.own(x), self.block.weight)
+
+    model = Reader()
+    lib.fully_shard(model.block)
+    lib.fully_shard(model)(inputs(lib))
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@case()
+def a_full_checkpoint_by_hand(lib):
+    """full_tensor() on all ranks, torch.save on one, into an unsharded model."""
+    model = lib.shard_blocks(toy())
+    lib.train(model, 1)
+    full = {n: whole(v) for n, v in model.state_dict().items()}
+    plain = toy(3)
+    if lib.rank == 0:
+        file = io.BytesIO()
+        torch.save(full, file)
+        file.seek(0)
+        plain.load_state_dict(torch.load(file, weights_only=True))
+        return plain(lib.batch()).detach()
+
+
+@case()
+def parameters_by_vector(lib):
+    """The sum of squares over the shards of all ranks."""
+    model = lib.shard_blocks(toy())
+    local = torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+    total = local.square().sum()
+    dist.all_reduce(total)
+    return total, [isinstance(p, DTensor) for p in model.parameters()]
+
+
+@case(
+    torch=raises(RuntimeError, "already been lazily initialized"),
+    fsdpc_does="makes the outer call the new root",
+)
+def a_root_added_after_training(lib):
+    """a call of fully_shard around modules that have trained"""
+    model = nn.Sequential(linear(), nn.Tanh())
+    lib.fully_shard(model[0])
+    model[0](inputs(lib)).sum().backward()
+    model.zero_grad()
+    lib.fully_shard(model)
+    model(inputs(lib)).sum().backward()
+    plain = nn.Sequential(linear(), nn.Tanh())
+    for rank in range(lib.world):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        (plain(x).sum() / lib.world).backward()
+    for name, grad in lib.gradients(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(name).grad)
+
+
+@case()
+def the_learning_rate_as_a_tensor(lib):
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=torch.tensor(1e-2), eps=1e-3, foreach=False)
+    for step in range(2):
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def gradients_scaled_by_the_tokens_of_all_ranks(lib):
+    """A sum over tokens, divided by their number over ranks after backward."""
+    model = lib.shard_blocks(toy())
+    batch = lib.batch()[:, : 3 + lib.rank]
+    count = torch.tensor(float(batch.numel()))
+    (loss_of(model, batch) * count).backward()
+    dist.all_reduce(count)
+    lib.resharded(model)
+    for p in model.parameters():
+        p.grad.mul_(lib.world / count)
+    return lib.gradients(model)
+
+
+test_torch, test_fsdpc = case.tests()

@@ -1,0 +1,476 @@
+"""State dicts, the meta device, and checkpoints of fully_shard."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rows_library import RowsLibrary, whole
+from suite import Cases
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from toys import loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+BOTH = [True, False]
+
+
+def linear(rows=5, columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows)
+
+
+def trained(lib, seed=0, steps=2, optimizer=True, **options):
+    """A model after some steps, and its optimizer."""
+    model = lib.shard_blocks(toy(seed), **options)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(steps):
+        loss_of(model, lib.batch(step)).backward()
+        made.step()
+        made.zero_grad()
+    return (model, made) if optimizer else model
+
+
+def wholes(state):
+    if isinstance(state, dict):
+        return {key: wholes(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [wholes(value) for value in state]
+    return whole(state) if isinstance(state, torch.Tensor) else state
+
+
+def folder_of_rank_0():
+    names = [tempfile.mkdtemp(prefix="fsdpc-conform-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+# --- state_dict ----------------------------------------------------------------------------------
+
+
+@case(over={"when": ["fresh", "after forward", "after step"]})
+def values_of_state_dict(lib, when):
+    model = lib.shard_blocks(toy())
+    if when == "after forward":
+        model(lib.batch())
+    if when == "after step":
+        lib.train(model, 1)
+    state = model.state_dict()
+    kinds = {type(v).__name__ for v in state.values()}
+    return [*state], kinds, wholes(state)
+
+
+@case(over={"keep": BOTH, "prefix": ["", "model."]})
+def arguments_of_state_dict(lib, keep, prefix):
+    model = lib.shard_blocks(toy())
+    state = model.state_dict(keep_vars=keep, prefix=prefix)
+    return [*state], [v.requires_grad for v in state.values()]
+
+
+@case()
+def state_dict_aliases_parameters(lib):
+    model = lib.shard_blocks(toy())
+    state = model.state_dict()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    return wholes(state)
+
+
+@case()
+def a_cloned_state_dict_is_a_snapshot(lib):
+    model = lib.shard_blocks(toy())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    lib.train(model, 1)
+    model.load_state_dict(state)
+    return lib.full(model)
+
+
+@case()
+def state_dict_of_an_inner_unit(lib):
+    model = lib.shard_blocks(toy())
+    return wholes(model.blocks[0].state_dict())
+
+
+@case()
+def state_dict_with_buffers(lib):
+    model = lib.fully_shard(nn.Sequential(nn.BatchNorm1d(3), linear(3, 3)))
+    model(torch.ones(2, 3) + lib.rank)
+    state = model.state_dict()
+    return {k: type(v).__name__ for k, v in state.items()}
+
+
+@case()
+def state_dict_with_tied_weights(lib):
+    model = toy()
+    model.head.weight = model.embed.weight
+    lib.fully_shard(model)
+    return wholes(model.state_dict())
+
+
+@case(over={"assign": BOTH})
+def loading_a_state_dict(lib, assign):
+    source, target = trained(lib, optimizer=False), lib.shard_blocks(toy(7))
+    target.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=assign)
+    return target(lib.batch()), lib.full(target)
+
+
+@case(over={"assign": BOTH})
+def training_after_loading(lib, assign):
+    source, target = trained(lib, optimizer=False), lib.shard_blocks(toy(7))
+    target.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=assign)
+    return lib.train(target)
+
+
+@case(over={"assign": BOTH})
+def loading_between_steps(lib, assign):
+    """The optimizer keeps the parameters that it was made with, unless they are replaced."""
+    model = lib.shard_blocks(toy())
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    first = lib.train(model, 1)
+    model.load_state_dict(start, assign=assign)
+    return first, lib.train(model, 1)
+
+
+@case(over={"strict": BOTH})
+def loading_a_part(lib, strict):
+    model = lib.shard_blocks(toy())
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith("head")}
+    if strict:
+        return lib.refuses(RuntimeError, model.load_state_dict, state, words="Missing key")
+    return sorted(model.load_state_dict(state, strict=False).missing_keys)
+
+
+@case()
+def loading_unexpected_keys(lib):
+    model = lib.shard_blocks(toy())
+    state = dict(model.state_dict(), more=torch.ones(1))
+    kind = lib.refuses(RuntimeError, model.load_state_dict, state, words="Unexpected key")
+    return kind, model.load_state_dict(state, strict=False).unexpected_keys
+
+
+@case()
+def loading_full_tensors(lib):
+    """torch.nn.Module copies tensor by tensor: plain values do not fit DTensors."""
+    model = lib.shard_blocks(toy())
+    return lib.refuses(RuntimeError, model.load_state_dict, toy(7).state_dict(), words="DTensor")
+
+
+@case()
+def loading_another_shape(lib):
+    model = lib.fully_shard(linear())
+    other = lib.fully_shard(linear(7))
+    return lib.refuses(
+        RuntimeError, model.load_state_dict, other.state_dict(), words="size mismatch"
+    )
+
+
+@case(over={"assign": BOTH})
+def loading_distributed_full_tensors(lib, assign):
+    """What accelerate does: distribute_tensor of a full state dict."""
+    model, plain = lib.shard_blocks(toy()), toy(7).state_dict()
+    state = {
+        k: distribute_tensor(plain[k], v.device_mesh, v.placements)
+        for k, v in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=assign)
+    return model(lib.batch()), lib.full(model)
+
+
+@case()
+def loading_under_swap_tensors(lib):
+    source, target = trained(lib, optimizer=False), lib.shard_blocks(toy(7))
+    state = {k: v.clone() for k, v in source.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        target.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return target(lib.batch()), lib.full(target)
+
+
+@case()
+def a_parameter_that_the_user_replaced(lib):
+    """Between sharding and the first forward."""
+    model = lib.fully_shard(linear())
+    old = model.weight
+    value = DTensor.from_local(
+        old.to_local().detach() * 2,
+        old.device_mesh,
+        old.placements,
+        shape=old.shape,
+        stride=old.stride(),
+    )
+    model.weight = nn.Parameter(value)
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.full(model), lib.gradients(model)
+
+
+# --- meta ----------------------------------------------------------------------------------------
+
+
+def on_meta():
+    with torch.device("meta"):
+        return toy()
+
+
+@case()
+def sharding_on_meta(lib):
+    model = lib.shard_blocks(on_meta())
+    return [(p.is_meta, tuple(p.shape), p.to_local().shape) for p in model.parameters()]
+
+
+@case(over={"how": ["constant", "ones", "copy"]})
+def materialising_then_initialising(lib, how):
+    model = lib.shard_blocks(on_meta())
+    model.to_empty(device="cpu")
+    plain = dict(toy(3).named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if how == "constant":
+                nn.init.constant_(p, 0.1)
+            elif how == "ones":
+                p.fill_(1.0)
+            else:
+                p.copy_(distribute_tensor(plain[name].detach(), p.device_mesh, p.placements))
+    return lib.train(model)
+
+
+@case()
+def resetting_parameters_of_norms(lib):
+    """reset_parameters() of modules without random values."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5))
+    lib.fully_shard(model)
+    model.to_empty(device="cpu")
+    for part in model:
+        part.reset_parameters()
+    return lib.full(model)
+
+
+@case(over={"assign": BOTH})
+def materialising_by_loading(lib, assign):
+    source = lib.shard_blocks(toy(3))
+    model = lib.shard_blocks(on_meta())
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=assign)
+    return lib.train(model)
+
+
+@case(over={"broadcast": BOTH})
+def materialising_from_rank_0(lib, broadcast):
+    model = lib.shard_blocks(on_meta())
+    model.to_empty(device="cpu")
+    full = toy(3).state_dict() if lib.rank == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, full, options=options)
+    return lib.train(model)
+
+
+@case(raises=RuntimeError, words="should be materialized from meta device")
+def a_forward_on_meta(lib):
+    lib.shard_blocks(on_meta())(lib.batch())
+
+
+@case()
+def an_optimizer_made_after_materialising(lib):
+    model = lib.shard_blocks(on_meta())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def a_model_moved_to_meta_first(lib):
+    """What accelerate does to spare memory."""
+    model = toy()
+    full = {k: v.clone() for k, v in model.state_dict().items()}
+    model = lib.shard_blocks(model.to("meta"))
+    state = {
+        k: nn.Parameter(distribute_tensor(full[k], v.device_mesh, v.placements))
+        for k, v in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    return lib.train(model)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@case()
+def saving_and_loading_a_checkpoint(lib):
+    model, folder = trained(lib, optimizer=False), folder_of_rank_0()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = lib.shard_blocks(toy(7))
+    state = other.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    other.load_state_dict(state)
+    return other(lib.batch()), lib.full(other)
+
+
+@case()
+def loading_a_checkpoint_in_place(lib):
+    """state_dict() aliases the parameters, so dcp.load alone is enough."""
+    model, folder = trained(lib, optimizer=False), folder_of_rank_0()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    other = lib.shard_blocks(toy(7))
+    dcp.load(other.state_dict(), checkpoint_id=folder)
+    return other(lib.batch()), lib.full(other)
+
+
+@case(world=4, over={"shape": [(2, 2), (4,)]})
+def a_checkpoint_for_another_mesh(lib, shape):
+    model, folder = trained(lib, optimizer=False), folder_of_rank_0()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    other = lib.shard_blocks(toy(7), mesh=lib.mesh(*shape))
+    dcp.load(other.state_dict(), checkpoint_id=folder)
+    return lib.full(other)
+
+
+@case()
+def a_checkpoint_of_an_unsharded_model(lib):
+    folder = folder_of_rank_0()
+    dcp.save(toy(3).state_dict(), checkpoint_id=folder)
+    model = lib.shard_blocks(toy(7))
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    plain = toy(8).state_dict()
+    sharded = folder_of_rank_0()
+    dcp.save(model.state_dict(), checkpoint_id=sharded)
+    dcp.load(plain, checkpoint_id=sharded)
+    return lib.full(model), plain
+
+
+@case(over={"full": BOTH})
+def resuming_from_a_checkpoint(lib, full):
+    """Model and optimizer; further steps equal those without the interruption."""
+    model, optimizer = trained(lib)
+    options = StateDictOptions(full_state_dict=full)
+    folder = folder_of_rank_0()
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    other = lib.shard_blocks(toy(7))
+    made = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3)
+    weights, moments = get_state_dict(other, made, options=options)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        other,
+        made,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    results = []
+    for m, o in ((model, optimizer), (other, made)):
+        for step in range(2, 4):
+            loss_of(m, lib.batch(step)).backward()
+            o.step()
+            o.zero_grad()
+        results.append(lib.full(m))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+    return results[1]
+
+
+@case(over={"full": BOTH, "offload": BOTH})
+def model_state_by_dcp(lib, full, offload):
+    model = trained(lib, optimizer=False)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+    state = get_model_state_dict(model, options=options)
+    return [*state], {type(v).__name__ for v in state.values()}, wholes(state)
+
+
+@case(over={"full": BOTH, "offload": BOTH})
+def optimizer_state_by_dcp(lib, full, offload):
+    model, optimizer = trained(lib)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
+    return wholes(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+@case(over={"flatten": BOTH})
+def optimizer_state_flattened(lib, flatten):
+    model, optimizer = trained(lib)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    return wholes(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+@case(over={"broadcast": BOTH})
+def setting_model_state_by_dcp(lib, broadcast):
+    model = lib.shard_blocks(toy())
+    full = toy(7).state_dict() if lib.rank == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, full, options=options)
+    return model(lib.batch()), lib.full(model)
+
+
+@case(over={"broadcast": BOTH})
+def setting_optimizer_state_by_dcp(lib, broadcast):
+    model, optimizer = trained(lib)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_optimizer_state_dict(model, made, state, options=options)
+    loss_of(model, lib.batch(2)).backward()
+    made.step()
+    return lib.full(model)
+
+
+@case(over={"strict": BOTH})
+def setting_a_part_by_dcp(lib, strict):
+    model = lib.shard_blocks(toy())
+    state = {k: v for k, v in toy(7).state_dict().items() if not k.startswith("head")}
+    options = StateDictOptions(full_state_dict=True, strict=strict)
+    set_model_state_dict(model, state, options=options)
+    return lib.full(model)
+
+
+@case()
+def states_of_an_optimizer_by_hand(lib):
+    """optimizer.state_dict() of DTensors, loaded into another optimizer."""
+    model, optimizer = trained(lib)
+    state = optimizer.state_dict()
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    made.load_state_dict(state)
+    loss_of(model, lib.batch(2)).backward()
+    made.step()
+    return lib.full(model)
+
+
+@case(world=4)
+def model_state_with_replicas(lib):
+    model = trained(lib, optimizer=False, mesh=lib.mesh(2, 2))
+    options = StateDictOptions(full_state_dict=True)
+    return wholes(get_model_state_dict(model, options=options))
+
+
+@case()
+def saving_local_tensors_by_torch_save(lib):
+    model = lib.fully_shard(linear())
+    with tempfile.TemporaryFile() as file:
+        torch.save({n: p.to_local() for n, p in model.state_dict().items()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+test_torch, test_fsdpc = case.tests()
