@@ -46,7 +46,7 @@ def flat():
 
 def test_rows_are_checked_and_leave_one_rank_everything():
     rows = [(*spec, row) for spec, row in zip(PARAMS, (4, 1), strict=True)]
-    flat = _C.FlatParameter("layers.0", _C.Comm.self_(), rows)
+    flat = _probe.FlatParameter("layers.0", _probe.Comm.self_(), rows)
     values = [np.arange(12, dtype=np.float32), np.arange(3, dtype=np.float32)]
     for i, value in enumerate(values):
         flat.write(i, value)
@@ -62,7 +62,7 @@ def test_rows_are_checked_and_leave_one_rank_everything():
         (1 << 70, OverflowError),
     ]:
         with pytest.raises(error):
-            _C.FlatParameter("layers.0", _C.Comm.self_(), [(*PARAMS[0], row)])
+            _probe.FlatParameter("layers.0", _probe.Comm.self_(), [(*PARAMS[0], row)])
 
 
 # --- what a unit says of itself -------------------------------------------------------------------
