@@ -19,6 +19,7 @@ SOURCES = {
 LAYERS = (
     "csrc/base",
     "kernels",
+    "csrc/ckpt",
     "csrc/device",
     "csrc/shm",
     "csrc/comm",
@@ -26,6 +27,7 @@ LAYERS = (
     "csrc/exchange",
     "csrc/tree",
     "csrc/py/base",
+    "csrc/py/ckpt",
     "csrc/py/comm",
     "csrc/py/unit",
     "csrc/py/step",
