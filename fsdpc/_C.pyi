@@ -134,6 +134,7 @@ def ckpt_combine(crcs: NDArray[np.uint32], lengths: NDArray[np.int64]) -> int: .
 def ckpt_header(
     json: Any, data_bytes: int
 ) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], dict[str, str]]: ...
+def ckpt_rename(source: str, target: str, *, exchange: bool = False) -> None: ...
 def ckpt_write(
     path: str,
     ranges: NDArray[np.int64],
@@ -142,6 +143,7 @@ def ckpt_write(
     *,
     direct: bool = True,
     skip_edges: bool = False,
+    no_sync: bool = False,
 ) -> tuple[int, int]: ...
 def ckpt_read(
     path: str, ranges: NDArray[np.int64], block_bytes: int, digests: NDArray[np.uint32]

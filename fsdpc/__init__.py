@@ -52,7 +52,7 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._fsdp1.install",
 }
-_SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
+_SUBMODULES = ("api", "checkpoint", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
 __all__ = [
     "BackwardPrefetch",

@@ -134,7 +134,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_version",
     ),
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
-    "torch.nn.Module": ("_apply", "_buffers", "_modules", "_parameters"),
+    "torch.nn.Module": (
+        "_apply",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_parameters",
+    ),
     "torch.amp.GradScaler": ("_unscale_grads_",),
     "torch.distributed.fsdp.ShardingStrategy": ("_HYBRID_SHARD_ZERO2",),
     "torch.distributed.fsdp.MixedPrecision": ("_module_classes_to_ignore",),

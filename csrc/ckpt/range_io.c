@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -52,6 +53,27 @@ fsdpc_file_error(int errnum, const char *doing, const char *path, int64_t offset
         fsdpc_error_errno(errnum, "%s %s at byte %lld", doing, path, (long long)offset);
     }
     return FSDPC_E_IO;
+}
+
+int
+fsdpc_file_rename(const char *from, const char *to, bool exchange)
+{
+    const unsigned how = exchange ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+    if (renameat2(AT_FDCWD, from, AT_FDCWD, to, how) == 0) {
+        return FSDPC_OK;
+    }
+    const bool unknown = errno == EINVAL || errno == ENOSYS;
+    if (unknown && exchange) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "%s: this file system cannot swap two folders at once; choose a name "
+                           "that is free",
+                           to);
+    }
+    /* A plain rename also fails on a folder that has something in it. */
+    if (unknown && rename(from, to) == 0) {
+        return FSDPC_OK;
+    }
+    return fsdpc_file_error(errno, "renaming to", to, -1);
 }
 
 int

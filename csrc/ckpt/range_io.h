@@ -27,6 +27,7 @@ typedef struct fsdpc_write_options {
     int64_t block_bytes;
     bool direct;     /* past the page cache, where the file system can */
     bool skip_edges; /* leave out the parts of pages at both ends of a run of ranges */
+    bool no_sync;    /* return before the bytes are durable */
 } fsdpc_write_options;
 
 typedef struct fsdpc_write_result {
@@ -40,7 +41,7 @@ enum { FSDPC_IO_PAGE = 4096, FSDPC_IO_CHUNK = 4 << 20 };
 int64_t fsdpc_range_digests(const fsdpc_file_range *ranges, size_t count, int64_t block_bytes);
 
 /* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file
- * and waits until they are durable (fdatasync). `digests` has room for fsdpc_range_digests values.
+ * and waits until all of the file is durable (fdatasync). `digests` has room for fsdpc_range_digests values.
  * Two chunks of FSDPC_IO_CHUNK bytes and one helper thread while it runs. Errors name the file:
  * FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. What was written is then undefined. */
 int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count,
@@ -50,6 +51,10 @@ int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t c
 /* Reads ranges, in any order. FSDPC_E_IO also where the file ends early. */
 int fsdpc_range_read(const char *path, const fsdpc_file_range *ranges, size_t count,
                      int64_t block_bytes, uint32_t *digests);
+
+/* Renames as a whole: onto a name that is free, or with `exchange` the two swap their names.
+ * FSDPC_E_IO (EEXIST: the name is taken); FSDPC_E_UNAVAILABLE: this file system cannot swap. */
+int fsdpc_file_rename(const char *from, const char *to, bool exchange);
 
 /* A regular file, not by way of a symbolic link at its end. The caller closes *fd. */
 int fsdpc_file_open(const char *path, int flags, int *fd);

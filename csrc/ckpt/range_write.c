@@ -333,7 +333,7 @@ fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count
     }
 done:
     FSDPC_KEEP(join(&self));
-    if (status == FSDPC_OK && fdatasync(self.cached_fd) < 0) {
+    if (status == FSDPC_OK && !options->no_sync && fdatasync(self.cached_fd) < 0) {
         status = fsdpc_file_error(errno, "syncing", path, -1);
     }
     status = close_file(&self, self.direct_fd, status);

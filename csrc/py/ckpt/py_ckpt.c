@@ -260,8 +260,9 @@ open_job(const char *function, bool write, PyObject *const *args, Py_ssize_t cou
         {"digests", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &digests},
         {"direct", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.direct},
         {"skip_edges", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.skip_edges},
+        {"no_sync", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.no_sync},
     };
-    if (fsdpc_py_args(function, table, write ? 6 : 4, args, count, keywords) < 0 ||
+    if (fsdpc_py_args(function, table, write ? 7 : 4, args, count, keywords) < 0 ||
         read_ranges(ranges, job) < 0) {
         return -1;
     }
@@ -320,6 +321,32 @@ ckpt_read(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
     Py_RETURN_NONE;
 }
 
+static PyObject *
+ckpt_rename(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    const char *from = NULL, *to = NULL;
+    bool exchange = false;
+    const fsdpc_py_arg table[] = {
+        {"source", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &from},
+        {"target", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &to},
+        {"exchange", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &exchange},
+    };
+    (void)module;
+    if (fsdpc_py_args("ckpt_rename", table, 3, args, count, keywords) < 0) {
+        return NULL;
+    }
+    const int status = fsdpc_file_rename(from, to, exchange);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    rename_doc,
+    "ckpt_rename($module, /, source, target, *, exchange=False)\n--\n\n"
+    "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
+    "taken; NotImplementedError: this file system cannot swap; OSError.");
 PyDoc_STRVAR(crc32c_doc,
              "ckpt_crc32c($module, /, data, crc=0, *, plain=False)\n--\n\n"
              "CRC-32C of what `crc` covers followed by a buffer; `plain`: without the processor's\n"
@@ -335,7 +362,7 @@ PyDoc_STRVAR(header_doc,
 PyDoc_STRVAR(
     write_doc,
     "ckpt_write($module, /, path, ranges, block_bytes, digests, *, direct=True,\n"
-    "           skip_edges=False)\n--\n\n"
+    "           skip_edges=False, no_sync=False)\n--\n\n"
     "Writes sorted ranges of memory into a file that exists, makes them durable and fills\n"
     "`digests` (uint32). Returns the bytes written past the page cache and through it.\n"
     "OSError, ValueError.");
@@ -348,6 +375,7 @@ PyDoc_STRVAR(read_doc, "ckpt_read($module, /, path, ranges, block_bytes, digests
 
 PyMethodDef fsdpc_py_ckpt_methods[] = {
     METHOD(ckpt_crc32c, crc32c_doc), METHOD(ckpt_combine, combine_doc),
-    METHOD(ckpt_header, header_doc), METHOD(ckpt_write, write_doc),
-    METHOD(ckpt_read, read_doc),     {NULL, NULL, 0, NULL},
+    METHOD(ckpt_rename, rename_doc), METHOD(ckpt_header, header_doc),
+    METHOD(ckpt_write, write_doc),   METHOD(ckpt_read, read_doc),
+    {NULL, NULL, 0, NULL},
 };

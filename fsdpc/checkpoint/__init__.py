@@ -1,0 +1,115 @@
+"""Checkpoints that plain tools read: safetensors, written by every rank, loaded at any world size.
+
+``save`` and ``load`` take an FSDP model of fsdpc or torch, a model of DTensors, or a plain module.
+On disk is a folder that Hugging Face's libraries load as it is, with the optimizer's state in a
+folder of its own and a manifest of checksums. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.load import Loaded, run_load
+from fsdpc.checkpoint.ranks import ranks_of
+from fsdpc.checkpoint.save import make_plan, write_plan
+
+__all__ = ["CheckpointError", "Loaded", "load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
+
+    Each rank writes its own byte ranges of shared safetensors files; nothing is gathered. The
+    folder appears under its name complete and durable, or not at all.
+
+    Args:
+        path: the folder to make, the same on every rank; not there yet, unless ``overwrite``.
+        optimizer: any torch optimizer over the model's parameters; its state is saved by
+            parameter names.
+        scheduler: an object with ``state_dict()``; rank 0's is saved.
+        extra: this rank's own values (a data loader's position, random states): numbers, texts,
+            tensors, arrays and containers of them.
+        dtype: floats of the model are saved in this dtype; by default as they are stored.
+        step: a number to find again in ``Loaded.step``.
+        overwrite: replace an existing folder, which stays until the new one is durable.
+
+    Raises:
+        CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
+            was at ``path`` before is unchanged.
+    """
+    ranks = ranks_of(group)
+    target = Path(os.path.abspath(path))
+    plan = make_plan(
+        target,
+        ranks,
+        model,
+        optimizer,
+        scheduler,
+        extra,
+        dtype=dtype,
+        step=step,
+        overwrite=overwrite,
+    )
+    write_plan(plan, ranks)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Literal["before", "during", "no"] = "before",
+    group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a checkpoint, whatever number of ranks, sharding and wrapping it was saved with.
+    Collective over ``group`` (default: all ranks).
+
+    Each rank reads the ranges of its own elements into its shard. Names, shapes and dtypes are
+    compared on all ranks before the first byte is written into the model.
+
+    Args:
+        path: a folder of ``save``, any folder of safetensors with an index or a single
+            ``model.safetensors``, or one safetensors file.
+        strict: missing and unexpected names are an error; else they are in the result.
+        cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
+        verify: ``"before"`` compares all checksums before the model is touched (every byte is
+            read twice, the second time as a rule from memory); ``"during"`` while the model is
+            filled, so that damage is found but the model is lost; ``"no"`` not at all. Files that
+            fsdpc did not write have no checksums.
+
+    Raises:
+        CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
+            while values are read, the model is unchanged.
+    """
+    target = Path(os.path.abspath(path))
+    return run_load(
+        target,
+        ranks_of(group),
+        model,
+        optimizer,
+        scheduler,
+        strict=strict,
+        cast=cast,
+        verify=verify,
+    )
