@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdpc.checkpoint.background import SaveHandle, finish_running, start
+from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.load import Loaded, run_load
+from fsdpc.checkpoint.loading import Loaded, run_load
+from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
-from fsdpc.checkpoint.save import make_plan, write_plan
+from fsdpc.checkpoint.saving import make_plan, write_plan
 
-__all__ = ["CheckpointError", "Loaded", "load", "save"]
+__all__ = ["CheckpointError", "Checkpointer", "Loaded", "SaveHandle", "load", "save"]
 
 
 def save(
@@ -33,8 +36,11 @@ def save(
     dtype: torch.dtype | None = None,
     step: int | None = None,
     overwrite: bool = False,
+    async_: bool = False,
+    when_busy: Literal["wait", "raise"] = "wait",
+    progress: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> None:
+) -> SaveHandle | None:
     """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
 
     Each rank writes its own byte ranges of shared safetensors files; nothing is gathered. The
@@ -50,11 +56,17 @@ def save(
         dtype: floats of the model are saved in this dtype; by default as they are stored.
         step: a number to find again in ``Loaded.step``.
         overwrite: replace an existing folder, which stays until the new one is durable.
+        async_: return once the values are copied in host memory, and write in a thread; the
+            returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
+            and printed at exit. The interpreter waits for the thread at exit.
+        when_busy: what to do while a save in the background is running.
+        progress: show a bar on rank 0, if tqdm is installed.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
             was at ``path`` before is unchanged.
     """
+    finish_running(refuse=when_busy == "raise")
     ranks = ranks_of(group)
     target = Path(os.path.abspath(path))
     plan = make_plan(
@@ -68,7 +80,11 @@ def save(
         step=step,
         overwrite=overwrite,
     )
-    write_plan(plan, ranks)
+    advance = bar(plan, ranks, progress)
+    if async_:
+        return start(plan, ranks, advance=advance)
+    write_plan(plan, ranks, advance=advance)
+    return None
 
 
 def load(
@@ -102,6 +118,7 @@ def load(
         CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
             while values are read, the model is unchanged.
     """
+    finish_running()
     target = Path(os.path.abspath(path))
     return run_load(
         target,

@@ -22,7 +22,7 @@ from fsdpc.checkpoint.dtypes import dtype_of
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
-from fsdpc.checkpoint.save import OPTIMIZER
+from fsdpc.checkpoint.saving import OPTIMIZER
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -253,7 +253,7 @@ def _read(path: Path) -> bytes:
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
-    """A file's bytes before its data, and its size. The length is checked before memory is taken."""
+    """A file's bytes before its data, and its size; the length is checked before it is used."""
     fd, size = _open(path)
     try:
         if size < 8:

@@ -1,5 +1,5 @@
-"""fsdpc.checkpoint: what one group of ranks saves, any other number of ranks loads to the bit, under
-any sharding. Digests of tensors do not depend on who wrote them, so that two checkpoints are
+"""fsdpc.checkpoint: what one group of ranks saves, any number of ranks loads to the bit, under any
+sharding. Digests of tensors do not depend on who wrote them, so that two checkpoints are
 compared by their manifests; the first one is compared with torch's own full state dicts.
 """
 
@@ -26,9 +26,7 @@ from fsdpc import checkpoint
 def digests(path: str) -> dict[str, str]:
     """Every tensor's digest by name, and the names of the optimizer's by "state."."""
     body = json.loads((Path(path) / "fsdpc.json").read_text())
-    return {
-        name: form[0] for tensors in body["tensors"].values() for name, form in tensors.items()
-    }
+    return {name: form[0] for tensors in body["tensors"].values() for name, form in tensors.items()}
 
 
 def tensors_of(path: str) -> dict[str, Tensor]:

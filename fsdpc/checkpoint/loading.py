@@ -27,7 +27,8 @@ from fsdpc.checkpoint.model import Model, read_model, set_extra
 from fsdpc.checkpoint.opened import Opened, StoredFile
 from fsdpc.checkpoint.optimizer import NewState, make_state
 from fsdpc.checkpoint.ranks import Ranks
-from fsdpc.checkpoint.save import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.values import from_json
 from fsdpc.checkpoint.write import rows_of, waves
 
 Verify = Literal["before", "during", "no"]
@@ -218,8 +219,6 @@ def _read_values(found: Opened, ranks: Ranks, scheduler: Any) -> tuple[Loaded, A
     if scheduler is not None and scheduled is None:
         raise CheckpointError(f"{found.path} holds no scheduler state: load without scheduler=")
     body = found.read_json(EXTRA_JSON)
-    from fsdpc.checkpoint.values import from_json
-
     extras = [from_json(form, f"extra in {found.path / EXTRA_JSON}") for form in body["ranks"]]
     extra = extras[ranks.rank] if len(extras) == ranks.world else None
     loaded = Loaded(found.path, found.manifest.step, len(extras), extra, extras)

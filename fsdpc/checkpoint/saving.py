@@ -245,7 +245,7 @@ def _finish(
     """Headers, indexes and the manifest; then the folder gets its name. On rank 0."""
     made = _manifest.Manifest(plan.step, ranks.world)
     files = dict(plan.files)
-    for (layout, entries), told in zip(plan.sets, parts, strict=True):
+    for (layout, _), told in zip(plan.sets, parts, strict=True):
         places = [place for file in layout.files for place in file.places]
         made.add_set(layout, combine(places, told))
         files[layout.path(layout.index_name)] = layout.index()
