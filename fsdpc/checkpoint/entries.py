@@ -34,6 +34,7 @@ class Entry:
     spans: np.ndarray = field(default_factory=lambda: NO_SPANS)
     replica: tuple[int, int] = (0, 1)
     first_writes: bool = False
+    home: torch.Tensor | None = None  # ``memory`` is a copy of it: what is read goes there after
 
     @property
     def numel(self) -> int:
@@ -69,6 +70,13 @@ def _clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
 def whole_span(numel: int) -> np.ndarray:
     """All elements, at the begin of the memory."""
     return np.array([[0, 0, numel]], dtype=np.int64) if numel else NO_SPANS
+
+
+def flat_and_home(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``flat``, and the tensor itself where that is a copy."""
+    memory = flat(tensor)
+    copied = memory.numel() > 0 and memory.data_ptr() != tensor.data_ptr()
+    return memory, tensor.detach() if copied else None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

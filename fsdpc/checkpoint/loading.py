@@ -311,7 +311,11 @@ def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
             continue
         _, rows = tables.setdefault(file.name, (file.path, []))
         rows.append(rows_of(place, entry, entry.spans))
-    return _joined([*found, *_read_tables(tables)])
+    found += _read_tables(tables)
+    for entry, _, _ in work.items:
+        if entry.home is not None:
+            entry.home.copy_(entry.memory.view(entry.home.shape))
+    return _joined(found)
 
 
 def _read_tables(

@@ -23,7 +23,7 @@ from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import read_book
 from fsdpc.checkpoint import torch_fsdp
-from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, whole_span
+from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
 
 
 @dataclass
@@ -206,7 +206,8 @@ def tensor_entry(
         return _dtensor_entry(name, tensor, what)
     shape = tuple(tensor.shape)
     span = whole_span(math.prod(shape))
-    return Entry(name, shape, tensor.dtype, flat(tensor), span, everyone, everyone[1] > 1)
+    memory, home = flat_and_home(tensor)
+    return Entry(name, shape, tensor.dtype, memory, span, everyone, everyone[1] > 1, home)
 
 
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
@@ -220,7 +221,8 @@ def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
             f"{tensor.placements} it is {sizes}"
         )
     spans = block_spans(shape, offsets, sizes)
-    return Entry(name, shape, tensor.dtype, flat(local), spans, replica)
+    memory, home = flat_and_home(local)
+    return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home)
 
 
 def place_of(

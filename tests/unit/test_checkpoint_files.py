@@ -139,6 +139,21 @@ def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
             assert torch.equal(found, value) if torch.is_tensor(value) else found == value, key
 
 
+def test_tensors_that_are_not_contiguous(tmp_path: Path):
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 6))
+        model[0].to(memory_format=torch.channels_last)
+        model[1].weight.data = torch.randn(4, 6).t()
+        return model
+
+    source, target = make(0), make(1)
+    checkpoint.save(tmp_path / "a", source)
+    checkpoint.load(tmp_path / "a", target)
+    assert same(values(target), values(source))
+    assert target[1].weight.stride() == (1, 6)
+
+
 # --- right or raises -----------------------------------------------------------------------------
 
 
