@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,41 @@ def test_training_goes_on_from_a_save_in_the_background(tmp_path: Path):
     losses = run_ranks(train_while_saving, 2, path=str(tmp_path))
     again = run_ranks(go_on, 2, path=str(tmp_path), step=4)
     assert [own[5:] for own in losses] == again
+
+
+TMPFS = """
+set -e
+mount -t tmpfs -o size=1m none "$1"
+exec "$2" - "$1" <<'PYTHON'
+import sys
+from pathlib import Path
+import torch
+from fsdpc import checkpoint
+
+where, model = Path(sys.argv[1]) / "a", torch.nn.Linear(400, 400)
+checkpoint.save(where, model)
+before = model.weight.detach().clone()
+torch.nn.init.zeros_(model.weight)
+for async_ in (False, True):
+    try:
+        handle = checkpoint.save(where, model, overwrite=True, async_=async_)
+        handle.wait()
+    except checkpoint.CheckpointError as error:
+        assert "No space left on device" in str(error), error
+    else:
+        raise AssertionError("a full disk was not noticed")
+assert [path.name for path in where.parent.iterdir()] == ["a"]
+checkpoint.load(where, model)
+assert torch.equal(model.weight, before)
+print("the old one is there")
+PYTHON
+"""
+
+
+def test_a_full_file_system(tmp_path: Path):
+    can = subprocess.run(["unshare", "-rm", "true"], capture_output=True)
+    if can.returncode:
+        pytest.skip("no mount namespace of one's own here")
+    command = ["unshare", "-rm", "sh", "-c", TMPFS, "sh", str(tmp_path), sys.executable]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "the old one is there\n", ended.stderr
