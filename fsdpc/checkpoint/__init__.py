@@ -18,6 +18,7 @@ from torch import nn
 from fsdpc.checkpoint.background import SaveHandle, finish_running, start
 from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, run_load
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
@@ -36,6 +37,7 @@ def save(
     dtype: torch.dtype | None = None,
     step: int | None = None,
     overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
     async_: bool = False,
     when_busy: Literal["wait", "raise"] = "wait",
     progress: bool = False,
@@ -56,6 +58,7 @@ def save(
         dtype: floats of the model are saved in this dtype; by default as they are stored.
         step: a number to find again in ``Loaded.step``.
         overwrite: replace an existing folder, which stays until the new one is durable.
+        file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
             and printed at exit. The interpreter waits for the thread at exit.
@@ -79,6 +82,7 @@ def save(
         dtype=dtype,
         step=step,
         overwrite=overwrite,
+        file_bytes=file_bytes,
     )
     advance = bar(plan, ranks, progress)
     if async_:

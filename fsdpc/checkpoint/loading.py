@@ -29,7 +29,7 @@ from fsdpc.checkpoint.optimizer import NewState, make_state
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
 from fsdpc.checkpoint.values import from_json
-from fsdpc.checkpoint.write import rows_of, waves
+from fsdpc.checkpoint.write import in_host_memory, rows_of, waves
 
 Verify = Literal["before", "during", "no"]
 _FILES_AT_ONCE = 4
@@ -306,7 +306,7 @@ def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
     tables: dict[str, tuple[Path, list[np.ndarray]]] = {}
     found = []
     for entry, file, place in work.items:
-        if entry.memory.device.type != "cpu":
+        if not in_host_memory(entry):
             found += list(_read_to_device(entry, file, place))
             continue
         _, rows = tables.setdefault(file.name, (file.path, []))

@@ -48,7 +48,7 @@ def jobs(folder: Path, layout: Layout, entries: Sequence[Entry]) -> Iterator[Job
     for file in layout.files:
         path = folder / layout.path(file)
         sources = [(place, entries[place.index]) for place in file.places]
-        if all(entry.memory.device.type == "cpu" for _, entry in sources):
+        if all(in_host_memory(entry) for _, entry in sources):
             rows = [write_rows(place, entry) for place, entry in sources]
             keep = [entry.memory for _, entry in sources]
             table = np.concatenate([*rows, np.empty((0, _COLUMNS), np.int64)])
@@ -56,6 +56,11 @@ def jobs(folder: Path, layout: Layout, entries: Sequence[Entry]) -> Iterator[Job
                 yield Job(path, part, keep)
         else:
             yield from _device_jobs(path, sources)
+
+
+def in_host_memory(entry: Entry) -> bool:
+    """True if the engine reads and writes the entry's memory itself."""
+    return entry.memory.device.type == "cpu"
 
 
 def write_rows(place: Place, entry: Entry) -> np.ndarray:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from toys import loss_of, tokens, toy, wrap_blocks
 
 from fsdpc import checkpoint
+from fsdpc.checkpoint.ranks import ranks_of
 
 
 def digests(path: str) -> dict[str, str]:
@@ -182,6 +183,23 @@ def test_files_do_not_show_how_many_ranks_wrote_them(tmp_path: Path):
     stored = tensors_of(str(tmp_path / "2"))
     for name, value in toy().state_dict().items():
         assert torch.equal(stored[name], value.bfloat16()), name
+
+
+def write_on_hosts(rank: int, world: int, path: str, hosts: int, low: bool) -> None:
+    """As if the ranks were on several hosts, which write pages that they share in turns."""
+    ranks = ranks_of(None)
+    ranks.hosts = [f"host {number}" for number in range(hosts)]
+    ranks.host = rank % hosts
+    torch.manual_seed(1)
+    model = build("fsdpc", nn.Sequential(nn.Linear(700, 500), nn.Linear(3, 3), nn.Linear(9, 99)))
+    checkpoint.save(path, model, dtype=torch.bfloat16 if low else None)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_hosts_that_share_pages(tmp_path: Path, low: bool):
+    for hosts in (1, 3):
+        run_ranks(write_on_hosts, 3, path=str(tmp_path / str(hosts)), hosts=hosts, low=low)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
 
 
 def load_wide(rank: int, world: int, path: str, kind: str) -> None:

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdpc import _C, checkpoint
-from fsdpc.checkpoint import cli, saving
+from fsdpc.checkpoint import cli, loading, saving, write
 from fsdpc.checkpoint.opened import Opened
-from fsdpc.checkpoint.verify import verify
+from fsdpc.checkpoint.verify import compare, verify
 
 FUZZ_SECONDS = 3.0
 
@@ -137,6 +137,42 @@ def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
         for key, value in optimizer.state[param].items():
             found = other.state[param][key]
             assert torch.equal(found, value) if torch.is_tensor(value) else found == value, key
+
+
+@pytest.mark.parametrize("what", ["small pieces", "files", "device"])
+def test_other_ways_through_files(tmp_path: Path, what: str, monkeypatch: Any):
+    """In pieces that are cut anywhere, in many files, and copied to the host piece by piece as
+    from a GPU: the same digests, and the same values after a load.
+    """
+
+    def wide(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(333, 101), nn.Linear(101, 3), nn.Linear(9, 1).half())
+
+    checkpoint.save(tmp_path / "plain", wide(0))
+    checkpoint.save(tmp_path / "plain-low", wide(0), dtype=torch.bfloat16)
+    options: dict[str, Any] = {"file_bytes": 1000} if what == "files" else {}
+    if what == "small pieces":
+        monkeypatch.setattr(write, "_WAVE_BYTES", 5000)
+        monkeypatch.setattr(loading, "_WAVE_BYTES", 5000)
+    elif what == "device":
+        monkeypatch.setattr(write, "in_host_memory", lambda entry: False)
+        monkeypatch.setattr(loading, "in_host_memory", lambda entry: False)
+        monkeypatch.setattr(write, "_DEVICE_WAVE_BYTES", 5000)
+        monkeypatch.setattr(loading, "_DEVICE_WAVE_BYTES", 5000)
+    checkpoint.save(tmp_path / "other", wide(0), **options)
+    checkpoint.save(tmp_path / "other-low", wide(0), dtype=torch.bfloat16, **options)
+    files = list((tmp_path / "other").glob("model-0*"))
+    assert len(files) == (4 if what == "files" else 1)
+    assert compare(tmp_path / "plain", tmp_path / "other") == []
+    assert compare(tmp_path / "plain-low", tmp_path / "other-low") == []
+    for name in ("other", "other-low"):
+        for how in ("before", "during", "no"):
+            model = wide(1)
+            checkpoint.load(tmp_path / name, model, cast=True, verify=how)
+            for key, value in wide(0).state_dict().items():
+                low = value.bfloat16().to(value.dtype) if name == "other-low" else value
+                assert torch.equal(model.state_dict()[key], low), (name, how, key)
 
 
 def test_tensors_that_are_not_contiguous(tmp_path: Path):
