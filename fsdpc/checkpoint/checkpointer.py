@@ -93,14 +93,14 @@ class Checkpointer:
         )
 
         def after() -> None:
-            if ranks.rank == 0:
-                self._published(step)
+            with ranks.step(f"naming checkpoint {plan.target} the latest"):
+                if ranks.rank == 0:
+                    self._published(step)
 
         if self.async_:
             return _background.start(plan, ranks, after=after)
         write_plan(plan, ranks)
-        with ranks.step(f"naming checkpoint {plan.target} the latest"):
-            after()
+        after()
         return None
 
     def wait(self) -> None:

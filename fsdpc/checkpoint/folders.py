@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdpc import _C
+from fsdpc.checkpoint import manifest as _manifest
 
 _NEW, _OLD = ".new-", ".old-"
 
@@ -32,6 +33,9 @@ class Draft:
             )
         if overwrite and os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
             raise NotADirectoryError(f"{target} is not a folder, so it is not replaced")
+        if overwrite and target.is_dir() and not (target / _manifest.NAME).is_file():
+            if any(target.iterdir()):
+                raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
         clean(target)
         self.path = target.parent / f"{_NEW}{target.name}-{uuid.uuid4().hex[:8]}"

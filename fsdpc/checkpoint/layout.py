@@ -107,6 +107,7 @@ def lay_out(
         groups[-1].append(Place(entry.name, dtype, entry.shape, used, nbytes, index))
         used += nbytes
     aliases = aliases or {}
+    groups = groups if groups[-1] else []  # no tensors, no file
     files = [
         _file(f"{name}-{number:05d}-of-{len(groups):05d}.safetensors", places, aliases)
         for number, places in enumerate(groups, 1)

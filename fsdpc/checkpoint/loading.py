@@ -25,7 +25,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
 from fsdpc.checkpoint.opened import Opened, StoredFile
-from fsdpc.checkpoint.optimizer import NewState, make_state
+from fsdpc.checkpoint.optimizer import NewState, held_params, make_state, names_of
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
 from fsdpc.checkpoint.values import from_json
@@ -93,14 +93,14 @@ def run_load(
         works = [work]
         state = None
         if optimizer is not None:
-            state, more = _match_optimizer(found, target, optimizer)
+            state, more = _match_optimizer(found, target, optimizer, strict)
             works.append(more)
         loaded, scheduled, extra_state = _read_values(found, ranks, scheduler)
         loaded.missing, loaded.unexpected = missing, unexpected
     if found.manifest is not None and verify == "before":
         _verify(works, found, ranks, what)
     parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    with ranks.step(what) as read:
+    with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
         read.value = [_read_into(part) for part in works]
     parts = [[told[i] for told in read.values] for i in range(len(works))]
     if found.manifest is not None and verify == "during":
@@ -171,7 +171,7 @@ def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if missing:
         texts.append(f"missing from the checkpoint: {', '.join(_shortened(missing))}")
     if unexpected:
-        texts.append(f"not in the model: {', '.join(_shortened(unexpected))}")
+        texts.append(f"only in the checkpoint: {', '.join(_shortened(unexpected))}")
     return "; ".join(texts) + " (strict=False loads what fits)"
 
 
@@ -181,7 +181,7 @@ def _shortened(names: Sequence[str]) -> list[str]:
 
 
 def _match_optimizer(
-    found: Opened, target: Model, optimizer: torch.optim.Optimizer
+    found: Opened, target: Model, optimizer: torch.optim.Optimizer, strict: bool
 ) -> tuple[NewState, _Work]:
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
@@ -202,6 +202,12 @@ def _match_optimizer(
     kinds = {first.get(name, name): form for name, form in kinds.items()}
     for group in groups:
         group["params"] = [first.get(name, name) for name in group["params"]]
+    if strict:
+        saved = {name for group in groups for name in group["params"]}
+        held = {n for group in held_params(optimizer, target) for s in group for n in names_of(s)}
+        if saved != held:
+            text = _difference(sorted(held - saved), sorted(saved - held))
+            raise CheckpointError(f"parameters of the optimizer: {text}")
     dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
     state = make_state(optimizer, target, kinds, groups, dtypes)
     items = [(entry, *where[entry.name]) for entry in state.entries]

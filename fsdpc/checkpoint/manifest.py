@@ -101,8 +101,8 @@ def _decode(text: bytes) -> Manifest:
     if crc != _hex(_C.ckpt_crc32c(_text(body))):
         raise CheckpointError(f"{NAME} is damaged: its checksum differs")
     block = body["block_bytes"]
-    if type(block) is not int or block < 1:
-        raise CheckpointError(f"{NAME} is damaged: blocks of {block!r} bytes")
+    if block != BLOCK_BYTES:
+        raise CheckpointError(f"{NAME} has blocks of {block!r} bytes; version 1 has {BLOCK_BYTES}")
     manifest = Manifest(body["step"], body["world"], block)
     manifest.headers = {path: (size, int(crc, 16)) for path, (size, crc) in body["headers"].items()}
     manifest.files = {path: (size, int(crc, 16)) for path, (size, crc) in body["files"].items()}

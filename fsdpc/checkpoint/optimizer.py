@@ -199,6 +199,7 @@ class NewState:
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's state and its groups' options. Local."""
+        optimizer.state.clear()
         for param, state in self.states:
             optimizer.state[param] = state
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):

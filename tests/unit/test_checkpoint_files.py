@@ -269,7 +269,7 @@ def with_more() -> Net:
     ("make", "text"),
     [
         (Other, r"one.weight has shape \(5, 7\) in the checkpoint, \(6, 7\) here"),
-        (without_scale, "not in the model: scale"),
+        (without_scale, "only in the checkpoint: scale"),
         (with_more, "missing from the checkpoint: more.weight, more.bias"),
         (lambda: Net().double(), "one.weight has torch.float32 in the checkpoint, torch.float64"),
     ],
@@ -291,6 +291,36 @@ def test_not_strict_loads_what_fits(saved: Path):
     found = checkpoint.load(saved, model, strict=False)
     assert (found.missing, found.unexpected) == (["more.weight", "more.bias"], ["scale"])
     assert torch.equal(model.one.weight, trained()[0].one.weight)
+
+
+def test_an_optimizer_of_other_parameters(saved: Path):
+    model = Net(1)
+    optimizer = torch.optim.AdamW([model.scale])
+    model.scale.grad = torch.ones(())
+    optimizer.step()
+    before = values(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="of the optimizer: only in the checkp"):
+        checkpoint.load(saved, model, optimizer)
+    assert same(values(model, optimizer), before)
+    checkpoint.load(saved, model, optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_state_that_was_not_saved_goes(tmp_path: Path):
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert not optimizer.state
+
+
+def test_no_other_folder_is_overwritten(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint, so it is not replaced"):
+        checkpoint.save(tmp_path / "a", Net(), overwrite=True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["thesis.tex"]
+    (tmp_path / "a" / "thesis.tex").unlink()
+    checkpoint.save(tmp_path / "a", Net(), overwrite=True)
 
 
 def test_a_target_that_exists_stays(saved: Path):
