@@ -164,7 +164,31 @@ def checkouts_tables(result: dict) -> str:
     return "\n\n".join([title, run_line(result), markdown(["", "old", "new", "new / old"], rows)])
 
 
+def checkpoint_tables(result: dict) -> str:
+    """The tables of bench_checkpoint.py."""
+    peaks = {name: f"{mb:.0f}" for name, mb in result["peak_mb"].items()}
+    rows = [
+        [name, figure(case["s"], 2), figure(case["ratio"], 2), peaks.get(name, "-")]
+        for name, case in result["cases"].items()
+    ]
+    parts = ("blocking_s", "step_beside_s", "durable_s")
+    beside = [
+        [name, *(figure(figures[part], 2) for part in parts)]
+        for name, figures in result["background"].items()
+    ]
+    beside.append(["no save", "-", figure(result["step_s"], 2), "-"])
+    return "\n\n".join(
+        [
+            f"### Checkpoints, {result['model']}, {result['bytes'] / 1e9:.2f} GB",
+            f"2 ranks, one thread per rank. {run_line(result)}",
+            markdown(["", "s", "x plain", "peak, MB"], rows),
+            markdown(["in the background", "blocking, s", "step, s", "durable, s"], beside),
+        ]
+    )
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
+    "checkpoint": checkpoint_tables,
     "checkouts": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,

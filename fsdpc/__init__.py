@@ -63,7 +63,7 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
-_SUBMODULES = ("api", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
+_SUBMODULES = ("api", "checkpoint", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
 __all__ = [
     "BackwardPrefetch",

@@ -151,7 +151,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_version",
     ),
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
-    "torch.nn.Module": ("_apply", "_buffers", "_modules", "_parameters"),
+    "torch.nn.Module": (
+        "_apply",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_parameters",
+    ),
     "torch.distributed.tensor.DTensor": ("_local_tensor", "_spec"),
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
     "torch.amp.GradScaler": ("_unscale_grads_",),

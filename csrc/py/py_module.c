@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include "py/ckpt/py_ckpt.h"
 #include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
 #include "py/unit/py_engine.h"
@@ -107,7 +108,7 @@ add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_cuda_methods, fsdpc_py_nccl_methods,
                                       fsdpc_py_alloc_methods, fsdpc_py_thread_methods,
-                                      fsdpc_py_layout_methods};
+                                      fsdpc_py_layout_methods, fsdpc_py_ckpt_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

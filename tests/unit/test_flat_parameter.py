@@ -50,7 +50,7 @@ def test_rows_are_checked_and_leave_one_rank_everything():
     values = [np.arange(12, dtype=np.float32), np.arange(3, dtype=np.float32)]
     for i, value in enumerate(values):
         flat.write(i, value)
-    flat.gather()
+    _probe.gather(flat)
     for i, value in enumerate(values):
         np.testing.assert_array_equal(over(flat.full_param(i, value.shape)), value)
         np.testing.assert_array_equal(over(flat.shard_part(i)), value)

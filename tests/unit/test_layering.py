@@ -19,6 +19,7 @@ SOURCES = {
 LAYERS = (
     "csrc/base",
     "kernels",
+    "csrc/ckpt",
     "csrc/device",
     "csrc/shm",
     "csrc/comm",
@@ -26,6 +27,7 @@ LAYERS = (
     "csrc/exchange",
     "csrc/tree",
     "csrc/py/base",
+    "csrc/py/ckpt",
     "csrc/py/comm",
     "csrc/py/unit",
     "csrc/py/step",
@@ -236,7 +238,7 @@ def test_only_the_package_imports_torch() -> None:
 
 
 # The package's folders, lowest first; "" is what users import.
-PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "_fsdp2", "")
+PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "_fsdp2", "checkpoint", "")
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
 UPWARD = {("_fsdp1/optim/methods", "state_dict")}

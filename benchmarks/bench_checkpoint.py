@@ -1,0 +1,350 @@
+"""Times checkpoints of two ranks beside torch's DCP and beside plain reads and writes.
+
+    python benchmarks/bench_checkpoint.py --json
+
+The model is a GPT of 85 M parameters (`--model 85m`) with AdamW's moments, 1 GB, sharded over two
+ranks; DCP has it under torch's fully_shard, whose DTensors it takes without a copy. Each round
+makes every save and load once, in an order that rotates; a time is that of the slower rank.
+
+plain write   every rank writes its half of the same bytes into one new file, whose space was taken
+              before (posix_fallocate), with O_DIRECT in steps of 4 MiB, and calls fsync
+plain read    every rank reads its half with pread in steps of 1 MiB into memory that was touched
+load          with checksums verified before the model is touched (the default), meanwhile, not at
+              all
+blocking      of a save in the background: how long the call takes; then steps beside it
+
+Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is the largest
+resident memory of a rank (VmHWM) above what it had before, from the first save or load after a
+warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import common
+from bench_step import end_rank, run_ranks, start_rank
+
+MODELS = {"10m": (6, 384), "85m": (12, 768)}
+WRITE_STEP, READ_STEP = 4 << 20, 1 << 20
+STEPS = 3
+
+
+def workload(model: str) -> object:
+    from engines import GPTConfig, Workload
+
+    layers, width = MODELS[model]
+    config = GPTConfig(layers=layers, width=width, heads=width // 64)
+    return Workload(config, batch=1, seq=64, steps=1)
+
+
+class Bench:
+    """One rank's model, folder and cases."""
+
+    def __init__(self, rank: int, world: int, model: str, folder: Path) -> None:
+        import torch
+        from engines import build, random_batch
+
+        self.rank, self.world, self.folder = rank, world, folder
+        work = workload(model)
+        self.training = build("fsdpc", work)
+        self.batch = random_batch(work, rank)
+        self.training.step(self.batch)
+        self.model, self.optimizer = self.training.model, self.training.optimizer
+        self.peer = build("fsdp2", work)
+        self.peer.step(self.batch)
+        state = sum(
+            value.nbytes
+            for values in self.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        )
+        self.own = sum(param.nbytes for param in self.model.parameters()) + state
+        self.total = int(summed(self.own))
+        self.piece = -(-self.total // world) // WRITE_STEP * WRITE_STEP + WRITE_STEP
+        self.plain = folder / "plain"
+        self.buffer = mmap.mmap(-1, self.piece)  # on a page
+        self.buffer.write(os.urandom(1 << 20) * (self.piece >> 20))
+
+    # --- saves ---
+
+    def new_plain_file(self) -> None:
+        """Before each plain write, which a checkpoint also starts with new files."""
+        if self.rank == 0:
+            self.plain.unlink(missing_ok=True)
+            with open(self.plain, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self.piece * self.world)
+
+    def plain_write(self) -> None:
+        fd = os.open(self.plain, os.O_WRONLY | os.O_DIRECT)
+        view = memoryview(self.buffer)
+        for at in range(0, self.piece, WRITE_STEP):
+            os.pwrite(fd, view[at : at + WRITE_STEP], self.rank * self.piece + at)
+        os.fsync(fd)
+        os.close(fd)
+
+    def fsdpc_save(self) -> None:
+        from fsdpc import checkpoint
+
+        checkpoint.save(self.folder / "fsdpc", self.model, self.optimizer, overwrite=True)
+
+    def dcp_state(self) -> dict:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.peer.model, self.peer.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def dcp_save(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+
+    # --- loads ---
+
+    def plain_read(self) -> None:
+        fd = os.open(self.plain, os.O_RDONLY)
+        view = memoryview(self.buffer)
+        for at in range(0, self.piece, READ_STEP):
+            os.preadv(fd, [view[at : at + READ_STEP]], self.rank * self.piece + at)
+        os.close(fd)
+
+    def fsdpc_load(self, verify: str) -> None:
+        from fsdpc import checkpoint
+
+        checkpoint.load(self.folder / "fsdpc", self.model, self.optimizer, verify=verify)
+
+    def dcp_load(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self.dcp_state()
+        dcp.load(state, checkpoint_id=self.folder / "dcp")
+        set_state_dict(
+            self.peer.model,
+            self.peer.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    # --- in the background ---
+
+    def steps(self, count: int = STEPS) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.training.step(self.batch)
+        return (time.perf_counter() - begin) / count
+
+    def fsdpc_async(self) -> tuple[float, float, float]:
+        """Seconds of the call, of a step beside it, and until it is durable."""
+        from fsdpc import checkpoint
+
+        begin = time.perf_counter()
+        handle = checkpoint.save(
+            self.folder / "fsdpc", self.model, self.optimizer, overwrite=True, async_=True
+        )
+        blocked = time.perf_counter() - begin
+        step = self.steps()
+        handle.wait()
+        return blocked, step, time.perf_counter() - begin
+
+    def dcp_async(self) -> tuple[float, float, float]:
+        import torch.distributed.checkpoint as dcp
+
+        begin = time.perf_counter()
+        future = dcp.async_save(self.dcp_state(), checkpoint_id=self.folder / "dcp")
+        blocked = time.perf_counter() - begin
+        step = self.steps()
+        future.result()
+        return blocked, step, time.perf_counter() - begin
+
+
+def barrier() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def summed(value: float) -> float:
+    return reduced(value, "SUM")
+
+
+def reduced(value: float, how: str) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how))
+    return tensor.item()
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of the slower rank."""
+    gc.collect()
+    barrier()
+    begin = time.perf_counter()
+    call()
+    return reduced(time.perf_counter() - begin, "MAX")
+
+
+def forget(folder: Path) -> None:
+    """Drops a folder's files from the page cache."""
+    for path in [folder] if folder.is_file() else folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def peak_of(call: Callable[[], object]) -> float:
+    """MB by which the rank's resident memory grows in the call, at most; the larger rank's."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
+    before = memory("VmRSS")
+    call()
+    return reduced((memory("VmHWM") - before) / 1e6, "MAX")
+
+
+def memory(name: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return 1024 * float(line.split()[1])
+    raise LookupError(name)
+
+
+def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
+    """One rank; rank 0 sends the figures."""
+    start_rank(rank, world, folder)
+    bench = Bench(rank, world, model, Path(folder))
+    saves = {
+        "plain write": bench.plain_write,
+        "fsdpc save": bench.fsdpc_save,
+        "dcp save": bench.dcp_save,
+    }
+    loads = {
+        "plain read": (bench.plain_read, "plain"),
+        "fsdpc load": (lambda: bench.fsdpc_load("before"), "fsdpc"),
+        "fsdpc load, verified meanwhile": (lambda: bench.fsdpc_load("during"), "fsdpc"),
+        "fsdpc load, not verified": (lambda: bench.fsdpc_load("no"), "fsdpc"),
+        "dcp load": (bench.dcp_load, "dcp"),
+    }
+
+    def load(call: Callable[[], object], name: str) -> float:
+        if rank == 0:
+            forget(bench.folder / name)
+        return timed(call)
+
+    def save(call: Callable[[], object]) -> float:
+        if call == bench.plain_write:
+            bench.new_plain_file()
+        return timed(call)
+
+    for call in saves.values():
+        save(call)
+    cases = {name: lambda call=call: save(call) for name, call in saves.items()}
+    cases |= {name: lambda a=arguments: load(*a) for name, arguments in loads.items()}
+    seconds = common.interleave(cases, rounds)
+    background: dict[str, list[tuple[float, float, float]]] = {}
+    alone = []
+    for turn in range(rounds + 1):
+        barrier()
+        step = reduced(bench.steps(), "MAX")
+        for name, call in (("fsdpc", bench.fsdpc_async), ("dcp", bench.dcp_async)):
+            barrier()
+            figures = tuple(reduced(value, "MAX") for value in call())
+            if turn:
+                background.setdefault(name, []).append(figures)
+        if turn:
+            alone.append(step)
+    peaks = {
+        name: peak_of(call)
+        for name, call in (
+            ("fsdpc save", bench.fsdpc_save),
+            ("fsdpc load", lambda: bench.fsdpc_load("before")),
+            ("dcp save", bench.dcp_save),
+            ("dcp load", bench.dcp_load),
+        )
+    }
+    if rank == 0:
+        out.send({"bytes": bench.total, "seconds": seconds, "background": background,
+                  "step": alone, "peak_mb": peaks})  # fmt: skip
+    end_rank()
+
+
+def report(found: dict) -> dict:
+    """Medians and quartiles; ratios are taken within a round."""
+    seconds = found["seconds"]
+    result: dict = {"bytes": found["bytes"], "peak_mb": found["peak_mb"], "cases": {}}
+    for name, values in seconds.items():
+        base = seconds["plain read" if "load" in name or "read" in name else "plain write"]
+        ratios = [a / b for a, b in zip(values, base, strict=True)]
+        result["cases"][name] = {"s": common.spread(values), "ratio": common.spread(ratios)}
+    result["step_s"] = common.spread(found["step"])
+    result["background"] = {
+        name: {
+            part: common.spread([row[i] for row in rows])
+            for i, part in enumerate(("blocking_s", "step_beside_s", "durable_s"))
+        }
+        for name, rows in found["background"].items()
+    }
+    return result
+
+
+def print_report(result: dict) -> None:
+    def cell(values: dict, digits: int = 2) -> str:
+        return "{median:.{d}f} ({q1:.{d}f}..{q3:.{d}f})".format(d=digits, **values)
+
+    rows = [
+        [name, cell(case["s"]), cell(case["ratio"]), f"{result['peak_mb'].get(name, 0):.0f}"]
+        for name, case in result["cases"].items()
+    ]
+    common.print_table([f"{result['bytes'] / 1e9:.2f} GB", "s", "x plain", "peak MB"], rows)
+    rows = [
+        [name, *(cell(part[p], 3) for p in ("blocking_s", "step_beside_s", "durable_s"))]
+        for name, part in result["background"].items()
+    ]
+    rows.append(["no save", "", cell(result["step_s"], 3), ""])
+    common.print_table(["in the background", "blocking s", "step s", "durable s"], rows)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="85m", choices=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--note", default="", help="kept in the JSON, e.g. what else was running")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="checkpoint.json",
+        metavar="PATH",
+        help="write JSON, by default to benchmarks/results/checkpoint.json",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    run = common.describe_run()
+    tempfile.tempdir = args.folder  # where run_ranks makes its folder
+    free = shutil.disk_usage(args.folder).free
+    if free < 8 << 30:
+        raise SystemExit(f"{args.folder} has {free >> 20} MB left; 8 GB are needed")
+    result = report(run_ranks(job, 2, args.model, args.rounds))
+    print_report(result)
+    if args.json:
+        content = {**run, "model": args.model, "note": args.note, **result}
+        common.write_json(common.RESULTS / args.json, content)
+
+
+if __name__ == "__main__":
+    main()

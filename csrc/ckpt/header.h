@@ -1,0 +1,38 @@
+/* Headers of safetensors files, from anyone: checked in full before anything is used. */
+#ifndef FSDPC_HEADER_H
+#define FSDPC_HEADER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* A string of the header: decoded UTF-8, may hold NUL. */
+typedef struct fsdpc_header_text {
+    const char *text;
+    size_t bytes;
+} fsdpc_header_text;
+
+typedef struct fsdpc_header_tensor {
+    fsdpc_header_text name;
+    const char *dtype; /* static: "F32" */
+    size_t first_dim;  /* index in dims */
+    int ndim;
+    int64_t begin, end; /* bytes, from the start of the data */
+} fsdpc_header_tensor;
+
+typedef struct fsdpc_header {
+    fsdpc_header_tensor *tensors; /* by their place in the file */
+    size_t tensor_count;
+    int64_t *dims;
+    fsdpc_header_text *metadata; /* key, value, key, value */
+    size_t metadata_count;       /* pairs */
+    char *strings;               /* what the texts point into */
+} fsdpc_header;
+
+/* `json`: the header without its length field; `data_bytes`: what follows the header in the file.
+ * FSDPC_E_INVAL names the byte or the tensor: not JSON, another form, an unknown dtype, sizes that
+ * overflow or do not match shapes, tensors that overlap or leave a gap, a duplicate name.
+ * FSDPC_E_NOMEM. On success the caller owns the content of *out (fsdpc_header_clear). */
+int fsdpc_header_parse(const char *json, size_t bytes, int64_t data_bytes, fsdpc_header *out);
+void fsdpc_header_clear(fsdpc_header *header);
+
+#endif

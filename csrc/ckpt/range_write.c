@@ -1,0 +1,346 @@
+/* Writing: the caller's thread fills chunks (copy or cast, digest), a helper thread writes them, so
+ * that neither waits for the other as long as there is a chunk left.
+ *
+ * A chunk is a run of the file. It lies in its buffer at the same place of a page as in the file;
+ * its whole pages go past the page cache, where the file's lock does not make several writers wait
+ * for one another, and the parts of pages at both ends of a run go through it.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/status.h"
+#include "ckpt/crc32c.h"
+#include "ckpt/range_io.h"
+#include "kernels.h"
+
+enum { CHUNKS = 2, SCRATCH_BYTES = 1 << 16, SHORTEST_DIRECT = 1 << 16 };
+
+typedef struct io_chunk {
+    unsigned char *buffer; /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE, on a page */
+    int64_t offset;        /* in the file, of the first byte */
+    int64_t bytes;
+    bool full; /* handed over to the helper */
+} io_chunk;
+
+typedef struct writer {
+    const char *path;
+    int cached_fd, direct_fd; /* direct_fd -1: the file system has no such writes */
+    fsdpc_write_options options;
+    const fsdpc_kernels *kernels;
+    fsdpc_write_result result;
+    unsigned char *memory; /* of all chunks */
+    unsigned char *scratch;
+    io_chunk chunks[CHUNKS];
+    int filling;
+
+    pthread_t helper;
+    bool helper_runs;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool ended; /* no chunk will follow */
+    int errnum; /* of the helper's first error, and where it was */
+    int64_t errplace;
+} writer;
+
+/* --- the helper ------------------------------------------------------------------------------ */
+
+/* The helper's functions return an errno, 0 without an error. */
+static int
+write_cached(writer *self, const unsigned char *from, int64_t bytes, int64_t offset)
+{
+    self->result.cached_bytes += bytes;
+    while (bytes > 0) {
+        const ssize_t put = pwrite(self->cached_fd, from, (size_t)bytes, offset);
+        if (put < 0 && errno == EINTR) {
+            continue;
+        }
+        if (put <= 0) {
+            self->errplace = offset;
+            return put == 0 ? EIO : errno;
+        }
+        from += put;
+        bytes -= put;
+        offset += put;
+    }
+    return 0;
+}
+
+/* Whole pages past the cache. What a short write leaves may no longer begin on a page, and some file
+ * systems refuse such writes altogether: the rest goes through the cache. */
+static int
+write_pages(writer *self, const unsigned char *from, int64_t bytes, int64_t offset)
+{
+    while (bytes > 0 && self->direct_fd >= 0) {
+        const ssize_t put = pwrite(self->direct_fd, from, (size_t)bytes, offset);
+        if (put < 0 && errno == EINTR) {
+            continue;
+        }
+        if (put < 0 && errno != EINVAL) {
+            self->errplace = offset;
+            return errno;
+        }
+        if (put <= 0 || put % FSDPC_IO_PAGE != 0) {
+            break;
+        }
+        self->result.direct_bytes += put;
+        from += put;
+        bytes -= put;
+        offset += put;
+    }
+    return write_cached(self, from, bytes, offset);
+}
+
+static int
+write_chunk(writer *self, const io_chunk *chunk)
+{
+    const int64_t page = FSDPC_IO_PAGE, end = chunk->offset + chunk->bytes;
+    const unsigned char *data = chunk->buffer + chunk->offset % page;
+    int64_t first = (chunk->offset + page - 1) / page * page, last = end / page * page;
+    if (first >= last) {
+        first = last = end; /* no whole page */
+    }
+    const unsigned char *whole = data + (first - chunk->offset),
+                        *tail = data + (last - chunk->offset);
+    if (self->options.skip_edges) {
+        return write_pages(self, whole, last - first, first);
+    }
+    if (self->direct_fd < 0 || last - first < SHORTEST_DIRECT) {
+        return write_cached(self, data, chunk->bytes, chunk->offset);
+    }
+    int errnum = write_cached(self, data, first - chunk->offset, chunk->offset);
+    errnum = errnum ? errnum : write_pages(self, whole, last - first, first);
+    return errnum ? errnum : write_cached(self, tail, end - last, last);
+}
+
+static void *
+help(void *argument)
+{
+    writer *self = argument;
+    int next = 0;
+    pthread_mutex_lock(&self->lock);
+    for (;;) {
+        io_chunk *chunk = &self->chunks[next];
+        while (!chunk->full && !self->ended) {
+            pthread_cond_wait(&self->changed, &self->lock);
+        }
+        if (!chunk->full) {
+            break;
+        }
+        pthread_mutex_unlock(&self->lock);
+        const int errnum = self->errnum ? self->errnum : write_chunk(self, chunk);
+        pthread_mutex_lock(&self->lock);
+        self->errnum = errnum;
+        chunk->full = false;
+        pthread_cond_broadcast(&self->changed);
+        next = (next + 1) % CHUNKS;
+    }
+    pthread_mutex_unlock(&self->lock);
+    return NULL;
+}
+
+/* --- the caller's thread --------------------------------------------------------------------- */
+
+/* Hands the chunk over and waits for the next one to be free. False after an error of the helper's. */
+static bool
+submit(writer *self)
+{
+    pthread_mutex_lock(&self->lock);
+    io_chunk *done = &self->chunks[self->filling];
+    if (done->bytes > 0) {
+        done->full = true;
+        pthread_cond_broadcast(&self->changed);
+        self->filling = (self->filling + 1) % CHUNKS;
+        while (self->chunks[self->filling].full) {
+            pthread_cond_wait(&self->changed, &self->lock);
+        }
+        self->chunks[self->filling].bytes = 0;
+    }
+    const bool good = self->errnum == 0;
+    pthread_mutex_unlock(&self->lock);
+    return good;
+}
+
+/* Where the next bytes of the file go: *room is how many fit. A chunk ends on a page. */
+static bool
+reserve(writer *self, int64_t offset, unsigned char **to, int64_t *room)
+{
+    const io_chunk *now = &self->chunks[self->filling];
+    if (now->bytes > 0 && (now->offset + now->bytes != offset ||
+                           now->offset % FSDPC_IO_PAGE + now->bytes == FSDPC_IO_CHUNK)) {
+        if (!submit(self)) {
+            return false;
+        }
+    }
+    io_chunk *chunk = &self->chunks[self->filling];
+    if (chunk->bytes == 0) {
+        chunk->offset = offset;
+    }
+    const int64_t used = chunk->offset % FSDPC_IO_PAGE + chunk->bytes;
+    *to = chunk->buffer + used;
+    *room = FSDPC_IO_CHUNK - used;
+    return true;
+}
+
+static bool
+put_bytes(writer *self, const unsigned char *from, int64_t bytes, int64_t offset, uint32_t *crc)
+{
+    while (bytes > 0) {
+        unsigned char *to;
+        int64_t room;
+        if (!reserve(self, offset, &to, &room)) {
+            return false;
+        }
+        const int64_t step = 1 << 16; /* stays in the cache between copy and digest */
+        int64_t part = bytes < room ? bytes : room;
+        part = part < step ? part : step;
+        memcpy(to, from, (size_t)part);
+        *crc = fsdpc_crc32c(*crc, to, (size_t)part);
+        self->chunks[self->filling].bytes += part;
+        from += part;
+        offset += part;
+        bytes -= part;
+    }
+    return true;
+}
+
+/* A part of a range that lies in one block. */
+static bool
+put_part(writer *self, const fsdpc_file_range *range, int64_t at, int64_t bytes, uint32_t *crc)
+{
+    const unsigned char *memory = range->memory;
+    const int64_t item = (int64_t)fsdpc_dtype_bytes(range->file_type);
+    *crc = 0;
+    if (range->memory_type == range->file_type) {
+        return put_bytes(self, memory + at, bytes, range->file_offset + at, crc);
+    }
+    const int64_t from_item = (int64_t)fsdpc_dtype_bytes(range->memory_type);
+    while (bytes > 0) { /* a block may end inside an element */
+        const int64_t first = at / item, skip = at % item;
+        const int64_t most = SCRATCH_BYTES - skip, part = bytes < most ? bytes : most;
+        self->kernels->cast(self->scratch, range->file_type, memory + first * from_item,
+                            range->memory_type, (skip + part + item - 1) / item, 1.0);
+        if (!put_bytes(self, self->scratch + skip, part, range->file_offset + at, crc)) {
+            return false;
+        }
+        at += part;
+        bytes -= part;
+    }
+    return true;
+}
+
+static bool
+put_range(writer *self, const fsdpc_file_range *range, uint32_t **digest)
+{
+    const int64_t block = self->options.block_bytes;
+    for (int64_t at = 0; at < range->bytes;) {
+        const int64_t left = block - (range->tensor_offset + at) % block;
+        const int64_t part = range->bytes - at < left ? range->bytes - at : left;
+        if (!put_part(self, range, at, part, (*digest)++)) {
+            return false;
+        }
+        at += part;
+    }
+    return true;
+}
+
+/* --- begin and end --------------------------------------------------------------------------- */
+
+static int
+begin(writer *self, const char *path, const fsdpc_write_options *options)
+{
+    const size_t each = FSDPC_IO_CHUNK + FSDPC_IO_PAGE;
+    self->path = path;
+    self->options = *options;
+    FSDPC_TRY(fsdpc_kernels_select(&self->kernels));
+    FSDPC_TRY(fsdpc_file_open(path, O_WRONLY, &self->cached_fd));
+    if (options->direct) {
+        self->direct_fd = open(path, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_DIRECT);
+        if (self->direct_fd < 0 && errno != EINVAL) {
+            return fsdpc_file_error(errno, "opening", path, -1);
+        }
+    }
+    void *memory = mmap(NULL, CHUNKS * each + SCRATCH_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "memory to write %s", path);
+    }
+    self->memory = memory;
+    for (size_t i = 0; i < CHUNKS; i++) {
+        self->chunks[i].buffer = self->memory + i * each;
+    }
+    self->scratch = self->memory + CHUNKS * each;
+    const int failed = pthread_create(&self->helper, NULL, help, self);
+    if (failed) {
+        return fsdpc_error_errno(failed, "a thread to write %s", path);
+    }
+    self->helper_runs = true;
+    return FSDPC_OK;
+}
+
+/* Waits for the helper; its error, if it has one. */
+static int
+join(writer *self)
+{
+    if (self->helper_runs) {
+        pthread_mutex_lock(&self->lock);
+        self->ended = true;
+        pthread_cond_broadcast(&self->changed);
+        pthread_mutex_unlock(&self->lock);
+        pthread_join(self->helper, NULL);
+        self->helper_runs = false;
+    }
+    return self->errnum ? fsdpc_file_error(self->errnum, "writing", self->path, self->errplace)
+                        : FSDPC_OK;
+}
+
+static int
+close_file(writer *self, int fd, int status)
+{
+    if (fd >= 0 && close(fd) < 0 && status == FSDPC_OK) {
+        return fsdpc_file_error(errno, "closing", self->path, -1);
+    }
+    return status;
+}
+
+int
+fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count,
+                  const fsdpc_write_options *options, uint32_t *digests, fsdpc_write_result *result)
+{
+    int status = FSDPC_OK;
+    writer self = {.cached_fd = -1,
+                   .direct_fd = -1,
+                   .lock = PTHREAD_MUTEX_INITIALIZER,
+                   .changed = PTHREAD_COND_INITIALIZER};
+    if (fsdpc_range_digests(ranges, count, options->block_bytes) < 0) {
+        return fsdpc_error(FSDPC_E_INVAL, "ranges of %s are not valid", path);
+    }
+    for (size_t i = 1; i < count; i++) {
+        if (ranges[i - 1].file_offset + ranges[i - 1].bytes > ranges[i].file_offset) {
+            return fsdpc_error(FSDPC_E_INVAL, "ranges of %s overlap or are not sorted", path);
+        }
+    }
+    FSDPC_GOTO(begin(&self, path, options), done);
+    bool good = true;
+    for (size_t i = 0; i < count && good; i++) {
+        good = put_range(&self, &ranges[i], &digests);
+    }
+    if (good) {
+        submit(&self);
+    }
+done:
+    FSDPC_KEEP(join(&self));
+    if (status == FSDPC_OK && !options->no_sync && fdatasync(self.cached_fd) < 0) {
+        status = fsdpc_file_error(errno, "syncing", path, -1);
+    }
+    status = close_file(&self, self.direct_fd, status);
+    status = close_file(&self, self.cached_fd, status);
+    if (self.memory != NULL) {
+        munmap(self.memory, CHUNKS * (size_t)(FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES);
+    }
+    *result = self.result;
+    return status;
+}

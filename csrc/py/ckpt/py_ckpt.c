@@ -1,0 +1,381 @@
+/* Digests, headers, and ranges of files. Ranges come as a table of int64, a row per range: address
+ * in memory (0: none), offset in the file, bytes, offset in the tensor, type in memory, type in the
+ * file. The caller keeps that memory alive. The GIL is released while a file is read or written.
+ */
+#include "py/ckpt/py_ckpt.h"
+
+#include "ckpt/crc32c.h"
+#include "ckpt/header.h"
+#include "ckpt/range_io.h"
+#include "base/mem.h"
+
+enum { COLUMNS = 6 };
+
+/* --- digests --------------------------------------------------------------------------------- */
+
+static PyObject *
+ckpt_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *data = NULL;
+    int64_t crc = 0;
+    bool plain = false;
+    const fsdpc_py_arg table[] = {
+        {"data", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &data},
+        {"crc", FSDPC_PY_INT, FSDPC_PY_OPTIONAL, &crc},
+        {"plain", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &plain},
+    };
+    Py_buffer view;
+    (void)module;
+    if (fsdpc_py_args("ckpt_crc32c", table, 3, args, count, keywords) < 0 ||
+        PyObject_GetBuffer(data, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        return NULL;
+    }
+    uint32_t result;
+    Py_BEGIN_ALLOW_THREADS;
+    result = (plain ? fsdpc_crc32c_plain : fsdpc_crc32c)((uint32_t)crc, view.buf, (size_t)view.len);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&view);
+    return PyLong_FromUnsignedLong(result);
+}
+
+/* A buffer of items of one size; readonly ones too, unless `writable`. */
+static int
+open_items(PyObject *object, const char *what, Py_ssize_t itemsize, bool writable, Py_buffer *view)
+{
+    const int flags = PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, view, flags) < 0) {
+        return -1;
+    }
+    if (view->itemsize != itemsize) {
+        PyErr_Format(PyExc_ValueError, "%s must have items of %zd bytes, not %zd", what, itemsize,
+                     view->itemsize);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+ckpt_combine(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *crcs = NULL, *lengths = NULL;
+    const fsdpc_py_arg table[] = {
+        {"crcs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &crcs},
+        {"lengths", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &lengths},
+    };
+    Py_buffer crc_view, length_view;
+    (void)module;
+    if (fsdpc_py_args("ckpt_combine", table, 2, args, count, keywords) < 0 ||
+        open_items(crcs, "crcs", 4, false, &crc_view) < 0) {
+        return NULL;
+    }
+    if (open_items(lengths, "lengths", 8, false, &length_view) < 0) {
+        PyBuffer_Release(&crc_view);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    const uint32_t *crc = crc_view.buf;
+    const int64_t *length = length_view.buf;
+    const Py_ssize_t parts = crc_view.len / 4;
+    if (parts != length_view.len / 8) {
+        PyErr_SetString(PyExc_ValueError, "crcs and lengths differ in length");
+    } else {
+        uint32_t whole = 0;
+        for (Py_ssize_t i = 0; i < parts; i++) {
+            whole = fsdpc_crc32c_combine(whole, crc[i], (uint64_t)length[i]);
+        }
+        result = PyLong_FromUnsignedLong(whole);
+    }
+    PyBuffer_Release(&crc_view);
+    PyBuffer_Release(&length_view);
+    return result;
+}
+
+/* --- headers --------------------------------------------------------------------------------- */
+
+static PyObject *
+text_of(fsdpc_header_text text)
+{
+    return PyUnicode_DecodeUTF8(text.text, (Py_ssize_t)text.bytes, "strict");
+}
+
+static PyObject *
+tensor_row(const fsdpc_header *header, const fsdpc_header_tensor *tensor)
+{
+    PyObject *shape = PyTuple_New(tensor->ndim);
+    if (shape == NULL) {
+        return NULL;
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(header->dims[tensor->first_dim + (size_t)i]);
+        if (size == NULL) {
+            Py_DECREF(shape);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(shape, i, size);
+    }
+    PyObject *name = text_of(tensor->name);
+    if (name == NULL) {
+        Py_DECREF(shape);
+        return NULL;
+    }
+    return Py_BuildValue("(NsNLL)", name, tensor->dtype, shape, (long long)tensor->begin,
+                         (long long)tensor->end);
+}
+
+static PyObject *
+tensor_rows(const fsdpc_header *header)
+{
+    PyObject *rows = PyList_New((Py_ssize_t)header->tensor_count);
+    for (size_t i = 0; rows != NULL && i < header->tensor_count; i++) {
+        PyObject *row = tensor_row(header, &header->tensors[i]);
+        if (row == NULL) {
+            Py_CLEAR(rows);
+        } else {
+            PyList_SET_ITEM(rows, (Py_ssize_t)i, row);
+        }
+    }
+    return rows;
+}
+
+static PyObject *
+metadata_dict(const fsdpc_header *header)
+{
+    PyObject *result = PyDict_New();
+    for (size_t i = 0; result != NULL && i < header->metadata_count; i++) {
+        PyObject *key = text_of(header->metadata[2 * i]);
+        PyObject *value = text_of(header->metadata[2 * i + 1]);
+        if (key == NULL || value == NULL || PyDict_SetItem(result, key, value) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return result;
+}
+
+static PyObject *
+ckpt_header(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *json = NULL;
+    int64_t data_bytes = 0;
+    const fsdpc_py_arg table[] = {
+        {"json", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &json},
+        {"data_bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &data_bytes},
+    };
+    Py_buffer view;
+    (void)module;
+    if (fsdpc_py_args("ckpt_header", table, 2, args, count, keywords) < 0 ||
+        PyObject_GetBuffer(json, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        return NULL;
+    }
+    fsdpc_header header;
+    int status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_header_parse(view.buf, (size_t)view.len, data_bytes, &header);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&view);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    PyObject *rows = tensor_rows(&header), *metadata = metadata_dict(&header);
+    fsdpc_header_clear(&header);
+    if (rows == NULL || metadata == NULL) {
+        Py_XDECREF(rows);
+        Py_XDECREF(metadata);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", rows, metadata);
+}
+
+/* --- ranges ---------------------------------------------------------------------------------- */
+
+typedef struct range_job {
+    const char *path;
+    fsdpc_write_options options;
+    fsdpc_file_range *ranges;
+    size_t count;
+    Py_buffer digests;
+} range_job;
+
+static int
+read_ranges(PyObject *table, range_job *job)
+{
+    Py_buffer view;
+    if (open_items(table, "ranges", 8, false, &view) < 0) {
+        return -1;
+    }
+    const int64_t *row = view.buf;
+    job->count = (size_t)view.len / (COLUMNS * sizeof *row);
+    job->ranges = fsdpc_mem_calloc(job->count, sizeof *job->ranges);
+    if (job->ranges == NULL) {
+        PyErr_NoMemory();
+    } else if (view.len % (Py_ssize_t)(COLUMNS * sizeof *row) != 0) {
+        PyErr_Format(PyExc_ValueError, "ranges must have %d columns", COLUMNS);
+        fsdpc_mem_free(job->ranges);
+        job->ranges = NULL;
+    }
+    for (size_t i = 0; job->ranges != NULL && i < job->count; i++, row += COLUMNS) {
+        job->ranges[i] = (fsdpc_file_range){
+            .memory = (void *)(uintptr_t)row[0],
+            .file_offset = row[1],
+            .bytes = row[2],
+            .tensor_offset = row[3],
+            .memory_type = (fsdpc_dtype)row[4],
+            .file_type = (fsdpc_dtype)row[5],
+        };
+    }
+    PyBuffer_Release(&view);
+    return job->ranges == NULL ? -1 : 0;
+}
+
+/* Checks that there is room for exactly the digests that come. */
+static int
+open_digests(PyObject *digests, range_job *job)
+{
+    const int64_t parts = fsdpc_range_digests(job->ranges, job->count, job->options.block_bytes);
+    if (open_items(digests, "digests", 4, true, &job->digests) < 0) {
+        return -1;
+    }
+    if (parts < 0 || job->digests.len / 4 != parts) {
+        PyErr_Format(PyExc_ValueError,
+                     parts < 0 ? "ranges of %s are not valid"
+                               : "ranges of %s have another number of digests",
+                     job->path);
+        PyBuffer_Release(&job->digests);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+open_job(const char *function, bool write, PyObject *const *args, Py_ssize_t count,
+         PyObject *keywords, range_job *job)
+{
+    PyObject *ranges = NULL, *digests = NULL;
+    const fsdpc_py_arg table[] = {
+        {"path", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &job->path},
+        {"ranges", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &ranges},
+        {"block_bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &job->options.block_bytes},
+        {"digests", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &digests},
+        {"direct", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.direct},
+        {"skip_edges", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.skip_edges},
+        {"no_sync", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.no_sync},
+    };
+    if (fsdpc_py_args(function, table, write ? 7 : 4, args, count, keywords) < 0 ||
+        read_ranges(ranges, job) < 0) {
+        return -1;
+    }
+    if (open_digests(digests, job) < 0) {
+        fsdpc_mem_free(job->ranges);
+        return -1;
+    }
+    return 0;
+}
+
+static void
+close_job(range_job *job)
+{
+    PyBuffer_Release(&job->digests);
+    fsdpc_mem_free(job->ranges);
+}
+
+static PyObject *
+ckpt_write(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    range_job job = {.options.direct = true};
+    fsdpc_write_result result = {0};
+    int status;
+    (void)module;
+    if (open_job("ckpt_write", true, args, count, keywords, &job) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    status =
+        fsdpc_range_write(job.path, job.ranges, job.count, &job.options, job.digests.buf, &result);
+    Py_END_ALLOW_THREADS;
+    close_job(&job);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    return Py_BuildValue("(LL)", (long long)result.direct_bytes, (long long)result.cached_bytes);
+}
+
+static PyObject *
+ckpt_read(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    range_job job = {0};
+    int status;
+    (void)module;
+    if (open_job("ckpt_read", false, args, count, keywords, &job) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    status =
+        fsdpc_range_read(job.path, job.ranges, job.count, job.options.block_bytes, job.digests.buf);
+    Py_END_ALLOW_THREADS;
+    close_job(&job);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+ckpt_rename(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    const char *from = NULL, *to = NULL;
+    bool exchange = false;
+    const fsdpc_py_arg table[] = {
+        {"source", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &from},
+        {"target", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &to},
+        {"exchange", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &exchange},
+    };
+    (void)module;
+    if (fsdpc_py_args("ckpt_rename", table, 3, args, count, keywords) < 0) {
+        return NULL;
+    }
+    const int status = fsdpc_file_rename(from, to, exchange);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    rename_doc,
+    "ckpt_rename($module, /, source, target, *, exchange=False)\n--\n\n"
+    "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
+    "taken; NotImplementedError: this file system cannot swap; OSError.");
+PyDoc_STRVAR(crc32c_doc,
+             "ckpt_crc32c($module, /, data, crc=0, *, plain=False)\n--\n\n"
+             "CRC-32C of what `crc` covers followed by a buffer; `plain`: without the processor's\n"
+             "instruction.");
+PyDoc_STRVAR(combine_doc,
+             "ckpt_combine($module, /, crcs, lengths)\n--\n\n"
+             "CRC-32C of parts one behind the other, from theirs (uint32) and their lengths in\n"
+             "bytes (int64).");
+PyDoc_STRVAR(header_doc,
+             "ckpt_header($module, /, json, data_bytes)\n--\n\n"
+             "A safetensors header, without its length field, of a file with so many bytes behind\n"
+             "it: ([(name, dtype, shape, begin, end)], metadata). ValueError names what is wrong.");
+PyDoc_STRVAR(
+    write_doc,
+    "ckpt_write($module, /, path, ranges, block_bytes, digests, *, direct=True,\n"
+    "           skip_edges=False, no_sync=False)\n--\n\n"
+    "Writes sorted ranges of memory into a file that exists, makes them durable and fills\n"
+    "`digests` (uint32). Returns the bytes written past the page cache and through it.\n"
+    "OSError, ValueError.");
+PyDoc_STRVAR(read_doc, "ckpt_read($module, /, path, ranges, block_bytes, digests)\n--\n\n"
+                       "Reads ranges of a file into memory and fills `digests` (uint32). OSError,\n"
+                       "ValueError.");
+
+#define METHOD(name, doc) \
+    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL | METH_KEYWORDS, doc}
+
+PyMethodDef fsdpc_py_ckpt_methods[] = {
+    METHOD(ckpt_crc32c, crc32c_doc), METHOD(ckpt_combine, combine_doc),
+    METHOD(ckpt_rename, rename_doc), METHOD(ckpt_header, header_doc),
+    METHOD(ckpt_write, write_doc),   METHOD(ckpt_read, read_doc),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,136 @@
+"""Checkpoints that plain tools read: safetensors, written by every rank, loaded at any world size.
+
+``save`` and ``load`` take an FSDP model of fsdpc or torch, a model of DTensors, or a plain module.
+On disk is a folder that Hugging Face's libraries load as it is, with the optimizer's state in a
+folder of its own and a manifest of checksums. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdpc.checkpoint.background import SaveHandle, finish_running, start
+from fsdpc.checkpoint.checkpointer import Checkpointer
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_BYTES
+from fsdpc.checkpoint.loading import Loaded, run_load
+from fsdpc.checkpoint.progress import bar
+from fsdpc.checkpoint.ranks import ranks_of
+from fsdpc.checkpoint.saving import make_plan, write_plan
+
+__all__ = ["CheckpointError", "Checkpointer", "Loaded", "SaveHandle", "load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
+    async_: bool = False,
+    when_busy: Literal["wait", "raise"] = "wait",
+    progress: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> SaveHandle | None:
+    """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
+
+    Each rank writes its own byte ranges of shared safetensors files; nothing is gathered. The
+    folder appears under its name complete and durable, or not at all.
+
+    Args:
+        path: the folder to make, the same on every rank; not there yet, unless ``overwrite``.
+        optimizer: any torch optimizer over the model's parameters; its state is saved by
+            parameter names.
+        scheduler: an object with ``state_dict()``; rank 0's is saved.
+        extra: this rank's own values (a data loader's position, random states): numbers, texts,
+            tensors, arrays and containers of them.
+        dtype: floats of the model are saved in this dtype; by default as they are stored.
+        step: a number to find again in ``Loaded.step``.
+        overwrite: replace an existing folder, which stays until the new one is durable.
+        file_bytes: a file holds at most so many bytes of tensors, or one tensor.
+        async_: return once the values are copied in host memory, and write in a thread; the
+            returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
+            and printed at exit. The interpreter waits for the thread at exit.
+        when_busy: what to do while a save in the background is running.
+        progress: show a bar on rank 0, if tqdm is installed.
+
+    Raises:
+        CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
+            was at ``path`` before is unchanged.
+    """
+    finish_running(refuse=when_busy == "raise")
+    ranks = ranks_of(group)
+    target = Path(os.path.abspath(path))
+    plan = make_plan(
+        target,
+        ranks,
+        model,
+        optimizer,
+        scheduler,
+        extra,
+        dtype=dtype,
+        step=step,
+        overwrite=overwrite,
+        file_bytes=file_bytes,
+    )
+    advance = bar(plan, ranks, progress)
+    if async_:
+        return start(plan, ranks, advance=advance)
+    write_plan(plan, ranks, advance=advance)
+    return None
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Literal["before", "during", "no"] = "before",
+    group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a checkpoint, whatever number of ranks, sharding and wrapping it was saved with.
+    Collective over ``group`` (default: all ranks).
+
+    Each rank reads the ranges of its own elements into its shard. Names, shapes and dtypes are
+    compared on all ranks before the first byte is written into the model.
+
+    Args:
+        path: a folder of ``save``, any folder of safetensors with an index or a single
+            ``model.safetensors``, or one safetensors file.
+        strict: missing and unexpected names are an error; else they are in the result.
+        cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
+        verify: ``"before"`` compares all checksums before the model is touched (every byte is
+            read twice, the second time as a rule from memory); ``"during"`` while the model is
+            filled, so that damage is found but the model is lost; ``"no"`` not at all. Files that
+            fsdpc did not write have no checksums.
+
+    Raises:
+        CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
+            while values are read, the model is unchanged.
+    """
+    finish_running()
+    target = Path(os.path.abspath(path))
+    return run_load(
+        target,
+        ranks_of(group),
+        model,
+        optimizer,
+        scheduler,
+        strict=strict,
+        cast=cast,
+        verify=verify,
+    )

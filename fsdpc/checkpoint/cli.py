@@ -1,0 +1,91 @@
+"""The command ``checkpoint``: verify, inspect, diff and convert, without a model or a GPU.
+
+Exit codes: 0 good, 1 damaged or different, 2 not a checkpoint or an unusable argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fsdpc.checkpoint.errors import CheckpointError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own subcommands and their arguments."""
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True)
+    verify = commands.add_parser("verify", help="compare every byte with the checksums")
+    verify.add_argument("path", type=Path)
+    inspect = commands.add_parser("inspect", help="list files and tensors")
+    inspect.add_argument("path", type=Path)
+    diff = commands.add_parser("diff", help="compare the tensors of two checkpoints")
+    diff.add_argument("one", type=Path)
+    diff.add_argument("other", type=Path)
+    convert = commands.add_parser(
+        "convert", help="to a checkpoint folder, tensor by tensor, or to a folder of torch's DCP"
+    )
+    convert.add_argument("source", type=Path, help="safetensors, a torch.save file or a DCP folder")
+    convert.add_argument("target", type=Path)
+    convert.add_argument("--dtype", help="of the model's floats, such as bfloat16")
+    convert.add_argument("--to", choices=("safetensors", "dcp"), default="safetensors")
+    convert.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="allow a DCP folder; its .metadata is a pickle, which can run code when it is read",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen subcommand. Returns the exit code."""
+    try:
+        return _COMMANDS[args.checkpoint_command](args)
+    except (CheckpointError, OSError, ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from fsdpc.checkpoint.verify import verify
+
+    report = verify(args.path)
+    for line in report.damaged:
+        print(f"damaged: {line}")
+    checked = "checksums" if report.has_checksums else "headers and sizes (no checksums)"
+    state = "damaged" if report.damaged else "good"
+    print(f"{args.path}: {state}; {report.tensors} tensors, {report.nbytes} bytes, by {checked}")
+    return 1 if report.damaged else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from fsdpc.checkpoint.verify import describe
+
+    for line in describe(args.path):
+        print(line)
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from fsdpc.checkpoint.verify import compare
+
+    lines = compare(args.one, args.other)
+    for line in lines:
+        print(line)
+    return 1 if lines else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from fsdpc.checkpoint.convert import convert
+
+    convert(args.source, args.target, args.dtype, args.to, args.trust_pickle)
+    return 0
+
+
+_COMMANDS = {"verify": _verify, "inspect": _inspect, "diff": _diff, "convert": _convert}
+
+
+def main() -> int:
+    """The command alone: ``python -m fsdpc.checkpoint``."""
+    parser = argparse.ArgumentParser(prog="python -m fsdpc.checkpoint")
+    add_arguments(parser)
+    return run(parser.parse_args())

@@ -1,0 +1,194 @@
+"""From and to other files, tensor by tensor: one tensor is in memory at a time.
+
+A ``torch.save`` file is read with ``weights_only=True`` and mapped, not loaded. Folders of torch's
+distributed checkpoints (DCP) go through torch's own library, whose index is a pickle. Optimizer
+state is kept between checkpoints of fsdpc; other sources give the tensors of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.dtypes import can_cast
+from fsdpc.checkpoint.entries import Entry, flat, whole_span
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.layout import lay_out
+from fsdpc.checkpoint.loading import read_table
+from fsdpc.checkpoint.opened import Opened, StoredSet
+from fsdpc.checkpoint.values import dump, to_json
+from fsdpc.checkpoint.write import Job, rows_of, write_job
+
+Fetch = Callable[[str], torch.Tensor]
+
+
+@dataclass
+class _Set:
+    """Tensors by name, without values, and how to get one's values."""
+
+    name: str
+    folder: str
+    entries: list[Entry]
+    fetch: Fetch
+
+
+def convert(
+    source: Path, target: Path, dtype: str | None, to: str, trust_pickle: bool = False
+) -> None:
+    """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
+    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory.
+
+    ``CheckpointError``: a damaged source. ``ValueError``: a DCP folder without ``trust_pickle``, or
+    an unknown dtype. ``FileExistsError``.
+    """
+    cast = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
+        raise ValueError(f"--dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
+    sets, files = _open(source, trust_pickle)
+    if to == "dcp":
+        if target.exists():
+            raise FileExistsError(f"{target} exists: choose another name")
+        state = {entry.name: found.fetch(entry.name) for found in sets for entry in found.entries}
+        if cast is not None:
+            state = {name: _cast(name, value, cast) for name, value in state.items()}
+        dcp.save(state, checkpoint_id=str(target), no_dist=True)
+        return
+    _write(target, sets, files, cast)
+
+
+def _cast(name: str, value: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
+    keep = name.startswith("state.") or not can_cast(value.dtype)
+    return value if keep else value.to(cast)
+
+
+def _write(
+    target: Path, sets: list[_Set], files: dict[str, bytes], cast: torch.dtype | None
+) -> None:
+    draft = Draft(target.absolute(), overwrite=False)
+    try:
+        made = _manifest.Manifest()
+        for found in sets:
+            own = cast if found.folder == "" else None
+            layout = lay_out(found.entries, name=found.name, folder=found.folder, cast=own)
+            parts = []
+            for file in layout.files:
+                path = layout.path(file)
+                draft.create(path, file.nbytes)
+                for place in file.places:
+                    old = found.entries[place.index]
+                    memory = flat(found.fetch(place.name))
+                    span = whole_span(len(memory))
+                    entry = Entry(old.name, old.shape, old.dtype, memory, span)
+                    job = Job(draft.path / path, rows_of(place, entry, span), [memory])
+                    parts.append(write_job(job))
+                draft.write_header(path, file.header)
+            made.add_set(layout, combine([p for f in layout.files for p in f.places], parts))
+            files[layout.path(layout.index_name)] = layout.index()
+        for path, content in files.items():
+            draft.write_file(path, content)
+            made.add_file(path, content)
+        draft.write_file(_manifest.NAME, made.encode())
+        draft.publish()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+# --- sources -------------------------------------------------------------------------------------
+
+
+def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes]]:
+    nothing = {
+        "fsdpc/state.json": dump({"extra_state": to_json({}, ""), "scheduler": to_json(None, "")}),
+        "fsdpc/extra.json": dump({"world": 0, "ranks": []}),
+    }
+    if (source / ".metadata").is_file():
+        if not trust_pickle:
+            raise ValueError(
+                f"{source} is a folder of torch's distributed checkpoints, whose .metadata is a "
+                "pickle: it can run code when torch reads it. --trust-pickle reads it all the same"
+            )
+        return [_open_dcp(source)], nothing
+    if source.is_dir() or source.suffix == ".safetensors":
+        return _open_safetensors(source, nothing)
+    return [_open_torch(source)], nothing
+
+
+def _open_safetensors(
+    source: Path, nothing: dict[str, bytes]
+) -> tuple[list[_Set], dict[str, bytes]]:
+    found = Opened(source)
+    sets = []
+    for name, stored in found.sets.items():
+        entries = [_outline(n, p.shape, p.dtype) for n, (_, p) in stored.where.items()]
+        folder = "" if name == "model" else name
+        sets.append(_Set(name, folder, entries, _fetch_stored(found, stored)))
+    if found.manifest is None:
+        return sets, nothing
+    kept = {}
+    for path in found.manifest.files:
+        found.read_json(path)  # compares its checksum
+        if not path.endswith(".index.json"):
+            kept[path] = (source / path).read_bytes()
+    return sets, kept
+
+
+def _outline(name: str, shape: Any, dtype: torch.dtype) -> Entry:
+    return Entry(name, tuple(shape), dtype, torch.empty(0, dtype=dtype))
+
+
+def _fetch_stored(found: Opened, stored: StoredSet) -> Fetch:
+    def fetch(name: str) -> torch.Tensor:
+        file, place = stored.where[name]
+        value = torch.empty(place.shape, dtype=place.dtype)
+        span = whole_span(value.numel())
+        entry = Entry(name, tuple(place.shape), place.dtype, value.view(-1), span)
+        (digest,) = combine([place], [read_table(file.path, rows_of(place, entry, span))])
+        if found.manifest is not None and digest != found.manifest.tensors[file.name][name]:
+            raise CheckpointError(f"{file.path}: tensor {name!r} is damaged")
+        return value
+
+    return fetch
+
+
+def _open_torch(source: Path) -> _Set:
+    state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{source} holds no state dict: a dict of names to tensors")
+    strange = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if strange:
+        raise ValueError(f"{source}: {strange[0]!r} is no tensor, so it cannot be converted")
+    entries, first = [], {}
+    for name, value in state.items():
+        memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        if value.numel() == 0 or first.setdefault(memory, name) == name:
+            entries.append(_outline(name, value.shape, value.dtype))
+    return _Set("model", "", entries, lambda name: state[name].detach())
+
+
+def _open_dcp(source: Path) -> _Set:
+    reader = FileSystemReader(str(source))
+    known = reader.read_metadata().state_dict_metadata
+    strange = [n for n, value in known.items() if not isinstance(value, TensorStorageMetadata)]
+    if strange:
+        raise ValueError(f"{source}: {strange[0]!r} is no tensor, so it cannot be converted")
+    entries = [_outline(n, value.size, value.properties.dtype) for n, value in known.items()]
+
+    def fetch(name: str) -> torch.Tensor:
+        value = torch.empty(known[name].size, dtype=known[name].properties.dtype)
+        dcp.load({name: value}, checkpoint_id=str(source), no_dist=True)
+        return value
+
+    return _Set("model", "", entries, fetch)

@@ -1,0 +1,63 @@
+"""torch's dtypes under the names of safetensors, and under the engine's."""
+
+from __future__ import annotations
+
+import torch
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# csrc/base/dtype.h
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_BYTES = 4
+
+
+def name_of(dtype: torch.dtype, what: str) -> str:
+    """The name in a header. ``TypeError``: safetensors has no such type; ``what`` is named."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TypeError(f"{what} has dtype {dtype}, which safetensors files cannot hold")
+    return name
+
+
+def dtype_of(name: str, what: str) -> torch.dtype:
+    """The dtype of a name in a header. ``TypeError``: torch has no such type here."""
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise TypeError(f"{what} has dtype {name}, which fsdpc does not read")
+    return dtype
+
+
+def can_cast(dtype: torch.dtype) -> bool:
+    """True for the floats that the engine converts: of 16, 32 and 64 bits."""
+    return dtype in _CODES
+
+
+def codes(memory: torch.dtype, file: torch.dtype) -> tuple[int, int]:
+    """The types of a range in memory and in the file, as ``ckpt_write`` takes them: bytes where
+    they are equal. ``TypeError``: no conversion between them.
+    """
+    if memory == file:
+        return _BYTES, _BYTES
+    if not (can_cast(memory) and can_cast(file)):
+        raise TypeError(f"fsdpc does not convert {memory} to {file}")
+    return _CODES[memory], _CODES[file]

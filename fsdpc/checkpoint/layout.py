@@ -1,0 +1,155 @@
+"""Where each tensor lies in the files of a set: arithmetic alone, the same on every rank.
+
+A set is a number of safetensors files and their index. Tensors lie end to end in the order of the
+entries, without gaps; data begin on a page, behind a header that is padded with spaces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdpc.checkpoint.dtypes import can_cast, name_of
+from fsdpc.checkpoint.entries import Entry
+
+FILE_BYTES = 5_000_000_000
+BLOCK_BYTES = 4 << 20
+_PAGE = 4096
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass
+class Place:
+    """One tensor in its file. ``offset``: of its first byte in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    index: int  # in the order of the set
+
+
+@dataclass
+class File:
+    """One file of a set. ``header``: all bytes before the data."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass
+class Layout:
+    """The files of a set. ``folder``: below the checkpoint's, "" for the model."""
+
+    folder: str
+    index_name: str
+    files: list[File]
+    aliases: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def path(self, file: File | str) -> str:
+        name = file if isinstance(file, str) else file.name
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def index(self) -> bytes:
+        """The index as Hugging Face's libraries write it."""
+        places = [place for file in self.files for place in file.places]
+        table = {place.name: file.name for file in self.files for place in file.places}
+        body = {
+            "metadata": {
+                "total_parameters": sum(math.prod(place.shape) for place in places),
+                "total_size": sum(place.nbytes for place in places),
+            },
+            "weight_map": dict(sorted(table.items())),
+        }
+        return (json.dumps(body, indent=2) + "\n").encode()
+
+
+def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
+    """The dtype in the file: floats are converted to ``cast``, if it is given."""
+    return cast if cast is not None and can_cast(entry.dtype) else entry.dtype
+
+
+def lay_out(
+    entries: Sequence[Entry],
+    *,
+    name: str,
+    folder: str = "",
+    cast: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    aliases: dict[str, str] | None = None,
+) -> Layout:
+    """Lay entries out in files of at most ``file_bytes`` (a larger tensor has a file of its own),
+    named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name.
+    """
+    groups: list[list[Place]] = [[]]
+    used = 0
+    for index, entry in enumerate(entries):
+        dtype = file_dtype(entry, cast)
+        name_of(dtype, entry.name)
+        nbytes = entry.numel * dtype.itemsize
+        if groups[-1] and used + nbytes > file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(Place(entry.name, dtype, entry.shape, used, nbytes, index))
+        used += nbytes
+    aliases = aliases or {}
+    groups = groups if groups[-1] else []  # no tensors, no file
+    files = [
+        _file(f"{name}-{number:05d}-of-{len(groups):05d}.safetensors", places, aliases)
+        for number, places in enumerate(groups, 1)
+    ]
+    return Layout(folder, f"{name}.safetensors.index.json", files, aliases)
+
+
+def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
+    kept = {place.name for place in places}
+    dropped = {alias: first for alias, first in sorted(aliases.items()) if first in kept}
+    form: dict[str, Any] = {"__metadata__": {"format": "pt", **dropped}}
+    for place in places:
+        form[place.name] = {
+            "dtype": name_of(place.dtype, place.name),
+            "shape": list(place.shape),
+            "data_offsets": [place.offset, place.offset + place.nbytes],
+        }
+    text = json.dumps(form, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(_LENGTH_BYTES + len(text)) // _PAGE) * _PAGE
+    if start > _MOST_HEADER_BYTES:
+        raise ValueError(f"{name}: {len(places)} tensors do not fit into one header")
+    header = (start - _LENGTH_BYTES).to_bytes(8, "little") + text.ljust(start - _LENGTH_BYTES)
+    data = sum(place.nbytes for place in places)
+    for place in places:
+        place.offset += start
+    return File(name, header, start + data, places)
+
+
+# Columns of a table of ranges; the first six are those of ``ckpt_write``.
+MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
+
+
+def fragments(rows: np.ndarray, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
+    """The parts of ranges that each lie in one block of their tensor, as rows ``(index, offset in
+    the tensor, bytes)``, in the order of the digests of ``ckpt_write``.
+    """
+    first = rows[:, IN_TENSOR] // block_bytes
+    last = (rows[:, IN_TENSOR] + rows[:, NBYTES] - 1) // block_bytes
+    counts = np.where(rows[:, NBYTES] > 0, last - first + 1, 0)
+    row = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    block = first[row] + nth
+    begin = np.maximum(block * block_bytes, rows[row, IN_TENSOR])
+    end = np.minimum((block + 1) * block_bytes, rows[row, IN_TENSOR] + rows[row, NBYTES])
+    return np.stack([rows[row, INDEX], begin, end - begin], axis=1).astype(np.int64)

@@ -1,0 +1,361 @@
+"""Loading: compare everything, verify checksums, read into place.
+
+Each rank reads only the ranges of its own elements, straight into its shard. Nothing is written
+into the model or the optimizer before names, shapes, dtypes and (by default) all checksums were
+compared on all ranks. Checksums are verified together: each byte by one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from fsdpc import _C
+from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.dtypes import can_cast
+from fsdpc.checkpoint.entries import Entry, whole_span
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
+from fsdpc.checkpoint.model import Model, read_model, set_extra
+from fsdpc.checkpoint.opened import Opened, StoredFile
+from fsdpc.checkpoint.optimizer import NewState, held_params, make_state, names_of
+from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.values import from_json
+from fsdpc.checkpoint.write import in_host_memory, rows_of, waves
+
+Verify = Literal["before", "during", "no"]
+_FILES_AT_ONCE = 4
+_WAVE_BYTES = 1 << 30
+_DEVICE_WAVE_BYTES = 64 << 20
+_COLUMNS = 6
+_MOST_NAMED = 20
+
+
+@dataclass
+class Loaded:
+    """What ``load`` found. ``extra``: this rank's, ``None`` if the checkpoint has another number of
+    ranks; ``extras``: every rank's. ``verified``: checksums were compared.
+    """
+
+    path: Path
+    step: int | None
+    world: int
+    extra: Any
+    extras: list[Any]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    verified: bool = False
+
+
+@dataclass
+class _Work:
+    """Entries that this rank reads, each with its place in a file. ``shared``: places that several
+    ranks read whole, known to all ranks.
+    """
+
+    items: list[tuple[Entry, StoredFile, Place]]
+    shared: list[tuple[StoredFile, Place]] = field(default_factory=list)
+
+
+def run_load(
+    path: Path,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    *,
+    strict: bool,
+    cast: bool,
+    verify: Verify,
+) -> Loaded:
+    """See ``fsdpc.checkpoint.load``. Collective."""
+    what = f"loading checkpoint {path}"
+    with ranks.step(what) as opened:
+        if verify not in ("before", "during", "no"):
+            raise ValueError(f"verify must be 'before', 'during' or 'no', not {verify!r}")
+        found = Opened(path)
+        opened.value = _identity(found)
+    if any(identity != opened.values[0] for identity in opened.values):
+        raise CheckpointError(f"{what}: the ranks see different files under this path")
+    with ranks.step(what):
+        target = read_model(model, (ranks.rank, ranks.world))
+        work, missing, unexpected = _match(found, target, cast)
+        if strict and (missing or unexpected):
+            raise CheckpointError(_difference(missing, unexpected))
+        works = [work]
+        state = None
+        if optimizer is not None:
+            state, more = _match_optimizer(found, target, optimizer, strict)
+            works.append(more)
+        loaded, scheduled, extra_state = _read_values(found, ranks, scheduler)
+        loaded.missing, loaded.unexpected = missing, unexpected
+    if found.manifest is not None and verify == "before":
+        _verify(works, found, ranks, what)
+    parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
+        read.value = [_read_into(part) for part in works]
+    parts = [[told[i] for told in read.values] for i in range(len(works))]
+    if found.manifest is not None and verify == "during":
+        _compare_during(works, found, parts, what)
+    with ranks.step(what):
+        for tensor in target.touched:
+            torch.autograd.graph.increment_version(tensor)
+        if optimizer is not None and state is not None:
+            state.give(optimizer)
+        if scheduler is not None:
+            scheduler.load_state_dict(scheduled)
+        set_extra(model, {key: extra_state[key] for key in target.extra if key in extra_state})
+    loaded.verified = found.manifest is not None and verify != "no"
+    return loaded
+
+
+def _identity(found: Opened) -> int:
+    crc = 0 if found.manifest is None else _C.ckpt_crc32c(found.manifest.encode())
+    for stored in found.sets.values():
+        for name, (file, place) in stored.where.items():
+            crc = _C.ckpt_crc32c(repr((name, file.name, place)).encode(), crc)
+    return crc
+
+
+# --- what is compared ----------------------------------------------------------------------------
+
+
+def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], list[str]]:
+    """The model's entries with their places; names that are missing or not in the model.
+    ``CheckpointError``: shapes or dtypes differ.
+    """
+    names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
+    for alias, name in target.aliases.items():
+        names[name].append(alias)
+    where = found.model.where
+    items, missing, problems = [], [], []
+    for entry in target.entries:
+        name = next((name for name in names[entry.name] if name in where), None)
+        if name is None:
+            missing.append(entry.name)
+            continue
+        file, place = where[name]
+        problem = _problem(entry, place, cast)
+        if problem is None:
+            items.append((entry, file, place))
+        else:
+            problems.append(problem)
+    if problems:
+        raise CheckpointError("; ".join(_shortened(problems)))
+    known = {name for some in names.values() for name in some}
+    unexpected = [name for name in where if name not in known]
+    return _Work(items), missing, unexpected
+
+
+def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
+    if tuple(place.shape) != tuple(entry.shape):
+        return f"{entry.name} has shape {tuple(place.shape)} in the checkpoint, {entry.shape} here"
+    if place.dtype == entry.dtype:
+        return None
+    if cast and can_cast(entry.dtype) and can_cast(place.dtype):
+        return None
+    how = "" if cast else " (cast=True converts floats of 16, 32 and 64 bits)"
+    return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here{how}"
+
+
+def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    texts = []
+    if missing:
+        texts.append(f"missing from the checkpoint: {', '.join(_shortened(missing))}")
+    if unexpected:
+        texts.append(f"only in the checkpoint: {', '.join(_shortened(unexpected))}")
+    return "; ".join(texts) + " (strict=False loads what fits)"
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    more = len(names) - _MOST_NAMED
+    return list(names[:_MOST_NAMED]) + ([f"and {more} more"] if more > 0 else [])
+
+
+def _match_optimizer(
+    found: Opened, target: Model, optimizer: torch.optim.Optimizer, strict: bool
+) -> tuple[NewState, _Work]:
+    if found.optimizer is None:
+        raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
+    kinds = found.values(OPTIMIZER_JSON, "kinds")
+    groups = found.values(OPTIMIZER_JSON, "param_groups")
+    first = {entry.name: entry.name for entry in target.entries} | target.aliases
+    where: dict[str, tuple[StoredFile, Place]] = {}
+    shared = []
+    for name, form in kinds.items():
+        for key, kind in form.items():
+            if kind in ("cut", "whole"):
+                full = f"state.{name}.{key}"
+                if full not in found.optimizer.where:
+                    raise CheckpointError(f"{found.path} has no tensor {full!r}")
+                where[f"state.{first.get(name, name)}.{key}"] = found.optimizer.where[full]
+                if kind == "whole":
+                    shared.append(found.optimizer.where[full])
+    kinds = {first.get(name, name): form for name, form in kinds.items()}
+    for group in groups:
+        group["params"] = [first.get(name, name) for name in group["params"]]
+    if strict:
+        saved = {name for group in groups for name in group["params"]}
+        held = {n for group in held_params(optimizer, target) for s in group for n in names_of(s)}
+        if saved != held:
+            text = _difference(sorted(held - saved), sorted(saved - held))
+            raise CheckpointError(f"parameters of the optimizer: {text}")
+    dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
+    state = make_state(optimizer, target, kinds, groups, dtypes)
+    items = [(entry, *where[entry.name]) for entry in state.entries]
+    return state, _Work(items, shared)
+
+
+def _read_values(found: Opened, ranks: Ranks, scheduler: Any) -> tuple[Loaded, Any, dict[str, Any]]:
+    if found.manifest is None:
+        if scheduler is not None:
+            raise CheckpointError(
+                f"{found.path} was not written by fsdpc: it has no scheduler state"
+            )
+        return Loaded(found.path, None, 1, None, []), None, {}
+    scheduled = found.values(STATE_JSON, "scheduler")
+    if scheduler is not None and scheduled is None:
+        raise CheckpointError(f"{found.path} holds no scheduler state: load without scheduler=")
+    body = found.read_json(EXTRA_JSON)
+    extras = [from_json(form, f"extra in {found.path / EXTRA_JSON}") for form in body["ranks"]]
+    extra = extras[ranks.rank] if len(extras) == ranks.world else None
+    loaded = Loaded(found.path, found.manifest.step, len(extras), extra, extras)
+    return loaded, scheduled, found.values(STATE_JSON, "extra_state")
+
+
+# --- checksums -----------------------------------------------------------------------------------
+
+
+def _verify(works: Sequence[_Work], found: Opened, ranks: Ranks, what: str) -> None:
+    """Read all that will be loaded once, each byte on one rank, and compare the digests."""
+    with ranks.step(what) as checked:
+        checked.value = [_read_digests(work, ranks) for work in works]
+    with ranks.step(what):
+        for i, work in enumerate(works):
+            _compare(work, found, [told[i] for told in checked.values])
+
+
+def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
+    tables: dict[str, tuple[Path, list[np.ndarray]]] = {}
+    shared = {place.index for _, place in work.shared}
+    chosen = [
+        (place, file, entry, entry.own(place.index, reading=True))
+        for entry, file, place in work.items
+        if place.index not in shared
+    ]
+    for file, place in work.shared:
+        if place.index % ranks.world == ranks.rank:
+            entry = Entry(place.name, place.shape, place.dtype, torch.empty(0))
+            chosen.append((place, file, entry, whole_span(entry.numel)))
+    for place, file, entry, spans in chosen:
+        _, rows = tables.setdefault(file.name, (file.path, []))
+        rows.append(rows_of(place, entry, spans, memory=0))
+    return _joined(_read_tables(tables))
+
+
+def _compare_during(
+    works: Sequence[_Work],
+    found: Opened,
+    parts: list[list[tuple[np.ndarray, np.ndarray]]],
+    what: str,
+) -> None:
+    try:
+        for work, told in zip(works, parts, strict=True):
+            _compare(work, found, [_without_doubles(told)])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{what}: {error}; the model's values were overwritten and must not be used"
+        ) from error
+
+
+def _without_doubles(
+    told: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fragments that several replicas have read, once each. ``CheckpointError``: they read
+    different bytes.
+    """
+    rows, crcs = _joined(told)
+    keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
+    keyed = np.unique(keyed, axis=0)
+    return np.ascontiguousarray(keyed[:, :3]), keyed[:, 3].astype(np.uint32)
+
+
+def _compare(work: _Work, found: Opened, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    assert found.manifest is not None
+    places = {place.index: (file, place) for _, file, place in work.items}
+    places |= {place.index: (file, place) for file, place in work.shared}
+    order = [place for _, place in places.values()]
+    for digest, (file, place) in zip(combine(order, parts), places.values(), strict=True):
+        known = found.manifest.tensors[file.name][place.name]
+        if digest != known:
+            pairs = enumerate(zip(digest.blocks, known.blocks, strict=True))
+            block = next((n for n, (a, b) in pairs if a != b), 0)
+            raise CheckpointError(
+                f"{file.path}: tensor {place.name!r} is damaged: the checksum of block {block} "
+                f"(bytes {place.offset + block * BLOCK_BYTES} and on) differs"
+            )
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
+    """Read this rank's elements into their memory. Returns fragments and digests."""
+    tables: dict[str, tuple[Path, list[np.ndarray]]] = {}
+    found = []
+    for entry, file, place in work.items:
+        if not in_host_memory(entry):
+            found += list(_read_to_device(entry, file, place))
+            continue
+        _, rows = tables.setdefault(file.name, (file.path, []))
+        rows.append(rows_of(place, entry, entry.spans))
+    found += _read_tables(tables)
+    for entry, _, _ in work.items:
+        if entry.home is not None:
+            entry.home.copy_(entry.memory.view(entry.home.shape))
+    return _joined(found)
+
+
+def _read_tables(
+    tables: dict[str, tuple[Path, list[np.ndarray]]],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Read tables of ranges, several files at a time."""
+
+    def read_file(item: tuple[Path, list[np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        path, rows = item
+        table = np.concatenate(rows)
+        table = table[np.argsort(table[:, OFFSET], kind="stable")]
+        return [read_table(path, part) for part in waves(table, _WAVE_BYTES)]
+
+    if len(tables) <= 1:
+        return [part for item in tables.values() for part in read_file(item)]
+    with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(tables))) as pool:
+        return [part for parts in pool.map(read_file, tables.values()) for part in parts]
+
+
+def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Read one table of ranges. Returns fragments and their digests."""
+    parts = fragments(rows)
+    digests = np.zeros(len(parts), dtype=np.uint32)
+    _C.ckpt_read(str(path), np.ascontiguousarray(rows[:, :_COLUMNS]), BLOCK_BYTES, digests)
+    return parts, digests
+
+
+def _read_to_device(entry: Entry, file: StoredFile, place: Place) -> Any:
+    step = max(1, _DEVICE_WAVE_BYTES // entry.dtype.itemsize)
+    for begin, at, count in entry.spans.tolist():
+        for low in range(0, count, step):
+            many = min(step, count - low)
+            host = torch.empty(many, dtype=entry.dtype)
+            piece = Entry(entry.name, entry.shape, entry.dtype, host, whole_span(many))
+            rows = rows_of(place, piece, np.array([[begin + low, 0, many]], dtype=np.int64))
+            yield read_table(file.path, rows)
+            entry.memory[at + low : at + low + many].copy_(host)

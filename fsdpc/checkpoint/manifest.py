@@ -1,0 +1,119 @@
+"""``fsdpc.json``: what a checkpoint consists of, with a digest of everything. It is written last.
+
+Every file is in it: the safetensors files by their header and by each tensor and block, the others
+whole. The manifest's own digest covers its text without the digest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdpc import _C
+from fsdpc.checkpoint.digests import Digest
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import BLOCK_BYTES, Layout
+
+NAME = "fsdpc.json"
+_FORMAT = "fsdpc.checkpoint"
+_VERSION = 1
+
+
+@dataclass
+class Manifest:
+    """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
+    ``tensors``: path -> name -> digest. ``files``: path of another file -> (bytes, digest).
+    """
+
+    step: int | None = None
+    world: int = 1
+    block_bytes: int = BLOCK_BYTES
+    headers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Digest]] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add_set(self, layout: Layout, digests: list[Digest]) -> None:
+        """Add a set whose tensors have these digests, in the set's order."""
+        for file in layout.files:
+            path = layout.path(file)
+            self.headers[path] = (file.nbytes, _C.ckpt_crc32c(file.header))
+            self.tensors[path] = {place.name: digests[place.index] for place in file.places}
+
+    def add_file(self, path: str, content: bytes) -> None:
+        self.files[path] = (len(content), _C.ckpt_crc32c(content))
+
+    def encode(self) -> bytes:
+        """The manifest's text."""
+        body: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": self.step,
+            "world": self.world,
+            "block_bytes": self.block_bytes,
+            "headers": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.headers.items())},
+            "files": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.files.items())},
+            "tensors": {
+                path: {name: _digest_form(d) for name, d in tensors.items()}
+                for path, tensors in sorted(self.tensors.items())
+            },
+        }
+        body["crc32c"] = _hex(_C.ckpt_crc32c(_text(body)))
+        return _text(body)
+
+
+def _text(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+def _digest_form(digest: Digest) -> list[str]:
+    blocks = "" if len(digest.blocks) <= 1 else "".join(_hex(crc) for crc in digest.blocks)
+    return [_hex(digest.whole), blocks]
+
+
+def decode(text: bytes) -> Manifest:
+    """The manifest of a text. ``CheckpointError``: damaged, or of another version."""
+    try:
+        return _decode(text)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{NAME} is damaged or is not a manifest: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _decode(text: bytes) -> Manifest:
+    body = json.loads(text)
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise CheckpointError(f"{NAME} is damaged or is not a manifest of fsdpc")
+    if body.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{NAME} has version {body.get('version')!r}; this fsdpc reads version {_VERSION}"
+        )
+    if _text(body) != text:
+        raise CheckpointError(f"{NAME} is damaged: it is not as fsdpc writes it")
+    crc = body.pop("crc32c", None)
+    if crc != _hex(_C.ckpt_crc32c(_text(body))):
+        raise CheckpointError(f"{NAME} is damaged: its checksum differs")
+    block = body["block_bytes"]
+    if block != BLOCK_BYTES:
+        raise CheckpointError(f"{NAME} has blocks of {block!r} bytes; version 1 has {BLOCK_BYTES}")
+    manifest = Manifest(body["step"], body["world"], block)
+    manifest.headers = {path: (size, int(crc, 16)) for path, (size, crc) in body["headers"].items()}
+    manifest.files = {path: (size, int(crc, 16)) for path, (size, crc) in body["files"].items()}
+    manifest.tensors = {
+        path: {name: _digest(*form) for name, form in tensors.items()}
+        for path, tensors in body["tensors"].items()
+    }
+    return manifest
+
+
+def _digest(whole: str, blocks: str) -> Digest:
+    crc = int(whole, 16)
+    parts = [int(blocks[i : i + 8], 16) for i in range(0, len(blocks), 8)] or [crc]
+    return Digest(crc, tuple(parts))

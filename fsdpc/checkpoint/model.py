@@ -1,0 +1,255 @@
+"""A model's tensors as entries: units of fsdpc, of torch's FSDP, DTensors and plain tensors.
+
+The names are those of the unsharded model's ``state_dict()``; a tied parameter has the first of its
+names. The order is that of the units, and in a unit that of its flat parameter, so that a rank's
+part of a unit is one run of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.interop import computes, over
+from fsdpc._fsdp1.collect import is_unit_module, unit_modules
+from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.optim.book import read_book
+from fsdpc.checkpoint import torch_fsdp
+from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
+
+
+@dataclass
+class Seen:
+    """A parameter as an optimizer holds it, and the entries whose elements lie in it: spans of
+    their own, because a flat parameter covers several.
+    """
+
+    param: nn.Parameter
+    covers: list[tuple[Entry, np.ndarray]]
+
+
+@dataclass
+class Model:
+    """What a checkpoint holds of a model; equal on all ranks but for the entries' spans."""
+
+    everyone: tuple[int, int]
+    entries: list[Entry] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # every other name -> the entry's
+    seen: list[Seen] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # get_extra_state() of modules
+    touched: list[torch.Tensor] = field(default_factory=list)  # changed in place by loading
+
+    def add(self, entry: Entry, names: list[str]) -> None:
+        self.entries.append(entry)
+        for name in names:
+            if name != entry.name:
+                self.aliases[name] = entry.name
+
+
+def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
+    """The tensors of a model. ``everyone``: this rank and the number of ranks that take part, which
+    all have the tensors that nothing shards. Local.
+
+    ``RuntimeError``: inside ``summon_full_params``. ``TypeError``, ``ValueError``: a parameter
+    whose elements this rank cannot tell, by name.
+    """
+    found = Model(everyone)
+    if unit_modules(model):
+        _add_units(found, model)
+    elif torch_fsdp.handles(model):
+        torch_fsdp.add_units(found, model, Seen)
+        _add_params(found, model)
+    else:
+        if is_managed(model):
+            raise ValueError("pass the whole FullyShardedDataParallel instance, not a part of it")
+        _add_params(found, model)
+    _add_buffers(found, model)
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state and not is_unit_module(
+            module
+        ):
+            found.extra[join(clean_fqn(name), "_extra_state")] = module.get_extra_state()
+    _check_names(found)
+    return found
+
+
+def is_managed(model: nn.Module) -> bool:
+    """True if a parameter of ``model`` is sharded by a unit outside it."""
+    return any(_writeback.owner_of(param) is not None for param in model.parameters())
+
+
+def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:
+    """``set_extra_state`` of the modules that are named. Local."""
+    modules = {clean_fqn(name): module for name, module in model.named_modules()}
+    for key, value in extra.items():
+        modules[key.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(value)
+
+
+def _check_names(found: Model) -> None:
+    names = [entry.name for entry in found.entries] + list(found.aliases)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two tensors of the model have the name {twice!r}")
+
+
+# --- fsdpc's units -------------------------------------------------------------------------------
+
+
+def _add_units(found: Model, model: nn.Module) -> None:
+    book = read_book(model)
+    for place in book.units:
+        unit = place.unit
+        if unit.summoned:
+            raise RuntimeError(
+                f"unit {unit.name!r} is inside summon_full_params: leave the context before "
+                "saving or loading a checkpoint"
+            )
+        _writeback.adopt_values(unit)
+        entries = _unit_entries(place)
+        for i in _flat_order(place):
+            found.add(entries[i], place.names[i])
+        for part in place.parts:
+            rank = place.comm.rank
+            covers = []
+            for i in part.covers:
+                begin, at, count = place.layout["spans"][i][rank]
+                at = 0 if unit.use_orig_params else at
+                spans = np.array([[begin, at, count]], dtype=np.int64)
+                covers.append((entries[i], spans if count else NO_SPANS))
+            found.seen.append(Seen(part.param, covers))
+            found.touched.append(part.param)
+    for name, param in book.plain.items():
+        _add_param(found, name, param, book.aliases[name])
+
+
+def _flat_order(place: Any) -> list[int]:
+    params = place.layout["params"]
+    return sorted(range(len(params)), key=lambda i: (params[i]["segment"], params[i]["offset"]))
+
+
+def _unit_entries(place: Any) -> list[Entry]:
+    unit = place.unit
+    replicas = unit.groups.replicate
+    replica = (replicas.rank, replicas.world) if replicas is not None else (0, 1)
+    entries = []
+    for i, (shape, dtype) in enumerate(zip(unit.shapes, unit.dtypes, strict=True)):
+        begin, _, count = place.layout["spans"][i][place.comm.rank]
+        item = 1 if computes(dtype) else dtype.itemsize  # else the engine counts bytes
+        spans = np.array([[begin // item, 0, count // item]], dtype=np.int64)
+        entries.append(
+            Entry(
+                place.names[i][0],
+                tuple(shape),
+                dtype,
+                over(unit.flat.shard_part(i), dtype).view(-1),
+                spans if count else NO_SPANS,
+                replica,
+            )
+        )
+    return entries
+
+
+# --- plain tensors and DTensors ------------------------------------------------------------------
+
+
+def _add_params(found: Model, model: nn.Module) -> None:
+    """Parameters that no unit has taken, each with all its names."""
+    taken = {id(seen.param) for seen in found.seen}
+    params: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in taken:
+            params.setdefault(id(param), (param, []))[1].append(clean_fqn(raw))
+    for param, names in params.values():
+        _add_param(found, names[0], param, names)
+
+
+def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -> None:
+    entry = tensor_entry(name, param, f"parameter {name}", found.everyone)
+    found.add(entry, names)
+    found.seen.append(Seen(param, [(entry, entry.spans)]))
+    found.touched.append(param)
+
+
+def _add_buffers(found: Model, model: nn.Module) -> None:
+    buffers: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, buffer in _persistent_buffers(model):
+        buffers.setdefault(id(buffer), (buffer, []))[1].append(name)
+    for buffer, names in buffers.values():
+        what = f"buffer {names[0]}"
+        found.add(tensor_entry(names[0], buffer, what, found.everyone), names)
+        found.touched.append(buffer)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield clean_fqn(join(prefix, key)), buffer
+
+
+def tensor_entry(
+    name: str, tensor: torch.Tensor, what: str, everyone: tuple[int, int] = (0, 1)
+) -> Entry:
+    """A DTensor, or a plain tensor that every rank has: the first one's values are saved."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        where = "on the meta device" if tensor.is_meta else f"a {tensor.layout} tensor"
+        raise TypeError(f"{what} is {where}: a checkpoint holds dense tensors with values")
+    if isinstance(tensor, DTensor):
+        return _dtensor_entry(name, tensor, what)
+    shape = tuple(tensor.shape)
+    span = whole_span(math.prod(shape))
+    memory, home = flat_and_home(tensor)
+    return Entry(name, shape, tensor.dtype, memory, span, everyone, everyone[1] > 1, home)
+
+
+def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
+    shape, local = tuple(tensor.shape), tensor.to_local().detach()
+    offsets, sizes, replica = place_of(tensor, what)
+    if offsets is None:
+        return Entry(name, shape, tensor.dtype, flat(local)[:0])
+    if tuple(local.shape) != sizes and math.prod(sizes):
+        raise ValueError(
+            f"{what}: this rank's part has shape {tuple(local.shape)}, but by its placements "
+            f"{tensor.placements} it is {sizes}"
+        )
+    spans = block_spans(shape, offsets, sizes)
+    memory, home = flat_and_home(local)
+    return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home)
+
+
+def place_of(
+    tensor: DTensor, what: str
+) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
+    """Offsets and sizes of a DTensor's part on this rank, and which replica it is: ``(k, n)``.
+    Offsets ``None``: this rank is not in the mesh. ``TypeError`` for placements other than
+    ``Shard`` and ``Replicate``.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    k, n = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        world = mesh.size(dimension)
+        rank = coordinate[dimension] if coordinate is not None else 0
+        if placement.is_replicate():
+            k, n = k * world + rank, n * world
+            continue
+        if type(placement).__name__ != "Shard":
+            raise TypeError(
+                f"{what} is a DTensor with placement {placement} on mesh dimension {dimension}: "
+                "a checkpoint holds Shard and Replicate; redistribute the tensor first"
+            )
+        cut = placement.dim  # type: ignore[attr-defined]
+        block = -(-sizes[cut] // world)  # torch.chunk's
+        low, high = (min(sizes[cut], part * block) for part in (rank, rank + 1))
+        offsets[cut] += low
+        sizes[cut] = high - low
+    return (None if coordinate is None else tuple(offsets)), tuple(sizes), (k, n)

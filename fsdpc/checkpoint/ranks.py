@@ -1,0 +1,117 @@
+"""The ranks that save or load together, and steps that all of them finish or none.
+
+They have a communicator of their own, so that a save in the background does not mix with the
+collectives of a training step.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdpc import _C
+from fsdpc._comm.bootstrap import comm_for_group
+from fsdpc._comm.objects import exchange
+from fsdpc.checkpoint.errors import CheckpointError
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+
+
+class Ranks:
+    """A communicator and what a message must say about its ranks."""
+
+    def __init__(self, comm: Any, group: Any = None) -> None:
+        self.comm = comm
+        self.rank, self.world = comm.rank, comm.world
+        self._group = group  # kept: torch's group ends with its last reference
+        here = f"{socket.gethostname()}, pid {os.getpid()}"
+        self.places: list[str] = exchange(comm, here, "checkpoint: the ranks' places")
+        hosts = [place.rpartition(", pid ")[0] for place in self.places]
+        self.hosts = sorted(set(hosts), key=hosts.index)
+        self.host = self.hosts.index(hosts[self.rank])
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Every rank's plain value, in rank order. Collective."""
+        return exchange(self.comm, value, what)
+
+    def step(self, what: str) -> Step:
+        """A step that all ranks take; see ``Step``."""
+        return Step(self, what)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a process group (``None``: all). Collective over it on first use. One rank
+    without an initialised process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(_C.Comm.self_())
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    found = _made.get(parent)
+    if found is None:
+        if dist.get_world_size(parent) == 1:
+            found = Ranks(_C.Comm.self_())
+        else:
+            members = None if group is None else dist.get_process_group_ranks(group)
+            local = group is not None
+            own = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+            found = Ranks(comm_for_group(own), own)
+        _made[parent] = found
+    return found
+
+
+class Step:
+    """A block that every rank enters. If it raises on some ranks, it raises ``CheckpointError`` on
+    all of them, naming the ranks and causes; an interruption (Ctrl-C) stays what it is where it
+    happened. Without an error, ``values`` has what each rank put into ``value``. Collective.
+    """
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self.ranks, self.what = ranks, what
+        self.value: Any = None
+        self.values: list[Any] = []
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, _C.CommError):  # another rank has died or left: nobody to ask
+            raise CheckpointError(f"{self.what}: {error}") from error
+        problem = None if error is None else _text(error)
+        mine = {"problem": problem, "value": self.value if problem is None else None}
+        try:
+            told = self.ranks.exchange(mine, self.what)
+        except (_C.CommError, TypeError) as failure:
+            cause = error if error is not None else failure
+            raise CheckpointError(f"{self.what}: {_text(cause)}") from cause
+        if error is not None and not isinstance(error, Exception):
+            return False
+        problems = {rank: t["problem"] for rank, t in enumerate(told) if t["problem"] is not None}
+        if problems:
+            raise CheckpointError(self._message(problems)) from error
+        self.values = [t["value"] for t in told]
+        return False
+
+    def _message(self, problems: dict[int, str]) -> str:
+        if len(problems) == self.ranks.world and len(set(problems.values())) == 1:
+            return f"{self.what}: {problems[0]}"
+        parts = [
+            f"rank {rank} ({self.ranks.places[rank]}): {text}" for rank, text in problems.items()
+        ]
+        return f"{self.what}: " + "; ".join(parts)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,264 @@
+"""Saving: plan, write, put digests together, publish. No rank gathers anything.
+
+The plan (which tensor lies where, who writes which elements) is arithmetic that every rank does for
+itself. Only descriptions and digests travel. Each step ends well on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fsdpc import _C
+from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.layout import FILE_BYTES, Layout, lay_out
+from fsdpc.checkpoint.model import read_model
+from fsdpc.checkpoint.optimizer import State, read_state
+from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.values import dump, to_json
+from fsdpc.checkpoint.write import jobs, write_edges, write_job
+
+OPTIMIZER = "optimizer"
+OPTIMIZER_JSON = "optimizer/optimizer.json"
+STATE_JSON = "fsdpc/state.json"
+EXTRA_JSON = "fsdpc/extra.json"
+
+
+@dataclass
+class Plan:
+    """What is saved. ``sets``: the model's and perhaps the optimizer's, with their entries.
+    ``files``: small files by path, of rank 0 alone.
+    """
+
+    target: Path
+    sets: list[tuple[Layout, list[Entry]]]
+    files: dict[str, bytes]
+    step: int | None
+    overwrite: bool
+
+
+def make_plan(
+    target: Path,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: dict[str, Any] | None,
+    *,
+    dtype: torch.dtype | None,
+    step: int | None,
+    overwrite: bool,
+    file_bytes: int = FILE_BYTES,
+) -> Plan:
+    """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
+    what = f"planning checkpoint {target}"
+    with ranks.step(what):
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating point type, not {dtype}")
+        found = read_model(model, (ranks.rank, ranks.world))
+    state = State() if optimizer is None else read_state(optimizer, found, ranks)
+    with ranks.step(what) as planned:
+        sets = [
+            (
+                lay_out(
+                    found.entries,
+                    name="model",
+                    cast=dtype,
+                    file_bytes=file_bytes,
+                    aliases=found.aliases,
+                ),
+                found.entries,
+            )
+        ]
+        if optimizer is not None:
+            layout = lay_out(state.entries, name=OPTIMIZER, folder=OPTIMIZER, file_bytes=file_bytes)
+            sets.append((layout, state.entries))
+        planned.value = {
+            "sets": _fingerprint([layout for layout, _ in sets]),
+            "target": str(target),
+            "extra": json.dumps(to_json(extra, "extra")),
+        }
+        files = _files(ranks, found.extra, state, optimizer, scheduler)
+    _check_equal(what, planned.values)
+    if ranks.rank == 0:
+        extras = [json.loads(told["extra"]) for told in planned.values]
+        files[EXTRA_JSON] = dump({"world": ranks.world, "ranks": extras})
+    return Plan(target, sets, files, step, overwrite)
+
+
+def _fingerprint(layouts: Sequence[Layout]) -> str:
+    crc = 0
+    for layout in layouts:
+        for file in layout.files:
+            crc = _C.ckpt_crc32c(file.name.encode() + file.header, crc)
+    return f"{crc:08x} {sum(len(file.places) for layout in layouts for file in layout.files)}"
+
+
+def _check_equal(what: str, told: list[dict[str, Any]]) -> None:
+    for key, text in (("target", "path"), ("sets", "names, shapes or dtypes of tensors")):
+        for rank, values in enumerate(told):
+            if values[key] != told[0][key]:
+                raise CheckpointError(
+                    f"{what}: rank {rank} has another {text} than rank 0: {values[key]!r} and "
+                    f"{told[0][key]!r}"
+                )
+
+
+def _files(
+    ranks: Ranks, extra_state: dict[str, Any], state: State, optimizer: Any, scheduler: Any
+) -> dict[str, bytes]:
+    if ranks.rank != 0:
+        return {}
+    scheduled = None if scheduler is None else scheduler.state_dict()
+    body = {
+        "extra_state": to_json(extra_state, "get_extra_state()"),
+        "scheduler": to_json(scheduled, "the scheduler's state"),
+    }
+    files = {STATE_JSON: dump(body)}
+    if optimizer is not None:
+        groups = to_json(state.groups, "param_groups")
+        kinds = to_json(state.kinds, "the optimizer's state")
+        files[OPTIMIZER_JSON] = dump({"kinds": kinds, "param_groups": groups})
+    return files
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+Advance = Callable[[int], object]
+
+
+def write_plan(
+    plan: Plan,
+    ranks: Ranks,
+    *,
+    advance: Advance | None = None,
+    failpoint: Callable[[str], object] | None = None,
+) -> None:
+    """Write and publish what was planned. Collective over ``ranks``.
+
+    ``advance`` gets the bytes of each part that this rank has written. ``failpoint`` is called
+    before each step with its name, for tests. ``CheckpointError``: a rank failed; the target is
+    what it was before.
+    """
+    what = f"saving checkpoint {plan.target}"
+    reach = failpoint or (lambda name: None)
+    draft: Draft | None = None
+    try:
+        with ranks.step(what) as created:
+            reach("create")
+            if ranks.rank == 0:
+                draft = Draft(plan.target, plan.overwrite)
+                for layout, _ in plan.sets:
+                    for file in layout.files:
+                        draft.create(layout.path(file), file.nbytes)
+                created.value = str(draft.path)
+        folder = Path(created.values[0])
+        parts = _write_ranges(plan, ranks, folder, what, advance, reach)
+        with ranks.step(what):
+            reach("finish")
+            if draft is not None:
+                _finish(plan, ranks, draft, parts, reach)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+
+
+def _write_ranges(
+    plan: Plan,
+    ranks: Ranks,
+    folder: Path,
+    what: str,
+    advance: Advance | None,
+    reach: Callable[[str], object],
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Per set and rank, the fragments that were written and their digests."""
+    several = len(ranks.hosts) > 1
+    with ranks.step(what) as written:
+        own = []
+        for layout, entries in plan.sets:
+            found = []
+            for job in jobs(folder, layout, entries):
+                reach("write")
+                found.append(write_job(job, skip_edges=several))
+                if advance is not None:
+                    advance(int(job.rows[:, 2].sum()))
+            own.append(_joined(found))
+            _sync(folder, layout)
+        written.value = own
+    if several:
+        _write_edges_in_turns(plan, ranks, folder, what)
+    return [[told[i] for told in written.values] for i in range(len(plan.sets))]
+
+
+def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> None:
+    """Hosts whose ranges share a page write their parts of it one after the other: a network file
+    system writes whole pages, and would lose what another host has written at the same time.
+    """
+    for host in range(len(ranks.hosts)):
+        with ranks.step(what):
+            if ranks.host == host:
+                for layout, entries in plan.sets:
+                    for job in jobs(folder, layout, entries):
+                        write_edges(job)
+                    _sync(folder, layout)
+
+
+def _joined(
+    found: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    rows, crcs = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint32)]
+    for part, digests in found:
+        rows.append(part)
+        crcs.append(digests)
+    return np.concatenate(rows), np.concatenate(crcs)
+
+
+def _sync(folder: Path, layout: Layout) -> None:
+    for file in layout.files:
+        fd = os.open(folder / layout.path(file), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _finish(
+    plan: Plan,
+    ranks: Ranks,
+    draft: Draft,
+    parts: list[list[tuple[np.ndarray, np.ndarray]]],
+    reach: Callable[[str], object],
+) -> None:
+    """Headers, indexes and the manifest; then the folder gets its name. On rank 0."""
+    made = _manifest.Manifest(plan.step, ranks.world)
+    files = dict(plan.files)
+    for (layout, _), told in zip(plan.sets, parts, strict=True):
+        places = [place for file in layout.files for place in file.places]
+        made.add_set(layout, combine(places, told))
+        files[layout.path(layout.index_name)] = layout.index()
+        for file in layout.files:
+            reach("header")
+            draft.write_header(layout.path(file), file.header)
+    for path, content in files.items():
+        draft.write_file(path, content)
+        made.add_file(path, content)
+    reach("manifest")
+    text = made.encode()
+    _manifest.decode(text)
+    draft.write_file(_manifest.NAME, text)
+    reach("publish")
+    draft.publish()
+    reach("end")

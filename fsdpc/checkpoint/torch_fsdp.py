@@ -1,0 +1,103 @@
+"""Units of torch's FullyShardedDataParallel (FSDP1): where the elements of each parameter lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc.checkpoint.entries import NO_SPANS, Entry
+
+
+def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """``(clean name of the wrapped module, wrapper, handle)`` of every unit of torch's class."""
+    found = []
+    for name, module in model.named_modules():
+        handle = getattr(module, "_handle", None)
+        if handle is not None and hasattr(getattr(handle, "flat_param", None), "_fqns"):
+            found.append((clean_fqn(name), module, handle))
+    return found
+
+
+def add_units(found: Any, model: nn.Module, seen_type: Any) -> None:
+    """Add the units' parameters. Local. ``RuntimeError``: a unit is gathered."""
+    for name, module, handle in handles(model):
+        flat_param = handle.flat_param
+        local = flat_param.data
+        if handle.uses_sharded_strategy and local.size() != flat_param._sharded_size:
+            raise RuntimeError(
+                f"unit {name!r} of torch's FSDP is gathered: save or load between steps, outside "
+                "summon_full_params"
+            )
+        entries = _entries(name, handle, local.detach().view(-1), _replica(module, handle))
+        shared = _shared(name, flat_param)
+        for entry, _ in entries:
+            found.add(entry, [entry.name, *shared.get(entry.name, [])])
+        if flat_param._params is None:
+            found.seen.append(seen_type(flat_param, [(e, spans) for e, spans in entries]))
+            found.touched.append(flat_param)
+            continue
+        for (entry, spans), param in zip(entries, flat_param._params, strict=True):
+            own = spans.copy()
+            own[:, 1] = 0  # the user's parameter begins with its first element here
+            found.seen.append(seen_type(param, [(entry, own)]))
+            found.touched.append(param)
+
+
+def _entries(
+    name: str, handle: Any, local: torch.Tensor, replica: tuple[int, int]
+) -> list[tuple[Entry, np.ndarray]]:
+    flat_param = handle.flat_param
+    result = []
+    for at, (fqn, shape, info) in enumerate(
+        zip(flat_param._fqns, flat_param._shapes, flat_param._shard_param_infos, strict=True)
+    ):
+        if not handle.uses_sharded_strategy:
+            place, begin, count = _offset(flat_param, at), 0, shape.numel()
+        elif info.in_shard:
+            place, begin, count = (
+                info.offset_in_shard,
+                info.intra_param_start_idx,
+                info.numel_in_shard,
+            )
+        else:
+            place, begin, count = 0, 0, 0
+        spans = np.array([[begin, place, count]], dtype=np.int64) if count else NO_SPANS
+        full = clean_fqn(join(name, fqn))
+        result.append((Entry(full, tuple(shape), flat_param.dtype, local, spans, replica), spans))
+    return result
+
+
+def _offset(flat_param: Any, index: int) -> int:
+    """Where a parameter begins in an unsharded flat parameter: paddings count, too."""
+    seen, at = -1, 0
+    for numel, padding in zip(
+        flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True
+    ):
+        seen += not padding
+        if seen == index and not padding:
+            return at
+        at += numel
+    raise IndexError(index)
+
+
+def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:
+    """Which of the ranks with these elements this one is; HYBRID_SHARD has a group of them."""
+    group = getattr(module, "_inter_node_pg", None)
+    if not handle.uses_sharded_strategy:
+        group = handle.process_group
+    return (0, 1) if group is None else (dist.get_rank(group), group.size())
+
+
+def _shared(name: str, flat_param: Any) -> dict[str, list[str]]:
+    """Other names of tied parameters, by the first one."""
+    found: dict[str, list[str]] = {}
+    for info in flat_param._shared_param_infos:
+        first = clean_fqn(join(name, join(info.prim_module_name, info.prim_param_name)))
+        other = clean_fqn(join(name, join(info.module_name, info.param_name)))
+        found.setdefault(first, []).append(other)
+    return found

@@ -1,0 +1,40 @@
+"""Plain values in JSON: numbers, texts, containers, and small tensors and arrays as base64.
+
+The form is that of the messages between ranks (``fsdpc._comm.plain``), so nothing runs when it is
+read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from fsdpc._comm.plain import Malformed, decode, encode
+from fsdpc.checkpoint.errors import CheckpointError
+
+
+def to_json(value: Any, what: str) -> dict[str, Any]:
+    """``TypeError`` names the place of what is no plain value."""
+    try:
+        data = encode(value)
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
+    length = int.from_bytes(data[6:14], "little")
+    form = json.loads(data[14 : 14 + length])
+    return {"value": form, "bytes": base64.b64encode(data[14 + length :]).decode()}
+
+
+def from_json(form: Any, what: str) -> Any:
+    """``CheckpointError``: not what ``to_json`` makes."""
+    try:
+        text = json.dumps(form["value"], separators=(",", ":")).encode()
+        raw = base64.b64decode(form["bytes"], validate=True)
+        return decode(b"fsdpc1" + len(text).to_bytes(8, "little") + text + raw)
+    except (Malformed, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {error}") from error
+
+
+def dump(body: dict[str, Any]) -> bytes:
+    """The text of a JSON file."""
+    return (json.dumps(body, indent=1) + "\n").encode()

@@ -1,0 +1,123 @@
+"""Whole checkpoints without a model: checking every byte, comparing, describing. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdpc.checkpoint.digests import Digest, combine
+from fsdpc.checkpoint.entries import Entry, whole_span
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import Place
+from fsdpc.checkpoint.loading import read_table
+from fsdpc.checkpoint.opened import Opened, StoredFile
+from fsdpc.checkpoint.write import rows_of
+
+Advance = Callable[[int], object]
+
+
+def digest_of(file: StoredFile, place: Place) -> Digest:
+    """The digest of a tensor's bytes as they are on disk."""
+    entry = Entry(place.name, place.shape, place.dtype, torch.empty(0, dtype=place.dtype))
+    rows = rows_of(place, entry, whole_span(entry.numel), memory=0)
+    (digest,) = combine([place], [read_table(file.path, rows)])
+    return digest
+
+
+@dataclass
+class Report:
+    """``damaged``: what is wrong, by tensor or file. ``has_checksums``: False if only sizes and
+    headers could be checked.
+    """
+
+    tensors: int
+    nbytes: int
+    has_checksums: bool
+    damaged: list[str]
+
+
+def verify(path: Path, advance: Advance | None = None) -> Report:
+    """Compare every byte of a checkpoint with its manifest. ``CheckpointError``: headers, sizes or
+    the manifest are damaged, so that tensors cannot be told.
+    """
+    found = Opened(path)
+    report = Report(0, 0, found.manifest is not None, [])
+    if found.manifest is not None:
+        for name in found.manifest.files:
+            try:
+                found.read_json(name)
+            except CheckpointError as error:
+                report.damaged.append(str(error))
+    for file, place in _places(found):
+        report.tensors += 1
+        report.nbytes += place.nbytes
+        try:
+            digest = digest_of(file, place)
+        except OSError as error:
+            report.damaged.append(f"{place.name} in {file.path}: {error}")
+            continue
+        if found.manifest is not None:
+            known = found.manifest.tensors[file.name][place.name]
+            if digest != known:
+                blocks = [n for n, pair in enumerate(zip(digest.blocks, known.blocks, strict=True))
+                          if pair[0] != pair[1]]  # fmt: skip
+                report.damaged.append(f"{place.name} in {file.path}: blocks {blocks} differ")
+        if advance is not None:
+            advance(place.nbytes)
+    return report
+
+
+def _places(found: Opened) -> Iterator[tuple[StoredFile, Place]]:
+    for stored in found.sets.values():
+        yield from stored.where.values()
+
+
+def compare(one: Path, other: Path) -> list[str]:
+    """Lines that say how the tensors of two checkpoints differ: names, shapes, dtypes, values by
+    their digests (from the manifests, or computed). Empty: they are equal.
+    """
+    first, second = Opened(one), Opened(other)
+    lines = []
+    if (first.optimizer is None) != (second.optimizer is None):
+        lines.append(f"only {one if first.optimizer else other} has optimizer state")
+    for name in first.sets.keys() & second.sets.keys():
+        a, b = first.sets[name].where, second.sets[name].where
+        lines += [f"only in {one}: {key}" for key in sorted(a.keys() - b.keys())]
+        lines += [f"only in {other}: {key}" for key in sorted(b.keys() - a.keys())]
+        for key in sorted(a.keys() & b.keys()):
+            (_, p), (_, q) = a[key], b[key]
+            if (p.shape, p.dtype) != (q.shape, q.dtype):
+                lines.append(f"{key}: {_form(p)} and {_form(q)}")
+            elif _digest(first, *a[key]).whole != _digest(second, *b[key]).whole:
+                lines.append(f"{key}: values differ")
+    return lines
+
+
+def _digest(found: Opened, file: StoredFile, place: Place) -> Digest:
+    if found.manifest is not None:
+        return found.manifest.tensors[file.name][place.name]
+    return digest_of(file, place)
+
+
+def _form(place: Place) -> str:
+    return f"{str(place.dtype).removeprefix('torch.')}{list(place.shape)}"
+
+
+def describe(path: Path) -> Iterator[str]:
+    """Lines about a checkpoint: its files and every tensor."""
+    found = Opened(path)
+    manifest = found.manifest
+    if manifest is None:
+        yield f"{path}: safetensors without a manifest of fsdpc"
+    else:
+        step = "" if manifest.step is None else f" of step {manifest.step}"
+        yield f"{path}: fsdpc checkpoint{step}, written by {manifest.world} ranks"
+    for stored in found.sets.values():
+        for file in stored.files:
+            yield f"{file.name}: {file.nbytes} bytes, {len(file.places)} tensors"
+            for place in file.places:
+                digest = "" if manifest is None else f"  {_digest(found, file, place).whole:08x}"
+                yield f"  {place.name}  {_form(place)}  {place.nbytes} bytes{digest}"

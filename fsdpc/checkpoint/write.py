@@ -1,0 +1,175 @@
+"""A rank's own byte ranges of the files of a set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fsdpc import _C
+from fsdpc.checkpoint.dtypes import codes
+from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.layout import (
+    BLOCK_BYTES,
+    FILE_TYPE,
+    IN_TENSOR,
+    MEMORY,
+    MEMORY_TYPE,
+    NBYTES,
+    OFFSET,
+    Layout,
+    Place,
+    fragments,
+)
+
+_COLUMNS = 7
+_WAVE_BYTES = 1 << 30  # written by one call, between two looks at signals
+_DEVICE_WAVE_BYTES = 64 << 20  # of a GPU's memory, copied to the host at a time
+_PAGE = 4096
+_SIZES = (4, 2, 2, 8, 1)  # of the engine's types
+
+
+@dataclass
+class Job:
+    """Ranges of one file in host memory; ``keep``: what the addresses point into."""
+
+    path: Path
+    rows: np.ndarray
+    keep: list[torch.Tensor]
+
+
+def jobs(folder: Path, layout: Layout, entries: Sequence[Entry]) -> Iterator[Job]:
+    """What this rank writes, file by file, in pieces of bounded size. Memory of GPUs is copied to
+    the host piece by piece, while the pieces before are already written.
+    """
+    for file in layout.files:
+        path = folder / layout.path(file)
+        sources = [(place, entries[place.index]) for place in file.places]
+        if all(in_host_memory(entry) for _, entry in sources):
+            rows = [write_rows(place, entry) for place, entry in sources]
+            keep = [entry.memory for _, entry in sources]
+            table = np.concatenate([*rows, np.empty((0, _COLUMNS), np.int64)])
+            for part in waves(table[np.argsort(table[:, OFFSET])], _WAVE_BYTES):
+                yield Job(path, part, keep)
+        else:
+            yield from _device_jobs(path, sources)
+
+
+def in_host_memory(entry: Entry) -> bool:
+    """True if the engine reads and writes the entry's memory itself."""
+    return entry.memory.device.type == "cpu"
+
+
+def write_rows(place: Place, entry: Entry) -> np.ndarray:
+    """The table of the ranges that this rank writes of one tensor."""
+    return rows_of(place, entry, entry.own(place.index))
+
+
+def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
+    """Ranges of spans of one tensor; ``memory``: 0 for none, default the entry's memory."""
+    item, own = place.dtype.itemsize, entry.dtype.itemsize
+    table = np.zeros((len(spans), _COLUMNS), dtype=np.int64)
+    if memory is None:
+        table[:, MEMORY] = entry.memory.data_ptr() + spans[:, 1] * own
+    table[:, OFFSET] = place.offset + spans[:, 0] * item
+    table[:, NBYTES] = spans[:, 2] * item
+    table[:, IN_TENSOR] = spans[:, 0] * item
+    table[:, MEMORY_TYPE], table[:, FILE_TYPE] = codes(entry.dtype, place.dtype)
+    table[:, -1] = place.index
+    if memory == 0:
+        table[:, MEMORY_TYPE] = table[:, FILE_TYPE]
+    return table
+
+
+def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """The table in parts of about ``most`` bytes; long ranges are cut at pages of the file."""
+    if not len(rows):
+        return
+    part: list[np.ndarray] = []
+    used = 0
+    for row in rows:
+        while used + row[NBYTES] > most and row[NBYTES] > _PAGE:
+            cut = max(_PAGE, (most - used) // _PAGE * _PAGE - int(row[OFFSET]) % _PAGE)
+            cut -= cut % 8  # whole elements of every type
+            if cut <= 0 or cut >= row[NBYTES]:
+                break
+            head, row = _cut(row, cut)
+            yield np.stack([*part, head])
+            part, used = [], 0
+        part.append(row)
+        used += int(row[NBYTES])
+    yield np.stack(part)
+
+
+def _cut(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
+    head, tail = row.copy(), row.copy()
+    head[NBYTES] = at
+    tail[NBYTES] -= at
+    tail[OFFSET] += at
+    tail[IN_TENSOR] += at
+    if row[MEMORY]:
+        tail[MEMORY] += at // _SIZES[row[FILE_TYPE]] * _SIZES[row[MEMORY_TYPE]]
+    return head, tail
+
+
+def _device_jobs(path: Path, sources: Sequence[tuple[Place, Entry]]) -> Iterator[Job]:
+    for place, entry in sources:
+        step = max(1, _DEVICE_WAVE_BYTES // entry.dtype.itemsize)
+        for begin, at, count in entry.own(place.index).tolist():
+            for low in range(0, count, step):
+                many = min(step, count - low)
+                host = entry.memory[at + low : at + low + many].to("cpu")
+                span = np.array([[begin + low, 0, many]], dtype=np.int64)
+                piece = Entry(entry.name, entry.shape, entry.dtype, host)
+                yield Job(path, rows_of(place, piece, span), [host])
+
+
+def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Write one piece; durable after ``sync``. Returns its fragments and their digests."""
+    parts = fragments(job.rows)
+    digests = np.zeros(len(parts), dtype=np.uint32)
+    table = np.ascontiguousarray(job.rows[:, : _COLUMNS - 1])
+    _C.ckpt_write(str(job.path), table, BLOCK_BYTES, digests, skip_edges=skip_edges, no_sync=True)
+    return parts, digests
+
+
+def write_edges(job: Job) -> None:
+    """Write only the parts of pages at both ends of each run of ranges."""
+    table = job.rows[:, : _COLUMNS - 1]
+    ends = table[:, OFFSET] + table[:, NBYTES]
+    runs = np.split(table, np.flatnonzero(table[1:, OFFSET] != ends[:-1]) + 1)
+    rows = np.array([row for run in runs for row in _edges(run)], dtype=np.int64)
+    if len(rows):
+        parts = fragments(np.concatenate([rows, rows[:, :1]], axis=1))
+        digests = np.zeros(len(parts), dtype=np.uint32)
+        _C.ckpt_write(str(job.path), rows, BLOCK_BYTES, digests, direct=False, no_sync=True)
+
+
+def _edges(run: np.ndarray) -> Iterator[np.ndarray]:
+    start, stop = int(run[0][OFFSET]), int(run[-1][OFFSET] + run[-1][NBYTES])
+    first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+    if first >= last:
+        yield from run
+        return
+    for row in run:
+        if row[OFFSET] >= first:
+            break
+        yield _between(row, start, first)
+    tail = []
+    for row in run[::-1]:
+        if row[OFFSET] + row[NBYTES] <= last:
+            break
+        tail.append(_between(row, last, stop))
+    yield from tail[::-1]
+
+
+def _between(row: np.ndarray, low: int, high: int) -> np.ndarray:
+    """The part of a range in ``[low, high)`` of the file, extended to whole elements."""
+    item = _SIZES[row[FILE_TYPE]]
+    begin = max(0, low - int(row[OFFSET])) // item * item
+    end = -(-min(int(row[NBYTES]), high - int(row[OFFSET])) // item) * item
+    rest = _cut(row, begin)[1] if begin else row
+    return _cut(rest, end - begin)[0] if end - begin < rest[NBYTES] else rest

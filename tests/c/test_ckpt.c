@@ -1,0 +1,263 @@
+/* Digests, headers from anyone, and ranges of files. */
+#include "test.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "ckpt/crc32c.h"
+#include "ckpt/header.h"
+#include "ckpt/range_io.h"
+#include "kernels.h"
+
+static char path[] = "/tmp/fsdpc-test-ckpt-XXXXXX";
+
+/* --- digests --------------------------------------------------------------------------------- */
+
+static void
+digests_are_crc32c(void)
+{
+    CHECK_INT(fsdpc_crc32c(0, "123456789", 9), 0xE3069283);
+    CHECK_INT(fsdpc_crc32c_plain(0, "123456789", 9), 0xE3069283);
+    CHECK_INT(fsdpc_crc32c(0, "", 0), 0);
+}
+
+static void
+parts_combine_for_any_cut(void)
+{
+    enum { BYTES = 20000 };
+    static unsigned char data[BYTES];
+    for (int i = 0; i < BYTES; i++) {
+        data[i] = (unsigned char)(i * i + i / 251);
+    }
+    const uint32_t whole = fsdpc_crc32c_plain(0, data, BYTES);
+    CHECK_INT(fsdpc_crc32c(0, data, BYTES), whole);
+    for (size_t cut = 0; cut <= BYTES; cut += cut < 20 ? 1 : 997) {
+        const uint32_t a = fsdpc_crc32c(0, data, cut);
+        const uint32_t b = fsdpc_crc32c(0, data + cut, BYTES - cut);
+        CHECK_INT(fsdpc_crc32c_combine(a, b, BYTES - cut), whole);
+        CHECK_INT(fsdpc_crc32c(a, data + cut, BYTES - cut), whole);
+        CHECK_INT(fsdpc_crc32c_plain(0, data + cut, BYTES - cut), b);
+    }
+}
+
+/* --- headers --------------------------------------------------------------------------------- */
+
+#define A(fields) "{\"a\":{" fields "}}"
+#define F32_2 "\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]"
+
+static const struct {
+    const char *json;
+    int64_t data_bytes;
+    const char *problem; /* NULL: it is good */
+} headers[] = {
+    {"{}", 0, NULL},
+    {A(F32_2), 8, NULL},
+    {A(F32_2) " \n\t ", 8, NULL},
+    {"{\"__metadata__\":{\"format\":\"pt\"},\"a\":{" F32_2 "}}", 8, NULL},
+    {"{\"__metadata__\":null}", 0, NULL},
+    {A("\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]"), 4, NULL},
+    {A("\"dtype\":\"F32\",\"shape\":[0,9],\"data_offsets\":[0,0]"), 0, NULL},
+    {A(F32_2 ",\"later\":[{\"x\":[1.5e-3,null,{}]},[],\"\"]"), 8, NULL},
+    {"{\"\\u00e9\\ud83d\\ude00\":{" F32_2 "}}", 8, NULL},
+    {"", 0, "begins"},
+    {" {}", 0, "begins"},
+    {"[]", 0, "begins"},
+    {"{}x", 0, "behind the end"},
+    {"{\"a\"", 0, "expected ':'"},
+    {"{\"a\":1}", 0, "expected '{'"},
+    {A(F32_2), 9, "cut or never finished"},
+    {A(F32_2), 7, "cut or never finished"},
+    {A("\"dtype\":\"f32\",\"shape\":[2],\"data_offsets\":[0,8]"), 8, "unknown dtype"},
+    {A("\"dtype\":\"F4\",\"shape\":[1],\"data_offsets\":[0,1]"), 1, "do not match"},
+    {A("\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]"), 4, "do not match"},
+    {A("\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]"), 8, "do not match"},
+    {A("\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]"), 8, "not negative"},
+    {A("\"dtype\":\"F32\",\"shape\":[2.0],\"data_offsets\":[0,8]"), 8, "not negative"},
+    {A("\"dtype\":\"F32\",\"shape\":[02],\"data_offsets\":[0,8]"), 8, "not negative"},
+    {A("\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,8]"), 8, "above"},
+    {A("\"dtype\":\"F32\",\"shape\":[4294967296,4294967296],\"data_offsets\":[0,0]"), 0, "2^63"},
+    {A("\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,9]"), 8, "expected ']'"},
+    {A("\"dtype\":\"F32\",\"shape\":[2]"), 8, "it needs"},
+    {A(F32_2 ",\"dtype\":\"F32\""), 8, "twice"},
+    {"{\"a\":{" F32_2 "},\"a\":{" F32_2 "}}", 8, "twice"},
+    {"{\"a\":{" F32_2 "},\"b\":{" F32_2 "}}", 8, "overlaps"},
+    {A("\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,16]"), 16, "gap"},
+    {"{\"__metadata__\":{\"a\":1}}", 0, "expected '\"'"},
+    {"{\"__metadata__\":{\"a\":\"\",\"a\":\"\"}}", 0, "twice"},
+    {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "twice"},
+    {"{\"\xff\":{" F32_2 "}}", 8, "UTF-8"},
+    {"{\"\xc0\x80\":{" F32_2 "}}", 8, "UTF-8"},
+    {"{\"\xed\xa0\x80\":{" F32_2 "}}", 8, "UTF-8"},
+    {"{\"\\ud800\":{" F32_2 "}}", 8, "surrogate"},
+    {"{\"\\uZZZZ\":{" F32_2 "}}", 8, "four digits"},
+    {"{\"\\x\":{" F32_2 "}}", 8, "unknown escape"},
+    {"{\"a\n\":{" F32_2 "}}", 8, "control"},
+    {"{\"a", 8, "without end"},
+    {A(F32_2 ",\"later\":[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]"), 8, "too deep"},
+    {A(F32_2 ",\"later\":1-2"), 8, "expected a value"},
+    {A(F32_2 ",\"later\":[1}"), 8, "expected ']'"},
+};
+
+static void
+headers_are_checked(void)
+{
+    for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
+        fsdpc_header header;
+        const size_t bytes = strlen(headers[i].json);
+        char *exact = malloc(bytes ? bytes : 1); /* without a NUL, so that ASan sees reads behind */
+        memcpy(exact, headers[i].json, bytes);
+        if (headers[i].problem != NULL) {
+            CHECK_ERROR(fsdpc_header_parse(exact, bytes, headers[i].data_bytes, &header),
+                        FSDPC_E_INVAL, headers[i].problem);
+        } else {
+            CHECK_INT(fsdpc_header_parse(exact, bytes, headers[i].data_bytes, &header), FSDPC_OK);
+            fsdpc_header_clear(&header);
+        }
+        for (size_t cut = 0; cut < bytes; cut++) { /* no cut is taken for a header, or read past */
+            char *part = malloc(cut ? cut : 1);
+            memcpy(part, headers[i].json, cut);
+            if (fsdpc_header_parse(part, cut, headers[i].data_bytes, &header) == FSDPC_OK) {
+                CHECK(part[cut - 1] == '}' || strchr(" \n\t", part[cut - 1]));
+                fsdpc_header_clear(&header);
+            }
+            free(part);
+        }
+        free(exact);
+    }
+    CHECK_INT(fsdpc_mem_live(), 0);
+}
+
+static int
+parse_big(void *unused)
+{
+    fsdpc_header header;
+    const char *json = "{\"__metadata__\":{\"k\":\"v\"},\"b\":{\"dtype\":\"U8\",\"shape\":[1],"
+                       "\"data_offsets\":[8,9]},\"a\":{" F32_2 "}}";
+    (void)unused;
+    FSDPC_TRY(fsdpc_header_parse(json, strlen(json), 9, &header));
+    CHECK_STR(header.tensors[0].dtype, "F32");
+    CHECK_INT(header.tensors[1].begin, 8);
+    CHECK_INT(header.metadata_count, 1);
+    fsdpc_header_clear(&header);
+    return FSDPC_OK;
+}
+
+/* --- ranges ---------------------------------------------------------------------------------- */
+
+enum { COUNT = 3000000, BLOCK = 1 << 20 };
+
+static void
+check_round_trip(bool direct, fsdpc_dtype file_type, int64_t first)
+{
+    const int64_t item = (int64_t)fsdpc_dtype_bytes(file_type);
+    float *values = malloc(COUNT * sizeof *values), *back = calloc(COUNT, sizeof *back);
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = (float)(i % 199) / 8;
+    }
+    /* Two ranges with a gap between them; the second one is the same tensor's. */
+    const int64_t half = COUNT / 2 + 1;
+    fsdpc_file_range ranges[] = {
+        {values, first, half * item, 0, FSDPC_F32, file_type},
+        {values + half, first + half * item + 77, (COUNT - half) * item, half * item, FSDPC_F32,
+         file_type},
+    };
+    const int64_t parts = fsdpc_range_digests(ranges, 2, BLOCK);
+    uint32_t *digests = calloc((size_t)parts, 4), *read = calloc((size_t)parts, 4);
+    fsdpc_write_options options = {.block_bytes = BLOCK, .direct = direct};
+    fsdpc_write_result result;
+    REQUIRE(truncate(path, 0) == 0);
+    REQUIRE_OK(fsdpc_range_write(path, ranges, 2, &options, digests, &result));
+    CHECK_INT(result.direct_bytes + result.cached_bytes, COUNT * item);
+    ranges[0].memory = back;
+    ranges[1].memory = back + half;
+    REQUIRE_OK(fsdpc_range_read(path, ranges, 2, BLOCK, read));
+    CHECK(memcmp(values, back, COUNT * sizeof *values) == 0);
+    CHECK(memcmp(digests, read, (size_t)parts * 4) == 0);
+    /* The parts of one block combine to the digest of its bytes. */
+    unsigned char *whole = malloc((size_t)(COUNT * item));
+    REQUIRE(fsdpc_kernels_plain() != NULL);
+    fsdpc_kernels_plain()->cast(whole, file_type, values, FSDPC_F32, COUNT, 1.0);
+    uint32_t crc = 0;
+    int64_t at = 0;
+    for (int64_t i = 0; i < parts; i++) {
+        const int64_t edge = at < half * item ? half * item : COUNT * item;
+        const int64_t block_end = (at / BLOCK + 1) * BLOCK;
+        const int64_t end = block_end < edge ? block_end : edge;
+        crc = fsdpc_crc32c_combine(crc, digests[i], (uint64_t)(end - at));
+        at = end;
+    }
+    CHECK_INT(crc, fsdpc_crc32c(0, whole, (size_t)(COUNT * item)));
+    free(whole);
+    free(values);
+    free(back);
+    free(digests);
+    free(read);
+}
+
+static void
+edges_of_pages_can_be_left_out(void)
+{
+    enum { BYTES = 100000, FIRST = 100 };
+    static unsigned char data[BYTES], back[BYTES];
+    memset(data, 7, BYTES);
+    fsdpc_file_range range = {data, FIRST, BYTES, 0, FSDPC_BYTES, FSDPC_BYTES};
+    fsdpc_write_options options = {.block_bytes = BLOCK, .direct = true, .skip_edges = true};
+    fsdpc_write_result result;
+    uint32_t digest;
+    REQUIRE(truncate(path, 0) == 0 && truncate(path, FIRST + BYTES) == 0);
+    REQUIRE_OK(fsdpc_range_write(path, &range, 1, &options, &digest, &result));
+    range.memory = back;
+    REQUIRE_OK(fsdpc_range_read(path, &range, 1, BLOCK, &digest));
+    for (int64_t i = 0; i < BYTES; i++) {
+        const int64_t place = FIRST + i;
+        const bool edge = place < 4096 || place >= (FIRST + BYTES) / 4096 * 4096;
+        REQUIRE(back[i] == (edge ? 0 : 7));
+    }
+}
+
+static void
+faults_name_the_file(void)
+{
+    unsigned char byte[16] = {0};
+    uint32_t digest[2];
+    fsdpc_write_options options = {.block_bytes = BLOCK};
+    fsdpc_write_result result;
+    fsdpc_file_range range = {byte, 0, 16, 0, FSDPC_BYTES, FSDPC_BYTES};
+    REQUIRE(truncate(path, 10) == 0);
+    CHECK_ERROR(fsdpc_range_read(path, &range, 1, BLOCK, digest), FSDPC_E_IO, "6 bytes early");
+    CHECK_ERROR(fsdpc_range_read("/nowhere/x", &range, 1, BLOCK, digest), FSDPC_E_IO, "/nowhere/x");
+    CHECK_ERROR(fsdpc_range_read("/tmp", &range, 1, BLOCK, digest), FSDPC_E_INVAL, "regular");
+    CHECK_ERROR(fsdpc_range_write("/dev/full", &range, 1, &options, digest, &result), FSDPC_E_INVAL,
+                "regular");
+    fsdpc_file_range two[] = {range, range};
+    CHECK_ERROR(fsdpc_range_write(path, two, 2, &options, digest, &result), FSDPC_E_INVAL,
+                "overlap");
+    range.bytes = -1;
+    CHECK_INT(fsdpc_range_digests(&range, 1, BLOCK), -1);
+    range = (fsdpc_file_range){byte, INT64_MAX, 16, 0, FSDPC_BYTES, FSDPC_BYTES};
+    CHECK_INT(fsdpc_range_digests(&range, 1, BLOCK), -1);
+    range = (fsdpc_file_range){byte, 0, 3, 0, FSDPC_F32, FSDPC_BF16};
+    CHECK_INT(fsdpc_range_digests(&range, 1, BLOCK), -1);
+    range = (fsdpc_file_range){byte, 0, 4, 0, FSDPC_BYTES, FSDPC_F32};
+    CHECK_INT(fsdpc_range_digests(&range, 1, BLOCK), -1);
+}
+
+int
+main(void)
+{
+    int fd = mkstemp(path);
+    REQUIRE(fd >= 0);
+    digests_are_crc32c();
+    parts_combine_for_any_cut();
+    headers_are_checked();
+    test_alloc_sweep(parse_big, NULL);
+    check_round_trip(true, FSDPC_F32, 4096);
+    check_round_trip(true, FSDPC_BF16, 4095);
+    check_round_trip(false, FSDPC_F32, 3);
+    edges_of_pages_can_be_left_out();
+    faults_name_the_file();
+    close(fd);
+    unlink(path);
+    return test_result();
+}

@@ -1,0 +1,219 @@
+"""fsdpc.checkpoint: what one group of ranks saves, any number of ranks loads to the bit, under any
+sharding. Digests of tensors do not depend on who wrote them, so that two checkpoints are
+compared by their manifests; the first one is compared with torch's own full state dicts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import FULL, KINDS, Mixed, build, mixed, typed
+from harness import run_ranks
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from toys import loss_of, tokens, toy, wrap_blocks
+
+from fsdpc import checkpoint
+from fsdpc.checkpoint.ranks import ranks_of
+
+
+def digests(path: str) -> dict[str, str]:
+    """Every tensor's digest by name, and the names of the optimizer's by "state."."""
+    body = json.loads((Path(path) / "fsdpc.json").read_text())
+    return {name: form[0] for tensors in body["tensors"].values() for name, form in tensors.items()}
+
+
+def tensors_of(path: str) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by the safetensors library."""
+    found = {}
+    for file in sorted(Path(path).rglob("*.safetensors")):
+        with safe_open(str(file), "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}
+    return found
+
+
+def make(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model under a kind of sharding, and its optimizer."""
+    world = dist.get_world_size()
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+        options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        model = wrap_blocks("fsdpc", toy() if model is None else model, **options)
+    elif kind in ("no_shard", "fsdp1-no_shard"):
+        engine = "fsdpc" if kind == "no_shard" else "torch.distributed.fsdp"
+        model = wrap_blocks(engine, toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    else:
+        model = build(kind, model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    half = len(params) // 2
+    return model, torch.optim.AdamW([{"params": params[:half]}, {"params": params[half:]}], lr=0.01)
+
+
+def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+
+
+def loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(loss_of(model, tokens(0, 9)))
+
+
+def write(rank: int, world: int, path: str, kind: str) -> float:
+    model, optimizer = make(kind)
+    train(rank, model, optimizer)
+    checkpoint.save(path, model, optimizer, extra={"rank": rank}, step=2)
+    if kind in KINDS:
+        compare_with_full(path, model, optimizer)
+    return loss(model)
+
+
+def compare_with_full(path: str, model: nn.Module, optimizer: Any) -> None:
+    """The files hold what torch's own FULL state dicts hold."""
+    stored = tensors_of(path)
+    with typed(model, FULL):
+        expected = dict(model.state_dict())
+        state = type(model).optim_state_dict(model, optimizer)["state"]
+    for name, values in state.items():
+        expected |= {f"state.{name}.{key}": value for key, value in values.items()}
+    for name, value in expected.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if dist.get_rank() == 0 or not name.startswith("state."):
+            assert torch.equal(stored[name], whole.cpu()), name
+            assert stored[name].dtype == whole.dtype, name
+
+
+def read_and_write(rank: int, world: int, path: str, to: str, kind: str, saved_by: int) -> float:
+    model, optimizer = make(kind)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    found = checkpoint.load(path, model, optimizer)
+    assert found.step == 2 and found.world == saved_by and found.verified
+    assert found.extra == ({"rank": rank} if world == saved_by else None)
+    assert found.extras == [{"rank": r} for r in range(saved_by)]
+    checkpoint.save(to, model, optimizer, extra={"rank": rank}, step=2)
+    return loss(model)
+
+
+CHAINS = [
+    ["fsdpc", "fsdpc-flat", "plain", "fsdpc-mesh", "fsdp1"],
+    ["fsdp1-flat", "fsdp2", "plain", "hybrid", "fsdpc"],
+    ["fsdp2", "fsdp1", "fsdpc", "no_shard", "fsdp1-no_shard"],
+]
+
+
+@pytest.mark.parametrize("kinds", CHAINS, ids=lambda kinds: kinds[0])
+def test_any_world_size_and_sharding(tmp_path: Path, kinds: list[str]):
+    worlds = [2, 3, 1, 4, 2]
+    paths = [str(tmp_path / str(i)) for i in range(len(worlds))]
+    losses = run_ranks(write, worlds[0], path=paths[0], kind=kinds[0])
+    for i in range(1, len(worlds)):
+        losses += run_ranks(
+            read_and_write,
+            worlds[i],
+            path=paths[i - 1],
+            to=paths[i],
+            kind=kinds[i],
+            saved_by=worlds[i - 1],
+        )
+        assert digests(paths[i]) == digests(paths[0])
+    assert len(set(losses)) == 1
+    assert any(name.startswith("state.blocks.0.up.weight.exp_avg") for name in digests(paths[0]))
+
+
+def write_mixed(rank: int, world: int, path: str, kind: str) -> dict[str, Any]:
+    model = build(kind, mixed(3))
+    checkpoint.save(path, model)
+    return dict(mixed(3).state_dict())
+
+
+def read_mixed(rank: int, world: int, path: str, to: str, kind: str) -> None:
+    model = build(kind, mixed(0))
+    inner = next(m for m in model.modules() if isinstance(m, Mixed))
+    inner.note = "another"
+    checkpoint.load(path, model)
+    checkpoint.save(to, model)
+    assert inner.note == "kept"
+
+
+@pytest.mark.parametrize("kind", ["fsdpc", "fsdpc-flat"])
+def test_every_kind_of_tensor(tmp_path: Path, kind: str):
+    """Ties, 0-dim, frozen, integer and low precision parameters, buffers, extra state."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    expected = run_ranks(write_mixed, 2, path=first, kind=kind)[0]
+    stored = tensors_of(first)
+    expected.pop("_extra_state")
+    tied = expected.pop("head.weight")
+    assert torch.equal(tied, stored["embed.weight"])
+    expected = {k: v for k, v in expected.items() if not k.startswith("again.")}
+    assert sorted(stored) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(stored[name], value) and stored[name].dtype == value.dtype, name
+    run_ranks(read_mixed, 3, path=first, to=second, kind=kind)
+    assert digests(second) == digests(first)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    skip = ("fsdpc.json", "extra.json")
+    return {
+        str(p.relative_to(path)): p.read_bytes()
+        for p in path.rglob("*")
+        if p.is_file() and p.name not in skip
+    }
+
+
+def write_cut(rank: int, world: int, path: str) -> None:
+    checkpoint.save(path, build("fsdpc"), dtype=torch.bfloat16)
+
+
+def test_files_do_not_show_how_many_ranks_wrote_them(tmp_path: Path):
+    for world in (1, 2, 3):
+        run_ranks(write_cut, world, path=str(tmp_path / str(world)))
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+    stored = tensors_of(str(tmp_path / "2"))
+    for name, value in toy().state_dict().items():
+        assert torch.equal(stored[name], value.bfloat16()), name
+
+
+def write_on_hosts(rank: int, world: int, path: str, hosts: int, low: bool) -> None:
+    """As if the ranks were on several hosts, which write pages that they share in turns."""
+    ranks = ranks_of(None)
+    ranks.hosts = [f"host {number}" for number in range(hosts)]
+    ranks.host = rank % hosts
+    torch.manual_seed(1)
+    model = build("fsdpc", nn.Sequential(nn.Linear(700, 500), nn.Linear(3, 3), nn.Linear(9, 99)))
+    checkpoint.save(path, model, dtype=torch.bfloat16 if low else None)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_hosts_that_share_pages(tmp_path: Path, low: bool):
+    for hosts in (1, 3):
+        run_ranks(write_on_hosts, 3, path=str(tmp_path / str(hosts)), hosts=hosts, low=low)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
+
+
+def load_wide(rank: int, world: int, path: str, kind: str) -> None:
+    model = build(kind)
+    with pytest.raises(checkpoint.CheckpointError, match=r"embed.weight has torch.bfloat16"):
+        checkpoint.load(path, model)
+    checkpoint.load(path, model, cast=True)
+    with typed(model, FULL):
+        for name, value in model.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(whole, toy().state_dict()[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("kind", ["fsdpc"])
+def test_casts_on_request(tmp_path: Path, kind: str):
+    run_ranks(write_cut, 2, path=str(tmp_path / "low"))
+    run_ranks(load_wide, 3, path=str(tmp_path / "low"), kind=kind)

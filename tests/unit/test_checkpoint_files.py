@@ -1,0 +1,592 @@
+"""fsdpc.checkpoint on one rank: damaged and hostile files, retention, conversion, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fsdpc import _C, checkpoint
+from fsdpc.checkpoint import cli, loading, saving, write
+from fsdpc.checkpoint.opened import Opened
+from fsdpc.checkpoint.verify import compare, verify
+
+FUZZ_SECONDS = 3.0
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.two = nn.Linear(5, 3).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(float(seed)))
+
+
+def trained(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 + seed)
+    (model.norm(model.one(torch.randn(4, 7))).sum() * model.scale).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "saved", model, optimizer, extra={"position": 3}, step=5)
+    return tmp_path / "saved"
+
+
+def values(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    """Copies of everything that a load could change."""
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    if optimizer is not None:
+        for number, state in optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- round trips ---------------------------------------------------------------------------------
+
+
+def test_round_trip_and_other_readers(saved: Path):
+    model, optimizer = trained(1)
+    found = checkpoint.load(saved, model, optimizer)
+    assert (found.step, found.extra, found.verified) == (5, {"position": 3}, True)
+    assert same(values(model, optimizer), values(*trained()))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for file in saved.rglob("*.safetensors"):
+        with safe_open(str(file), "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+        assert os.stat(file).st_mode & 0o777 == 0o666 & ~current_umask()
+    loaded = load_file(saved / "model-00001-of-00001.safetensors")
+    assert same(loaded, dict(Net(0).state_dict() | trained()[0].state_dict()))
+    assert not (list(saved.parent.glob(".new-*")) + list(saved.parent.glob(".old-*")))
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_scheduler_and_groups_in_another_order(tmp_path: Path):
+    def make(order: int) -> tuple[Net, Any, Any]:
+        model = Net(order)
+        groups = [{"params": [model.one.weight, model.one.bias], "lr": 1.0 - order},
+                  {"params": [model.scale], "lr": 2.0 + order}]  # fmt: skip
+        optimizer = torch.optim.AdamW(groups[:: 1 - 2 * order])
+        model.one(torch.ones(2, 7)).sum().backward()
+        model.scale.grad = torch.ones(())
+        optimizer.step()
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    model, optimizer, scheduler = make(0)
+    scheduler.step()
+    checkpoint.save(tmp_path / "a", model, optimizer, scheduler)
+    other, other_optimizer, other_scheduler = make(1)
+    checkpoint.load(tmp_path / "a", other, other_optimizer, other_scheduler)
+    assert [group["lr"] for group in other_optimizer.param_groups] == [2.0, 1.0]
+    assert other_scheduler.last_epoch == 1
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        for one, two in ((model.scale, other.scale), (model.one.weight, other.one.weight)):
+            state = other_optimizer.state[two][name]
+            assert torch.equal(optimizer.state[one][name], state)
+
+
+def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
+    """Low-precision moments, tables per parameter, numbers and texts."""
+
+    class Odd(torch.optim.SGD):
+        def fill(self, seed: int) -> None:
+            for param in self.param_groups[0]["params"]:
+                self.state[param] = {
+                    "codes": torch.full(param.shape, seed, dtype=torch.uint8),
+                    "low": torch.full(param.shape, seed, dtype=torch.bfloat16),
+                    "table": torch.arange(5.0) + seed,
+                    "count": seed,
+                    "kind": f"kind {seed}",
+                }
+
+    model = Net()
+    optimizer, other = Odd(model.parameters(), lr=1), Odd(model.parameters(), lr=1)
+    optimizer.fill(1)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    checkpoint.load(tmp_path / "a", model, other)
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            found = other.state[param][key]
+            assert torch.equal(found, value) if torch.is_tensor(value) else found == value, key
+
+
+@pytest.mark.parametrize("what", ["small pieces", "files", "device"])
+def test_other_ways_through_files(tmp_path: Path, what: str, monkeypatch: Any):
+    """In pieces that are cut anywhere, in many files, and copied to the host piece by piece as
+    from a GPU: the same digests, and the same values after a load.
+    """
+
+    def wide(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(333, 101), nn.Linear(101, 3), nn.Linear(9, 1).half())
+
+    checkpoint.save(tmp_path / "plain", wide(0))
+    checkpoint.save(tmp_path / "plain-low", wide(0), dtype=torch.bfloat16)
+    options: dict[str, Any] = {"file_bytes": 1000} if what == "files" else {}
+    if what == "small pieces":
+        monkeypatch.setattr(write, "_WAVE_BYTES", 5000)
+        monkeypatch.setattr(loading, "_WAVE_BYTES", 5000)
+    elif what == "device":
+        monkeypatch.setattr(write, "in_host_memory", lambda entry: False)
+        monkeypatch.setattr(loading, "in_host_memory", lambda entry: False)
+        monkeypatch.setattr(write, "_DEVICE_WAVE_BYTES", 5000)
+        monkeypatch.setattr(loading, "_DEVICE_WAVE_BYTES", 5000)
+    checkpoint.save(tmp_path / "other", wide(0), **options)
+    checkpoint.save(tmp_path / "other-low", wide(0), dtype=torch.bfloat16, **options)
+    files = list((tmp_path / "other").glob("model-0*"))
+    assert len(files) == (4 if what == "files" else 1)
+    assert compare(tmp_path / "plain", tmp_path / "other") == []
+    assert compare(tmp_path / "plain-low", tmp_path / "other-low") == []
+    for name in ("other", "other-low"):
+        for how in ("before", "during", "no"):
+            model = wide(1)
+            checkpoint.load(tmp_path / name, model, cast=True, verify=how)
+            for key, value in wide(0).state_dict().items():
+                low = value.bfloat16().to(value.dtype) if name == "other-low" else value
+                assert torch.equal(model.state_dict()[key], low), (name, how, key)
+
+
+def test_tensors_that_are_not_contiguous(tmp_path: Path):
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 6))
+        model[0].to(memory_format=torch.channels_last)
+        model[1].weight.data = torch.randn(4, 6).t()
+        return model
+
+    source, target = make(0), make(1)
+    checkpoint.save(tmp_path / "a", source)
+    checkpoint.load(tmp_path / "a", target)
+    assert same(values(target), values(source))
+    assert target[1].weight.stride() == (1, 6)
+
+
+# --- right or raises -----------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_every_flipped_bit_is_found_and_nothing_is_loaded(saved: Path, tmp_path: Path):
+    model, optimizer = trained(1)
+    before = values(model, optimizer)
+    rng = random.Random(0)
+    files = sorted(path for path in saved.rglob("*") if path.is_file())
+    assert len(files) == 8
+    for path in files:
+        original = path.read_bytes()
+        for bit in rng.sample(range(8 * len(original)), 12):
+            flip(path, bit)
+            with pytest.raises(checkpoint.CheckpointError):
+                checkpoint.load(saved, model, optimizer)
+            path.write_bytes(original)
+        for cut in (0, 1, len(original) // 2, len(original) - 1):
+            path.write_bytes(original[:cut])
+            with pytest.raises(checkpoint.CheckpointError):
+                checkpoint.load(saved, model, optimizer)
+            path.write_bytes(original)
+    assert same(values(model, optimizer), before)
+    checkpoint.load(saved, model, optimizer)
+    assert same(values(model, optimizer), values(*trained()))
+
+
+def test_a_damaged_tensor_is_named(saved: Path, capsys: pytest.CaptureFixture[str]):
+    file = saved / "model-00001-of-00001.safetensors"
+    place = Opened(saved).model.where["one.bias"][1]
+    flip(file, 8 * place.offset + 5)
+    text = "tensor 'one.bias' is damaged"
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(saved, Net())
+    with pytest.raises(checkpoint.CheckpointError, match=f"{text}.*must not be used"):
+        checkpoint.load(saved, Net(), verify="during")
+    checkpoint.load(saved, Net(), verify="no")
+    assert [line.split(" in ")[0] for line in verify(saved).damaged] == ["one.bias"]
+    assert command("verify", saved) == 1
+    assert "damaged: one.bias" in capsys.readouterr().out
+
+
+def command(*args: object) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args([str(arg) for arg in args]))
+
+
+class Other(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(7, 6)
+
+
+def without_scale() -> Net:
+    model = Net()
+    del model.scale
+    return model
+
+
+def with_more() -> Net:
+    model = Net()
+    model.more = nn.Linear(1, 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Other, r"one.weight has shape \(5, 7\) in the checkpoint, \(6, 7\) here"),
+        (without_scale, "only in the checkpoint: scale"),
+        (with_more, "missing from the checkpoint: more.weight, more.bias"),
+        (lambda: Net().double(), "one.weight has torch.float32 in the checkpoint, torch.float64"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved: Path, make: Any, text: str):
+    model = make()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+    before = values(model)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(saved, model)
+    assert same(values(model), before)
+
+
+def test_not_strict_loads_what_fits(saved: Path):
+    model = with_more()
+    del model.scale
+    found = checkpoint.load(saved, model, strict=False)
+    assert (found.missing, found.unexpected) == (["more.weight", "more.bias"], ["scale"])
+    assert torch.equal(model.one.weight, trained()[0].one.weight)
+
+
+def test_an_optimizer_of_other_parameters(saved: Path):
+    model = Net(1)
+    optimizer = torch.optim.AdamW([model.scale])
+    model.scale.grad = torch.ones(())
+    optimizer.step()
+    before = values(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="of the optimizer: only in the checkp"):
+        checkpoint.load(saved, model, optimizer)
+    assert same(values(model, optimizer), before)
+    checkpoint.load(saved, model, optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_state_that_was_not_saved_goes(tmp_path: Path):
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert not optimizer.state
+
+
+def test_no_other_folder_is_overwritten(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint, so it is not replaced"):
+        checkpoint.save(tmp_path / "a", Net(), overwrite=True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["thesis.tex"]
+    (tmp_path / "a" / "thesis.tex").unlink()
+    checkpoint.save(tmp_path / "a", Net(), overwrite=True)
+
+
+def test_a_target_that_exists_stays(saved: Path):
+    model, _ = trained(1)
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(checkpoint.CheckpointError, match="exists: choose another name"):
+        checkpoint.save(saved, model)
+    assert before == {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    checkpoint.save(saved, model, overwrite=True)
+    assert not (saved / "optimizer").exists()
+    checkpoint.load(saved, Net(3))
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("point", ["create", "write", "header", "manifest", "publish"])
+def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypatch: Any):
+    class Full(Exception):
+        pass
+
+    def fail(name: str) -> None:
+        if name == point:
+            raise Full("no space")
+
+    real = saving.write_plan
+    monkeypatch.setattr(
+        checkpoint, "write_plan", lambda *a, **k: real(*a, **{**k, "failpoint": fail})
+    )
+    with pytest.raises(checkpoint.CheckpointError, match="Full: no space"):
+        checkpoint.save(saved, trained(1)[0], overwrite=True)
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    model, optimizer = trained(1)
+    checkpoint.load(saved, model, optimizer)
+    assert same(values(model, optimizer), values(*trained()))
+
+
+# --- hostile folders and files -------------------------------------------------------------------
+
+
+def plain_folder(folder: Path, table: dict[str, str], files: dict[str, dict[str, Any]]) -> None:
+    folder.mkdir()
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": table}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+A, B, AB = "a.safetensors", "b.safetensors", {"x": "a.safetensors", "y": "b.safetensors"}
+FOLDERS: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "missing middle file": (AB, [A], "b.safetensors is missing"),
+    "leaves the folder": ({"x": "../a.safetensors"}, [A], "not in its folder"),
+    "absolute": ({"x": "/etc/passwd"}, [A], "not in its folder"),
+    "wrong file in the index": ({"x": B, "y": A}, [A, B], "tensor 'x' should be in"),
+    "tensor missing in the index": ({"x": A}, [A, B], ""),
+    "tensor that no file has": ({**AB, "z": A}, [A, B], "tensor 'z' should be in"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_that_do_not_add_up(tmp_path: Path, name: str):
+    table, names, text = FOLDERS[name]
+    tensors = {A: {"x": torch.zeros(2)}, B: {"y": torch.ones(3)}}
+    plain_folder(tmp_path / "in", table, {file: tensors[file] for file in names})
+    if not text:  # a file beside those of the index is not looked at
+        assert list(Opened(tmp_path / "in").model.where) == ["x"]
+        return
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        Opened(tmp_path / "in")
+
+
+def test_links_pipes_and_two_sets_are_refused(tmp_path: Path):
+    folder = tmp_path / "in"
+    plain_folder(folder, {"x": A}, {A: {"x": torch.zeros(2)}})
+    os.rename(folder / A, tmp_path / A)
+    os.symlink(tmp_path / A, folder / A)
+    with pytest.raises(checkpoint.CheckpointError, match="symbolic link"):
+        Opened(folder)
+    os.remove(folder / A)
+    os.mkfifo(folder / A)
+    with pytest.raises(checkpoint.CheckpointError, match="not a regular file"):
+        Opened(folder)
+    os.remove(folder / A)
+    shutil.copy(tmp_path / A, folder / A)
+    shutil.copy(tmp_path / A, folder / "model.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match="both model.safetensors and"):
+        Opened(folder)
+
+
+def test_a_plain_file_without_checksums_loads(tmp_path: Path):
+    source = Net(4)
+    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        model = Net(5)
+        assert not checkpoint.load(path, model).verified
+        assert same(values(model), values(source))
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Flipped bits, cuts, doubled pieces, changed digits and lengths of a file's header."""
+    found = bytearray(data)
+    (length,) = struct.unpack_from("<Q", found)
+    for _ in range(rng.randint(1, 3)):
+        kind, at = rng.randrange(6), rng.randrange(min(len(found), 8 + length))
+        if kind == 0:
+            found[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            found[at] = rng.choice(b'0123456789{}[]",:-\\.eu \x00\xff')
+        elif kind == 2:
+            piece = found[at : at + rng.randrange(40)]
+            found[at:at] = piece
+            found[:8] = struct.pack("<Q", length + len(piece) if rng.random() < 0.8 else length)
+        elif kind == 3:
+            size = rng.randrange(20)
+            del found[at : at + size]
+            found[:8] = struct.pack("<Q", max(0, length - size))
+        elif kind == 4:
+            del found[rng.randrange(8, len(found)) :]
+        else:
+            found[:8] = struct.pack("<Q", rng.choice([0, 1, length + 1, 1 << 40, 1 << 63]))
+        if len(found) < 9:
+            break
+    return bytes(found)
+
+
+def test_fuzzed_files_never_load_wrongly(saved: Path, tmp_path: Path):
+    """What fsdpc accepts without a manifest, the reference library reads to the same tensors; with
+    one, no changed file is accepted.
+    """
+    rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
+    original = (saved / "model-00001-of-00001.safetensors").read_bytes()
+    lone, inside = tmp_path / "model.safetensors", saved / "model-00001-of-00001.safetensors"
+    until, tried, accepted = time.monotonic() + FUZZ_SECONDS, 0, 0
+    while time.monotonic() < until:
+        data = mutate(original, rng)
+        tried += 1
+        if data == original:
+            continue
+        lone.write_bytes(data)
+        inside.write_bytes(data)
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.load(saved, Net(1))
+        try:
+            where = Opened(lone).model.where
+        except checkpoint.CheckpointError:
+            continue
+        accepted += 1
+        try:
+            with safe_open(str(lone), "np") as opened:
+                assert sorted(opened.keys()) == sorted(where)
+                for name, (_, place) in where.items():
+                    assert tuple(opened.get_slice(name).get_shape()) == tuple(place.shape)
+        except SafetensorError as error:
+            raise AssertionError(f"accepted, but not by safetensors: {data!r}") from error
+    print(f"{tried} mutated files, {accepted} of them valid")
+    assert tried > 50
+
+
+def test_digests_do_not_depend_on_the_cut():
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 300_000, dtype=np.uint8)
+    whole = _C.ckpt_crc32c(data)
+    for cuts in ([1000], [1, 2, 3], sorted(rng.integers(0, len(data), 50).tolist())):
+        parts = np.split(data, cuts)
+        crcs = np.array([_C.ckpt_crc32c(np.ascontiguousarray(p)) for p in parts], np.uint32)
+        lengths = np.array([len(p) for p in parts], np.int64)
+        assert _C.ckpt_combine(crcs, lengths) == whole
+
+
+# --- in the background, and folders of steps -----------------------------------------------------
+
+
+def test_background_saves_hold_the_values_of_their_step(tmp_path: Path):
+    model, optimizer = trained()
+    expected = values(model, optimizer)
+    handle = checkpoint.save(tmp_path / "a", model, optimizer, async_=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("nan"))
+            optimizer.state[param].clear()
+    assert handle is not None
+    handle.wait(60)
+    assert handle.done
+    model, optimizer = trained(1)
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert same(values(model, optimizer), expected)
+
+
+def test_an_error_in_the_background_comes_out_at_the_next_call(tmp_path: Path):
+    (tmp_path / "a").write_text("")
+    checkpoint.save(tmp_path / "a" / "b", Net(), async_=True)
+    with pytest.raises(checkpoint.CheckpointError, match="in the background.*File exists"):
+        checkpoint.save(tmp_path / "c", Net())
+    checkpoint.save(tmp_path / "c", Net())
+    handle = checkpoint.save(tmp_path / "a" / "b", Net(), async_=True)
+    assert handle is not None
+    with pytest.raises(checkpoint.CheckpointError, match="File exists"):
+        handle.wait()
+    checkpoint.save(tmp_path / "d", Net())
+
+
+def test_an_error_in_the_background_is_printed_at_exit(tmp_path: Path):
+    (tmp_path / "a").write_text("")
+    code = (
+        "import sys, torch; from fsdpc import checkpoint;"
+        "checkpoint.save(sys.argv[1] + '/good', torch.nn.Linear(2, 2), async_=True).wait();"
+        "checkpoint.save(sys.argv[1] + '/a/b', torch.nn.Linear(2, 2), async_=True)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert "in the background: saving checkpoint" in ended.stderr, ended.stderr
+    checkpoint.load(tmp_path / "good", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_folders_of_steps(tmp_path: Path, async_: bool):
+    run = checkpoint.Checkpointer(tmp_path / "run", keep=2, every=10, async_=async_)
+    model, optimizer = trained()
+    assert run.resume(model, optimizer) is None
+    for step in range(0, 41, 5):
+        with torch.no_grad():
+            model.scale.fill_(step)
+        run.save(step, model, optimizer, extra={"step": step})
+    run.wait()
+    assert run.steps() == [30, 40]
+    assert run.latest() == tmp_path / "run" / "step-000040"
+    assert (tmp_path / "run" / "latest").read_text() == "step-000040\n"
+    # Killed in the middle of a save, and before `latest` was written.
+    (tmp_path / "run" / ".new-step-000050-12345678").mkdir()
+    (tmp_path / "run" / "step-000060").mkdir()
+    (tmp_path / "run" / "latest").write_text("step-000099\n")
+    again = checkpoint.Checkpointer(tmp_path / "run", keep=2)
+    model, optimizer = trained(1)
+    found = again.resume(model, optimizer)
+    assert found is not None and found.step == 40 and found.extra == {"step": 40}
+    assert model.scale.item() == 40
+    assert not list((tmp_path / "run").glob(".new-*"))
+    for step in (41, 42, 43):
+        again.save(step, model, optimizer)
+    assert again.steps() == [40, 42, 43]  # what was resumed from stays
+
+
+# --- conversion and the command ------------------------------------------------------------------
+
+
+def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert command("convert", tmp_path / "model.pt", tmp_path / "from_pt") == 0
+    assert command("convert", saved, tmp_path / "dcp", "--to", "dcp") == 0
+    assert command("convert", tmp_path / "dcp", tmp_path / "from_dcp") == 2
+    assert "pickle" in capsys.readouterr().err
+    assert command("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "from_dcp") == 0
+    assert command("convert", saved, tmp_path / "low", "--dtype", "bfloat16") == 0
+    for name in ("from_pt", "from_dcp"):
+        other = Net(9)
+        found = checkpoint.load(tmp_path / name, other, strict=False)
+        assert not found.missing
+        assert same(values(other), values(model))
+    low, optimizer = trained(1)
+    checkpoint.load(tmp_path / "low", low, optimizer, cast=True)
+    assert torch.equal(low.one.weight, model.one.weight.bfloat16().float())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert command("diff", saved, tmp_path / "from_pt") == 1  # the optimizer is in one only
+    assert command("diff", tmp_path / "from_pt", tmp_path / "from_pt") == 0
+    capsys.readouterr()
+    assert command("inspect", saved) == 0
+    assert "  one.weight  float32[5, 7]  140 bytes" in capsys.readouterr().out
+    assert command("verify", saved) == command("verify", tmp_path / "low") == 0
+    assert command("verify", tmp_path / "nowhere") == 2
