@@ -16,6 +16,7 @@
 #include "py/probe/py_inspect.h"
 #include "py/probe/py_kernels.h"
 #include "py/unit/py_layout.h"
+#include "py/unit/py_plan.h"
 
 /* --- exceptions ------------------------------------------------------------------------------ */
 
@@ -119,8 +120,9 @@ static int
 add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
-                                      fsdpc_py_kernel_methods,  fsdpc_py_cuda_methods,
-                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods};
+                                      fsdpc_py_plan_methods,    fsdpc_py_kernel_methods,
+                                      fsdpc_py_cuda_methods,    fsdpc_py_nccl_methods,
+                                      fsdpc_py_alloc_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

@@ -1,6 +1,6 @@
 /* fsdpc._C.layout: the placement of a unit's parameters as plain Python data.
  *
- * Only tests call the function; the engine uses layout.h directly, so both see the same bytes.
+ * For tests and reports; the engine uses layout.h directly, so both see the same bytes.
  */
 #include "py/unit/py_layout.h"
 
