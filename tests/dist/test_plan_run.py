@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import mmap
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,6 @@ from toys import PRECISIONS, Block, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import _C
-from fsdpc._comm.wire import default_dtype
 from fsdpc._plan import engine
 from fsdpc._plan.model import CPU, Setup, check
 from fsdpc._plan.modules import units_of
@@ -67,24 +65,54 @@ def planned(module, policy, setup, precision):
     return engine.engine_memory(units, setup).stats
 
 
-def compare(planned, model):
+def run_one(rank, kind, setup, precision, micros=1, **options):
+    make, policy = MODELS[kind]
+    plain = make().to(precision.model)
+    before = [name for name, _ in plain.named_modules()]
+    plan = planned(plain, policy, setup, precision)
+    assert [name for name, _ in plain.named_modules()] == before
+    model = wrap("fsdpc", plain, auto_wrap_policy=policy, use_orig_params=True, **options,
+                 **precision.options())
+    for micro in range(micros):
+        with model.no_sync() if micro + 1 < micros else contextlib.nullcontext():
+            loss_of(model, tokens(rank, 0, micro)).backward()
     run = fsdpc.memory_stats(model)
-    assert {key: run[key] for key in KEYS} == {key: planned[key] for key in KEYS}
+    assert {key: run[key] for key in KEYS} == {key: plan[key] for key in KEYS}, (
+        kind, setup, precision)
     assert run["spare_bytes"] == 0
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_plan_equals_the_run(rank, world, kind, precision):
-    make, policy = MODELS[kind]
-    for strategy in STRATEGIES:
-        setup = setup_for(world, strategy, precision)
-        plain = make().to(precision.model)
-        before = [name for name, _ in plain.named_modules()]
-        plan = planned(plain, policy, setup, precision)
-        assert [name for name, _ in plain.named_modules()] == before
-        model = wrap("fsdpc", plain, auto_wrap_policy=policy, sharding_strategy=strategy,
-                     use_orig_params=True, **precision.options())
-        loss_of(model, tokens(rank, 0)).backward()
-        compare(plan, model)
+def test_the_plan_equals_the_run(rank, world):
+    """300 combinations in all, each rank by itself."""
+    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS):
+        run_one(rank, kind, setup_for(world, strategy, precision), precision,
+                sharding_strategy=strategy)
+
+
+@ranks(2, 4)
+def test_also_with_replicas_and_accumulation(rank, world):
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    for kind, strategy, precision in itertools.product(
+            MODELS, (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+            PRECISIONS[:3]):
+        setup = setup_for(world, strategy, precision, shard=world // 2)
+        run_one(rank, kind, setup, precision, sharding_strategy=strategy, device_mesh=mesh)
+    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS[:2]):
+        setup = setup_for(world, strategy, precision, accumulation=3, sync="last")
+        run_one(rank, kind, setup, precision, micros=3, sharding_strategy=strategy)
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d", "FSDPC_GATHER_SLOTS": "3"})
+def test_also_over_a_wire_and_with_more_slots(rank, world):
+    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS[:3]):
+        setup = setup_for(world, strategy, precision, transport="wire", gather_slots=3)
+        run_one(rank, kind, setup, precision, sharding_strategy=strategy)
+
+
+@ranks(2)
+def test_a_planted_error_is_noticed(rank, world):
+    """The comparison can fail: one slot more than the run has."""
+    setup = setup_for(world, STRATEGIES[0], PRECISIONS[0], gather_slots=3)
+    with pytest.raises(AssertionError):
+        run_one(rank, "blocks", setup, PRECISIONS[0], sharding_strategy=STRATEGIES[0])
