@@ -25,10 +25,19 @@ class Card:
     network: float = 50e9  # one 400 Gbit/s interface per GPU
 
 
-def _card(name: str, gib: float, tb: float, tflops: float, link: float, host: float, source: str,
-          **more: float) -> Card:
-    return Card(name, int(gib * GIB), tb * 1e12, tflops * 1e12, link * 1e9, host * 1e9, source,
-                **more)  # type: ignore[arg-type]
+def _card(
+    name: str,
+    gib: float,
+    tb: float,
+    tflops: float,
+    link: float,
+    host: float,
+    source: str,
+    **more: float,
+) -> Card:
+    return Card(
+        name, int(gib * GIB), tb * 1e12, tflops * 1e12, link * 1e9, host * 1e9, source, **more
+    )  # type: ignore[arg-type]
 
 
 _SHEET = "vendor's data sheet"
@@ -40,16 +49,26 @@ CARDS = {
         _card("h100-nvl", 93.58, 3.9, 835, 300, 50, "95,830 MiB shown by the driver; " + _SHEET),
         _card("h200", 140.4, 4.8, 989, 450, 50, _MODAL),
         _card("b200", 179.0, 8.0, 2250, 900, 60, _SHEET + "; usable bytes estimated"),
-        _card("a100-80", 79.15, 2.04, 312, 300, 25, "79.15 GiB shown by torch; " + _SHEET,
-              network=25e9),
-        _card("a100-40", 39.4, 1.555, 312, 300, 25, "39.4 GiB shown by torch; " + _SHEET,
-              network=25e9),
+        _card(
+            "a100-80",
+            79.15,
+            2.04,
+            312,
+            300,
+            25,
+            "79.15 GiB shown by torch; " + _SHEET,
+            network=25e9,
+        ),
+        _card(
+            "a100-40", 39.4, 1.555, 312, 300, 25, "39.4 GiB shown by torch; " + _SHEET, network=25e9
+        ),
         _card("l40s", 44.99, 0.864, 362, 25, 25, _MODAL, network=25e9),
         _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=12.5e9),
         _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=12.5e9),
         _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=12.5e9),
-        _card("v100-32", 31.7, 0.9, 125, 150, 12, _SHEET + "; usable bytes estimated",
-              network=12.5e9),
+        _card(
+            "v100-32", 31.7, 0.9, 125, 150, 12, _SHEET + "; usable bytes estimated", network=12.5e9
+        ),
         _card("rtx3090", 23.6, 0.936, 71, 25, 25, _SHEET + "; usable bytes estimated"),
         _card("rtx4090", 23.6, 1.008, 165, 25, 25, _SHEET + "; usable bytes estimated"),
         _card("mi300x", 191.5, 5.3, 1307, 448, 50, _SHEET + "; usable bytes estimated"),
@@ -68,8 +87,15 @@ def card(name: str) -> Card:
 def bytes_of(text: str) -> int:
     """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``1048576``. ``ValueError``."""
     lower = text.strip().lower()
-    for unit, scale in (("gib", GIB), ("mib", 1 << 20), ("tb", 10**12), ("gb", 10**9),
-                        ("mb", 10**6), ("g", 10**9), ("b", 1)):
+    for unit, scale in (
+        ("gib", GIB),
+        ("mib", 1 << 20),
+        ("tb", 10**12),
+        ("gb", 10**9),
+        ("mb", 10**6),
+        ("g", 10**9),
+        ("b", 1),
+    ):
         if lower.endswith(unit):
             return int(float(lower[: -len(unit)]) * scale)
     return int(float(lower))

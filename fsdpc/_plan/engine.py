@@ -98,8 +98,12 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
     for group in dict.fromkeys(unit.group for unit in units):
         members = [i for i, unit in enumerate(units) if unit.group == group]
         wants = [
-            (units[i].depth, reshards(units[i], setup), prints[i]["direct"],
-             prints[i]["range_bytes"])
+            (
+                units[i].depth,
+                reshards(units[i], setup),
+                prints[i]["direct"],
+                prints[i]["range_bytes"],
+            )
             for i in members
         ]
         found, sizes = _C.plan_slots(wants, setup.gather_slots)

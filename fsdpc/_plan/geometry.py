@@ -84,8 +84,9 @@ PRESETS = {
         _preset("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
         _preset("llama-3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
         _preset("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, top_k=2),
-        _preset("gpt-oss-8e", 24, 2880, 64, 8, 64, 2880, 201088, experts=8, top_k=4,
-                expert_tensors=9),
+        _preset(
+            "gpt-oss-8e", 24, 2880, 64, 8, 64, 2880, 201088, experts=8, top_k=4, expert_tensors=9
+        ),
     )
 }
 
@@ -119,8 +120,18 @@ def from_numbers(
     heads = heads or max(1, hidden // dim)
     dim = hidden // heads
     kv = kv_heads or (near.kv_heads if heads % near.kv_heads == 0 else heads)
-    made = Geometry("numbers", layers, hidden, heads, kv, dim, ffn or 0, vocab or near.vocab,
-                    experts=experts, top_k=top_k)
+    made = Geometry(
+        "numbers",
+        layers,
+        hidden,
+        heads,
+        kv,
+        dim,
+        ffn or 0,
+        vocab or near.vocab,
+        experts=experts,
+        top_k=top_k,
+    )
     notes = [f"sizes that were not given follow {near.name}"]
     if ffn is None and params is not None:
         left = params - made.numel
@@ -264,10 +275,23 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     for i in range(g.layers):
         yield Moment("forward", f"blocks.{i}", max(kept[i], inside) + hidden, kept[i])
     yield Moment("forward", "head and loss", logits + tail, logits + tail, logits=logits)
-    yield Moment("backward", "head and loss", hidden + held, held + hidden - logits - tail, held)
+    yield Moment(
+        "backward",
+        "head and loss",
+        hidden + held,
+        held + hidden - logits - tail,
+        held,
+        logits=logits,
+    )
     for i in reversed(range(g.layers)):
         again = saved if chosen[i] else 0
         whole = grads if wrap != "whole" else 0
-        yield Moment("backward", f"blocks.{i}", again + inside + grads + held,
-                     grads - whole - kept[i], grads + held, again)
+        yield Moment(
+            "backward",
+            f"blocks.{i}",
+            again + inside + grads + held,
+            grads - whole - kept[i],
+            grads + held,
+            again,
+        )
     yield Moment("backward", "embedding", 0, -held - hidden, held)

@@ -95,8 +95,13 @@ class Plan:
                 {"phase": p.phase, "unit": p.unit, "bytes": p.bytes, "roles": p.roles}
                 for p in self.timeline
             ],
-            "peak": {"phase": peak.phase, "unit": peak.unit, "bytes": peak.bytes,
-                     "upper_bytes": self.upper, "roles": peak.roles},
+            "peak": {
+                "phase": peak.phase,
+                "unit": peak.unit,
+                "bytes": peak.bytes,
+                "upper_bytes": self.upper,
+                "roles": peak.roles,
+            },
             "host_bytes": self.host_bytes,
             "notes": list(self.notes),
         }
@@ -113,8 +118,14 @@ def plan(build: Build | Model, setup: Setup) -> Plan:
     rows += _other_rows(model, setup)
     timeline = _timeline(model, rows, setup)
     rows += _moment_rows(timeline, setup)
-    return Plan(model, setup, engine, tuple(r for r in rows if r.bytes), timeline,
-                model.notes + _notes(setup))
+    return Plan(
+        model,
+        setup,
+        engine,
+        tuple(r for r in rows if r.bytes),
+        timeline,
+        model.notes + _notes(setup),
+    )
 
 
 def _gb(count: float) -> str:
@@ -135,15 +146,30 @@ def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
     parts += [f"{_gb(seen)} of them in the storage dtype for the optimizer"] if seen else []
     parts += [f"{_gb(partial)} of them sums before replicas"] if partial else []
     return [
-        Row("shards", stats["master_bytes"], ALWAYS,
-            f"{model.numel:,} elements in {setup.storage} {of}, padding included", True, where),
+        Row(
+            "shards",
+            stats["master_bytes"],
+            ALWAYS,
+            f"{model.numel:,} elements in {setup.storage} {of}, padding included",
+            True,
+            where,
+        ),
         Row("gradient shards", stats["grad_bytes"], ALWAYS, "; ".join(parts), True, where),
-        Row("gather slots", stats["gather_bytes"], ALWAYS,
+        Row(
+            "gather slots",
+            stats["gather_bytes"],
+            ALWAYS,
             f"{stats['gather_slots']} slots for {_gb(gathered)} of gathered units ({held}); the "
-            f"largest {_gb(stats['gather_slot_bytes'])}; padding {_gb(padding)}", True),
-        Row("reduce slots", stats["reduce_bytes"], ALWAYS,
+            f"largest {_gb(stats['gather_slot_bytes'])}; padding {_gb(padding)}",
+            True,
+        ),
+        Row(
+            "reduce slots",
+            stats["reduce_bytes"],
+            ALWAYS,
             f"{stats['reduce_slots']} buffers as large as the largest unit's packed gradients",
-            True),
+            True,
+        ),
         Row("no_sync gradients", stats["local_bytes"], ("forward", "backward"), local, True),
     ]
 
@@ -181,10 +207,20 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     temporary = kind.temporaries * (values if setup.foreach else min(values, largest))
     how = "one tensor list (foreach)" if setup.foreach else "one tensor at a time"
     return [
-        Row("optimizer states", round(sum(n * each[s] for s, n in elements.items())), ALWAYS,
-            f"{rates}; {kind.source}", where=where),
-        Row("update's temporaries", round(temporary), ("step",),
-            f"{kind.name} over {how}", where=where),
+        Row(
+            "optimizer states",
+            round(sum(n * each[s] for s, n in elements.items())),
+            ALWAYS,
+            f"{rates}; {kind.source}",
+            where=where,
+        ),
+        Row(
+            "update's temporaries",
+            round(temporary),
+            ("step",),
+            f"{kind.name} over {how}",
+            where=where,
+        ),
     ]
 
 
@@ -207,8 +243,9 @@ def _other_rows(model: Model, setup: Setup) -> list[Row]:
 
 def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
     def lasting(phase: str) -> dict[str, int]:
-        return {r.role: r.bytes for r in rows
-                if phase in r.lifetime and r.where == "device" and r.bytes}
+        return {
+            r.role: r.bytes for r in rows if phase in r.lifetime and r.where == "device" and r.bytes
+        }
 
     cached = setup.transport == "stream"
     points = [Point("rest", "", lasting("rest"))]
@@ -220,9 +257,13 @@ def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
         logits = min(moment.logits, top)
         grads = min(moment.grads, top - logits)
         again = min(moment.recomputed, top - logits - grads)
-        parts = {"logits and loss": logits, "unit gradients": grads, "recomputed": again,
-                 "activations": top - logits - grads - again,
-                 "allocator": round(SLACK * top) if cached else 0}
+        parts = {
+            "logits and loss": logits,
+            "unit gradients": grads,
+            "recomputed": again,
+            "activations": top - logits - grads - again,
+            "allocator": round(SLACK * top) if cached else 0,
+        }
         roles.update({role: size for role, size in parts.items() if size > 0})
         points.append(Point(moment.phase, moment.unit, roles))
         live += moment.delta
@@ -249,8 +290,14 @@ def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
         at_peak = peak.roles.get(role, 0)
         if most:
             text = why if at_peak == most else f"{why}; {_gb(most)} at most, at another moment"
-            rows.append(Row(role, at_peak or most, _LIVES.get(role, ("forward", "backward")),
-                            text if at_peak else f"{why}; not at the peak"))
+            rows.append(
+                Row(
+                    role,
+                    at_peak or most,
+                    _LIVES.get(role, ("forward", "backward")),
+                    text if at_peak else f"{why}; not at the peak",
+                )
+            )
     return rows
 
 

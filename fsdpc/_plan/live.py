@@ -59,8 +59,11 @@ def peak_of_allocator(profile: torch.profiler.profile) -> int:
     profile with ``profile_memory=True``. Includes what operators allocate inside.
     """
     live = top = 0
-    events = [e for e in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-              if e.name() == "[memory]"]
+    events = [
+        e
+        for e in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if e.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         top = max(top, live)

@@ -155,8 +155,11 @@ STRATEGIES = (
     "_HYBRID_SHARD_ZERO2",
 )
 ZERO = {
-    1: ("SHARD_GRAD_OP", "fsdpc has no stage that shards optimizer states alone: SHARD_GRAD_OP "
-        "also shards gradients and, between steps, parameters, for the same bytes on the wire"),
+    1: (
+        "SHARD_GRAD_OP",
+        "fsdpc has no stage that shards optimizer states alone: SHARD_GRAD_OP "
+        "also shards gradients and, between steps, parameters, for the same bytes on the wire",
+    ),
     2: ("SHARD_GRAD_OP", "ZeRO-2 while it computes; between steps parameters are sharded, too"),
     3: ("FULL_SHARD", "ZeRO-3"),
 }

@@ -34,16 +34,37 @@ OPTIMIZERS = {
     o.name: o
     for o in (
         Optimizer("adamw", 2, 0, "torch.optim.AdamW: two moments in the parameter's dtype"),
-        Optimizer("adamw-fused", 2, 0, "torch.optim.AdamW(fused=True): no temporaries",
-                  temporaries=0),
-        Optimizer("adamw-master", 0, 8, "fp32 moments, and an fp32 master of narrow parameters",
-                  master=True),
-        Optimizer("adamw8bit", 0, 2 + 8 / 256,
-                  "bitsandbytes 0.44: two 1-byte moments, an fp32 scale per 256", temporaries=0),
-        Optimizer("adamw4bit", 0, 1 + 8 / 128,
-                  "torchao: two 4-bit moments, an fp32 scale per 128", temporaries=0),
-        Optimizer("adam-mini", 0, 4.0, "Adam-mini: one fp32 moment; one second moment per block; "
-                  "embedding and head keep two", temporaries=0),
+        Optimizer(
+            "adamw-fused", 2, 0, "torch.optim.AdamW(fused=True): no temporaries", temporaries=0
+        ),
+        Optimizer(
+            "adamw-master",
+            0,
+            8,
+            "fp32 moments, and an fp32 master of narrow parameters",
+            master=True,
+        ),
+        Optimizer(
+            "adamw8bit",
+            0,
+            2 + 8 / 256,
+            "bitsandbytes 0.44: two 1-byte moments, an fp32 scale per 256",
+            temporaries=0,
+        ),
+        Optimizer(
+            "adamw4bit",
+            0,
+            1 + 8 / 128,
+            "torchao: two 4-bit moments, an fp32 scale per 128",
+            temporaries=0,
+        ),
+        Optimizer(
+            "adam-mini",
+            0,
+            4.0,
+            "Adam-mini: one fp32 moment; one second moment per block; embedding and head keep two",
+            temporaries=0,
+        ),
         Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype"),
         Optimizer("sgd", 0, 0, "torch.optim.SGD without momentum", temporaries=0),
         Optimizer("momentum", 1, 0, "torch.optim.SGD with momentum"),

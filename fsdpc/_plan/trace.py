@@ -70,8 +70,9 @@ class _Recorder:
 
     def __init__(self, run: Run, units: dict[str, list[nn.Parameter]], blocks: dict[str, int]):
         self.run, self.units = run, units
-        self.blocks = {f"{name}.{i}": (name, i) for name, count in blocks.items()
-                       for i in range(count)}
+        self.blocks = {
+            f"{name}.{i}": (name, i) for name, count in blocks.items() for i in range(count)
+        }
         self.pieces: list[Piece] = []
         self.live: LiveBytes
         self.backward = False
@@ -158,10 +159,10 @@ def trace_once(
         for name in dict.fromkeys([*units, *recorder.blocks]):
             if name and name in names:
                 module = names[name]
-                pre = module.register_forward_pre_hook(
-                    lambda m, a, name=name: recorder.enter(name))
+                pre = module.register_forward_pre_hook(lambda m, a, name=name: recorder.enter(name))
                 post = module.register_forward_hook(
-                    lambda m, a, out, name=name: recorder.leave(name, out))
+                    lambda m, a, out, name=name: recorder.leave(name, out)
+                )
                 stack.callback(pre.remove)
                 stack.callback(post.remove)
         recorder.watch_gradients(stack)
@@ -169,7 +170,8 @@ def trace_once(
         inputs = run.inputs
         if cast is not None:
             inputs = tree_map_only(
-                Tensor, lambda t: t.to(cast) if t.is_floating_point() else t, inputs)
+                Tensor, lambda t: t.to(cast) if t.is_floating_point() else t, inputs
+            )
         loss = run.forward(inputs)
         recorder.begin("backward", "")
         recorder.backward = True
@@ -222,9 +224,11 @@ def expand(pieces: list[Piece], name: str, count: int, keep: int = KEPT) -> list
     """The pieces of ``count`` blocks from those of ``keep``: the second is repeated. ``ValueError``:
     the blocks did not run once each, one after the other.
     """
+
     def at(phase: str, index: int) -> int:
-        found = [k for k, p in enumerate(pieces)
-                 if p.moment.phase == phase and p.block == (name, index)]
+        found = [
+            k for k, p in enumerate(pieces) if p.moment.phase == phase and p.block == (name, index)
+        ]
         if len(found) != 1:
             raise ValueError(f"block {index} of {name} ran {len(found)} times in {phase}")
         return found[0]
@@ -249,9 +253,12 @@ def expand(pieces: list[Piece], name: str, count: int, keep: int = KEPT) -> list
 def _rename(piece: Piece, path: str, to: str, block: tuple[str, int]) -> Piece:
     unit = piece.moment.unit
     if unit == path or unit.startswith(path + "."):
-        piece = replace(piece, moment=replace(piece.moment, unit=to + unit[len(path):]))
-    return replace(piece, block=block) if piece.block and f"{piece.block[0]}.{piece.block[1]}" == (
-        path) else piece
+        piece = replace(piece, moment=replace(piece.moment, unit=to + unit[len(path) :]))
+    return (
+        replace(piece, block=block)
+        if piece.block and f"{piece.block[0]}.{piece.block[1]}" == (path)
+        else piece
+    )
 
 
 def trace(
@@ -311,8 +318,9 @@ def checkpointed(blocks: list[nn.Module]) -> ExitStack:
         plain = block.forward
 
         def forward(*args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
-            return checkpoint(_plain, *args, use_reentrant=False, preserve_rng_state=False,
-                              **kwargs)
+            return checkpoint(
+                _plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            )
 
         block.forward = forward  # type: ignore[method-assign]
         stack.callback(block.__dict__.pop, "forward", None)
@@ -327,8 +335,9 @@ def chosen_blocks(blocks: list[nn.Module], ratio: float) -> list[nn.Module]:
 
 def bytes_of_tensors(value: Any) -> int:
     """Bytes of all tensors in a structure, each storage once."""
-    storages = {id(t.untyped_storage()): t.untyped_storage().nbytes()
-                for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+    storages = {
+        id(t.untyped_storage()): t.untyped_storage().nbytes()
+        for t in tree_leaves(value)
+        if isinstance(t, torch.Tensor)
+    }
     return sum(storages.values())
-
-

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._plan import trace as _trace
 from fsdpc._plan.model import Model, Setup, Unit
 from fsdpc._plan.modules import units_of
@@ -82,16 +83,19 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
         policy = policy_for(module, wrap) if isinstance(wrap, str) else wrap
         mixed = None
         if setup.compute or setup.reduce:
-            mixed = MixedPrecision(param_dtype=_dtype(setup.compute),
-                                   reduce_dtype=_dtype(setup.reduce))
+            mixed = MixedPrecision(
+                param_dtype=_dtype(setup.compute), reduce_dtype=_dtype(setup.reduce)
+            )
         units = units_of(module, policy, mixed_precision=mixed)
         moments, notes, tokens = [], [], 0
         if run.inputs is None:
             notes.append("no inputs were given, so activations are not in the plan")
         else:
             moments, short = _moments(run, units, setup)
-            notes.append("activations traced on fake tensors"
-                         + (", repeated blocks by one of them" if short else ""))
+            notes.append(
+                "activations traced on fake tensors"
+                + (", repeated blocks by one of them" if short else "")
+            )
             tokens = _tokens(run.inputs)
         buffers = _trace.bytes_of_tensors(list(module.buffers()))
         return Model(
@@ -145,11 +149,18 @@ def _path(unit: str, name: str) -> str:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in the compute dtype, as modules see them; batch norms keep theirs."""
-    kept = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    """Parameters in the compute dtype, as modules see them; batch norms compute in fp32."""
+    kept = [
+        m
+        for m in module.modules()
+        if isinstance(m, tuple(MixedPrecision()._module_classes_to_ignore))
+    ]
+    for child in kept:
+        FullPrecisionHooks(child)
     for child in module.modules():
         if child not in kept:
             for name, param in child._parameters.items():
                 if param is not None and param.is_floating_point():
                     child._parameters[name] = nn.Parameter(
-                        param.detach().to(dtype), requires_grad=param.requires_grad)
+                        param.detach().to(dtype), requires_grad=param.requires_grad
+                    )
