@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "model",
         nargs="?",
-        help="module:function that returns model, (model, inputs) or (model, inputs, "
-        "loss); a transformers config.json; or one of " + ", ".join(geometry.PRESETS),
+        help="module:function that returns model, (model, inputs) or (model, inputs, loss); a "
+        "transformers config.json; or one of " + ", ".join(geometry.PRESETS),
     )
     model.add_argument("--params", type=geometry.count_of, metavar="N", help="such as 7b or 350m")
     for name in ("layers", "hidden", "heads", "kv-heads", "ffn", "vocab"):

@@ -46,7 +46,7 @@ class Printer:
             print(text)
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column is text, the others too, but right-aligned if they begin with a digit."""
+        """Cells are texts; columns of numbers are aligned to the right."""
         if self.console is not None:
             self._rich(title, head, rows)
         else:

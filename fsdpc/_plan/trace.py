@@ -71,7 +71,7 @@ class _Recorder:
     def __init__(self, run: Run, units: dict[str, list[nn.Parameter]], blocks: dict[str, int]):
         self.run, self.units = run, units
         self.blocks = {
-            f"{name}.{i}": (name, i) for name, count in blocks.items() for i in range(count)
+            block_path(name, i): (name, i) for name, count in blocks.items() for i in range(count)
         }
         self.pieces: list[Piece] = []
         self.live: LiveBytes
@@ -185,11 +185,16 @@ def trace_once(
 # --- repeated blocks ------------------------------------------------------------------------------
 
 
+def block_path(name: str, index: int) -> str:
+    """The module name of one block of a list; the list may be the root."""
+    return f"{name}.{index}" if name else str(index)
+
+
 def repeated(module: nn.Module) -> dict[str, int]:
     """Lists of more than three equal blocks: name and length. Lists within lists are left alone."""
     found: dict[str, int] = {}
     for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > KEPT and not inside:
             signs = {_signature(block) for block in child}
             if len(signs) == 1 and list(child._modules) == [str(i) for i in range(len(child))]:
@@ -221,8 +226,8 @@ def _shortened(module: nn.Module, lists: dict[str, int], keep: int) -> Iterator[
 
 
 def expand(pieces: list[Piece], name: str, count: int, keep: int = KEPT) -> list[Piece]:
-    """The pieces of ``count`` blocks from those of ``keep``: the second is repeated. ``ValueError``:
-    the blocks did not run once each, one after the other.
+    """The pieces of ``count`` blocks from those of ``keep``: the second is repeated.
+    ``ValueError``: the blocks did not run once each, one after the other.
     """
 
     def at(phase: str, index: int) -> int:
@@ -234,7 +239,7 @@ def expand(pieces: list[Piece], name: str, count: int, keep: int = KEPT) -> list
         return found[0]
 
     def renamed(part: list[Piece], old: int, new: int) -> list[Piece]:
-        path, to = f"{name}.{old}", f"{name}.{new}"
+        path, to = block_path(name, old), block_path(name, new)
         return [_rename(p, path, to, (name, new)) for p in part]
 
     extra = count - keep
@@ -255,9 +260,7 @@ def _rename(piece: Piece, path: str, to: str, block: tuple[str, int]) -> Piece:
     if unit == path or unit.startswith(path + "."):
         piece = replace(piece, moment=replace(piece.moment, unit=to + unit[len(path) :]))
     return (
-        replace(piece, block=block)
-        if piece.block and f"{piece.block[0]}.{piece.block[1]}" == (path)
-        else piece
+        replace(piece, block=block) if piece.block and block_path(*piece.block) == (path) else piece
     )
 
 

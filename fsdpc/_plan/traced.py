@@ -57,13 +57,15 @@ def run_of(made: Any) -> _trace.Run:
 
 
 def policy_for(module: nn.Module, wrap: str) -> Any:
-    """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or class
-    names with commas between them. ``ValueError``: no module of such a class.
+    """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or
+    class names with commas between them. ``ValueError``: no module of such a class.
     """
     if wrap == "whole":
         return None
     if wrap == "blocks":
-        classes = {type(module.get_submodule(f"{n}.0")) for n in _trace.repeated(module)}
+        classes = {
+            type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
+        }
         return ModuleWrapPolicy(classes) if classes else None
     wanted = set(wrap.split(","))
     classes = {type(m) for m in module.modules() if type(m).__name__ in wanted}
