@@ -48,6 +48,7 @@ _HOME = {
     "FullyShardedDataParallel": "fsdpc.fsdp",
     "install": "fsdpc._fsdp1.install",
     "mark_data_dependent": "fsdpc._fsdp1.marks",
+    "memory_report": "fsdpc._tools.report",
     "memory_stats": "fsdpc._fsdp1.root",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._fsdp1.install",
@@ -82,6 +83,7 @@ __all__ = [
     "__version__",
     "install",
     "mark_data_dependent",
+    "memory_report",
     "memory_stats",
     "set_collectives",
     "uninstall",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from fsdpc._fsdp1.install import install, uninstall
     from fsdpc._fsdp1.marks import mark_data_dependent
     from fsdpc._fsdp1.root import memory_stats
+    from fsdpc._tools.report import memory_report
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,

@@ -250,7 +250,7 @@ def test_only_the_package_imports_torch() -> None:
 
 
 # The package's folders, lowest first; "" is what users import.
-PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "")
+PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "_plan", "_tools", "")
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
 UPWARD = {("_fsdp1/install", "fsdp"), ("_fsdp1/install", "sharded_grad_scaler")}
