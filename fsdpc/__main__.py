@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "check": "fsdpc._tools.check",
+    "doctor": "fsdpc._tools.doctor",
     "plan": "fsdpc._plan.command",
 }
 ABOUT = {
+    "check": "does the sharded model train like the unsharded one?",
+    "doctor": "is this machine ready? versions, limits, a round trip of two ranks",
     "plan": "memory and time of a training step, before it runs",
 }
 

@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank by role; ``str()`` is a table. ``equal``: nothing differs from the plan."""
+    """Bytes of this rank by role; ``str()`` is a table. ``equal``: all is as planned."""
 
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
@@ -57,9 +57,17 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [
-            (line.role, "-" if line.planned is None else size(line.planned), size(line.actual),
-             f"DIFFERS by {line.actual - line.planned:+,} B" if line.differs  # type: ignore[operator]
-             else "equal" if line.planned is not None else "", line.note)
+            (
+                line.role,
+                "-" if line.planned is None else size(line.planned),
+                size(line.actual),
+                f"DIFFERS by {line.actual - line.planned:+,} B"
+                if line.differs  # type: ignore[operator]
+                else "equal"
+                if line.planned is not None
+                else "",
+                line.note,
+            )
             for line in self.lines
         ]
         head = ("what", "planned", "actual", "", "")
@@ -70,8 +78,8 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
     """The plan of the engine's memory beside what this rank holds, differences marked. Local.
 
     ``optimizer``: its states are added, planned where torch's class is known. Process figures, and
-    on a GPU those of torch's cache, follow as notes. ``StateError``: no forward has run yet, so that
-    the slots do not exist. ``TypeError``: ``model`` is not an ``nn.Module``.
+    on a GPU those of torch's cache, follow as notes. ``StateError``: no forward has run yet, so
+    that the slots do not exist. ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_report expects an nn.Module but got {type(model).__name__}")
@@ -90,7 +98,9 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
             planned[key] = planned.get(key, 0) + value
     lines = [Line(role, planned[key], actual[key]) for role, key in ROLES.items()]
     spare = actual["spare_bytes"]
-    lines.append(Line("spare memory", 0, spare, "two units in use needed one slot" if spare else ""))
+    lines.append(
+        Line("spare memory", 0, spare, "two units in use needed one slot" if spare else "")
+    )
     lines.append(Line("buffers", None, sum(_nbytes(b) for b in model.buffers())))
     if optimizer is not None:
         lines.append(_states(optimizer))
@@ -154,25 +164,34 @@ def _states(optimizer: Any) -> Line:
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not optimizer.state:
         return Line("optimizer states", None, actual, f"{name} has not stepped yet")
-    if name not in MOMENTS or any(g.get("amsgrad") or g.get("momentum") or g.get("centered")
-                                  for g in optimizer.param_groups):
+    if name not in MOMENTS or any(
+        g.get("amsgrad") or g.get("momentum") or g.get("centered") for g in optimizer.param_groups
+    ):
         return Line("optimizer states", None, actual, name)
     moments = MOMENTS[name]
     steps = sum(4 for p in params if p in optimizer.state)
     planned = sum(moments * _nbytes(p) for p in params) + steps
-    return Line("optimizer states", planned if params else None, actual,
-                f"{name}: {moments} moments in the parameter's dtype")
+    return Line(
+        "optimizer states",
+        planned if params else None,
+        actual,
+        f"{name}: {moments} moments in the parameter's dtype",
+    )
 
 
 def _notes(model: nn.Module) -> Iterator[str]:
     yield "gather slots on shared memory are counted once per host, not per rank"
     figures = _process()
     if figures:
-        yield (f"process: {size(figures['Pss_Anon'])} of its own, {size(figures['Pss_Shmem'])} its "
-               "part of memory shared with other ranks")
-    devices = {m.compute_device for m in unit_modules(model)
-               if getattr(m, "compute_device", None) is not None
-               and m.compute_device.type == "cuda"}
+        yield (
+            f"process: {size(figures['Pss_Anon'])} of its own, {size(figures['Pss_Shmem'])} its "
+            "part of memory shared with other ranks"
+        )
+    devices = {
+        m.compute_device
+        for m in unit_modules(model)
+        if getattr(m, "compute_device", None) is not None and m.compute_device.type == "cuda"
+    }
     for device in devices if torch.cuda.is_available() else ():
         yield fragmentation(torch.cuda.memory_stats(device))
 
@@ -181,11 +200,15 @@ def fragmentation(stats: dict[str, Any]) -> str:
     """One sentence on torch's cache from ``torch.cuda.memory_stats``."""
     reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
     split = stats.get("inactive_split_bytes.all.current", 0)
-    text = (f"torch's cache: {size(reserved)} reserved, {size(active)} active, {size(split)} in "
-            "pieces between live blocks")
+    text = (
+        f"torch's cache: {size(reserved)} reserved, {size(active)} active, {size(split)} in "
+        "pieces between live blocks"
+    )
     if reserved and split > reserved / 4:
-        return text + (": more than a quarter is in pieces; PYTORCH_CUDA_ALLOC_CONF="
-                       "expandable_segments:True makes pieces usable")
+        return text + (
+            ": more than a quarter is in pieces; PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True makes pieces usable"
+        )
     return text + ": not fragmented"
 
 

@@ -28,8 +28,11 @@ def predicted(kind, world, checkpointing, precision):
     setup = Setup(world=world, checkpointing=checkpointing, **CPU, **precision)
     made = plan(lambda s: build_traced(MODELS[kind], s, ModuleWrapPolicy(set(BLOCKS))), setup)
     step = [p for p in made.timeline if p.phase in ("forward", "backward")]
-    rest = sum(r.bytes for r in made.rows if "forward" in r.lifetime and r.role in (
-        *ENGINE, "optimizer states", "buffers", "inputs"))
+    rest = sum(
+        r.bytes
+        for r in made.rows
+        if "forward" in r.lifetime and r.role in (*ENGINE, "optimizer states", "buffers", "inputs")
+    )
     return max(p.bytes for p in step) - rest, sum(made.row(role) for role in ENGINE)
 
 
@@ -40,10 +43,16 @@ def measured(kind, checkpointing, precision, profiled):
     options = {}
     if precision:
         options["mixed_precision"] = fsdpc.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     with checkpointed(blocks if checkpointing else []):
-        model = wrap("fsdpc", module, auto_wrap_policy=ModuleWrapPolicy(set(BLOCKS)),
-                     use_orig_params=True, **options)
+        model = wrap(
+            "fsdpc",
+            module,
+            auto_wrap_policy=ModuleWrapPolicy(set(BLOCKS)),
+            use_orig_params=True,
+            **options,
+        )
         for step in range(3):
             model.zero_grad()
             if step < 2:
@@ -60,8 +69,10 @@ def measured(kind, checkpointing, precision, profiled):
                 loss(model(*inputs), inputs).backward()
             allocated = peak_of_allocator(seen)
     stats = fsdpc.memory_stats(model)
-    own = sum(stats[key] for key in ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes",
-                                     "local_bytes"))
+    own = sum(
+        stats[key]
+        for key in ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes", "local_bytes")
+    )
     return live.top, allocated, own
 
 

@@ -17,8 +17,13 @@ from fsdpc._tools.report import fragmentation
 def test_plan_and_run_are_equal(rank, world):
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for precision in PRECISIONS[:3]:
-            model = wrap_blocks("fsdpc", toy(blocks=3), use_orig_params=True,
-                                sharding_strategy=strategy, **precision.options())
+            model = wrap_blocks(
+                "fsdpc",
+                toy(blocks=3),
+                use_orig_params=True,
+                sharding_strategy=strategy,
+                **precision.options(),
+            )
             optimizer = torch.optim.AdamW(model.parameters())
             with pytest.raises(fsdpc.StateError, match="run one forward"):
                 fsdpc.memory_report(model)

@@ -22,8 +22,16 @@ from fsdpc._plan.model import CPU, Setup, check
 from fsdpc._plan.modules import units_of
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
-KEYS = ("gather_bytes", "reduce_bytes", "master_bytes", "grad_bytes", "gather_slots",
-        "gather_slot_bytes", "reduce_slots", "local_bytes")
+KEYS = (
+    "gather_bytes",
+    "reduce_bytes",
+    "master_bytes",
+    "grad_bytes",
+    "gather_slots",
+    "gather_slot_bytes",
+    "reduce_slots",
+    "local_bytes",
+)
 
 
 class Headless(nn.Module):
@@ -44,8 +52,10 @@ MODELS = {
     "whole": (lambda: toy(blocks=3), None),
     "nested": (lambda: toy(blocks=3), ModuleWrapPolicy({Block, nn.Linear})),
     "headless": (Headless, ModuleWrapPolicy({Block, type(toy())})),
-    "by size": (lambda: toy(blocks=4),
-                lambda **kw: size_based_auto_wrap_policy(min_num_params=150, **kw)),
+    "by size": (
+        lambda: toy(blocks=4),
+        lambda **kw: size_based_auto_wrap_policy(min_num_params=150, **kw),
+    ),
 }
 
 
@@ -54,9 +64,17 @@ def setup_for(world, strategy, precision, **more):
     where = CPU
     if torch.cuda.is_available() or _C.stand_in():
         where = {"transport": "stream", "align_bytes": 128, "range_grain": 2 << 20}
-    return check(Setup(world=world, strategy=strategy.name, storage=name(precision.model),
-                       compute=name(precision.param), reduce=name(precision.reduce),
-                       page_bytes=mmap.PAGESIZE, **{**where, **more}))
+    return check(
+        Setup(
+            world=world,
+            strategy=strategy.name,
+            storage=name(precision.model),
+            compute=name(precision.param),
+            reduce=name(precision.reduce),
+            page_bytes=mmap.PAGESIZE,
+            **{**where, **more},
+        )
+    )
 
 
 def planned(module, policy, setup, precision):
@@ -71,14 +89,23 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
     before = [name for name, _ in plain.named_modules()]
     plan = planned(plain, policy, setup, precision)
     assert [name for name, _ in plain.named_modules()] == before
-    model = wrap("fsdpc", plain, auto_wrap_policy=policy, use_orig_params=True, **options,
-                 **precision.options())
+    model = wrap(
+        "fsdpc",
+        plain,
+        auto_wrap_policy=policy,
+        use_orig_params=True,
+        **options,
+        **precision.options(),
+    )
     for micro in range(micros):
         with model.no_sync() if micro + 1 < micros else contextlib.nullcontext():
             loss_of(model, tokens(rank, 0, micro)).backward()
     run = fsdpc.memory_stats(model)
     assert {key: run[key] for key in KEYS} == {key: plan[key] for key in KEYS}, (
-        kind, setup, precision)
+        kind,
+        setup,
+        precision,
+    )
     assert run["spare_bytes"] == 0
 
 
@@ -86,16 +113,19 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
 def test_the_plan_equals_the_run(rank, world):
     """300 combinations in all, each rank by itself."""
     for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS):
-        run_one(rank, kind, setup_for(world, strategy, precision), precision,
-                sharding_strategy=strategy)
+        run_one(
+            rank, kind, setup_for(world, strategy, precision), precision, sharding_strategy=strategy
+        )
 
 
 @ranks(2, 4)
 def test_also_with_replicas_and_accumulation(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2))
     for kind, strategy, precision in itertools.product(
-            MODELS, (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
-            PRECISIONS[:3]):
+        MODELS,
+        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+        PRECISIONS[:3],
+    ):
         setup = setup_for(world, strategy, precision, shard=world // 2)
         run_one(rank, kind, setup, precision, sharding_strategy=strategy, device_mesh=mesh)
     for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS[:2]):
