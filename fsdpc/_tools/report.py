@@ -125,7 +125,10 @@ def _planned(tree: Any, local: bool) -> dict[str, int]:
 def _setup(comm: Any, replicas: int, local: bool) -> Setup:
     world = comm.world * replicas
     strategy = "NO_SHARD" if comm.world == 1 else "HYBRID_SHARD" if replicas > 1 else "FULL_SHARD"
-    where: dict[str, Any] = dict(CPU) if comm.device is None else {}
+    where: dict[str, Any] = dict(CPU)
+    if comm.device is not None:
+        gpu = _C.cuda_device(comm.device)
+        where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
     if comm.kind == "c10d" and comm.device is None:
         where["transport"] = "wire"
     return Setup(
