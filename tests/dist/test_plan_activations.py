@@ -81,13 +81,12 @@ CASES += [(kind, 1.0, MIXED) for kind in ("gpt", "resnet")]
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", MODELS)
-def test_traced_activations_are_those_of_a_run(rank, world, kind):
+def test_traced_activations_are_those_of_a_run(rank, world):
     """Live tensors within 0.1 % at the peak; all these cases were equal to the byte."""
-    for name, ratio, precision in CASES:
-        if name == kind:
+    for kind, ratio, precision in CASES:
+        live, _, own_run = measured(kind, ratio, precision, False)
+        if rank == 0:  # a plan is local
             torch_plan, own_plan = predicted(kind, world, ratio, precision)
-            live, _, own_run = measured(kind, ratio, precision, False)
             assert own_plan == own_run
             assert torch_plan == pytest.approx(live, rel=1e-3), (kind, ratio, precision)
 
@@ -95,7 +94,8 @@ def test_traced_activations_are_those_of_a_run(rank, world, kind):
 @ranks(2)
 def test_the_allocator_agrees(rank, world):
     """Nothing else is allocated, where operators have no workspace of their own."""
-    torch_plan, _ = predicted("gpt", world, 0.0, {})
     live, allocated, _ = measured("gpt", 0.0, {}, True)
-    assert torch_plan == pytest.approx(allocated, rel=1e-3)
-    assert live == pytest.approx(allocated, rel=1e-3)
+    if rank == 0:
+        torch_plan, _ = predicted("gpt", world, 0.0, {})
+        assert torch_plan == pytest.approx(allocated, rel=1e-3)
+        assert live == pytest.approx(allocated, rel=1e-3)

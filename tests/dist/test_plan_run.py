@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
+from itertools import product
 
 import pytest
+from combinations import subset
 from harness import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,8 +121,8 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
 
 @ranks(1, 2, 3, 4)
 def test_the_plan_equals_the_run(rank, world):
-    """300 combinations in all, over the worlds."""
-    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS):
+    """300 combinations in all, over the worlds (fewer with --combinations)."""
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS)):
         run_one(
             rank, kind, setup_for(world, strategy, precision), precision, sharding_strategy=strategy
         )
@@ -130,21 +131,23 @@ def test_the_plan_equals_the_run(rank, world):
 @ranks(2, 4)
 def test_also_with_replicas_and_accumulation(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2))
-    for kind, strategy, precision in itertools.product(
-        MODELS,
-        (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
-        PRECISIONS[:3],
+    for kind, strategy, precision in subset(
+        product(
+            MODELS,
+            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+            PRECISIONS[:3],
+        )
     ):
         setup = setup_for(world, strategy, precision, shard=world // 2)
         run_one(rank, kind, setup, precision, sharding_strategy=strategy, device_mesh=mesh)
-    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS[:2]):
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:2])):
         setup = setup_for(world, strategy, precision, accumulation=3, sync="last")
         run_one(rank, kind, setup, precision, micros=3, sharding_strategy=strategy)
 
 
 @ranks(2, env={"FSDPC_COLLECTIVES": "c10d", "FSDPC_GATHER_SLOTS": "3"})
 def test_also_over_a_wire_and_with_more_slots(rank, world):
-    for kind, strategy, precision in itertools.product(MODELS, STRATEGIES, PRECISIONS[:3]):
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:3])):
         setup = setup_for(world, strategy, precision, transport="wire", gather_slots=3)
         run_one(rank, kind, setup, precision, sharding_strategy=strategy)
 

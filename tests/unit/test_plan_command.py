@@ -96,7 +96,7 @@ def test_suggestions_fit_and_are_sorted(capsys):
         "--accumulation",
         "4",
         "--worlds",
-        "8,16",
+        "16",
     )
     fits = json.loads(seen.out)["fits"]
     assert code == 0 and len(fits) > 3
