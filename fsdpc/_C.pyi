@@ -120,7 +120,7 @@ def footprint(
     offload: bool = False,
 ) -> dict[str, Any]: ...
 def plan_slots(
-    wants: Sequence[tuple[int, bool, bool, int]], per_level: int = 0
+    needs: Sequence[tuple[int, bool, bool, int]], per_level: int = 0
 ) -> tuple[list[int], list[int]]: ...
 def plan_reduce_slots(
     world: int, any_offload: bool, wire: bool, largest: int, wanted: int = 0

@@ -43,21 +43,21 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
 static int
 plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_slot_plan *out)
 {
-    struct fsdpc_slot_want *wants = fsdpc_mem_calloc((size_t)count, sizeof *wants);
-    if (!wants) {
+    struct fsdpc_slot_need *needs = fsdpc_mem_calloc((size_t)count, sizeof *needs);
+    if (!needs) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of gather slots");
     }
     for (int m = 0; m < count; m++) {
         const struct fsdpc_node *node = &tree->nodes[members[m]];
-        wants[m] = (struct fsdpc_slot_want){
+        needs[m] = (struct fsdpc_slot_need){
             .depth = node->depth,
             .reshard = fsdpc_unit_reshards(node->unit),
             .direct = fsdpc_unit_is_direct(node->unit),
             .bytes = fsdpc_unit_footprint(node->unit)->range_bytes,
         };
     }
-    int status = fsdpc_slot_plan_make(wants, count, tree->gather_slots, out);
-    fsdpc_mem_free(wants);
+    int status = fsdpc_slot_plan_make(needs, count, tree->gather_slots, out);
+    fsdpc_mem_free(needs);
     return status;
 }
 

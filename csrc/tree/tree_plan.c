@@ -12,11 +12,11 @@
 #include "base/status.h"
 
 static int
-deepest(const struct fsdpc_slot_want *wants, int count)
+deepest(const struct fsdpc_slot_need *needs, int count)
 {
     int depth = 0;
     for (int i = 0; i < count; i++) {
-        depth = wants[i].depth > depth ? wants[i].depth : depth;
+        depth = needs[i].depth > depth ? needs[i].depth : depth;
     }
     return depth;
 }
@@ -32,34 +32,34 @@ use_slot(struct fsdpc_slot_plan *plan, int unit, int slot, size_t bytes)
 
 /* `shared[depth * per_level + k]` is the k-th slot of a level, -1 until used. */
 static void
-assign(const struct fsdpc_slot_want *wants, int count, int per_level, int *shared, int *turn,
+assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *shared, int *turn,
        struct fsdpc_slot_plan *plan)
 {
     for (int i = 0; i < count; i++) {
-        const struct fsdpc_slot_want *want = &wants[i];
-        if (want->direct) {
+        const struct fsdpc_slot_need *need = &needs[i];
+        if (need->direct) {
             plan->slot_of[i] = -1;
             continue;
         }
-        if (!want->reshard) {
-            use_slot(plan, i, plan->slot_count++, want->bytes);
+        if (!need->reshard) {
+            use_slot(plan, i, plan->slot_count++, need->bytes);
             continue;
         }
-        int *slot = &shared[want->depth * per_level + turn[want->depth]];
-        turn[want->depth] = (turn[want->depth] + 1) % per_level;
+        int *slot = &shared[need->depth * per_level + turn[need->depth]];
+        turn[need->depth] = (turn[need->depth] + 1) % per_level;
         if (*slot < 0) {
             *slot = plan->slot_count++;
         }
-        use_slot(plan, i, *slot, want->bytes);
+        use_slot(plan, i, *slot, need->bytes);
     }
 }
 
 int
-fsdpc_slot_plan_make(const struct fsdpc_slot_want *wants, int count, int per_level,
+fsdpc_slot_plan_make(const struct fsdpc_slot_need *needs, int count, int per_level,
                      struct fsdpc_slot_plan *out)
 {
     memset(out, 0, sizeof *out);
-    size_t levels = (size_t)deepest(wants, count) + 1, slots = levels * (size_t)per_level;
+    size_t levels = (size_t)deepest(needs, count) + 1, slots = levels * (size_t)per_level;
     int *shared = fsdpc_mem_calloc(slots, sizeof *shared);
     int *turn = fsdpc_mem_calloc(levels, sizeof *turn);
     out->slot_of = fsdpc_mem_calloc((size_t)count, sizeof *out->slot_of);
@@ -69,7 +69,7 @@ fsdpc_slot_plan_make(const struct fsdpc_slot_want *wants, int count, int per_lev
         for (size_t i = 0; i < slots; i++) {
             shared[i] = -1;
         }
-        assign(wants, count, per_level, shared, turn, out);
+        assign(needs, count, per_level, shared, turn, out);
     } else {
         fsdpc_slot_plan_free(out);
     }

@@ -10,7 +10,7 @@
 enum { FSDPC_DEFAULT_SLOTS = 2 };
 
 /* One unit's gathered values. */
-struct fsdpc_slot_want {
+struct fsdpc_slot_need {
     int depth;    /* nesting level, >= 0 */
     bool reshard; /* released after forward */
     bool direct;  /* needs no slot */
@@ -25,7 +25,7 @@ struct fsdpc_slot_plan {
 
 /* `per_level`: slots of each nesting level, >= 1. On success the caller frees the plan (fsdpc_slot_plan_free).
  * FSDPC_E_NOMEM. */
-int fsdpc_slot_plan_make(const struct fsdpc_slot_want *wants, int count, int per_level,
+int fsdpc_slot_plan_make(const struct fsdpc_slot_need *needs, int count, int per_level,
                          struct fsdpc_slot_plan *out);
 /* Safe on a zeroed plan. */
 void fsdpc_slot_plan_free(struct fsdpc_slot_plan *plan);

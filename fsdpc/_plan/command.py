@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
-from fsdpc._plan import advise, options, show
+from fsdpc._plan import advise, options, show, snapshot
 from fsdpc._plan.cost import ASSUMED, cost, scaling
 from fsdpc._plan.ledger import Plan, plan
 
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf")
+    parser.add_argument(
+        "--snapshot", metavar="FILE", help="also write it for torch's memory viewer"
+    )
     parser.add_argument("--plain", action="store_true", help="plain text even on a terminal")
 
 
@@ -45,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.simulate:
             return _simulate(arguments, wanted)
         return _show(arguments, wanted)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2
 
@@ -57,6 +60,8 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     found = advise.changes(wanted.build, made, wanted.card) if arguments.explain else []
     if arguments.plot:
         _draw(arguments.plot, made, wanted)
+    if arguments.snapshot:
+        snapshot.write(arguments.snapshot, made)
     if arguments.json:
         print(json.dumps(_as_dict(made, wanted, known, found)))
         return 0

@@ -11,7 +11,7 @@ from fsdpc._plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
-OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan says
+OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _footprint(
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
-    """What ``_C.footprint`` says of one unit; do not change the dictionary."""
+    """The dictionary of ``_C.footprint`` for one unit; do not change the dictionary."""
     own = setup.offload if unit.offload is None else unit.offload
     return _footprint(
         specs_of(unit, setup),
@@ -97,7 +97,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
     reduce_bytes = reduce_slots = 0
     for group in dict.fromkeys(unit.group for unit in units):
         members = [i for i, unit in enumerate(units) if unit.group == group]
-        wants = [
+        needs = [
             (
                 units[i].depth,
                 reshards(units[i], setup),
@@ -106,7 +106,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
             )
             for i in members
         ]
-        found, sizes = _C.plan_slots(wants, setup.gather_slots)
+        found, sizes = _C.plan_slots(needs, setup.gather_slots)
         for i, slot in zip(members, found, strict=True):
             slot_of[i] = slot + len(slot_bytes) if slot >= 0 else -1
         slot_bytes += sizes

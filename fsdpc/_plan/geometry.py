@@ -17,7 +17,7 @@ from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder-only transformer. ``experts`` 0: a dense MLP. ``expert_tensors``: saved
-    tensors of width ``ffn`` per token and expert; ``dense_experts``: every expert sees every token.
+    tensors of width ``ffn`` per token and expert; ``dense_experts``: every expert gets every token.
     """
 
     name: str
@@ -232,7 +232,7 @@ FUSED_CHUNK = 1024  # tokens of which a fused loss keeps the logits at a time
 
 
 def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
-    """The model as the planner wants it. Pure arithmetic; blocks are equal."""
+    """The model in the planner's form. Pure arithmetic; blocks are equal."""
     c, tokens = item_of(setup), setup.micro_batch * setup.sequence
     units = units_for(g, wrap)
     return Model(

@@ -1,4 +1,4 @@
-"""What the planner knows about a model: units, their parameters, and how live memory moves.
+"""What a plan is made from: units, their parameters, and how live memory moves.
 
 Nothing here needs torch. Bytes are per rank, elements are of whole parameters.
 """

@@ -18,7 +18,7 @@ WRAPS = ("blocks", "embeddings", "whole")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a command line asks for. ``builds``: the model by wrap; ``build``: the one asked for."""
+    """The meaning of a command line. ``builds``: the model by wrap; ``build``: of ``--wrap``."""
 
     build: Build
     builds: dict[str, Build]

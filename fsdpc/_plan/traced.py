@@ -77,7 +77,7 @@ def policy_for(module: nn.Module, wrap: str) -> Any:
 
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
     """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
-    policy. Without inputs there are no activations, and a note says so.
+    policy. Without inputs there are no activations but a note.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = run_of(factory())

@@ -77,7 +77,7 @@ def training_of(made: Any) -> Training:
         unknown = set(made) - set(Training.__dataclass_fields__)
         if unknown or not isinstance(made.get("model"), nn.Module):
             raise TypeError(
-                f"check: the dict needs a module under 'model', and knows the keys "
+                f"check: the dict needs a module under 'model'; its keys are "
                 f"{', '.join(Training.__dataclass_fields__)}"
                 + (f", not {', '.join(sorted(unknown))}" if unknown else "")
             )

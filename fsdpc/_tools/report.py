@@ -108,7 +108,7 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
 
 
 def _planned(tree: Any, local: bool) -> dict[str, int]:
-    """What the plan says of one tree: group by group, as their ranks may differ in number."""
+    """The plan of one tree: group by group, as their ranks may differ in number."""
     total: dict[str, int] = {}
     units = list(zip(units_of_tree(tree), tree.units, strict=True))
     for group in dict.fromkeys(plan.group for plan, _ in units):

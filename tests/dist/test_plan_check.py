@@ -179,7 +179,7 @@ def test_right_trainings_pass(rank, world):
             assert max(result.figures.values()) < 5e-6, result.figures
 
 
-def test_the_kind_of_fault_is_told_from_two_numbers():
+def test_two_numbers_give_the_kind_of_fault():
     assert "factor" in fault(2.0, 1.0)
     assert "nothing" in fault(0.0, 0.0)
     assert "another direction" in fault(0.7, 0.64)

@@ -1,4 +1,4 @@
-"""memory_report: what the plan says beside what a model holds."""
+"""memory_report: the plan beside what a model holds."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -289,6 +290,28 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     assert code == 0
     text = path.read_text()
     assert text.startswith("<?xml") and "http://" not in text.split("<defs>")[-1][:1000]
+
+
+def test_a_snapshot_passes_torchs_own_reader(tmp_path, capsys):
+    """torch's viewer code runs over it, and the peak is the plan's."""
+    from torch.cuda import _memory_viz
+
+    path = tmp_path / "plan.pickle"
+    code, seen = output(capsys, "llama-3-8b", "--json", "--snapshot", str(path))
+    data = path.read_bytes()
+    assert code == 0 and data[:2] == b"\x80\x04"
+    found = pickle.loads(data)
+    live = top = 0
+    for entry in found["device_traces"][0]:
+        live += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+        if entry["action"] == "alloc":
+            top = max(top, live)
+    timeline = json.loads(seen.out)["timeline"]
+    assert live == timeline[-1]["bytes"], "what is left is the last moment"
+    assert top == json.loads(seen.out)["peak"]["bytes"]
+    entries = len(found["device_traces"][0])
+    assert f"{entries} entries" in _memory_viz.trace(found)
+    assert _memory_viz.segsum(found) and _memory_viz.trace_plot(found)
 
 
 def test_commands_are_listed(capsys):

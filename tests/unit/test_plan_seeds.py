@@ -1,7 +1,7 @@
 """The arithmetic of five documents about memory, each figure by the planner.
 
-`claimed` is what the document says, `right` what the planner gives; where they differ, `why` says
-what the document left out or got wrong. GB are 1e9 bytes, as in the documents.
+`claimed` is the document's figure, `right` the planner's; where they differ, `why` is what the
+document left out or got wrong. GB are 1e9 bytes, as in the documents.
 """
 
 from __future__ import annotations

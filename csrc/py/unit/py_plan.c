@@ -62,7 +62,7 @@ footprint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *n
 }
 
 static int
-parse_want(PyObject *item, struct fsdpc_slot_want *out)
+parse_need(PyObject *item, struct fsdpc_slot_need *out)
 {
     int reshard, direct;
     Py_ssize_t bytes;
@@ -128,20 +128,20 @@ make_slots(PyObject *items, int per_level)
         PyErr_SetString(PyExc_OverflowError, "plan_slots: too many units");
         return NULL;
     }
-    struct fsdpc_slot_want *wants = fsdpc_mem_calloc((size_t)count, sizeof *wants);
-    if (!wants) {
+    struct fsdpc_slot_need *needs = fsdpc_mem_calloc((size_t)count, sizeof *needs);
+    if (!needs) {
         return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (parse_want(PyTuple_GET_ITEM(items, i), &wants[i]) < 0) {
+        if (parse_need(PyTuple_GET_ITEM(items, i), &needs[i]) < 0) {
             goto done;
         }
     }
-    int status = fsdpc_slot_plan_make(wants, (int)count, per_level, &plan);
+    int status = fsdpc_slot_plan_make(needs, (int)count, per_level, &plan);
     result = status == FSDPC_OK ? slot_lists(&plan, count) : fsdpc_py_raise(status);
 done:
     fsdpc_slot_plan_free(&plan);
-    fsdpc_mem_free(wants);
+    fsdpc_mem_free(needs);
     return result;
 }
 
@@ -152,7 +152,7 @@ plan_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *
     PyObject *list = NULL;
     int32_t per_level = 0;
     const fsdpc_py_arg table[] = {
-        {"wants", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
+        {"needs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
         {"per_level", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &per_level},
     };
     if (fsdpc_py_args("plan_slots", table, 2, args, nargs, names) < 0) {
@@ -201,8 +201,8 @@ PyMethodDef fsdpc_py_plan_methods[] = {
      "offload=False)\n--\n\nBytes that a unit allocates on each rank. specs: as for layout(). "
      "range_grain: page of host memory, or the device's grain. ValueError, TypeError."},
     {"plan_slots", METHOD(plan_slots),
-     "plan_slots(wants, per_level=0)\n--\n\nWhich slot each unit gets: ([slot or -1 of each unit], "
-     "[bytes of each slot]). wants: (depth, reshard, direct, bytes) of the units with one group of "
+     "plan_slots(needs, per_level=0)\n--\n\nWhich slot each unit gets: ([slot or -1 of each unit], "
+     "[bytes of each slot]). needs: (depth, reshard, direct, bytes) of the units with one group of "
      "ranks, in module order. per_level: slots of a nesting level, 0 for the default."},
     {"plan_reduce_slots", METHOD(plan_reduce_slots),
      "plan_reduce_slots(world, any_offload, wire, largest, wanted=0)\n--\n\nHow many buffers for "
