@@ -117,7 +117,8 @@ def _largest_batches(
         setup = replace(setup, gather_slots=1, reduce_slots=1)
         if plan(build, replace(least, gather_slots=1, reduce_slots=1)).upper > usable:
             return
-    total = setup.micro_batch * setup.accumulation
+    traced = plan(build, least).model.traced  # its inputs decide the micro-batch
+    total = 1 if traced else setup.micro_batch * setup.accumulation
     for ratio in (0.0, 0.5, 1.0):
         best = None
         micro = 1
@@ -125,7 +126,10 @@ def _largest_batches(
             made = plan(
                 build,
                 replace(
-                    setup, checkpointing=ratio, micro_batch=micro, accumulation=-(-total // micro)
+                    setup,
+                    checkpointing=ratio,
+                    micro_batch=micro,
+                    accumulation=setup.accumulation if traced else -(-total // micro),
                 ),
             )
             if made.upper > usable:

@@ -70,7 +70,7 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if arguments.explain:
         out.line("")
         show.show_units(out, made)
-        show.show_changes(out, found)
+        show.show_changes(out, found, timed=not arguments.cpu and made.model.flops > 0)
     return 0
 
 
@@ -105,6 +105,8 @@ def _worlds(arguments: argparse.Namespace, default: list[int]) -> list[int]:
 def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if wanted.usable is None:
         raise ValueError("--suggest needs --gpu or --memory")
+    if plan(wanted.build, wanted.setup).model.flops == 0:
+        raise ValueError("--suggest ranks by step time, but the inputs have no token ids")
     names = dict.fromkeys((wanted.setup.optimizer, "adamw-fused", "adamw8bit"))
     worlds = _worlds(arguments, [wanted.setup.world])
     found = advise.suggest(

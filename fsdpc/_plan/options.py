@@ -98,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wanted(options: argparse.Namespace) -> Wanted:
     """``ValueError`` in one sentence for whatever does not go together."""
+    if options.cpu and (options.suggest or options.simulate or options.gpu):
+        raise ValueError("--suggest, --simulate and --gpu rest on a GPU's speeds: leave --cpu away")
     notes: list[str] = []
     strategy = options.strategy
     if options.zero is not None:
@@ -139,6 +141,12 @@ def wanted(options: argparse.Namespace) -> Wanted:
 
 def _builds(options: argparse.Namespace) -> dict[str, Build]:
     if options.model and ":" in options.model:
+        for name, default in (("micro_batch", 1), ("attention", "flash"), ("loss", "unfused")):
+            if getattr(options, name) != default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for plain numbers; what {options.model} "
+                    "returns decides it"
+                )
         return {options.wrap: _Traced(options.model, options.wrap)}
     if options.model and options.model.endswith(".json"):
         found = from_config(options.model)

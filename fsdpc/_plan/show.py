@@ -89,7 +89,7 @@ def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -
     """The ledger, the timeline's summits and the verdict."""
     setup, peak = plan.setup, plan.peak
     out.line(
-        f"{plan.model.name}: {plan.model.numel / 1e9:,.4g} G parameters in {len(plan.model.units)} "
+        f"{plan.model.name}: {plan.model.numel:,} parameters in {len(plan.model.units)} "
         f"units, {setup.strategy} over {setup.shards} of {setup.world} ranks; storage "
         f"{setup.storage}, compute {setup.compute or 'as stored'}, optimizer {setup.optimizer}, "
         f"{plan.model.tokens:,} tokens per micro-batch"
@@ -147,12 +147,17 @@ def verdict(plan: Plan, usable: int) -> str:
     return f"does not fit: {size(plan.peak.bytes - usable)} over {size(usable)}"
 
 
-def show_changes(out: Printer, changes: Sequence[Change]) -> None:
+def show_changes(out: Printer, changes: Sequence[Change], timed: bool = True) -> None:
+    """``timed`` False: step times are not known and left out."""
     out.table(
         "What each switch would change",
         ("switch", "peak", "step"),
         [
-            (c.label, ("+" if c.bytes > 0 else "-") + size(abs(c.bytes)), f"{c.share:+.1%}")
+            (
+                c.label,
+                ("+" if c.bytes > 0 else "-") + size(abs(c.bytes)),
+                f"{c.share:+.1%}" if timed else "-",
+            )
             for c in changes
         ],
     )

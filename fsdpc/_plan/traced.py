@@ -99,6 +99,8 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
                 + (", repeated blocks by one of them" if short else "")
             )
             tokens = _tokens(run.inputs)
+        if not tokens:
+            notes.append("no token ids among the inputs: FLOPs and step times are not known")
         buffers = _trace.bytes_of_tensors(list(module.buffers()))
         return Model(
             name=type(module).__name__,
@@ -107,7 +109,7 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
             buffer_bytes=buffers,
             input_bytes=_trace.bytes_of_tensors(run.inputs),
             tokens=tokens,
-            flops=6.0 * tokens * sum(u.numel for u in units),
+            flops=6.0 * tokens * sum(u.numel for u in units),  # 0 without token ids
             notes=tuple(notes),
             traced=True,
         )
@@ -118,10 +120,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _tokens(inputs: Any) -> int:
-    """Elements of the first integer tensor (token ids), else rows of the first tensor."""
+    """Elements of the first integer tensor: token ids. 0 without one."""
     tensors = [t for t in _trace.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    ids = [t for t in tensors if not t.is_floating_point()]
-    return ids[0].numel() if ids else (tensors[0].shape[0] if tensors else 0)
+    return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
 
 
 def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> tuple[list[Any], bool]:

@@ -78,6 +78,9 @@ def test_the_table_names_what_and_why(capsys):
         (["no_such_module:build"], "cannot import"),
         (["json:nothing"], "no function"),
         (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
+        (["plan_models:gpt", "--micro-batch", "2"], "decides it"),
+        (["plan_models:vit", "--suggest", "--gpu", "t4"], "no token ids"),
+        (["gpt2", "--suggest", "--cpu"], "leave --cpu away"),
     ],
 )
 def test_errors_are_one_sentence(capsys, arguments, text):
@@ -281,6 +284,18 @@ def test_sizes_are_read_as_written():
     assert geometry.count_of("6.57B") == 6.57e9 and geometry.count_of("350m") == 350e6
     with pytest.raises(ValueError, match="could not convert"):
         bytes_of("plenty")
+
+
+def test_a_traced_model_keeps_its_micro_batch(capsys):
+    """Its inputs decide; a search over micro-batches would find that any number fits."""
+    arguments = ["plan_models:gpt", "--world", "2", "--compute", "storage"]
+    code, seen = output(capsys, *arguments, "--json")
+    found = json.loads(seen.out)
+    assert code == 0 and found["peak"]["roles"]["activations"] > 0
+    more = ["--suggest", "--memory", "3GB", "--json", "--accumulation", "4"]
+    code, seen = output(capsys, *arguments, *more)
+    assert code == 0
+    assert all("micro-batch 1 x 4" in f["plan"] for f in json.loads(seen.out)["fits"])
 
 
 def test_a_picture_is_drawn(tmp_path, capsys):
