@@ -29,6 +29,12 @@ class Wanted:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_place(parser)
+    _add_training(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument(
         "model",
@@ -47,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blocks (default), embeddings (embedding and head are units, too), whole; "
         "for module:function also class names with commas between them",
     )
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where it runs")
     where.add_argument("--gpu", help="one of " + ", ".join(CARDS))
     where.add_argument(
@@ -58,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cpu", action="store_true", help="ranks on processors of one host")
     where.add_argument("--world", type=int, default=8, help="ranks (default 8)")
     where.add_argument("--ranks-per-host", type=int, default=8, metavar="N")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is trained")
     shape = how.add_mutually_exclusive_group()
     shape.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
