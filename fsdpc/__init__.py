@@ -59,6 +59,7 @@ _HOME = {
     "FullyShardedDataParallel": "fsdpc.fsdp",
     "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._fsdp1.marks",
+    "memory_report": "fsdpc._tools.report",
     "memory_stats": "fsdpc._engine.root",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
@@ -99,6 +100,7 @@ __all__ = [
     "fully_shard",
     "install",
     "mark_data_dependent",
+    "memory_report",
     "memory_stats",
     "register_fsdp_forward_method",
     "set_collectives",
@@ -126,6 +128,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fsdpc._install import install, uninstall
+    from fsdpc._tools.report import memory_report
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,

@@ -40,10 +40,7 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         fsdpc_unit *unit = x->units[i] = plan->units[i];
         FSDPC_TRY(take_unit(x, i));
         x->trace_ids[i] = plan->unit_ids[i];
-        /* One rank does not cast its gradients to the reduce dtype. */
-        size_t bytes = x->world > 1 ? fsdpc_unit_layout(unit)->reduce_bytes
-                                    : fsdpc_unit_layout(unit)->grad_bytes;
-        bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
+        size_t bytes = fsdpc_unit_footprint(unit)->reduce_bytes;
         x->sum_reduce_bytes += bytes;
         x->max_reduce_bytes = bytes > x->max_reduce_bytes ? bytes : x->max_reduce_bytes;
     }
@@ -351,10 +348,12 @@ fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
 int
 fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
 {
-    if (x->max_reduce_bytes == 0 || !fsdpc_exchange_packs(x, NULL)) {
-        return 0;
+    bool any_offload = false, wire = !x->shared && !x->streams;
+    for (int i = 0; i < x->unit_count; i++) {
+        any_offload = any_offload || fsdpc_unit_is_offloaded(x->units[i]);
     }
-    return x->shared || x->streams ? x->reduce_slots : 1;
+    return fsdpc_footprint_reduce_slots(x->world, any_offload, wire, x->max_reduce_bytes,
+                                        x->reduce_slots);
 }
 
 size_t
@@ -366,10 +365,7 @@ fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 size_t
 fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
 {
-    if (fsdpc_exchange_packs(x, NULL) && (x->shared || x->streams)) {
-        return (size_t)x->reduce_slots * x->max_reduce_bytes;
-    }
-    return x->reduce_buffer ? x->max_reduce_bytes : 0;
+    return (size_t)fsdpc_exchange_reduce_slots(x) * x->max_reduce_bytes;
 }
 
 size_t

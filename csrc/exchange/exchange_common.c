@@ -35,7 +35,7 @@ fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit)
 }
 
 /* The cast of gathered values, piece by piece. A GPU unit with several dtypes is cast by one launch instead
- * (exchange_stream_gather.c); a direct unit is never cast (needs_no_cast in unit.c). */
+ * (exchange_stream_gather.c); a direct unit is never cast (needs_no_cast in footprint.c). */
 int
 fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r, int64_t begin,
                           int64_t n)

@@ -16,6 +16,7 @@
 #include "py/unit/py_engine.h"
 #include "py/unit/py_layout.h"
 #include "py/py_module.h"
+#include "py/unit/py_plan.h"
 
 /* --- exceptions ------------------------------------------------------------------------------ */
 
@@ -108,7 +109,7 @@ add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_cuda_methods, fsdpc_py_nccl_methods,
                                       fsdpc_py_alloc_methods, fsdpc_py_thread_methods,
-                                      fsdpc_py_layout_methods, fsdpc_py_ckpt_methods};
+                                      fsdpc_py_layout_methods, fsdpc_py_plan_methods, fsdpc_py_ckpt_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

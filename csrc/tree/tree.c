@@ -9,9 +9,7 @@
 #include "base/status.h"
 #include "tree/tree_impl.h"
 
-/* A prefetch of depth n needs n + 1 slots per level: with fewer, the slot of the unit ahead is still in use
- * and the prefetch is a silent no-op. Two slots allow a depth of 1. */
-enum { TRACE_ENTRIES = 1 << 14, DEFAULT_SLOTS = 2 };
+enum { TRACE_ENTRIES = 1 << 14 };
 
 /* --- set-up ---------------------------------------------------------------------------------- */
 
@@ -42,6 +40,27 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
     return FSDPC_OK;
 }
 
+static int
+plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_slot_plan *out)
+{
+    struct fsdpc_slot_need *needs = fsdpc_mem_calloc((size_t)count, sizeof *needs);
+    if (!needs) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of gather slots");
+    }
+    for (int m = 0; m < count; m++) {
+        const struct fsdpc_node *node = &tree->nodes[members[m]];
+        needs[m] = (struct fsdpc_slot_need){
+            .depth = node->depth,
+            .reshard = fsdpc_unit_reshards(node->unit),
+            .direct = fsdpc_unit_is_direct(node->unit),
+            .bytes = fsdpc_unit_footprint(node->unit)->range_bytes,
+        };
+    }
+    int status = fsdpc_slot_plan_make(needs, count, tree->gather_slots, out);
+    fsdpc_mem_free(needs);
+    return status;
+}
+
 /* One exchange for all units with the communicator of unit `first`. */
 static int
 make_exchange(fsdpc_tree *tree, int first)
@@ -60,10 +79,10 @@ make_exchange(fsdpc_tree *tree, int first)
             members[count++] = i;
         }
     }
-    FSDPC_GOTO(fsdpc_tree_plan_slots(tree, members, count, &slots), done);
+    FSDPC_GOTO(plan_slots(tree, members, count, &slots), done);
     FSDPC_GOTO(fill_exchange_plan(tree, members, count, units, &slots), done);
 done:
-    fsdpc_tree_plan_free(&slots);
+    fsdpc_slot_plan_free(&slots);
     fsdpc_mem_free(members);
     fsdpc_mem_free(units);
     return status;
@@ -99,8 +118,8 @@ fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
     }
     tree->backward_prefetch = options->backward_prefetch;
     tree->forward_prefetch = options->forward_prefetch;
-    tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : DEFAULT_SLOTS;
-    tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : DEFAULT_SLOTS;
+    tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : FSDPC_DEFAULT_SLOTS;
+    tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : FSDPC_DEFAULT_SLOTS;
     tree->poison = options->poison;
     tree->trust_order = options->trust_order;
     FSDPC_GOTO(fsdpc_trace_new(TRACE_ENTRIES, &tree->trace), fail);

@@ -3,6 +3,7 @@
 #define FSDPC_TREE_IMPL_H
 
 #include "tree/tree.h"
+#include "tree/tree_plan.h"
 #include "unit/grad.h"
 
 struct fsdpc_node {
@@ -50,15 +51,5 @@ int fsdpc_tree_publish_tag(fsdpc_tree *tree);
 
 /* tree_norm.c */
 void fsdpc_tree_norm_free(fsdpc_tree *tree);
-
-struct fsdpc_slot_plan {
-    int *slot_of;       /* per member, -1: needs none */
-    size_t *slot_bytes; /* per slot */
-    int slot_count;
-};
-
-int fsdpc_tree_plan_slots(const fsdpc_tree *tree, const int *members, int count,
-                          struct fsdpc_slot_plan *plan);
-void fsdpc_tree_plan_free(struct fsdpc_slot_plan *plan);
 
 #endif

@@ -1,29 +1,30 @@
-/* Which slot each unit gets. Part of tree.c's set-up.
+/* Which slot each unit gets. See tree_plan.h.
  *
  * Units of one nesting level that are released after forward share K slots in turn; a unit that
  * stays gathered has a slot of its own. A slot is as large as its largest unit. Everything follows from
  * the list of units, so that all ranks compute the same plan.
  */
+#include "tree/tree_plan.h"
+
 #include <string.h>
 
 #include "base/mem.h"
 #include "base/status.h"
-#include "tree/tree_impl.h"
 
 static int
-deepest(const fsdpc_tree *tree)
+deepest(const struct fsdpc_slot_need *needs, int count)
 {
     int depth = 0;
-    for (int i = 0; i < tree->count; i++) {
-        depth = tree->nodes[i].depth > depth ? tree->nodes[i].depth : depth;
+    for (int i = 0; i < count; i++) {
+        depth = needs[i].depth > depth ? needs[i].depth : depth;
     }
     return depth;
 }
 
 static void
-use_slot(struct fsdpc_slot_plan *plan, int position, int slot, size_t bytes)
+use_slot(struct fsdpc_slot_plan *plan, int unit, int slot, size_t bytes)
 {
-    plan->slot_of[position] = slot;
+    plan->slot_of[unit] = slot;
     if (bytes > plan->slot_bytes[slot]) {
         plan->slot_bytes[slot] = bytes;
     }
@@ -31,47 +32,46 @@ use_slot(struct fsdpc_slot_plan *plan, int position, int slot, size_t bytes)
 
 /* `shared[depth * per_level + k]` is the k-th slot of a level, -1 until used. */
 static void
-assign(const fsdpc_tree *tree, struct fsdpc_slot_plan *plan, const int *members, int count,
-       int *shared, int *turn)
+assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *shared, int *turn,
+       struct fsdpc_slot_plan *plan)
 {
-    for (int m = 0; m < count; m++) {
-        const struct fsdpc_node *node = &tree->nodes[members[m]];
-        size_t bytes = fsdpc_unit_is_direct(node->unit) ? 0 : fsdpc_unit_range(node->unit)->bytes;
-        if (fsdpc_unit_is_direct(node->unit)) {
-            plan->slot_of[m] = -1;
+    for (int i = 0; i < count; i++) {
+        const struct fsdpc_slot_need *need = &needs[i];
+        if (need->direct) {
+            plan->slot_of[i] = -1;
             continue;
         }
-        if (!fsdpc_unit_reshards(node->unit)) {
-            use_slot(plan, m, plan->slot_count++, bytes);
+        if (!need->reshard) {
+            use_slot(plan, i, plan->slot_count++, need->bytes);
             continue;
         }
-        int *slot = &shared[node->depth * tree->gather_slots + turn[node->depth]];
-        turn[node->depth] = (turn[node->depth] + 1) % tree->gather_slots;
+        int *slot = &shared[need->depth * per_level + turn[need->depth]];
+        turn[need->depth] = (turn[need->depth] + 1) % per_level;
         if (*slot < 0) {
             *slot = plan->slot_count++;
         }
-        use_slot(plan, m, *slot, bytes);
+        use_slot(plan, i, *slot, need->bytes);
     }
 }
 
 int
-fsdpc_tree_plan_slots(const fsdpc_tree *tree, const int *members, int count,
-                      struct fsdpc_slot_plan *plan)
+fsdpc_slot_plan_make(const struct fsdpc_slot_need *needs, int count, int per_level,
+                     struct fsdpc_slot_plan *out)
 {
-    memset(plan, 0, sizeof *plan);
-    size_t levels = (size_t)deepest(tree) + 1;
-    int *shared = fsdpc_mem_calloc(levels * (size_t)tree->gather_slots, sizeof *shared);
+    memset(out, 0, sizeof *out);
+    size_t levels = (size_t)deepest(needs, count) + 1, slots = levels * (size_t)per_level;
+    int *shared = fsdpc_mem_calloc(slots, sizeof *shared);
     int *turn = fsdpc_mem_calloc(levels, sizeof *turn);
-    plan->slot_of = fsdpc_mem_calloc((size_t)count, sizeof *plan->slot_of);
-    plan->slot_bytes = fsdpc_mem_calloc((size_t)count, sizeof *plan->slot_bytes);
-    bool ok = shared && turn && plan->slot_of && plan->slot_bytes;
+    out->slot_of = fsdpc_mem_calloc((size_t)count, sizeof *out->slot_of);
+    out->slot_bytes = fsdpc_mem_calloc((size_t)count, sizeof *out->slot_bytes);
+    bool ok = shared && turn && out->slot_of && out->slot_bytes;
     if (ok) {
-        for (size_t i = 0; i < levels * (size_t)tree->gather_slots; i++) {
+        for (size_t i = 0; i < slots; i++) {
             shared[i] = -1;
         }
-        assign(tree, plan, members, count, shared, turn);
+        assign(needs, count, per_level, shared, turn, out);
     } else {
-        fsdpc_tree_plan_free(plan);
+        fsdpc_slot_plan_free(out);
     }
     fsdpc_mem_free(shared);
     fsdpc_mem_free(turn);
@@ -79,7 +79,7 @@ fsdpc_tree_plan_slots(const fsdpc_tree *tree, const int *members, int count,
 }
 
 void
-fsdpc_tree_plan_free(struct fsdpc_slot_plan *plan)
+fsdpc_slot_plan_free(struct fsdpc_slot_plan *plan)
 {
     fsdpc_mem_free(plan->slot_of);
     fsdpc_mem_free(plan->slot_bytes);

@@ -7,6 +7,7 @@
  * The layout is kept in pack plans: to the reduce buffer, to `local` (no_sync), to the shard gradient (one
  * rank), and from reduced pieces to the shard gradient. `local` is the base to which a plan adds.
  */
+#include <assert.h>
 #include <string.h>
 
 #include "base/mem.h"
@@ -53,6 +54,7 @@ lay_local(fsdpc_unit *unit)
                                     unit->layout->align_bytes);
         }
     }
+    assert(bytes == unit->footprint.local_bytes);
     unit->local_bytes = bytes;
 }
 

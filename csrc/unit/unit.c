@@ -47,17 +47,6 @@ make_masters(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static bool
-needs_no_cast(const fsdpc_layout *layout)
-{
-    for (int s = 0; s < layout->segment_count; s++) {
-        if (layout->segments[s].storage != layout->segments[s].compute) {
-            return false;
-        }
-    }
-    return true;
-}
-
 static int
 make_buffers(fsdpc_unit *unit)
 {
@@ -70,9 +59,10 @@ make_buffers(fsdpc_unit *unit)
     if (!unit->grads.used || !unit->grads.local_used || !unit->local_offset) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a unit");
     }
-    unit->direct = unit->world == 1 && needs_no_cast(layout) && !unit->offload;
-    return unit->direct ? FSDPC_OK
-                        : fsdpc_range_init_on(unit->device, &unit->range, layout->full_bytes);
+    unit->direct = unit->footprint.direct;
+    return unit->direct
+               ? FSDPC_OK
+               : fsdpc_range_init_on(unit->device, &unit->range, unit->footprint.range_bytes);
 }
 
 int
@@ -175,6 +165,12 @@ fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
     fsdpc_mem_free(unit->name);
     unit->name = copy;
     return FSDPC_OK;
+}
+
+const fsdpc_footprint *
+fsdpc_unit_footprint(const fsdpc_unit *unit)
+{
+    return &unit->footprint;
 }
 
 const fsdpc_layout *

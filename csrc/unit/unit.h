@@ -13,6 +13,7 @@
 
 #include "comm/comm.h"
 #include "unit/arena.h"
+#include "unit/footprint.h"
 #include "unit/layout.h"
 
 typedef struct fsdpc_unit fsdpc_unit;
@@ -49,6 +50,8 @@ const char *fsdpc_unit_name(const fsdpc_unit *unit);
 /* A unit is made before its name in the tree is known. */
 int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
+/* The sizes that the unit allocates. */
+const fsdpc_footprint *fsdpc_unit_footprint(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
 int fsdpc_unit_rank(const fsdpc_unit *unit);
 /* Master shard, shard gradient (accumulate dtype) and gathered range: fixed for life. */

@@ -2,6 +2,7 @@
 #ifndef FSDPC_UNIT_IMPL_H
 #define FSDPC_UNIT_IMPL_H
 
+#include "unit/footprint.h"
 #include "unit/grad.h"
 
 /* What the gradient buffers of a unit hold at the moment. */
@@ -23,6 +24,7 @@ struct fsdpc_grads {
 struct fsdpc_unit {
     char *name;
     fsdpc_layout *layout;
+    fsdpc_footprint footprint;
     fsdpc_device *device;
     fsdpc_comm *shard, *replicate; /* borrowed */
     int rank, world;
@@ -62,7 +64,7 @@ struct fsdpc_unit {
     struct fsdpc_grad_plans *plans; /* grad_pack.c; NULL until the first gradients */
 
     fsdpc_range range;
-    bool direct;
+    bool direct; /* as in the footprint */
 
     struct fsdpc_grads grads;
     struct fsdpc_unit_use *use; /* borrowed from the exchange; NULL without one */
@@ -74,6 +76,8 @@ char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int s
 
 /* --- unit_memory.c, unit_thaw.c --------------------------------------------------------------- */
 
+/* Computes the unit's footprint from its layout. */
+void fsdpc_unit_plan(fsdpc_unit *unit);
 /* Allocates grad, grad_out and partial by the layout. After a failure the caller frees the others. */
 int fsdpc_unit_make_grads(fsdpc_unit *unit);
 void fsdpc_unit_free_retired(fsdpc_unit *unit);

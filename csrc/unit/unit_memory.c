@@ -53,28 +53,32 @@ fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
     return dtype;
 }
 
-static bool
-sees_other_grads(const fsdpc_layout *layout)
+void
+fsdpc_unit_plan(fsdpc_unit *unit)
 {
-    for (int s = 0; s < layout->segment_count; s++) {
-        if (layout->segments[s].trainable &&
-            layout->segments[s].storage != layout->segments[s].accumulate) {
-            return true;
-        }
-    }
-    return false;
+    size_t page = fsdpc_shm_page_bytes();
+    fsdpc_footprint_options options = {
+        .replicate = unit->replicate != NULL,
+        .offload = unit->offload,
+        .range_grain = fsdpc_device_get_caps(unit->device)->host_memory
+                           ? page
+                           : fsdpc_device_grain(unit->device),
+        .page_bytes = page,
+    };
+    unit->footprint = fsdpc_footprint_of(unit->layout, &options);
 }
 
 int
 fsdpc_unit_make_grads(fsdpc_unit *unit)
 {
-    const fsdpc_layout *layout = unit->layout;
-    FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->grad_bytes, &unit->grad));
-    if (sees_other_grads(layout)) {
-        FSDPC_TRY(fsdpc_unit_own_alloc(unit, layout->shard_bytes, &unit->grad_out));
+    fsdpc_unit_plan(unit); /* again: parameters may have been unfrozen */
+    const fsdpc_footprint *print = &unit->footprint;
+    FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->grad_bytes, &unit->grad));
+    if (print->seen_bytes) {
+        FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->seen_bytes, &unit->grad_out));
     }
     if (unit->replicate) {
-        FSDPC_TRY(fsdpc_device_alloc(unit->device, layout->grad_bytes, &unit->partial));
+        FSDPC_TRY(fsdpc_device_alloc(unit->device, print->partial_bytes, &unit->partial));
     }
     return FSDPC_OK;
 }

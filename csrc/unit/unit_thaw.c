@@ -194,6 +194,7 @@ fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments)
 undo:
     free_new(unit);
     set_trainable(unit, old.segments, NULL, flags);
+    fsdpc_unit_plan(unit);
     put_buffers(unit, &old);
     memcpy(unit->local_offset, old.local_offset, count * sizeof *old.local_offset);
 done:

@@ -191,6 +191,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def hosts(model: nn.Module) -> list[Any]:
+    """The hosts of units in ``model``, of either interface, in module order. Local."""
+    found = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
+    return list({id(host): host for host in found if host is not None}.values())
+
+
 def memory_stats(model: nn.Module) -> dict[str, int]:
     """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
 
@@ -202,8 +208,7 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_stats expects an nn.Module but got {type(model).__name__}")
-    hosts = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
-    trees = {id(host._tree): host._tree for host in hosts if host is not None and host._tree}
+    trees = {id(host._tree): host._tree for host in hosts(model) if host._tree is not None}
     total: dict[str, int] = {}
     for tree in trees.values():
         for key, value in tree.memory_stats().items():

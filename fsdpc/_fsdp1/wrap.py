@@ -35,6 +35,20 @@ def auto_wrap(
     """
     _check_unwrapped(root)
     full_precision = _full_precision_classes(root, kwargs["mixed_precision"])
+    apply_policy(root, policy, full_precision, ignored, kwargs, wrapper)
+
+
+def apply_policy(
+    root: nn.Module,
+    policy: Any,
+    full_precision: tuple[type[nn.Module], ...],
+    ignored: Ignored,
+    kwargs: dict[str, Any],
+    wrapper: Wrap,
+) -> None:
+    """Replace the descendants of ``root`` that ``policy`` selects, and the instances of
+    ``full_precision``, by ``wrapper(child, **kwargs)``. Local, if ``wrapper`` is.
+    """
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored.modules, dict(kwargs))
         _add_full_precision(root, full_precision, ignored, kwargs, targets)

@@ -238,7 +238,18 @@ def test_only_the_package_imports_torch() -> None:
 
 
 # The package's folders, lowest first; "" is what users import.
-PACKAGE = ("ground", "_comm", "_engine", "_clip", "_fsdp1", "_fsdp2", "checkpoint", "")
+PACKAGE = (
+    "ground",
+    "_comm",
+    "_engine",
+    "_clip",
+    "_fsdp1",
+    "_fsdp2",
+    "checkpoint",
+    "_plan",
+    "_tools",
+    "",
+)
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
 UPWARD = {("_fsdp1/optim/methods", "state_dict")}

@@ -36,11 +36,12 @@ cuda_device(PyObject *module, PyObject *argument)
         return fsdpc_py_raise(status);
     }
     const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
-    return Py_BuildValue("{s:s,s:s,s:O,s:O,s:n,s:z}", "device", fsdpc_device_name(device),
+    return Py_BuildValue("{s:s,s:s,s:O,s:O,s:n,s:n,s:z}", "device", fsdpc_device_name(device),
                          "kernels", fsdpc_device_kernels_name(device), "virtual_memory",
                          caps->virtual_memory ? Py_True : Py_False, "stand_in",
                          caps->stand_in ? Py_True : Py_False, "align_bytes",
-                         (Py_ssize_t)caps->align_bytes, "note", caps->note);
+                         (Py_ssize_t)caps->align_bytes, "grain_bytes",
+                         (Py_ssize_t)fsdpc_device_grain(device), "note", caps->note);
 }
 
 static PyObject *
@@ -87,7 +88,8 @@ PyMethodDef fsdpc_py_cuda_methods[] = {
      "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."},
     {"cuda_device", cuda_device, METH_O,
      "cuda_device(ordinal, /)\n--\n\n"
-     "Returns a GPU's properties: device, kernels, virtual_memory, stand_in, align_bytes, note.\n"
+     "Returns a GPU's properties: device, kernels, virtual_memory, stand_in, align_bytes,\n"
+     "grain_bytes, note.\n"
      "NotImplementedError where there is no such GPU, driver or kernel."},
     {"cuda_waits", cuda_waits, METH_O,
      "cuda_waits(ordinal, /)\n--\n\n"

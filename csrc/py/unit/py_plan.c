@@ -1,0 +1,212 @@
+/* The engine's sizes as plain Python data, without an engine. See py_plan.h. */
+#include "py/unit/py_plan.h"
+
+#include "base/mem.h"
+#include "py/unit/py_layout.h"
+#include "tree/tree_plan.h"
+#include "unit/footprint.h"
+
+static PyObject *
+footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
+{
+    return Py_BuildValue(
+        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
+        print->direct ? Py_True : Py_False, "master_bytes", (Py_ssize_t)print->master_bytes,
+        "grad_bytes", (Py_ssize_t)print->grad_bytes, "seen_bytes", (Py_ssize_t)print->seen_bytes,
+        "partial_bytes", (Py_ssize_t)print->partial_bytes, "local_bytes",
+        (Py_ssize_t)print->local_bytes, "range_bytes", (Py_ssize_t)print->range_bytes,
+        "reduce_bytes", (Py_ssize_t)print->reduce_bytes, "full_bytes",
+        (Py_ssize_t)layout->full_bytes, "wire_bytes", (Py_ssize_t)layout->reduce_bytes,
+        "padding_bytes", (long long)layout->padding_bytes);
+}
+
+static PyObject *
+footprint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)module;
+    PyObject *list = NULL, *result = NULL;
+    int32_t world = 1;
+    size_t align = 0;
+    fsdpc_footprint_options options = {0};
+    fsdpc_py_specs specs = {0};
+    fsdpc_layout *layout = NULL;
+    const fsdpc_py_arg table[] = {
+        {"specs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
+        {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
+        {"align_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &align},
+        {"range_grain", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.range_grain},
+        {"page_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.page_bytes},
+        {"replicate", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.replicate},
+        {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
+    };
+    if (fsdpc_py_args("footprint", table, 7, args, nargs, names) < 0) {
+        return NULL;
+    }
+    if (options.range_grain == 0 || options.page_bytes == 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "footprint: range_grain and page_bytes must be at least 1");
+        return NULL;
+    }
+    if (fsdpc_py_specs_parse(list, &specs) == 0) {
+        int status = fsdpc_layout_build(specs.specs, specs.count, world, align, &layout);
+        if (status == FSDPC_OK) {
+            fsdpc_footprint print = fsdpc_footprint_of(layout, &options);
+            result = footprint_dict(layout, &print);
+        } else {
+            fsdpc_py_raise(status);
+        }
+    }
+    fsdpc_layout_free(layout);
+    fsdpc_py_specs_release(&specs);
+    return result;
+}
+
+static int
+parse_need(PyObject *item, struct fsdpc_slot_need *out)
+{
+    int reshard, direct;
+    Py_ssize_t bytes;
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "plan_slots: a unit must be a tuple, not %.100s",
+                     Py_TYPE(item)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item,
+                          "ippn;plan_slots: a unit must be (depth: int, reshard: bool, direct: "
+                          "bool, bytes: int)",
+                          &out->depth, &reshard, &direct, &bytes)) {
+        return -1;
+    }
+    if (out->depth < 0 || out->depth > 1000 || bytes < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "plan_slots: depth %d and bytes %zd must be from 0 to 1000 and >= 0",
+                     out->depth, bytes);
+        return -1;
+    }
+    out->reshard = reshard != 0;
+    out->direct = direct != 0;
+    out->bytes = (size_t)bytes;
+    return 0;
+}
+
+/* The plan as ([slot of each unit], [bytes of each slot]). */
+static PyObject *
+slot_lists(const struct fsdpc_slot_plan *plan, Py_ssize_t count)
+{
+    PyObject *of = PyList_New(count), *bytes = PyList_New(plan->slot_count);
+    for (Py_ssize_t i = 0; of && bytes && i < count; i++) {
+        PyObject *slot = PyLong_FromLong(plan->slot_of[i]);
+        if (!slot) {
+            Py_CLEAR(of);
+            break;
+        }
+        PyList_SET_ITEM(of, i, slot);
+    }
+    for (Py_ssize_t s = 0; of && bytes && s < plan->slot_count; s++) {
+        PyObject *size = PyLong_FromSize_t(plan->slot_bytes[s]);
+        if (!size) {
+            Py_CLEAR(bytes);
+            break;
+        }
+        PyList_SET_ITEM(bytes, s, size);
+    }
+    if (!of || !bytes) {
+        Py_XDECREF(of);
+        Py_XDECREF(bytes);
+        return NULL;
+    }
+    return Py_BuildValue("NN", of, bytes);
+}
+
+static PyObject *
+make_slots(PyObject *items, int per_level)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(items);
+    PyObject *result = NULL;
+    struct fsdpc_slot_plan plan = {0};
+    if (count > INT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "plan_slots: too many units");
+        return NULL;
+    }
+    struct fsdpc_slot_need *needs = fsdpc_mem_calloc((size_t)count, sizeof *needs);
+    if (!needs) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (parse_need(PyTuple_GET_ITEM(items, i), &needs[i]) < 0) {
+            goto done;
+        }
+    }
+    int status = fsdpc_slot_plan_make(needs, (int)count, per_level, &plan);
+    result = status == FSDPC_OK ? slot_lists(&plan, count) : fsdpc_py_raise(status);
+done:
+    fsdpc_slot_plan_free(&plan);
+    fsdpc_mem_free(needs);
+    return result;
+}
+
+static PyObject *
+plan_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)module;
+    PyObject *list = NULL;
+    int32_t per_level = 0;
+    const fsdpc_py_arg table[] = {
+        {"needs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
+        {"per_level", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &per_level},
+    };
+    if (fsdpc_py_args("plan_slots", table, 2, args, nargs, names) < 0) {
+        return NULL;
+    }
+    if (per_level < 0 || per_level > 1000) {
+        PyErr_Format(PyExc_ValueError, "plan_slots: per_level is %d, but must be from 0 to 1000",
+                     per_level);
+        return NULL;
+    }
+    PyObject *items = PySequence_Tuple(list);
+    if (!items) {
+        return NULL;
+    }
+    PyObject *result = make_slots(items, per_level > 0 ? per_level : FSDPC_DEFAULT_SLOTS);
+    Py_DECREF(items);
+    return result;
+}
+
+static PyObject *
+plan_reduce_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)module;
+    int32_t world = 1, wanted = 0;
+    bool any_offload = false, wire = false;
+    size_t largest = 0;
+    const fsdpc_py_arg table[] = {
+        {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
+        {"any_offload", FSDPC_PY_BOOL, FSDPC_PY_REQUIRED, &any_offload},
+        {"wire", FSDPC_PY_BOOL, FSDPC_PY_REQUIRED, &wire},
+        {"largest", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &largest},
+        {"wanted", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &wanted},
+    };
+    if (fsdpc_py_args("plan_reduce_slots", table, 5, args, nargs, names) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(fsdpc_footprint_reduce_slots(world, any_offload, wire, largest,
+                                                        wanted > 0 ? wanted : FSDPC_DEFAULT_SLOTS));
+}
+
+#define METHOD(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
+
+PyMethodDef fsdpc_py_plan_methods[] = {
+    {"footprint", METHOD(footprint),
+     "footprint(specs, world, align_bytes, range_grain, page_bytes, replicate=False, "
+     "offload=False)\n--\n\nBytes that a unit allocates on each rank. specs: as for layout(). "
+     "range_grain: page of host memory, or the device's grain. ValueError, TypeError."},
+    {"plan_slots", METHOD(plan_slots),
+     "plan_slots(needs, per_level=0)\n--\n\nWhich slot each unit gets: ([slot or -1 of each unit], "
+     "[bytes of each slot]). needs: (depth, reshard, direct, bytes) of the units with one group of "
+     "ranks, in module order. per_level: slots of a nesting level, 0 for the default."},
+    {"plan_reduce_slots", METHOD(plan_reduce_slots),
+     "plan_reduce_slots(world, any_offload, wire, largest, wanted=0)\n--\n\nHow many buffers for "
+     "packed gradients a group of units has. largest: the most reduce_bytes of a unit. wanted: 0 "
+     "for the default."},
+    {NULL, NULL, 0, NULL},
+};

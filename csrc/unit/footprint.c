@@ -1,0 +1,55 @@
+/* The bytes of a unit. See footprint.h. */
+#include "unit/footprint.h"
+
+#include "base/mem.h"
+
+static bool
+needs_no_cast(const fsdpc_layout *layout)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].storage != layout->segments[s].compute) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool
+sees_other_grads(const fsdpc_layout *layout)
+{
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].trainable &&
+            layout->segments[s].storage != layout->segments[s].accumulate) {
+            return true;
+        }
+    }
+    return false;
+}
+
+fsdpc_footprint
+fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *options)
+{
+    const bool direct = layout->world == 1 && needs_no_cast(layout) && !options->offload;
+    /* One rank does not cast its gradients to the reduce dtype. */
+    const size_t packed = layout->world > 1 ? layout->reduce_bytes : layout->grad_bytes;
+    const size_t full = layout->full_bytes ? layout->full_bytes : 1;
+    return (fsdpc_footprint){
+        .direct = direct,
+        .master_bytes = layout->shard_bytes,
+        .grad_bytes = layout->grad_bytes,
+        .seen_bytes = sees_other_grads(layout) ? layout->shard_bytes : 0,
+        .partial_bytes = options->replicate ? layout->grad_bytes : 0,
+        .local_bytes = layout->grad_bytes * (size_t)layout->world,
+        .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
+        .reduce_bytes = fsdpc_round_up(packed, options->page_bytes),
+    };
+}
+
+int
+fsdpc_footprint_reduce_slots(int world, bool any_offload, bool wire, size_t largest, int wanted)
+{
+    if (largest == 0 || (world == 1 && !any_offload)) {
+        return 0;
+    }
+    return wire ? 1 : wanted;
+}

@@ -1,0 +1,38 @@
+/* How many bytes a unit needs, from its layout alone: pure arithmetic, no memory is touched.
+ *
+ * The engine allocates by these figures, and planners print them, so that a plan equals a run to the byte.
+ */
+#ifndef FSDPC_FOOTPRINT_H
+#define FSDPC_FOOTPRINT_H
+
+#include "unit/layout.h"
+
+typedef struct fsdpc_footprint_options {
+    bool replicate; /* gradients are also summed over replicas */
+    bool
+        offload; /* master shard and shard gradient lie in another memory than the gathered values */
+    size_t range_grain; /* size of a page of host memory, or the device's grain */
+    size_t page_bytes;  /* of host memory */
+} fsdpc_footprint_options;
+
+typedef struct fsdpc_footprint {
+    bool direct; /* the gathered values are the master shard: one rank and nothing to cast */
+    size_t master_bytes;
+    size_t grad_bytes;    /* shard gradient, accumulate dtype */
+    size_t seen_bytes;    /* the gradient in the storage dtype, where that is narrower; else 0 */
+    size_t partial_bytes; /* sum over the shard group before replicas; 0 without replicas */
+    size_t local_bytes;   /* whole gradients of no_sync; allocated when first needed */
+    size_t range_bytes;   /* gathered values, whole grains; 0 if direct */
+    size_t reduce_bytes;  /* one rank's packed gradients, whole pages */
+} fsdpc_footprint;
+
+fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
+                                   const fsdpc_footprint_options *options);
+
+/* How many buffers for packed gradients a group of units has: `wanted` with shared memory or streams, 1 on
+ * a wire, none where nothing is packed. `largest`: the most reduce_bytes of a unit. `any_offload`: some unit
+ * is offloaded. */
+int fsdpc_footprint_reduce_slots(int world, bool any_offload, bool wire, size_t largest,
+                                 int wanted);
+
+#endif

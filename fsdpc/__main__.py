@@ -1,0 +1,52 @@
+"""``python -m fsdpc COMMAND``: a table of commands, each imported when it is asked for.
+
+A command is a module with ``add_arguments(parser)`` and ``run(arguments)``,
+which returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "check": "fsdpc._tools.check",
+    "checkpoint": "fsdpc.checkpoint.cli",
+    "doctor": "fsdpc._tools.doctor",
+    "plan": "fsdpc._plan.command",
+}
+ABOUT = {
+    "check": "does the sharded model train like the unsharded one?",
+    "checkpoint": "verify, inspect, compare and convert checkpoints",
+    "doctor": "is this machine ready? versions, limits, a round trip of two ranks",
+    "plan": "memory and time of a training step, before it runs",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code, or 2 for a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        return _usage(arguments)
+    name = arguments.pop(0)
+    module = import_module(COMMANDS[name])
+    parser = argparse.ArgumentParser(prog=f"fsdpc {name}")
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(arguments))
+
+
+def _usage(arguments: Sequence[str]) -> int:
+    asked = not arguments or arguments[0] in ("-h", "--help", "help")
+    out = sys.stdout if asked else sys.stderr
+    if not asked:
+        print(f"fsdpc: unknown command {arguments[0]!r}", file=out)
+    print("usage: fsdpc COMMAND [options]; fsdpc COMMAND --help lists the options", file=out)
+    for name, about in ABOUT.items():
+        print(f"  {name:12} {about}", file=out)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

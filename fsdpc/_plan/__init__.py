@@ -1,0 +1,1 @@
+"""What a training step needs in memory, before it runs. Nothing here is imported by ``fsdpc``."""

@@ -1,0 +1,101 @@
+"""Accelerators by name: usable bytes, speeds and links, each with its source.
+
+``usable``: what the driver offers, in bytes; vendors' "80 GB" is neither 80e9 nor 80 * 2**30.
+``flops``: dense bf16 (fp16 on V100 and T4) with fp32 accumulation. ``link``: bytes per second in
+one direction between GPUs of a host, ``host``: between a GPU and its host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    usable: int
+    bandwidth: float
+    flops: float
+    link: float
+    host: float
+    source: str
+    per_host: int = 8
+    network: float = 50e9  # one 400 Gbit/s interface per GPU
+
+
+def _card(
+    name: str,
+    gib: float,
+    tb: float,
+    tflops: float,
+    link: float,
+    host: float,
+    source: str,
+    **more: float,
+) -> Card:
+    return Card(
+        name, int(gib * GIB), tb * 1e12, tflops * 1e12, link * 1e9, host * 1e9, source, **more
+    )  # type: ignore[arg-type]
+
+
+_SHEET = "vendor's data sheet"
+_MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendor's data sheet"
+CARDS = {
+    c.name: c
+    for c in (
+        _card("h100", 79.65, 3.35, 989, 450, 50, _MODAL),
+        _card("h100-nvl", 93.58, 3.9, 835, 300, 50, "95,830 MiB shown by the driver; " + _SHEET),
+        _card("h200", 140.4, 4.8, 989, 450, 50, _MODAL),
+        _card("b200", 179.0, 8.0, 2250, 900, 60, _SHEET + "; usable bytes estimated"),
+        _card(
+            "a100-80",
+            79.15,
+            2.04,
+            312,
+            300,
+            25,
+            "79.15 GiB shown by torch; " + _SHEET,
+            network=25e9,
+        ),
+        _card(
+            "a100-40", 39.4, 1.555, 312, 300, 25, "39.4 GiB shown by torch; " + _SHEET, network=25e9
+        ),
+        _card("l40s", 44.99, 0.864, 362, 25, 25, _MODAL, network=25e9),
+        _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=12.5e9),
+        _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=12.5e9),
+        _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=12.5e9),
+        _card(
+            "v100-32", 31.7, 0.9, 125, 150, 12, _SHEET + "; usable bytes estimated", network=12.5e9
+        ),
+        _card("rtx3090", 23.6, 0.936, 71, 25, 25, _SHEET + "; usable bytes estimated"),
+        _card("rtx4090", 23.6, 1.008, 165, 25, 25, _SHEET + "; usable bytes estimated"),
+        _card("mi300x", 191.5, 5.3, 1307, 448, 50, _SHEET + "; usable bytes estimated"),
+    )
+}
+
+
+def card(name: str) -> Card:
+    """``ValueError`` lists the names."""
+    found = CARDS.get(name.lower())
+    if found is None:
+        raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(CARDS)}, or --memory")
+    return found
+
+
+def bytes_of(text: str) -> int:
+    """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``1048576``. ``ValueError``."""
+    lower = text.strip().lower()
+    for unit, scale in (
+        ("gib", GIB),
+        ("mib", 1 << 20),
+        ("tb", 10**12),
+        ("gb", 10**9),
+        ("mb", 10**6),
+        ("g", 10**9),
+        ("b", 1),
+    ):
+        if lower.endswith(unit):
+            return int(float(lower[: -len(unit)]) * scale)
+    return int(float(lower))

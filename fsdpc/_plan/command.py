@@ -1,0 +1,192 @@
+"""``python -m fsdpc plan``: what a training step needs, what would change it, and what fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from fsdpc._plan import advise, options, show, snapshot
+from fsdpc._plan.cost import ASSUMED, cost, scaling
+from fsdpc._plan.ledger import Plan, plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Plan the memory and time of a training step, without a GPU."
+    options.add_arguments(parser)
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="each unit's bytes, and what every switch would change",
+    )
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="search for plans that fit --gpu or --memory, fastest first",
+    )
+    parser.add_argument("--worlds", help="worlds for --suggest and --simulate, with commas")
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="bytes, padding, collectives and step time over many worlds",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf")
+    parser.add_argument(
+        "--snapshot", metavar="FILE", help="also write it for torch's memory viewer"
+    )
+    parser.add_argument("--plain", action="store_true", help="plain text even on a terminal")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0; 1 if ``--suggest`` finds nothing that fits; 2 for options that do not go together."""
+    try:
+        wanted = options.wanted(arguments)
+        if arguments.suggest:
+            return _suggest(arguments, wanted)
+        if arguments.simulate:
+            return _simulate(arguments, wanted)
+        return _show(arguments, wanted)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fsdpc plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
+    made = plan(wanted.build, wanted.setup)
+    made = replace(made, notes=(*wanted.notes, *made.notes, ASSUMED))
+    known = cost(made, wanted.card) if not arguments.cpu else None
+    found = advise.changes(wanted.build, made, wanted.card) if arguments.explain else []
+    if arguments.plot:
+        _draw(arguments.plot, made, wanted)
+    if arguments.snapshot:
+        snapshot.write(arguments.snapshot, made)
+    if arguments.json:
+        print(json.dumps(_as_dict(made, wanted, known, found)))
+        return 0
+    out = show.Printer(arguments.plain)
+    show.show_plan(out, made, wanted.usable, known)
+    if arguments.explain:
+        out.line("")
+        show.show_units(out, made)
+        show.show_changes(out, found, timed=not arguments.cpu and made.model.flops > 0)
+    return 0
+
+
+def _as_dict(made: Plan, wanted: options.Wanted, known: object, found: list) -> dict:
+    result = made.as_dict()
+    if wanted.usable is not None:
+        result["usable_bytes"] = wanted.usable
+        result["fits"] = made.upper <= wanted.usable
+    if known is not None:
+        result["cost"] = {**vars(known), "step": known.step}  # type: ignore[attr-defined]
+    if found:
+        result["changes"] = [
+            {"switch": c.label, "bytes": c.bytes, "seconds": c.seconds} for c in found
+        ]
+    return result
+
+
+def _draw(path: str, made: Plan, wanted: options.Wanted) -> None:
+    from fsdpc._plan.picture import draw
+
+    names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    others = [(n, plan(wanted.build, replace(wanted.setup, strategy=n, shard=0))) for n in names]
+    draw(path, made, others, wanted.usable)
+
+
+def _worlds(arguments: argparse.Namespace, default: list[int]) -> list[int]:
+    if not arguments.worlds:
+        return default
+    return [int(text) for text in arguments.worlds.split(",")]
+
+
+def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
+    if wanted.usable is None:
+        raise ValueError("--suggest needs --gpu or --memory")
+    if plan(wanted.build, wanted.setup).model.flops == 0:
+        raise ValueError("--suggest ranks by step time, but the inputs have no token ids")
+    names = dict.fromkeys((wanted.setup.optimizer, "adamw-fused", "adamw8bit"))
+    worlds = _worlds(arguments, [wanted.setup.world])
+    found = advise.suggest(
+        wanted.builds, wanted.setup, wanted.card, wanted.usable, optimizers=names, worlds=worlds
+    )
+    least = None
+    if not found:
+        least = advise.smallest_world(wanted.builds, wanted.setup, wanted.usable)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "fits": [
+                        {
+                            "plan": s.label,
+                            "upper_bytes": s.plan.upper,
+                            "step_s": s.cost.step,
+                            "tokens_per_second": s.tokens_per_second,
+                        }
+                        for s in found
+                    ],
+                    "smallest_world": least,
+                }
+            )
+        )
+        return 0 if found else 1
+    out = show.Printer(arguments.plain)
+    if found:
+        show.show_suggestions(out, found)
+        out.line(f"note: {ASSUMED}")
+        return 0
+    out.line(_nothing(least))
+    return 1
+
+
+def _nothing(least: int | None) -> str:
+    if least is None:
+        return (
+            "does not fit on any number of ranks: activations, or one unit, are too large for "
+            "one card. Use --loss fused, a shorter --sequence, or tensor parallelism"
+        )
+    return f"does not fit; the smallest world that does: {least} (everything recomputed)"
+
+
+def _simulate(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
+    first = wanted.setup.ranks_per_host
+    worlds = _worlds(arguments, [first * 4**i for i in range(7)])
+    plans = [plan(wanted.build, options.at_world(wanted.setup, world)) for world in worlds]
+    rows = scaling(plans, wanted.card)
+    if arguments.json:
+        print(json.dumps(rows))
+        return 0
+    out = show.Printer(arguments.plain)
+    out.table(
+        f"{plans[0].model.name}, {plans[0].setup.strategy}: a step at each world",
+        (
+            "ranks",
+            "peak",
+            "padding",
+            "collectives",
+            "sent",
+            "compute",
+            "wire",
+            "step",
+            "in compute",
+        ),
+        [
+            (
+                f"{r['world']:,.0f}",
+                show.size(r["peak_bytes"]),
+                show.size(r["padding_bytes"]),
+                f"{r['collectives']:.0f}",
+                show.size(r["sent_bytes"]),
+                show.seconds(r["compute_s"]),
+                show.seconds(r["wire_s"]),
+                show.seconds(r["step_s"]),
+                f"{r['efficiency']:.0%}",
+            )
+            for r in rows
+        ],
+    )
+    out.line(f"note: {ASSUMED}")
+    return 0

@@ -1,0 +1,112 @@
+"""How long a step takes, by a model with stated inputs: enough to rank plans, not to promise times.
+
+Compute: model FLOPs, plus those of recomputation, at ``efficiency`` of the card's peak. Wire: rings
+(the alpha-beta model): a collective over n ranks sends (n-1)/n of its bytes from each rank, and
+takes a latency per step of the ring; over several hosts the slower of the links inside a host and
+of the network binds, and each rank has a network interface of its own. Gathers and sums overlap
+with compute except for the first gather and the last sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdpc._plan.cards import Card
+from fsdpc._plan.engine import engine_memory, reshards
+from fsdpc._plan.ledger import Plan
+from fsdpc._plan.model import Setup
+
+EFFICIENCY = 0.45  # of the card's peak, as large dense models reach without recomputation
+LINK_EFFICIENCY = 0.8
+LATENCY_LINK = 2e-6  # seconds per ring step inside a host
+LATENCY_NETWORK = 10e-6  # and between hosts
+ASSUMED = (
+    f"step time assumes {EFFICIENCY:.0%} of peak FLOPs, {LINK_EFFICIENCY:.0%} of link bandwidth, "
+    f"{LATENCY_LINK * 1e6:.0f} and {LATENCY_NETWORK * 1e6:.0f} us per ring step inside and "
+    "between hosts"
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one optimizer step (all its micro-batches), and bytes sent by each rank."""
+
+    compute: float
+    wire: float
+    exposed: float
+    update: float
+    sent_bytes: float
+
+    @property
+    def step(self) -> float:
+        return max(self.compute, self.wire) + self.exposed + self.update
+
+    def tokens_per_second(self, plan: Plan) -> float:
+        """Per GPU."""
+        return plan.model.tokens * plan.setup.accumulation / self.step
+
+
+def collective_seconds(size: float, ranks: int, setup: Setup, card: Card) -> float:
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``."""
+    if ranks == 1:
+        return 0.0
+    hosts = -(-ranks // setup.ranks_per_host)
+    inside = size * (ranks - 1) / ranks / (card.link * LINK_EFFICIENCY)
+    if hosts == 1:
+        return inside + (ranks - 1) * LATENCY_LINK
+    # A host takes in what others have, over as many interfaces as it has ranks.
+    lanes = min(setup.ranks_per_host, ranks)
+    outside = size * (hosts - 1) / hosts / (lanes * card.network * LINK_EFFICIENCY)
+    latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * LATENCY_NETWORK
+    return max(inside, outside) + latency
+
+
+def cost(plan: Plan, card: Card) -> Cost:
+    """The step of a plan on a card. ``plan.model.flops`` must be known (> 0) for compute."""
+    setup, prints = plan.setup, plan.engine.by_unit
+    n, recomputed = setup.shards, 1 + setup.checkpointing / 3
+    compute = setup.accumulation * plan.model.flops * recomputed / (card.flops * EFFICIENCY)
+    wire = sent = first = 0.0
+    sums = setup.accumulation if setup.sync == "every" else 1
+    share = (n - 1) / n
+    for unit, size in zip(plan.model.units, prints, strict=True):
+        gathers = setup.accumulation * (2 if reshards(unit, setup) and unit.depth else 1)
+        one = collective_seconds(size["full_bytes"], n, setup, card)
+        back = collective_seconds(size["wire_bytes"], n, setup, card)
+        wire += gathers * one + sums * back
+        sent += (gathers * size["full_bytes"] + sums * size["wire_bytes"]) * share
+        first = max(first, one + back)
+        if setup.replicas > 1:
+            across = 2 * collective_seconds(size["grad_bytes"], setup.replicas, setup, card)
+            wire += sums * across
+            sent += sums * 2 * size["grad_bytes"] * (setup.replicas - 1) / setup.replicas
+    host = setup.offload and setup.transport == "stream"
+    moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]
+    states = plan.row("optimizer states")
+    update = (2 * moved + 2 * states) / (40e9 / setup.ranks_per_host if host else card.bandwidth)
+    if host:
+        wire = max(wire, setup.accumulation * 3 * moved / card.host)
+    return Cost(compute, wire, first, update, sent)
+
+
+def scaling(plan_at: list[Plan], card: Card) -> list[dict[str, float]]:
+    """Rows over worlds: seconds, bytes, padding, collectives and the share of time in compute."""
+    rows = []
+    for plan in plan_at:
+        found = cost(plan, card)
+        engine = engine_memory(plan.model.units, plan.setup)
+        units = len(plan.model.units)
+        rows.append(
+            {
+                "world": plan.setup.world,
+                "peak_bytes": plan.peak.bytes,
+                "padding_bytes": sum(p["padding_bytes"] for p in engine.by_unit),
+                "collectives": 0 if plan.setup.shards == 1 else units * 3,
+                "sent_bytes": found.sent_bytes,
+                "compute_s": found.compute,
+                "wire_s": found.wire,
+                "step_s": found.step,
+                "efficiency": found.compute / found.step if found.step else 0.0,
+            }
+        )
+    return rows

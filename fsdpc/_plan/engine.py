@@ -1,0 +1,142 @@
+"""The engine's own memory, by the same C functions that the engine allocates from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fsdpc import _C
+from fsdpc._plan.model import Param, Setup, Unit
+
+NARROW = ("bfloat16", "float16")
+RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
+OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on each rank, under the names of ``fsdpc.memory_stats``; ``by_unit`` holds the
+    footprint of every unit, ``slot_of`` its slot.
+    """
+
+    stats: dict[str, int]
+    by_unit: tuple[dict[str, Any], ...]
+    slot_of: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
+
+
+def specs_of(unit: Unit, setup: Setup) -> tuple[tuple[str, int, str, str, str, bool], ...]:
+    """The descriptions from which the engine lays the unit out."""
+    return tuple(_spec(p, unit, setup) for p in unit.params)
+
+
+def _spec(param: Param, unit: Unit, setup: Setup) -> tuple[str, int, str, str, str, bool]:
+    storage = param.dtype or setup.storage
+    if storage == "uint8":
+        return (param.name, param.numel, "uint8", "uint8", "uint8", False)
+    compute = _choice(unit.compute, setup.compute) or storage
+    reduce = _choice(unit.reduce, setup.reduce) or default_reduce(compute, setup)
+    return (param.name, param.numel, storage, compute, reduce, param.trainable)
+
+
+def _choice(own: str | None, plans: str | None) -> str | None:
+    return None if own == OWN else own or plans
+
+
+def default_reduce(compute: str, setup: Setup) -> str:
+    """In which dtype gradients travel without a ``reduce_dtype``: NCCL rounds a sum of narrow
+    values after each rank, so more than two ranks send float32 (fsdpc/_comm/wire.py). On one host
+    with NCCL's symmetric kernels the run sends the compute dtype; the plan takes the larger.
+    """
+    rounds = setup.transport == "stream" and setup.shards > 2
+    return "float32" if rounds and compute in NARROW else compute
+
+
+@lru_cache(maxsize=4096)
+def _footprint(
+    specs: tuple[tuple[str, int, str, str, str, bool], ...],
+    world: int,
+    align: int,
+    grain: int,
+    page: int,
+    replicate: bool,
+    offload: bool,
+) -> dict[str, Any]:
+    return _C.footprint(specs, world, align, grain, page, replicate, offload)
+
+
+def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
+    """The dictionary of ``_C.footprint`` for one unit; do not change the dictionary."""
+    own = setup.offload if unit.offload is None else unit.offload
+    return _footprint(
+        specs_of(unit, setup),
+        setup.shards,
+        setup.align_bytes,
+        setup.range_grain,
+        setup.page_bytes,
+        setup.replicas > 1,
+        own and setup.transport == "stream",
+    )
+
+
+def reshards(unit: Unit, setup: Setup) -> bool:
+    """Whether the unit is released after forward; one rank alone only frees copies that it cast."""
+    if unit.reshard is not None:
+        return unit.reshard
+    if setup.shards == 1 and _choice(unit.compute, setup.compute) is None:
+        return False
+    return setup.strategy in RESHARDS
+
+
+def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
+    """What every rank allocates: all pieces are of equal size, so ranks do not differ."""
+    prints = tuple(footprint(unit, setup) for unit in units)
+    slot_of = [-1] * len(units)
+    slot_bytes: list[int] = []
+    reduce_bytes = reduce_slots = 0
+    for group in dict.fromkeys(unit.group for unit in units):
+        members = [i for i, unit in enumerate(units) if unit.group == group]
+        needs = [
+            (
+                units[i].depth,
+                reshards(units[i], setup),
+                prints[i]["direct"],
+                prints[i]["range_bytes"],
+            )
+            for i in members
+        ]
+        found, sizes = _C.plan_slots(needs, setup.gather_slots)
+        for i, slot in zip(members, found, strict=True):
+            slot_of[i] = slot + len(slot_bytes) if slot >= 0 else -1
+        slot_bytes += sizes
+        largest = max(prints[i]["reduce_bytes"] for i in members)
+        count = _C.plan_reduce_slots(
+            setup.shards,
+            any(_offloaded(units[i], setup) for i in members),
+            setup.transport == "wire",
+            largest,
+            setup.reduce_slots,
+        )
+        reduce_slots += count
+        reduce_bytes += count * largest
+    stats = {
+        "gather_bytes": sum(slot_bytes),
+        "reduce_bytes": reduce_bytes,
+        "master_bytes": sum(p["master_bytes"] for p in prints),
+        "grad_bytes": sum(p["grad_bytes"] + p["seen_bytes"] + p["partial_bytes"] for p in prints),
+        "local_bytes": sum(p["local_bytes"] for p in prints) if _keeps_local(setup) else 0,
+        "gather_slots": len(slot_bytes),
+        "gather_slot_bytes": max((p["range_bytes"] for p in prints), default=0),
+        "reduce_slots": reduce_slots,
+    }
+    return EngineMemory(stats, prints, tuple(slot_of), tuple(slot_bytes))
+
+
+def _offloaded(unit: Unit, setup: Setup) -> bool:
+    own = setup.offload if unit.offload is None else unit.offload
+    return own and setup.transport == "stream"
+
+
+def _keeps_local(setup: Setup) -> bool:
+    return setup.sync == "last" and setup.accumulation > 1

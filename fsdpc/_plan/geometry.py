@@ -1,0 +1,297 @@
+"""Transformers from plain numbers: parameters, and activations by formula.
+
+The formula counts what autograd saves in a pre-norm block with grouped-query attention and a gated
+MLP, tensor by tensor (the source of each term stands beside the term). ``fsdpc/_plan/trace.py``
+is exact for any model, and a test holds the formula against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a decoder-only transformer. ``experts`` 0: a dense MLP. ``expert_tensors``: saved
+    tensors of width ``ffn`` per token and expert; ``dense_experts``: every expert gets every token.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_tensors: int = 5
+    dense_experts: bool = False
+    notes: tuple[str, ...] = ()
+
+    def block(self) -> tuple[Param, ...]:
+        h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        named = [("norm1", h), ("q", h * q), ("k", h * kv), ("v", h * kv), ("o", q * h)]
+        named.append(("norm2", h))
+        if self.experts:
+            named.append(("router", h * self.experts))
+        count = max(1, self.experts)
+        named += [(n, count * h * self.ffn) for n in ("gate", "up", "down")]
+        return tuple(Param(name, numel) for name, numel in named)
+
+    def outside(self) -> tuple[Param, ...]:
+        head = () if self.tied else (Param("head", self.vocab * self.hidden),)
+        return (
+            Param("embed", self.vocab * self.hidden),
+            Param("norm", self.hidden),
+            *head,
+        )
+
+    @property
+    def numel(self) -> int:
+        block = sum(p.numel for p in self.block())
+        return self.layers * block + sum(p.numel for p in self.outside())
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token uses."""
+        if not self.experts or self.dense_experts:
+            return self.numel
+        idle = self.experts - self.top_k
+        return self.numel - self.layers * idle * 3 * self.hidden * self.ffn
+
+
+def _preset(name: str, *sizes: int, **more: int | bool) -> Geometry:
+    layers, hidden, heads, kv, dim, ffn, vocab = sizes
+    return Geometry(name, layers, hidden, heads, kv, dim, ffn, vocab, **more)  # type: ignore
+
+
+# From the models' published configurations; gpt-oss-8e has 8 experts where gpt-oss-20b has 32.
+PRESETS = {
+    g.name: g
+    for g in (
+        _preset("gpt2", 12, 768, 12, 12, 64, 2048, 50257, tied=True),
+        _preset("llama-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+        _preset("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
+        _preset("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        _preset("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
+        _preset("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
+        _preset("llama-3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
+        _preset("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, top_k=2),
+        _preset(
+            "gpt-oss-8e", 24, 2880, 64, 8, 64, 2880, 201088, experts=8, top_k=4, expert_tensors=9
+        ),
+    )
+}
+
+
+def from_numbers(
+    params: float | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    ffn: int | None = None,
+    vocab: int | None = None,
+    experts: int = 0,
+    top_k: int = 2,
+) -> Geometry:
+    """A geometry from what is known; the rest from the preset that is nearest in size, with the MLP
+    as wide as ``params`` then needs. ``ValueError``: too little, or numbers that contradict.
+    """
+    if params is None and (layers is None or hidden is None):
+        raise ValueError("give --params, or --layers and --hidden, or --model")
+    if params is None:
+        assert layers is not None and hidden is not None
+        near = min(PRESETS.values(), key=lambda g: abs(math.log(g.hidden / hidden)))
+    else:
+        near = min(
+            (g for g in PRESETS.values() if not g.experts),
+            key=lambda g: abs(math.log(g.numel / params)),
+        )
+    layers, hidden = layers or near.layers, hidden or near.hidden
+    dim = near.head_dim if hidden % near.head_dim == 0 else hidden // (heads or 1)
+    heads = heads or max(1, hidden // dim)
+    dim = hidden // heads
+    kv = kv_heads or (near.kv_heads if heads % near.kv_heads == 0 else heads)
+    made = Geometry(
+        "numbers",
+        layers,
+        hidden,
+        heads,
+        kv,
+        dim,
+        ffn or 0,
+        vocab or near.vocab,
+        experts=experts,
+        top_k=top_k,
+    )
+    notes = [f"sizes that were not given follow {near.name}"]
+    if ffn is None and params is not None:
+        left = params - made.numel
+        width = round(left / (layers * 3 * hidden * max(1, experts)))
+        if width < 1:
+            raise ValueError(
+                f"{params:.4g} parameters are fewer than attention and embeddings need "
+                f"({made.numel:.4g}): check --layers, --hidden and --vocab"
+            )
+        made = replace(made, ffn=width)
+        notes.append(f"MLP width {width} makes up {params:.4g} parameters")
+    elif ffn is None:
+        made = replace(made, ffn=round(hidden * near.ffn / near.hidden))
+    return replace(made, notes=tuple(notes), name=f"{made.numel / 1e9:.3g}B")
+
+
+def count_of(text: str) -> float:
+    """A number such as ``7b``, ``6.57B``, ``350m`` or ``1e9``. ``ValueError``: no such thing."""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    return float(text[:-1] if scale != 1.0 else text) * scale
+
+
+# --- units ------------------------------------------------------------------------------------
+
+
+def units_for(geometry: Geometry, wrap: str) -> tuple[Unit, ...]:
+    """``blocks``: a unit per block, the rest with the root; ``embeddings``: embedding and head are
+    units of their own, too; ``whole``: one unit.
+    """
+    block, outside = geometry.block(), geometry.outside()
+    if wrap == "whole":
+        inner = tuple(
+            replace(p, name=f"blocks.{i}.{p.name}") for i in range(geometry.layers) for p in block
+        )
+        return (Unit("", 0, outside + inner),)
+    if wrap == "blocks":
+        return (Unit("", 0, outside), *_blocks(geometry, block))
+    if wrap != "embeddings":
+        raise ValueError(f"wrap must be blocks, embeddings or whole, got {wrap!r}")
+    own = [p for p in outside if p.name != "norm"] if not geometry.tied else []
+    rest = tuple(p for p in outside if p not in own)
+    before = [Unit(p.name, 1, (p,)) for p in own if p.name == "embed"]
+    after = [Unit(p.name, 1, (p,)) for p in own if p.name == "head"]
+    return (Unit("", 0, rest), *before, *_blocks(geometry, block), *after)
+
+
+def _blocks(geometry: Geometry, block: tuple[Param, ...]) -> Iterator[Unit]:
+    return (Unit(f"blocks.{i}", 1, block) for i in range(geometry.layers))
+
+
+# --- activations --------------------------------------------------------------------------------
+
+
+def item_of(setup: Setup) -> int:
+    """Bytes of an element in the compute dtype."""
+    return ITEM_BYTES[setup.compute or setup.storage]
+
+
+def attention_saved(g: Geometry, setup: Setup) -> int:
+    """Per token: rotated q and k, v, the output (kept once as the output projection's input);
+    flash saves a log-sum-exp per head in fp32, eager attention the probabilities.
+    """
+    c, q, kv = item_of(setup), g.heads * g.head_dim, g.kv_heads * g.head_dim
+    common = c * (2 * q + 2 * kv)
+    if setup.attention == "flash":
+        return common + 4 * g.heads
+    return common + c * g.heads * setup.sequence
+
+
+def mlp_saved(g: Geometry, setup: Setup) -> int:
+    """Per token: gate, up, silu(gate) and their product, each as wide as the MLP. Experts: the
+    router's weights, and per token and expert ``expert_tensors`` of them.
+    """
+    c = item_of(setup)
+    if not g.experts:
+        return 4 * g.ffn * c
+    slots = g.experts if g.dense_experts else g.top_k
+    return slots * g.expert_tensors * g.ffn * c + 4 * g.experts
+
+
+def block_saved(g: Geometry, setup: Setup) -> int:
+    """Bytes per token that a block's backward needs: the inputs of both norms and their results,
+    attention and MLP, and both norms' 1/rms in fp32.
+    """
+    norms = 4 * g.hidden * item_of(setup) + 8
+    return norms + attention_saved(g, setup) + mlp_saved(g, setup)
+
+
+def logit_bytes(setup: Setup) -> int:
+    """Bytes per logit at the loss. Unfused: logits, their fp32 copy, log-softmax and gradient; a
+    chunked or fused loss keeps none of them for the whole batch.
+    """
+    c = item_of(setup)
+    return 12 if c == 4 else c + 12
+
+
+FUSED_CHUNK = 1024  # tokens of which a fused loss keeps the logits at a time
+
+
+def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
+    """The model in the planner's form. Pure arithmetic; blocks are equal."""
+    c, tokens = item_of(setup), setup.micro_batch * setup.sequence
+    units = units_for(g, wrap)
+    return Model(
+        name=g.name,
+        units=units,
+        moments=tuple(_moments(g, setup, tokens, c, wrap)),
+        input_bytes=2 * 8 * tokens,
+        tokens=tokens,
+        flops=flops(g, setup, tokens),
+        notes=g.notes + ("activations by formula (pre-norm blocks, gated MLP)",),
+        blocks=g.layers,
+        extra={"embedding_share": 2 * g.vocab * g.hidden / g.numel, "active": float(g.active)},
+    )
+
+
+def flops(g: Geometry, setup: Setup, tokens: int) -> float:
+    """Of forward and backward: 6 per active parameter and token (the embedding is a look-up), and
+    causal attention.
+    """
+    dense = 6.0 * (g.active - (0 if g.tied else g.vocab * g.hidden)) * tokens
+    return dense + 6.0 * g.layers * g.heads * g.head_dim * setup.sequence * tokens
+
+
+def is_checkpointed(i: int, layers: int, ratio: float) -> bool:
+    """Whether block ``i`` is recomputed: evenly spread, ``round(ratio * layers)`` in all."""
+    count = round(ratio * layers)
+    return (i + 1) * count // layers > i * count // layers
+
+
+def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Iterator[Moment]:
+    hidden, saved = tokens * g.hidden * c, tokens * block_saved(g, setup)
+    inside = tokens * c * (3 * g.ffn * (g.top_k or 1) + 2 * g.hidden)
+    grads = sum(p.numel for p in g.block()) * c
+    chosen = [is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers)]
+    kept = [hidden if chosen[i] else saved for i in range(g.layers)]
+    rows = tokens if setup.loss == "unfused" else min(tokens, FUSED_CHUNK)
+    logits, tail = rows * g.vocab * logit_bytes(setup), 3 * hidden
+    outside = sum(p.numel for p in g.outside()) * c
+    held = 0 if wrap == "embeddings" else outside  # the root's gradients stay until the end
+    for i in range(g.layers):
+        yield Moment("forward", f"blocks.{i}", max(kept[i], inside) + hidden, kept[i])
+    yield Moment("forward", "head and loss", logits + tail, logits + tail, logits=logits)
+    yield Moment(
+        "backward",
+        "head and loss",
+        hidden + held,
+        held + hidden - logits - tail,
+        held,
+        logits=logits,
+    )
+    for i in reversed(range(g.layers)):
+        again = saved if chosen[i] else 0
+        whole = grads if wrap != "whole" else 0
+        yield Moment(
+            "backward",
+            f"blocks.{i}",
+            again + inside + grads + held,
+            grads - whole - kept[i],
+            grads + held,
+            again,
+        )
+    yield Moment("backward", "embedding", 0, -held - hidden, held)

@@ -1,0 +1,310 @@
+"""A ledger of one rank's memory, and its peak: the maximum of a timeline, never a sum of maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from fsdpc import _C
+from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
+from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
+from fsdpc._plan.states import optimizer
+
+ALWAYS = ("rest", "forward", "backward", "step")
+Build = Callable[[Setup], Model]
+
+# What cannot be known without a device. Each is printed with its source.
+CONTEXT_BYTES = 500_000_000
+CONTEXT_WHY = "CUDA context and loaded kernels: 200 to 700 MB are reported; assumed"
+COMM_BYTES = {2: 544_000_000, 3: 688_000_000}
+COMM_WHY = "NCCL, two communicators per group: 544 MB (2 ranks) or 688 MB (NVIDIA/nccl issue 964)"
+WORKSPACE_BYTES = 32 << 20
+WORKSPACE_WHY = "cuBLAS workspace of 32 MiB, torch's default on Hopper"
+SLACK = 0.05
+SLACK_HIGH = 0.10
+SLACK_WHY = "torch's cache: 5 % of what torch allocates in a step, 10 % in the upper bound; assumed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``exact``: equal to a run's figure to the byte; else by formula, trace or assumption.
+    ``where``: ``device`` or ``host``.
+    """
+
+    role: str
+    bytes: int
+    lifetime: tuple[str, ...]
+    why: str
+    exact: bool = False
+    where: str = "device"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is live on the device at the highest point of a part of the step, by role."""
+
+    phase: str
+    unit: str
+    roles: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.roles.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: Model
+    setup: Setup
+    engine: EngineMemory
+    rows: tuple[Row, ...]
+    timeline: tuple[Point, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def peak(self) -> Point:
+        return max(self.timeline, key=lambda p: p.bytes)
+
+    @property
+    def upper(self) -> int:
+        """The peak with the larger allowance for the allocator. What must fit."""
+        slack = self.peak.roles.get("allocator", 0)
+        return self.peak.bytes + round(slack * (SLACK_HIGH / SLACK - 1))
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows if row.where == "host")
+
+    def row(self, role: str) -> int:
+        return sum(row.bytes for row in self.rows if row.role == role)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: plain values only."""
+        peak = self.peak
+        return {
+            "schema": "fsdpc.plan/1",
+            "model": self.model.name,
+            "parameters": self.model.numel,
+            "units": len(self.model.units),
+            "setup": asdict(self.setup),
+            "engine": self.engine.stats,
+            "rows": [asdict(row) for row in self.rows],
+            "timeline": [
+                {"phase": p.phase, "unit": p.unit, "bytes": p.bytes, "roles": p.roles}
+                for p in self.timeline
+            ],
+            "peak": {
+                "phase": peak.phase,
+                "unit": peak.unit,
+                "bytes": peak.bytes,
+                "upper_bytes": self.upper,
+                "roles": peak.roles,
+            },
+            "host_bytes": self.host_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def plan(build: Build | Model, setup: Setup) -> Plan:
+    """The ledger of a run, the same on every rank: all ranks' pieces are of equal size. Local,
+    arithmetic only (a traced model is traced by ``build``). ``ValueError`` names a wrong option.
+    """
+    setup = check(setup)
+    model = build if isinstance(build, Model) else build(setup)
+    engine = engine_memory(model.units, setup)
+    rows = [*_engine_rows(model, engine, setup), *_state_rows(model, setup)]
+    rows += _other_rows(model, setup)
+    timeline = _timeline(model, rows, setup)
+    rows += _moment_rows(timeline, setup)
+    return Plan(
+        model,
+        setup,
+        engine,
+        tuple(r for r in rows if r.bytes),
+        timeline,
+        model.notes + _notes(setup),
+    )
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
+
+
+def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
+    stats, where = engine.stats, "host" if _offloads(setup) else "device"
+    of = f"/ {setup.shards} ranks" if setup.shards > 1 else "not sharded"
+    gathered = sum(p["full_bytes"] for p in engine.by_unit)
+    padding = sum(p["padding_bytes"] for p in engine.by_unit)
+    kept = sum(not reshards(u, setup) for u in model.units)
+    held = f"{kept} units stay gathered" if kept else "units share slots in turn"
+    seen = sum(p["seen_bytes"] for p in engine.by_unit)
+    partial = sum(p["partial_bytes"] for p in engine.by_unit)
+    local = f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
+    parts = [f"accumulated in fp32, {of}"]
+    parts += [f"{_gb(seen)} of them in the storage dtype for the optimizer"] if seen else []
+    parts += [f"{_gb(partial)} of them sums before replicas"] if partial else []
+    return [
+        Row(
+            "shards",
+            stats["master_bytes"],
+            ALWAYS,
+            f"{model.numel:,} elements in {setup.storage} {of}, padding included",
+            True,
+            where,
+        ),
+        Row("gradient shards", stats["grad_bytes"], ALWAYS, "; ".join(parts), True, where),
+        Row(
+            "gather slots",
+            stats["gather_bytes"],
+            ALWAYS,
+            f"{stats['gather_slots']} slots for {_gb(gathered)} of gathered units ({held}); the "
+            f"largest {_gb(stats['gather_slot_bytes'])}; padding {_gb(padding)}",
+            True,
+        ),
+        Row(
+            "reduce slots",
+            stats["reduce_bytes"],
+            ALWAYS,
+            f"{stats['reduce_slots']} buffers as large as the largest unit's packed gradients",
+            True,
+        ),
+        Row("no_sync gradients", stats["local_bytes"], ("forward", "backward"), local, True),
+    ]
+
+
+def _offloads(setup: Setup) -> bool:
+    return setup.offload and setup.transport == "stream"
+
+
+@lru_cache(maxsize=4096)
+def _trained(specs: tuple[Any, ...], world: int, align: int) -> tuple[tuple[str, int], ...]:
+    segments = _C.layout(specs, world, align)["segments"]
+    return tuple((s["storage"], s["piece_numel"]) for s in segments if s["trainable"])
+
+
+def trained_pieces(unit: Unit, setup: Setup) -> tuple[tuple[str, int], ...]:
+    """(storage dtype, elements on each rank) of what an optimizer updates."""
+    return _trained(specs_of(unit, setup), setup.shards, setup.align_bytes)
+
+
+def _state_rows(model: Model, setup: Setup) -> list[Row]:
+    kind = optimizer(setup.optimizer)
+    elements: dict[str, int] = {}
+    largest = 0
+    for unit in model.units:
+        for storage, numel in trained_pieces(unit, setup):
+            elements[storage] = elements.get(storage, 0) + numel
+            largest = max(largest, numel * ITEM_BYTES[storage])
+    extra = 0.0
+    if setup.optimizer == "adam-mini":
+        extra = 4 * model.extra.get("embedding_share", 0.0)
+    each = {s: kind.state_bytes(ITEM_BYTES[s]) + extra for s in elements}
+    where = "host" if _offloads(setup) else "device"
+    rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
+    values = sum(n * ITEM_BYTES[s] for s, n in elements.items())
+    temporary = kind.temporaries * (values if setup.foreach else min(values, largest))
+    how = "one tensor list (foreach)" if setup.foreach else "one tensor at a time"
+    return [
+        Row(
+            "optimizer states",
+            round(sum(n * each[s] for s, n in elements.items())),
+            ALWAYS,
+            f"{rates}; {kind.source}",
+            where=where,
+        ),
+        Row(
+            "update's temporaries",
+            round(temporary),
+            ("step",),
+            f"{kind.name} over {how}",
+            where=where,
+        ),
+    ]
+
+
+def _other_rows(model: Model, setup: Setup) -> list[Row]:
+    rows = [
+        Row("buffers", model.buffer_bytes, ALWAYS, "whole on every rank"),
+        Row("inputs", model.input_bytes, ("forward", "backward"), "the micro-batch"),
+    ]
+    if setup.transport == "stream":
+        comms = 2 if setup.shards > 1 else 0
+        comms += 2 if setup.replicas > 1 else 0
+        per = COMM_BYTES[2 if min(setup.world, 3) == 2 else 3]
+        rows += [
+            Row("device context", CONTEXT_BYTES, ALWAYS, CONTEXT_WHY),
+            Row("communicators", comms // 2 * per, ALWAYS, COMM_WHY),
+            Row("workspace", WORKSPACE_BYTES, ("forward", "backward"), WORKSPACE_WHY),
+        ]
+    return rows
+
+
+def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
+    def lasting(phase: str) -> dict[str, int]:
+        return {
+            r.role: r.bytes for r in rows if phase in r.lifetime and r.where == "device" and r.bytes
+        }
+
+    cached = setup.transport == "stream"
+    points = [Point("rest", "", lasting("rest"))]
+    base: dict[str, dict[str, int]] = {p: lasting(p) for p in ("forward", "backward")}
+    live = 0
+    for moment in model.moments:
+        roles = dict(base[moment.phase])
+        top = live + moment.rise
+        logits = min(moment.logits, top)
+        grads = min(moment.grads, top - logits)
+        again = min(moment.recomputed, top - logits - grads)
+        parts = {
+            "logits and loss": logits,
+            "unit gradients": grads,
+            "recomputed": again,
+            "activations": top - logits - grads - again,
+            "allocator": round(SLACK * top) if cached else 0,
+        }
+        roles.update({role: size for role, size in parts.items() if size > 0})
+        points.append(Point(moment.phase, moment.unit, roles))
+        live += moment.delta
+    points.append(Point("step", "", lasting("step")))
+    return tuple(points)
+
+
+_WHY = {
+    "activations": "saved for backward and temporary, at the highest point; not sharded",
+    "recomputed": "one checkpointed unit's activations, computed again in backward",
+    "unit gradients": "whole gradients that autograd made and the engine has not packed yet",
+    "logits and loss": "logits, their fp32 copy, log-softmax and gradient",
+    "allocator": SLACK_WHY,
+}
+_LIVES = {"recomputed": ("backward",), "unit gradients": ("backward",)}
+
+
+def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
+    """One row per role: its size at the peak, or its own maximum where the peak has none of it."""
+    peak = max(timeline, key=lambda p: p.bytes)
+    rows = []
+    for role, why in _WHY.items():
+        most = max((p.roles.get(role, 0) for p in timeline), default=0)
+        at_peak = peak.roles.get(role, 0)
+        if most:
+            text = why if at_peak == most else f"{why}; {_gb(most)} at most, at another moment"
+            rows.append(
+                Row(
+                    role,
+                    at_peak or most,
+                    _LIVES.get(role, ("forward", "backward")),
+                    text if at_peak else f"{why}; not at the peak",
+                )
+            )
+    return rows
+
+
+def _notes(setup: Setup) -> tuple[str, ...]:
+    notes = []
+    if setup.transport != "stream" and setup.strategy != "NO_SHARD":
+        notes.append("gather slots on shared memory are paid for once per host, not per rank")
+    if _offloads(setup):
+        notes.append("offloaded: shards, gradient shards and optimizer states in host memory")
+    return tuple(notes)

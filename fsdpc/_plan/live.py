@@ -1,0 +1,70 @@
+"""How many bytes of tensors are alive, by storage: views of one storage count once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators allocate while the mode is active, fake ones too.
+
+    ``bytes``: alive now; ``top``: the most since ``start``. Workspace that an operator allocates
+    and frees by itself is not seen.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.bytes = self.top = 0
+        self._sizes: dict[int, int] = {}
+        self._known = [t.untyped_storage() for t in known]  # alive, so that no id is used twice
+        self._ids = {id(storage) for storage in self._known}
+
+    def start(self) -> None:
+        """Begin a part of which ``top`` is the maximum."""
+        self.top = self.bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._sizes or key in self._ids:
+            return
+        size = storage.nbytes()
+        self._sizes[key] = size
+        self.bytes += size
+        self.top = max(self.top, self.bytes)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)
+
+
+def peak_of_allocator(profile: torch.profiler.profile) -> int:
+    """The most bytes above the begin that torch's CPU allocator had handed out, by the events of a
+    profile with ``profile_memory=True``. Includes what operators allocate inside.
+    """
+    live = top = 0
+    events = [
+        e
+        for e in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if e.name() == "[memory]"
+    ]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        top = max(top, live)
+    return top

@@ -1,0 +1,200 @@
+"""What a plan is made from: units, their parameters, and how live memory moves.
+
+Nothing here needs torch. Bytes are per rank, elements are of whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_of(text: str) -> str:
+    """The full name of a dtype (``bf16`` or ``bfloat16``). ``ValueError``: neither."""
+    name = SHORT.get(text, text)
+    if name not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {text!r}: use one of {', '.join(SHORT)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
+    plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
+    """
+
+    name: str
+    numel: int
+    dtype: str | None = None
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One FSDP unit. Equal units share one ``params`` tuple, so that each layout is computed once.
+
+    ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
+    ranks have slots of their own. The options that are None follow the plan's.
+    """
+
+    name: str
+    depth: int
+    params: tuple[Param, ...]
+    reshard: bool | None = None
+    offload: bool | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    group: str = ""
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Part of a step, relative to what is live when the part begins.
+
+    ``rise``: the most live bytes above the begin, ``delta``: live bytes at the end minus those at
+    the begin. ``grads``: of the live bytes at the highest point, those of the unit's whole
+    gradients. ``recomputed``: of the rise, what activation checkpointing computes again.
+    ``logits``: of the live bytes at the highest point, those of logits and loss.
+    """
+
+    phase: str  # "forward" or "backward"
+    unit: str
+    rise: int
+    delta: int
+    grads: int = 0
+    recomputed: int = 0
+    logits: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Units in module order, the root's first, and the moments of one forward and backward.
+
+    ``tokens``: of the micro-batch that the moments stand for. ``flops``: of one forward and
+    backward of that micro-batch. ``notes``: assumptions made on the way.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    moments: tuple[Moment, ...] = ()
+    buffer_bytes: int = 0
+    input_bytes: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    notes: tuple[str, ...] = ()
+    blocks: int = 0
+    traced: bool = False
+    extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    def with_moments(self, moments: Iterable[Moment]) -> Model:
+        return replace(self, moments=tuple(moments))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a run that is not the model.
+
+    ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
+    ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
+    ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
+    """
+
+    world: int = 8
+    shard: int = 0
+    strategy: str = "FULL_SHARD"
+    storage: str = "float32"
+    compute: str | None = None
+    reduce: str | None = None
+    optimizer: str = "adamw"
+    offload: bool = False
+    checkpointing: float = 0.0
+    micro_batch: int = 1
+    sequence: int = 2048
+    accumulation: int = 1
+    sync: str = "every"
+    attention: str = "flash"
+    loss: str = "unfused"
+    gather_slots: int = 0
+    reduce_slots: int = 0
+    transport: str = "stream"
+    align_bytes: int = 128
+    range_grain: int = 2 << 20
+    page_bytes: int = 4096
+    ranks_per_host: int = 8
+    foreach: bool = True
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which one copy of the values is divided."""
+        if self.strategy == "NO_SHARD":
+            return 1
+        return self.shard or self.world
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.shards
+
+
+CPU = {"transport": "shared", "align_bytes": 64, "range_grain": 4096, "foreach": False}
+STRATEGIES = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
+)
+ZERO = {
+    1: (
+        "SHARD_GRAD_OP",
+        "fsdpc has no stage that shards optimizer states alone: SHARD_GRAD_OP "
+        "also shards gradients and, between steps, parameters, for the same bytes on the wire",
+    ),
+    2: ("SHARD_GRAD_OP", "ZeRO-2 while it computes; between steps parameters are sharded, too"),
+    3: ("FULL_SHARD", "ZeRO-3"),
+}
+
+
+def check(setup: Setup) -> Setup:
+    """``ValueError`` naming the option that is out of range."""
+    for name in ("world", "micro_batch", "sequence", "accumulation", "ranks_per_host"):
+        if getattr(setup, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(setup, name)}")
+    if setup.strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {setup.strategy!r}: use one of {', '.join(STRATEGIES)}")
+    hybrid = "HYBRID" in setup.strategy
+    if setup.shard and not hybrid:
+        raise ValueError(f"shard={setup.shard} needs HYBRID_SHARD or _HYBRID_SHARD_ZERO2")
+    if hybrid and not setup.shard:
+        setup = replace(setup, shard=min(setup.ranks_per_host, setup.world))
+    if setup.world % setup.shards:
+        raise ValueError(f"world {setup.world} is not a multiple of shard {setup.shards}")
+    if not 0 <= setup.checkpointing <= 1:
+        raise ValueError(f"checkpointing must be from 0 to 1, got {setup.checkpointing}")
+    for name, allowed in _CHOICES.items():
+        if getattr(setup, name) not in allowed:
+            raise ValueError(
+                f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
+            )
+    for name in ("storage", "compute", "reduce"):
+        if getattr(setup, name) is not None:
+            setup = replace(setup, **{name: dtype_of(getattr(setup, name))})
+    return setup
+
+
+_CHOICES = {
+    "transport": ("stream", "shared", "wire"),
+    "sync": ("every", "last"),
+    "attention": ("flash", "eager"),
+    "loss": ("unfused", "fused"),
+}

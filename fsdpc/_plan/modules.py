@@ -1,0 +1,158 @@
+"""Units of a module tree: of one that is not sharded yet, by a wrap policy, or of a sharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._engine.interop import computes, dtype_name
+from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
+from fsdpc._fsdp1.names import FSDP_WRAPPED, join
+from fsdpc._fsdp1.root import placed_units
+from fsdpc._fsdp1.wrap import apply_policy
+from fsdpc._plan.engine import OWN
+from fsdpc._plan.model import Param, Unit
+from fsdpc.api import MixedPrecision
+
+
+class _StandIn(nn.Module):
+    """Takes the place of an FSDP instance while a policy is applied."""
+
+    _fsdpc_is_unit = True
+
+    def __init__(self, module: nn.Module, full_precision: bool) -> None:
+        super().__init__()
+        self.add_module(FSDP_WRAPPED, module)
+        self._ignored = Ignored()
+        self.full_precision = full_precision
+        self.params: list[tuple[str, nn.Parameter]] = []
+        self._unit: Any = None
+
+    def take(self, ignored: Ignored) -> None:
+        """Find the parameters that no nested unit has, each once."""
+        module = self._modules[FSDP_WRAPPED]
+        assert module is not None
+        seen: set[int] = set()
+        for name, below in owned_modules(module, ignored.modules):
+            for attr, param in below._parameters.items():
+                if param is None or param in ignored.params or id(param) in seen:
+                    continue
+                seen.add(id(param))
+                self.params.append((join(name, attr), param))
+                param._fsdp_flattened = True  # type: ignore[attr-defined]  # policies count the rest
+        self._unit = self.params or None
+
+
+@contextmanager
+def _wrapped(
+    root: nn.Module, policy: Any, mixed: MixedPrecision | None, ignored: Ignored
+) -> Iterator[_StandIn]:
+    """``root`` with stand-ins where FSDP instances would be; put back on exit."""
+    classes = tuple(mixed._module_classes_to_ignore) if mixed is not None else ()
+    made: list[_StandIn] = []
+
+    def wrapper(module: nn.Module, **kwargs: Any) -> nn.Module:
+        made.append(_StandIn(module, kwargs.get("mixed_precision") is None))
+        made[-1].take(ignored)
+        return made[-1]
+
+    try:
+        if policy is not None:
+            apply_policy(root, policy, classes, ignored, {"mixed_precision": mixed}, wrapper)
+        yield wrapper(root, mixed_precision=mixed)  # type: ignore[misc]
+    finally:
+        for stand_in in made:
+            for _, param in stand_in.params:
+                param.__dict__.pop("_fsdp_flattened", None)
+        for module in [m for m in root.modules() if not isinstance(m, _StandIn)]:
+            for name, child in list(module._modules.items()):
+                if isinstance(child, _StandIn):
+                    module._modules[name] = child._modules[FSDP_WRAPPED]
+
+
+def units_of(
+    module: nn.Module,
+    policy: Any = None,
+    *,
+    mixed_precision: MixedPrecision | None = None,
+    ignored_states: Any = None,
+) -> tuple[Unit, ...]:
+    """The units that ``FullyShardedDataParallel(module, auto_wrap_policy=policy)`` would make, in
+    module order, the root's first. Local; ``module`` may be on the meta device and is unchanged
+    afterwards. ``ValueError``: ``module`` is sharded already.
+    """
+    if any(is_unit_module(m) for m in module.modules()):
+        raise ValueError("this model is sharded already; see fsdpc.memory_report(model)")
+    ignored = find_ignored(module, None, ignored_states)
+    kept: dict[tuple[Param, ...], tuple[Param, ...]] = {}
+    with _wrapped(module, policy, mixed_precision, ignored) as root:
+        placed = [(name, depth, m) for name, depth, m in placed_units(root) if m._unit]
+        if not root._unit and placed:  # the tree of a root without parameters has an empty unit
+            placed = [("", 0, root), *((name, depth + 1, m) for name, depth, m in placed)]
+        return tuple(_unit(name, depth, m, mixed_precision, kept) for name, depth, m in placed)
+
+
+def _unit(
+    name: str,
+    depth: int,
+    stand_in: _StandIn,
+    mixed: MixedPrecision | None,
+    kept: dict[tuple[Param, ...], tuple[Param, ...]],
+) -> Unit:
+    params = tuple(_param(n, p) for n, p in stand_in.params)
+    own = stand_in.full_precision or mixed is None
+    return Unit(
+        name,
+        depth,
+        kept.setdefault(params, params),
+        reshard=None if params else True,
+        compute=OWN if own else _name(mixed.param_dtype) or OWN,  # type: ignore[union-attr]
+        reduce=OWN if own else _name(mixed.reduce_dtype) or OWN,  # type: ignore[union-attr]
+    )
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+def _param(name: str, param: nn.Parameter) -> Param:
+    if not computes(param.dtype):
+        return Param(name, param.numel() * param.element_size(), "uint8", False)
+    return Param(name, param.numel(), dtype_name(param.dtype), param.requires_grad)
+
+
+def units_of_tree(tree: Any) -> tuple[Unit, ...]:
+    """The units of an engine's tree, as the engine has made them: either front end."""
+    groups: dict[int, str] = {}
+    found = []
+    for unit, depth in zip(tree.units, tree.depths, strict=True):
+        compute, reduce = _name(unit.param_dtype), _name(unit.reduce_dtype)
+        params = tuple(
+            _param_of(info.name, shape, dtype, trainable)
+            for info, shape, dtype, trainable in zip(
+                unit.infos, unit.shapes, unit.dtypes, unit.trainable, strict=True
+            )
+        )
+        found.append(
+            Unit(
+                unit.name,
+                depth,
+                params,
+                reshard=unit.reshard_after_forward,
+                offload=unit.offload,
+                compute=compute or OWN,
+                reduce=reduce or OWN,
+                group=groups.setdefault(id(unit.groups.shard), f"group {len(groups)}"),
+            )
+        )
+    return tuple(found)
+
+
+def _param_of(name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool) -> Param:
+    if not computes(dtype):
+        return Param(name, shape.numel() * dtype.itemsize, "uint8", False)
+    return Param(name, shape.numel(), dtype_name(dtype), trainable)

@@ -1,0 +1,264 @@
+"""Command-line options that plans share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fsdpc._plan import geometry
+from fsdpc._plan.cards import CARDS, Card, bytes_of, card
+from fsdpc._plan.ledger import Build
+from fsdpc._plan.model import CPU, STRATEGIES, ZERO, Setup, check
+from fsdpc._plan.states import OPTIMIZERS
+
+WRAPS = ("blocks", "embeddings", "whole")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The meaning of a command line. ``builds``: the model by wrap; ``build``: of ``--wrap``."""
+
+    build: Build
+    builds: dict[str, Build]
+    setup: Setup
+    card: Card
+    usable: int | None
+    notes: tuple[str, ...] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_place(parser)
+    _add_training(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "model",
+        nargs="?",
+        help="module:function that returns model, (model, inputs) or (model, inputs, loss); a "
+        "transformers config.json; or one of " + ", ".join(geometry.PRESETS),
+    )
+    model.add_argument("--params", type=geometry.count_of, metavar="N", help="such as 7b or 350m")
+    for name in ("layers", "hidden", "heads", "kv-heads", "ffn", "vocab"):
+        model.add_argument(f"--{name}", type=int, metavar="N")
+    model.add_argument("--experts", type=int, default=0, metavar="N")
+    model.add_argument("--top-k", type=int, default=2, metavar="N")
+    model.add_argument(
+        "--wrap",
+        default="blocks",
+        help="blocks (default), embeddings (embedding and head are units, too), whole; "
+        "for module:function also class names with commas between them",
+    )
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--gpu", help="one of " + ", ".join(CARDS))
+    where.add_argument(
+        "--memory",
+        type=bytes_of,
+        metavar="SIZE",
+        help="usable bytes instead of the GPU's: 24GB is 24e9, 22.5GiB is 2**30 each",
+    )
+    where.add_argument("--cpu", action="store_true", help="ranks on processors of one host")
+    where.add_argument("--world", type=int, default=8, help="ranks (default 8)")
+    where.add_argument("--ranks-per-host", type=int, default=8, metavar="N")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how it is trained")
+    shape = how.add_mutually_exclusive_group()
+    shape.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
+    shape.add_argument("--zero", type=int, choices=(1, 2, 3), help="the strategy for a ZeRO stage")
+    how.add_argument(
+        "--shard",
+        type=int,
+        default=0,
+        metavar="N",
+        help="HYBRID strategies: ranks that share one copy (default: those of a host)",
+    )
+    how.add_argument("--storage", default="fp32", help="dtype of the shards (default fp32)")
+    how.add_argument("--compute", default="bf16", help="dtype of gathered values, or 'storage'")
+    how.add_argument("--reduce", help="dtype in which gradients travel (default: the engine's)")
+    how.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
+    how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
+    how.add_argument(
+        "--checkpointing",
+        type=float,
+        default=0.0,
+        metavar="RATIO",
+        help="part of the blocks that is recomputed, 0 to 1",
+    )
+    how.add_argument("--micro-batch", type=int, default=1, metavar="N")
+    how.add_argument("--sequence", type=int, default=2048, metavar="N")
+    how.add_argument("--accumulation", type=int, default=1, metavar="N")
+    how.add_argument(
+        "--sync",
+        choices=("every", "last"),
+        default="every",
+        help="last: no_sync for all micro-batches but the last",
+    )
+    how.add_argument("--attention", choices=("flash", "eager"), default="flash")
+    how.add_argument("--loss", choices=("unfused", "fused"), default="unfused")
+    how.add_argument("--gather-slots", type=int, default=0, metavar="N")
+    how.add_argument("--reduce-slots", type=int, default=0, metavar="N")
+
+
+def wanted(options: argparse.Namespace) -> Wanted:
+    """``ValueError`` in one sentence for whatever does not go together."""
+    if options.cpu and (options.suggest or options.simulate or options.gpu):
+        raise ValueError("--suggest, --simulate and --gpu rest on a GPU's speeds: leave --cpu away")
+    notes: list[str] = []
+    strategy = options.strategy
+    if options.zero is not None:
+        strategy, why = ZERO[options.zero]
+        notes.append(f"--zero {options.zero} is {strategy}: {why}")
+    setup = check(
+        Setup(
+            world=options.world,
+            shard=options.shard,
+            strategy=strategy,
+            storage=options.storage,
+            compute=None if options.compute == "storage" else options.compute,
+            reduce=options.reduce,
+            optimizer=options.optimizer,
+            offload=options.offload,
+            checkpointing=options.checkpointing,
+            micro_batch=options.micro_batch,
+            sequence=options.sequence,
+            accumulation=options.accumulation,
+            sync=options.sync,
+            attention=options.attention,
+            loss=options.loss,
+            gather_slots=options.gather_slots,
+            reduce_slots=options.reduce_slots,
+            ranks_per_host=options.ranks_per_host,
+            **(CPU if options.cpu else {}),
+        )
+    )
+    chosen = card(options.gpu or "h100")
+    usable = options.memory
+    if usable is None and options.gpu:
+        usable = chosen.usable
+        notes.append(f"{chosen.name}: {usable / 2**30:.2f} GiB usable ({chosen.source})")
+    builds = _builds(options)
+    if setup.offload and options.cpu:
+        notes.append("offload has no effect on the CPU")
+    return Wanted(builds[options.wrap], builds, setup, chosen, usable, tuple(notes))
+
+
+def _builds(options: argparse.Namespace) -> dict[str, Build]:
+    if options.model and ":" in options.model:
+        for name, default in (("micro_batch", 1), ("attention", "flash"), ("loss", "unfused")):
+            if getattr(options, name) != default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for plain numbers; what {options.model} "
+                    "returns decides it"
+                )
+        return {options.wrap: _Traced(options.model, options.wrap)}
+    if options.model and options.model.endswith(".json"):
+        found = from_config(options.model)
+    elif options.model:
+        if options.model not in geometry.PRESETS:
+            raise ValueError(
+                f"unknown model {options.model!r}: give module:function, a config.json, or one of "
+                + ", ".join(geometry.PRESETS)
+            )
+        found = geometry.PRESETS[options.model]
+    else:
+        found = geometry.from_numbers(
+            options.params,
+            options.layers,
+            options.hidden,
+            options.heads,
+            options.kv_heads,
+            options.ffn,
+            options.vocab,
+            options.experts,
+            options.top_k,
+        )
+    if options.wrap not in WRAPS:
+        raise ValueError(f"--wrap must be one of {', '.join(WRAPS)}, got {options.wrap!r}")
+    return {
+        wrap: partial(geometry.build, found, wrap=wrap)
+        for wrap in WRAPS
+        if wrap != "whole" or options.wrap == "whole"
+    }
+
+
+class _Traced:
+    """A model that is traced; the trace is kept for setups that it does not depend on."""
+
+    def __init__(self, text: str, wrap: str) -> None:
+        self.text, self.wrap = text, wrap
+        self._kept: dict[Any, Any] = {}
+
+    def __call__(self, setup: Setup) -> Any:
+        from fsdpc._plan.traced import build_traced, load
+
+        key = (setup.compute, setup.reduce, setup.checkpointing)
+        if key not in self._kept:
+            self._kept[key] = build_traced(load(self.text), setup, self.wrap)
+        return self._kept[key]
+
+
+def from_config(path: str) -> geometry.Geometry:
+    """The geometry in a transformers ``config.json``: Llama-like and mixture-of-experts decoders.
+    ``ValueError`` names the key that is missing.
+    """
+    import json
+    from pathlib import Path
+
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    return geometry_of(config, path)
+
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+}
+
+
+def geometry_of(config: dict[str, Any], name: str) -> geometry.Geometry:
+    found: dict[str, int] = {}
+    for key, names in _NAMES.items():
+        value = next((config[n] for n in names if config.get(n) is not None), None)
+        if value is None:
+            raise ValueError(f"{name} has none of the keys {', '.join(names)}")
+        found[key] = int(value)
+    hidden, heads = found["hidden"], found["heads"]
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    ffn = config.get("moe_intermediate_size") if experts else None
+    ffn = ffn or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    note = ()
+    if "n_embd" in config:  # two matrices instead of three
+        ffn, note = round(ffn * 2 / 3), ("a plain MLP is counted as a gated one of 2/3 the width",)
+    return geometry.Geometry(
+        str(config.get("model_type", name)),
+        found["layers"],
+        hidden,
+        heads,
+        int(config.get("num_key_value_heads") or heads),
+        int(config.get("head_dim") or hidden // heads),
+        int(ffn),
+        found["vocab"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        top_k=int(config.get("num_experts_per_tok") or (2 if experts else 0)),
+        notes=note,
+    )
+
+
+def at_world(setup: Setup, world: int) -> Setup:
+    return check(
+        replace(setup, world=world, shard=0 if "HYBRID" not in setup.strategy else setup.shard)
+    )

@@ -1,0 +1,169 @@
+"""A model from the user's ``module:function``, traced on fake tensors.
+
+The function takes no arguments and returns ``model``, ``(model, inputs)`` or ``(model, inputs,
+loss)``; see ``trace.Run``. It is called under FakeTensorMode: a model of any size costs no memory,
+unless the function itself loads values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdpc._fsdp1.mixed import FullPrecisionHooks
+from fsdpc._plan import trace as _trace
+from fsdpc._plan.model import Model, Setup, Unit
+from fsdpc._plan.modules import units_of
+from fsdpc.api import MixedPrecision
+from fsdpc.wrap import ModuleWrapPolicy
+
+Factory = Callable[[], Any]
+
+
+def load(text: str) -> Factory:
+    """The function that ``module:function`` names; the current folder is on the path.
+    ``ValueError``: no such module, function, or not of this form.
+    """
+    module_name, colon, name = text.partition(":")
+    if not (colon and module_name and name):
+        raise ValueError(f"{text!r} must be module:function, such as train:build")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"cannot import {module_name!r} of {text!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"module {module_name!r} has no function {name!r}")
+    return found
+
+
+def run_of(made: Any) -> _trace.Run:
+    """What the user's function returned, as a step. ``TypeError``: something else."""
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+        raise TypeError(
+            "the function must return a model, (model, inputs) or (model, inputs, loss), not "
+            f"{type(parts[0]).__name__}"
+        )
+    return _trace.Run(parts[0], *parts[1:]) if len(parts) > 1 else _trace.Run(parts[0], None)
+
+
+def policy_for(module: nn.Module, wrap: str) -> Any:
+    """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or
+    class names with commas between them. ``ValueError``: no module of such a class.
+    """
+    if wrap == "whole":
+        return None
+    if wrap == "blocks":
+        classes = {
+            type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
+        }
+        return ModuleWrapPolicy(classes) if classes else None
+    wanted = set(wrap.split(","))
+    classes = {type(m) for m in module.modules() if type(m).__name__ in wanted}
+    missing = wanted - {c.__name__ for c in classes}
+    if missing:
+        raise ValueError(f"the model has no module of class {', '.join(sorted(missing))}")
+    return ModuleWrapPolicy(classes)
+
+
+def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
+    """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
+    policy. Without inputs there are no activations but a note.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run = run_of(factory())
+        module = run.module
+        policy = policy_for(module, wrap) if isinstance(wrap, str) else wrap
+        mixed = None
+        if setup.compute or setup.reduce:
+            mixed = MixedPrecision(
+                param_dtype=_dtype(setup.compute), reduce_dtype=_dtype(setup.reduce)
+            )
+        units = units_of(module, policy, mixed_precision=mixed)
+        moments, notes, tokens = [], [], 0
+        if run.inputs is None:
+            notes.append("no inputs were given, so activations are not in the plan")
+        else:
+            moments, short = _moments(run, units, setup)
+            notes.append(
+                "activations traced on fake tensors"
+                + (", repeated blocks by one of them" if short else "")
+            )
+            tokens = _tokens(run.inputs)
+        if not tokens:
+            notes.append("no token ids among the inputs: FLOPs and step times are not known")
+        buffers = _trace.bytes_of_tensors(list(module.buffers()))
+        return Model(
+            name=type(module).__name__,
+            units=units,
+            moments=tuple(moments),
+            buffer_bytes=buffers,
+            input_bytes=_trace.bytes_of_tensors(run.inputs),
+            tokens=tokens,
+            flops=6.0 * tokens * sum(u.numel for u in units),  # 0 without token ids
+            notes=tuple(notes),
+            traced=True,
+        )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _tokens(inputs: Any) -> int:
+    """Elements of the first integer tensor: token ids. 0 without one."""
+    tensors = [t for t in _trace.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
+
+
+def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> tuple[list[Any], bool]:
+    module, compute = run.module, _dtype(setup.compute)
+    params = {
+        unit.name: [module.get_parameter(_path(unit.name, p.name)) for p in unit.params]
+        for unit in units
+    }
+    if compute is not None:
+        _cast(module, compute)
+        params = {
+            unit.name: [module.get_parameter(_path(unit.name, p.name)) for p in unit.params]
+            for unit in units
+        }
+    lists = _trace.repeated(module)
+    blocks = [b for name in lists for b in module.get_submodule(name).children()]
+    blocks = blocks or [module.get_submodule(u.name) for u in units if u.name]
+    chosen = _trace.chosen_blocks(blocks, setup.checkpointing) if blocks else []
+    partly = 0 < len(chosen) < len(blocks)
+    with ExitStack() as stack:
+        stack.enter_context(_trace.checkpointed(chosen))
+        return _trace.trace(run, params, cast=compute, shorten=not partly)
+
+
+def _path(unit: str, name: str) -> str:
+    return f"{unit}.{name}" if unit else name
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in the compute dtype, as modules see them; batch norms compute in fp32."""
+    kept = [
+        m
+        for m in module.modules()
+        if isinstance(m, tuple(MixedPrecision()._module_classes_to_ignore))
+    ]
+    for child in kept:
+        FullPrecisionHooks(child)
+    for child in module.modules():
+        if child not in kept:
+            for name, param in child._parameters.items():
+                if param is not None and param.is_floating_point():
+                    child._parameters[name] = nn.Parameter(
+                        param.detach().to(dtype), requires_grad=param.requires_grad
+                    )

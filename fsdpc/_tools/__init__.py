@@ -1,0 +1,1 @@
+"""Tools beside training: reports, checks, diagnosis. Nothing here is imported by ``fsdpc``."""

@@ -1,0 +1,448 @@
+"""One training step, sharded and unsharded on the same data: what ``fsdpc check`` runs.
+
+The user's function describes the training; see ``Training``. Each rank runs its own batch on an
+unsharded copy, and the copies' gradients are averaged by ``torch.distributed`` alone. In fp32 the
+two ways differ by some 5e-7, mistakes by 1e-3 and more.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fsdpc import FullyShardedDataParallel
+from fsdpc._fsdp1.collect import unit_modules
+from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._plan.trace import Run
+from fsdpc._plan.traced import policy_for
+
+LIMIT = 1e-5  # relative L2 difference in fp32
+NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
+
+
+@dataclass
+class Training:
+    """What the user's function returns, as a dict with these keys or a tuple of the first three.
+
+    ``shard(model)`` returns the sharded model (default: FSDP with a unit per repeated block).
+    ``optimizer``: an optimizer, or a function of the sharded model (default: SGD, 0.1).
+    ``clip(model)``: called between backward and step, on either model.
+    """
+
+    model: nn.Module
+    inputs: Any = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    shard: Callable[[nn.Module], nn.Module] | None = None
+    optimizer: Any = None
+    clip: Callable[[nn.Module], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``kind`` is a stable name; ``level`` is ``error`` or ``warning``."""
+
+    kind: str
+    text: str
+    level: str = "error"
+    unit: str = ""
+    parameter: str = ""
+
+
+@dataclass
+class Result:
+    """What one rank found; equal on all ranks, as figures are exchanged."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str, level: str = "error", **where: str) -> None:
+        self.findings.append(Finding(kind, text, level, **where))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"findings": [asdict(f) for f in self.findings], "figures": self.figures}
+
+
+def training_of(made: Any) -> Training:
+    """``TypeError``: what the function returned is none of the forms."""
+    if isinstance(made, dict):
+        unknown = set(made) - set(Training.__dataclass_fields__)
+        if unknown or not isinstance(made.get("model"), nn.Module):
+            raise TypeError(
+                f"check: the dict needs a module under 'model'; its keys are "
+                f"{', '.join(Training.__dataclass_fields__)}"
+                + (f", not {', '.join(sorted(unknown))}" if unknown else "")
+            )
+        return Training(**made)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], nn.Module) or not 2 <= len(parts) <= 3:
+        raise TypeError(
+            "check: the function must return (model, inputs), (model, inputs, loss) or a "
+            f"dict, not {type(made).__name__}"
+        )
+    return Training(*parts)
+
+
+def make(factory: Callable[..., Any], rank: int) -> Training:
+    """The training of one rank: the same model everywhere, its own data. A function with a
+    parameter ``rank`` gets it; otherwise it is called again with another seed for the data.
+    """
+    takes_rank = "rank" in inspect.signature(factory).parameters
+    torch.manual_seed(0)
+    made = training_of(factory(rank=rank) if takes_rank else factory())
+    if not takes_rank:
+        torch.manual_seed(1000 + rank)
+        made = replace(made, inputs=training_of(factory()).inputs)
+    return made
+
+
+def compare(factory: Callable[..., Any], rank: int, world: int, steps: int = 1) -> Result:
+    """Run and compare. Collective over the default process group."""
+    result = Result()
+    made = make(factory, rank)
+    plain = copy.deepcopy(made.model)
+    before_wrap(made, result, world)
+    sharded = (made.shard or _shard)(made.model)
+    optimizer = made.optimizer
+    optimizer = optimizer(sharded) if _is_function(optimizer) else optimizer
+    own = optimizer or torch.optim.SGD(sharded.parameters(), lr=0.1)
+    _check_optimizer(own, sharded, result)
+    _check_frozen(plain, sharded, result)
+    _check_ties(plain, sharded, result)
+    if any(f.kind in ("tied-weights", "optimizer-before-wrap") for f in result.findings):
+        return result  # the rest would differ because of it
+    reference = _like(own, sharded, plain)
+    for step in range(steps):
+        _step(made, sharded, plain, own, reference, result, rank, world, step)
+        if any(f.level == "error" for f in result.findings):
+            break
+    return result
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not hasattr(value, "param_groups")
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy_for(model, "blocks"),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+# --- before the step ------------------------------------------------------------------------------
+
+
+def before_wrap(made: Training, result: Result, world: int) -> None:
+    """Data that are equal on all ranks; values and buffers that are not."""
+    digests = gathered(_digest(t for t in tree_leaves(made.inputs) if isinstance(t, Tensor)))
+    if world > 1 and len(set(digests)) == 1 and made.inputs is not None:
+        result.add(
+            "equal-data",
+            "all ranks have the same inputs, so that more ranks train on no "
+            "more data: seed the data by rank, or use a DistributedSampler",
+            "warning",
+        )
+    for kind, tensors in (
+        ("initial-values", made.model.named_parameters()),
+        ("buffers-differ", made.model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if len(set(gathered(_digest([tensor])))) > 1:
+                result.add(
+                    kind,
+                    f"{name} differs between ranks before wrapping, and each rank keeps "
+                    "its own part: seed all ranks equally, or pass sync_module_states=True",
+                    parameter=name,
+                )
+                break
+
+
+def _digest(tensors: Any) -> str:
+    state = hashlib.sha256()
+    for tensor in tensors:
+        state.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            if tensor.numel()
+            else b""
+        )
+    return state.hexdigest()
+
+
+def gathered(value: Any) -> list[Any]:
+    """The ranks' values, in rank order. Collective."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def _check_optimizer(optimizer: Any, sharded: nn.Module, result: Result) -> None:
+    known = {id(p) for p in sharded.parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in given if id(p) not in known]
+    if foreign:
+        result.add(
+            "optimizer-before-wrap",
+            f"{len(foreign)} of the optimizer's {len(given)} "
+            "parameters are not the sharded model's, so that steps change nothing that the "
+            "model reads: make the optimizer after wrapping, or pass use_orig_params=True",
+        )
+    trained = {id(p) for p in sharded.parameters() if p.requires_grad}
+    missing = trained - {id(p) for p in given}
+    if missing and not foreign:
+        result.add(
+            "not-optimized",
+            f"{len(missing)} trainable parameters are not in the optimizer",
+            "warning",
+        )
+
+
+def owners(sharded: nn.Module) -> dict[str, tuple[Any, Any, str]]:
+    """The unit, its entry and the unit's module name for each name of a sharded parameter."""
+    names = {id(m): clean_fqn(name) for name, m in sharded.named_modules()}
+    found = {}
+    for module in unit_modules(sharded):
+        unit = module._unit
+        for info in unit.infos if unit is not None else ():
+            for owner, attribute in info.sites:
+                name = join(names.get(id(owner), ""), attribute)
+                found[name] = (unit, info, names[id(module)] or "the root unit")
+    return found
+
+
+def _check_frozen(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
+    before = {name: p.requires_grad for name, p in plain.named_parameters()}
+    for name, (unit, info, home) in owners(sharded).items():
+        trainable = unit.trainable[unit.infos.index(info)]
+        if unit.use_orig_params and info.param.requires_grad != trainable:
+            result.add(
+                "frozen-after-wrap",
+                f"requires_grad of {name} was changed after wrapping: freeze before wrapping, so "
+                "that memory and reductions follow",
+                unit=home,
+                parameter=name,
+            )
+        elif before.get(name, trainable) != trainable:
+            result.add(
+                "frozen-after-wrap",
+                f"{name} is {_word(trainable)} in the sharded model and {_word(before[name])} in "
+                "the plain one",
+                unit=home,
+                parameter=name,
+            )
+
+
+def _word(trainable: bool) -> str:
+    return "trained" if trainable else "frozen"
+
+
+def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
+    """Names that share one parameter in the plain model must share one in the sharded."""
+    ties: dict[int, list[str]] = {}
+    for name, param in plain.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(param), []).append(name)
+    homes = owners(sharded)
+    for names in ties.values():
+        found = {id(homes[name][1]) for name in names if name in homes}
+        if len(found) > 1:
+            result.add(
+                "tied-weights",
+                f"{' and '.join(names)} are one parameter in the plain model and several in the "
+                "sharded one: tie them before wrapping, in one unit",
+                unit=homes[names[0]][2],
+                parameter=names[0],
+            )
+
+
+def _units(sharded: nn.Module) -> Iterator[Any]:
+    return (m._unit for m in unit_modules(sharded) if m._unit is not None)
+
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+def _like(optimizer: Any, sharded: nn.Module, plain: nn.Module) -> Any:
+    """An optimizer of the same class and options over the plain model's parameters."""
+    if len(optimizer.param_groups) != 1:
+        return None
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in options.items() if k in accepted}
+    return type(optimizer)([p for p in plain.parameters() if p.requires_grad], **options)
+
+
+def _step(
+    made: Training,
+    sharded: nn.Module,
+    plain: nn.Module,
+    own: Any,
+    reference: Any,
+    result: Result,
+    rank: int,
+    world: int,
+    step: int,
+) -> None:
+    losses = []
+    for model in (plain, sharded):
+        torch.manual_seed(77 + rank + 1000 * step)  # dropout draws the same masks
+        model.zero_grad()
+        loss = Run(model, made.inputs, made.loss).forward(made.inputs)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    _average(plain, world)
+    limit = _limit(made, sharded, plain, world, rank, step)
+    homes = {name: home for name, (_, _, home) in owners(sharded).items()}
+    _losses(losses, limit, result)
+
+    def matches(what: str) -> bool:
+        found = _gather(sharded, grads="gradient" in what)
+        right = {
+            n: p.grad if "gradient" in what else p.detach() for n, p in plain.named_parameters()
+        }
+        _tensors(what, found, right, limit, result, homes)
+        return not any(f.level == "error" for f in result.findings)
+
+    if not matches("gradient"):
+        return
+    if made.clip is not None:
+        made.clip(plain)
+        made.clip(sharded)
+        if not matches("clipped gradient"):
+            return
+    own.step()
+    if reference is not None:
+        reference.step()
+        matches("updated parameter")
+
+
+def _average(plain: nn.Module, world: int) -> None:
+    """Mean over ranks. A rank that did not use a parameter contributes zeros, as in the engine."""
+    for param in plain.parameters():
+        used = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(used)
+        if used.item() == 0:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad)
+        param.grad /= world
+
+
+def _limit(
+    made: Training, sharded: nn.Module, plain: nn.Module, world: int, rank: int, step: int
+) -> float:
+    """1e-5, or with low precision a multiple of what that precision does to the plain model."""
+    narrow = {u.param_dtype for u in _units(sharded) if u.param_dtype is not None}
+    narrow |= {u.reduce_dtype for u in _units(sharded) if u.reduce_dtype is not None}
+    narrow -= {torch.float32, torch.float64}
+    if not narrow:
+        return LIMIT
+    low = copy.deepcopy(plain).to(next(iter(narrow)))
+    low.zero_grad()
+    torch.manual_seed(77 + rank + 1000 * step)
+    inputs = torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.to(next(iter(narrow))) if t.is_floating_point() else t, made.inputs
+    )
+    Run(low, inputs, made.loss).forward(inputs).backward()
+    _average(low, world)
+    worst = LIMIT
+    exact = dict(plain.named_parameters())
+    for name, param in low.named_parameters():
+        if param.grad is not None and exact[name].grad is not None:
+            worst = max(worst, distance(param.grad.float(), exact[name].grad)[0])
+    return NOISE * worst
+
+
+def _gather(sharded: nn.Module, grads: bool) -> dict[str, Tensor | None]:
+    """Whole gradients or values by clean name. Collective."""
+    with FullyShardedDataParallel.summon_full_params(sharded, writeback=False, with_grads=grads):
+        return {
+            clean_fqn(name): _copy(p.grad if grads else p) for name, p in sharded.named_parameters()
+        }
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def distance(found: Tensor, right: Tensor) -> tuple[float, float, float]:
+    """(relative L2 difference, ratio of norms, cosine)."""
+    a, b = found.double().flatten(), right.double().flatten()
+    norm_a, norm_b = float(a.norm()), float(b.norm())
+    if norm_b == 0:
+        return (0.0 if norm_a == 0 else float("inf"), 1.0, 1.0)
+    cosine = float(a @ b) / (norm_a * norm_b) if norm_a else 0.0
+    return float((a - b).norm()) / norm_b, norm_a / norm_b, cosine
+
+
+def _losses(losses: list[float], limit: float, result: Result) -> None:
+    plain, sharded = losses
+    off = abs(sharded - plain) / max(abs(plain), 1e-12)
+    result.figures["loss"] = max(gathered(off))
+    if result.figures["loss"] > limit:
+        result.add(
+            "loss",
+            f"the loss differs by {result.figures['loss']:.2g} (limit {limit:.1g}): "
+            f"{sharded:.6g} sharded, {plain:.6g} unsharded on this rank; the forward does "
+            "not compute the same",
+        )
+
+
+def _tensors(
+    what: str,
+    found: dict[str, Any],
+    right: dict[str, Any],
+    limit: float,
+    result: Result,
+    homes: dict[str, str],
+) -> None:
+    """Add the first parameter in module order that differs; note the largest difference."""
+    rows = {}
+    for name, tensor in right.items():
+        mine = found.get(name)
+        if tensor is None and mine is None:
+            if what == "gradient":
+                text = f"{name} has no gradient on any rank"
+                result.add("unused", text, "warning", parameter=name)
+            continue
+        zero = torch.zeros_like(tensor if tensor is not None else mine)
+        rows[name] = distance(zero if mine is None else mine, zero if tensor is None else tensor)
+    result.figures[what] = max((off for off, _, _ in rows.values()), default=0.0)
+    bad = [name for name, (off, _, _) in rows.items() if not off <= limit]
+    if not bad:
+        return
+    off, ratio, cosine = rows[bad[0]]
+    unit = homes.get(bad[0], "")
+    result.add(
+        what.replace(" ", "-"),
+        f"{what} of {bad[0]} ({unit}) differs by {off:.2g} (limit {limit:.1g}; {len(bad)} of "
+        f"{len(rows)} differ): {fault(ratio, cosine)}",
+        unit=unit,
+        parameter=bad[0],
+    )
+
+
+def fault(ratio: float, cosine: float) -> str:
+    """What a ratio of norms and a cosine tell about the kind of fault."""
+    if ratio < 1e-6:
+        return "nothing arrives"
+    if 1 - cosine < 1e-6:
+        return (
+            f"same direction, {ratio:.4g} times as long: a factor, such as a division by the "
+            "world that is missing or made twice, or a local norm"
+        )
+    if cosine > 0.98:
+        return f"nearly the same direction (cosine {cosine:.4f}): rounding, or a part is missing"
+    return (
+        f"another direction (cosine {cosine:.3f}): other data, a rank's part lost, or mixed values"
+    )

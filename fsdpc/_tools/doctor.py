@@ -1,0 +1,417 @@
+"""``python -m fsdpc doctor``: is this machine ready, and what to do where it is not.
+
+Each check is a function that returns ``Check`` rows. The round trip of two ranks is real: shared
+memory, a gather and a sum of known values, beside the machine's own copying speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LEVELS = ("ok", "warning", "error")
+TORCH_TESTED = ((2, 11), (2, 13))
+ROUND_TRIP_BYTES = 64 << 20
+ROUND_TRIP_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Check:
+    """``level``: one of LEVELS. ``cure``: what to do, for all but ``ok``."""
+
+    name: str
+    level: str
+    value: str
+    cure: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check versions, limits, GPUs and network, and let two ranks exchange data."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--strict", action="store_true", help="exit 1 for warnings, too")
+    parser.add_argument("--quick", action="store_true", help="without the round trip")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: no errors; 1: an error, or with ``--strict`` a warning."""
+    rows = list(checks(not arguments.quick))
+    worst = max(LEVELS.index(row.level) for row in rows)
+    code = int(worst > (0 if arguments.strict else 1))
+    if arguments.json:
+        print(json.dumps({"ok": code == 0, "checks": [asdict(row) for row in rows]}))
+        return code
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        cure = f" -> {row.cure}" if row.cure else ""
+        print(f"{row.level:8} {row.name:{width}}  {row.value}{cure}")
+    return code
+
+
+def checks(round_trip: bool = True) -> Iterator[Check]:
+    """All checks in order. One that fails itself is a warning, never an exception."""
+    parts: list[Callable[[], Iterator[Check]]] = [
+        versions,
+        kernels,
+        memory,
+        limits,
+        processors,
+        network,
+        environment,
+        gpus,
+    ]
+    for part in [*parts, *([two_ranks] if round_trip else [])]:
+        try:
+            yield from part()
+        except Exception as error:
+            name = part.__name__.replace("_", " ")
+            yield Check(
+                name,
+                "warning",
+                f"could not be checked: {type(error).__name__}: {error}",
+                "report this with the output of --json",
+            )
+
+
+# --- software -------------------------------------------------------------------------------------
+
+
+def versions() -> Iterator[Check]:
+    from importlib import metadata
+
+    python = platform.python_version()
+    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    yield Check(
+        "python",
+        "ok" if good else "warning",
+        python,
+        "" if good else "fsdpc is tested on 3.11 and 3.12",
+    )
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Check("torch", "error", "not installed", "pip install 'torch>=2.11'")
+    else:
+        number = tuple(int(part) for part in torch.split("+")[0].split(".")[:2])
+        low, high = TORCH_TESTED
+        level = "ok" if low <= number <= high else "error" if number < low else "warning"
+        yield Check(
+            "torch",
+            level,
+            torch,
+            "" if level == "ok" else f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}",
+        )
+    yield Check("numpy", "ok", metadata.version("numpy"))
+    for name in ("rich", "matplotlib"):
+        try:
+            yield Check(name, "ok", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Check(name, "ok", "not installed (optional: pip install 'fsdpc[tools]')")
+
+
+def kernels() -> Iterator[Check]:
+    try:
+        from fsdpc import _C
+    except ImportError as error:
+        yield Check("extension", "error", str(error), "build it: pip install . in the repository")
+        return
+    names = _C.kernel_names()
+    yield Check("extension", "ok", f"kernels {', '.join(names)}; {_C.get_num_threads()} threads")
+    image = _C.cuda_image_bytes()
+    yield Check("GPU kernels", "ok", f"{image:,} bytes" if image else "none in this build")
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+def memory() -> Iterator[Check]:
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    limit = _cgroup_room()
+    room = free if limit is None else min(free, limit)
+    text = f"{room / 2**30:.1f} GiB available" + (" in this control group" if room < free else "")
+    small = room < 2 << 30
+    yield Check(
+        "memory",
+        "warning" if small else "ok",
+        text,
+        "shared shards and slots come out of this" if small else "",
+    )
+    try:
+        os.close(os.memfd_create("fsdpc-doctor"))
+    except OSError as error:
+        yield Check(
+            "shared memory",
+            "error",
+            f"memfd_create: {error.strerror}",
+            "allow memfd_create in the container's seccomp profile",
+        )
+    else:
+        yield Check(
+            "shared memory", "ok", "memfd_create works; the size of /dev/shm does not matter"
+        )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        yield Check(
+            "process watch",
+            "error",
+            f"pidfd_open: {error.strerror}",
+            "Linux 5.3 or newer, and pidfd_open allowed in the seccomp profile",
+        )
+    else:
+        yield Check("process watch", "ok", f"pidfd_open works; Linux {platform.release()}")
+
+
+def _cgroup_room() -> int | None:
+    """Bytes left in this control group (version 2), None without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
+    except OSError:
+        return None
+
+
+def limits() -> Iterator[Check]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = files != resource.RLIM_INFINITY and files < 1024
+    yield Check(
+        "open files", "warning" if low else "ok", _limit(files), "ulimit -n 4096" if low else ""
+    )
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    bound = space != resource.RLIM_INFINITY
+    yield Check(
+        "address space",
+        "warning" if bound else "ok",
+        _limit(space),
+        "every unit reserves addresses for its gathered values: ulimit -v unlimited"
+        if bound
+        else "",
+    )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield Check("locked memory", "ok", _limit(locked))
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def processors() -> Iterator[Check]:
+    mine, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    text = f"{mine} of {all_of_them} usable"
+    quota = _quota()
+    level, cure = "ok", ""
+    if quota is not None and quota < mine:
+        level, text = "warning", f"{text}, but a quota of {quota:.1f}"
+        cure = "threads beyond the quota are stopped in turns: set OMP_NUM_THREADS below it"
+    yield Check("processors", level, text, cure)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads and threads.isdigit() and int(threads) * ranks > mine:
+        yield Check(
+            "threads",
+            "warning",
+            f"OMP_NUM_THREADS={threads} x {ranks} ranks > {mine}",
+            f"OMP_NUM_THREADS={max(1, mine // ranks)}",
+        )
+
+
+def _quota() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def network() -> Iterator[Check]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        yield Check("host name", "ok", f"{name} is {address}")
+    except OSError:
+        yield Check(
+            "host name",
+            "warning",
+            f"{name} has no address",
+            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+        )
+    names = [name for _, name in socket.if_nameindex()]
+    yield Check(
+        "interfaces",
+        "ok" if "lo" in names else "warning",
+        ", ".join(names) or "none",
+        "" if "lo" in names else "a loopback interface is needed for ranks to meet",
+    )
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "").lstrip("^=")
+        if value and not any(n.startswith(value.split(",")[0]) for n in names):
+            yield Check(
+                variable,
+                "error",
+                f"{value!r} is no interface of this host",
+                f"unset it, or name one of {', '.join(names)}",
+            )
+
+
+def environment() -> Iterator[Check]:
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield Check(
+            "TORCH_DISTRIBUTED_DEBUG",
+            "warning",
+            "DETAIL",
+            "each collective of torch takes some three times as long: unset it to train",
+        )
+    text = os.environ.get("FSDPC_TIMEOUT")
+    if text is not None:
+        try:
+            good = float(text) > 0
+        except ValueError:
+            good = False
+        yield Check(
+            "FSDPC_TIMEOUT",
+            "ok" if good else "error",
+            text,
+            "" if good else "seconds, such as FSDPC_TIMEOUT=600",
+        )
+    if os.environ.get("FSDPC_POISON") == "1":
+        yield Check("FSDPC_POISON", "warning", "1", "for debugging only: slower steps")
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+def gpus() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        found = shutil.which("nvidia-smi") is not None
+        yield Check(
+            "GPUs",
+            "warning" if found else "ok",
+            "none that torch can use",
+            "nvidia-smi is here, so install a torch with CUDA" if found else "",
+        )
+        return
+    from fsdpc import _C
+
+    count = torch.cuda.device_count()
+    for i in range(count):
+        free, total = torch.cuda.mem_get_info(i)
+        yield Check(
+            f"GPU {i}",
+            "ok",
+            f"{torch.cuda.get_device_name(i)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+        )
+    alone = [
+        (i, j)
+        for i in range(count)
+        for j in range(i + 1, count)
+        if not torch.cuda.can_device_access_peer(i, j)
+    ]
+    if count > 1:
+        yield Check(
+            "peer access",
+            "warning" if alone else "ok",
+            f"{len(alone)} pairs without" if alone else "all pairs",
+            "these pairs copy through host memory" if alone else "",
+        )
+    try:
+        yield Check("NCCL", "ok", _C.nccl_version())
+    except Exception as error:
+        yield Check("NCCL", "error", str(error), "install the torch build that brings NCCL")
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+_RANK = """
+import sys, time
+import numpy
+from fsdpc import _C
+rank, name, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+comm = _C.Comm.shm(rank, 2, name, 30.0)
+half = count // 2
+best = {"gather": 1e9, "sum": 1e9, "copy": 1e9}
+for _ in range(5):
+    array = numpy.zeros(count, "f4")
+    array[rank * half:][:half] = rank + 1
+    comm.barrier(); begin = time.perf_counter()
+    comm.all_gather(array)
+    best["gather"] = min(best["gather"], time.perf_counter() - begin)
+    assert (array[:half] == 1).all() and (array[half:] == 2).all(), "gathered values are wrong"
+    array[:] = rank + 1
+    comm.barrier(); begin = time.perf_counter()
+    comm.reduce_scatter(array)
+    best["sum"] = min(best["sum"], time.perf_counter() - begin)
+    assert (array[rank * half:][:half] == 3).all(), "sums are wrong"
+    other = numpy.empty_like(array)
+    comm.barrier(); begin = time.perf_counter()
+    numpy.copyto(other, array)
+    best["copy"] = min(best["copy"], time.perf_counter() - begin)
+comm.barrier()
+print(*best.values())
+comm.close()
+"""
+
+
+def two_ranks() -> Iterator[Check]:
+    """Gather and sum 64 MiB over shared memory, checked, beside a plain copy of as much."""
+    name = f"fsdpc-doctor-{os.getpid()}-{time.monotonic_ns()}"
+    count = ROUND_TRIP_BYTES // 4
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="fsdpc-doctor-") as folder:
+        script = Path(folder) / "rank.py"
+        script.write_text(_RANK)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(r), name, str(count)],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+            )
+            for r in range(2)
+        ]
+        results = [_finish(process) for process in ranks]
+    failed = next((error for error, _ in results if error), "")
+    if failed:
+        yield Check(
+            "two ranks", "error", failed, "run with FSDPC_COLLECTIVES=c10d, and report this"
+        )
+        return
+    gather, total, copy = (max(float(out.split()[i]) for _, out in results) for i in range(3))
+    rates = [ROUND_TRIP_BYTES / seconds / 1e9 for seconds in (gather, total, copy)]
+    yield Check(
+        "two ranks",
+        "ok",
+        f"values right; gather {rates[0]:.1f} GB/s, sum {rates[1]:.1f} "
+        f"GB/s, plain copy {rates[2]:.1f} GB/s (64 MiB)",
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """(error, output) of a rank; a rank that is late is ended."""
+    try:
+        out, error = process.communicate(timeout=ROUND_TRIP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"no result within {ROUND_TRIP_SECONDS} s", ""
+    lines = error.strip().splitlines()
+    return (lines[-1] if lines else f"ended with code {process.returncode}") if (
+        process.returncode
+    ) else "", out

@@ -1,0 +1,224 @@
+"""``fsdpc.memory_report``: the plan beside what a sharded model really holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _C
+from fsdpc._comm.wire import default_dtype
+from fsdpc._engine.interop import dtype_name
+from fsdpc._engine.root import hosts
+from fsdpc._engine.tree import _slots
+from fsdpc._plan.engine import engine_memory
+from fsdpc._plan.model import CPU, Setup, Unit
+from fsdpc._plan.modules import units_of_tree
+from fsdpc._plan.show import plain_table, size
+
+ROLES = {
+    "shards": "master_bytes",
+    "gradient shards": "grad_bytes",
+    "gather slots": "gather_bytes",
+    "reduce slots": "reduce_bytes",
+    "no_sync gradients": "local_bytes",
+}
+MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop": 1}
+
+
+@dataclass(frozen=True)
+class Line:
+    """``planned`` None: not known beforehand, such as a foreign optimizer's states."""
+
+    role: str
+    planned: int | None
+    actual: int
+    note: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.planned is not None and self.planned != self.actual
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank by role; ``str()`` is a table. ``equal``: all is as planned."""
+
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not any(line.differs for line in self.lines)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                line.role,
+                "-" if line.planned is None else size(line.planned),
+                size(line.actual),
+                f"DIFFERS by {line.actual - line.planned:+,} B"
+                if line.differs  # type: ignore[operator]
+                else "equal"
+                if line.planned is not None
+                else "",
+                line.note,
+            )
+            for line in self.lines
+        ]
+        head = ("what", "planned", "actual", "", "")
+        return "\n".join([plain_table("Memory of this rank", head, rows), *self.notes])
+
+
+def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
+    """The plan of the engine's memory beside what this rank holds, differences marked. Local.
+
+    ``optimizer``: its states are added, planned where torch's class is known. Process figures, and
+    on a GPU those of torch's cache, follow as notes. ``StateError``: no forward has run yet, so
+    that the slots do not exist. ``TypeError``: ``model`` is not an ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_report expects an nn.Module but got {type(model).__name__}")
+    trees = [m._tree for m in hosts(model) if m._tree is not None]
+    if not trees:
+        raise _C.StateError(
+            f"memory_report: {type(model).__name__} has no gather slots yet; run one forward first"
+        )
+    actual: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    for tree in trees:
+        stats = tree.memory_stats()
+        for key, value in stats.items():
+            actual[key] = actual.get(key, 0) + value
+        for key, value in _planned(tree, stats["local_bytes"] > 0).items():
+            planned[key] = planned.get(key, 0) + value
+    lines = [Line(role, planned[key], actual[key]) for role, key in ROLES.items()]
+    spare = actual["spare_bytes"]
+    lines.append(
+        Line("spare memory", 0, spare, "two units in use needed one slot" if spare else "")
+    )
+    lines.append(Line("buffers", None, sum(_nbytes(b) for b in model.buffers())))
+    if optimizer is not None:
+        lines.append(_states(optimizer))
+    return MemoryReport(tuple(lines), tuple(_notes(model)))
+
+
+def _planned(tree: Any, local: bool) -> dict[str, int]:
+    """The plan of one tree: group by group, as their ranks may differ in number."""
+    total: dict[str, int] = {}
+    units = list(zip(units_of_tree(tree), tree.units, strict=True))
+    for group in dict.fromkeys(plan.group for plan, _ in units):
+        members = [(plan, unit) for plan, unit in units if plan.group == group]
+        groups = members[0][1].groups
+        replicas = groups.replicate.world if groups.replicate is not None else 1
+        setup = _setup(groups.shard, replicas, local)
+        stats = engine_memory(tuple(_reduced(p, u, setup) for p, u in members), setup).stats
+        for key, value in stats.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def _setup(comm: Any, replicas: int, local: bool) -> Setup:
+    world = comm.world * replicas
+    strategy = "NO_SHARD" if comm.world == 1 else "HYBRID_SHARD" if replicas > 1 else "FULL_SHARD"
+    where: dict[str, Any] = dict(CPU)
+    if comm.device is not None:
+        gpu = _C.cuda_device(comm.device)
+        where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
+    if comm.kind == "c10d" and comm.device is None:
+        where["transport"] = "wire"
+    return Setup(
+        world=world,
+        shard=comm.world if strategy == "HYBRID_SHARD" else 0,
+        strategy=strategy,
+        gather_slots=_slots("FSDPC_GATHER_SLOTS"),
+        reduce_slots=_slots("FSDPC_REDUCE_SLOTS"),
+        page_bytes=os.sysconf("SC_PAGE_SIZE"),
+        accumulation=2 if local else 1,
+        sync="last" if local else "every",
+        **where,
+    )
+
+
+def _reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
+    """With the dtype in which this run sends gradients where the user named none."""
+    if unit.reduce_dtype is not None or setup.transport != "stream" or unit.param_dtype is None:
+        return plan
+    return replace(plan, reduce=dtype_name(default_dtype(unit.param_dtype, unit.groups.shard)))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _states(optimizer: Any) -> Line:
+    tensors = {
+        id(value): value
+        for state in optimizer.state.values()
+        for value in (state.values() if isinstance(state, dict) else ())
+        if isinstance(value, torch.Tensor)
+    }
+    actual = sum(_nbytes(t) for t in tensors.values())
+    name = type(optimizer).__name__
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not optimizer.state:
+        return Line("optimizer states", None, actual, f"{name} has not stepped yet")
+    if name not in MOMENTS or any(
+        g.get("amsgrad") or g.get("momentum") or g.get("centered") for g in optimizer.param_groups
+    ):
+        return Line("optimizer states", None, actual, name)
+    moments = MOMENTS[name]
+    steps = sum(4 for p in params if p in optimizer.state)
+    planned = sum(moments * _nbytes(p) for p in params) + steps
+    return Line(
+        "optimizer states",
+        planned if params else None,
+        actual,
+        f"{name}: {moments} moments in the parameter's dtype",
+    )
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    yield "gather slots on shared memory are counted once per host, not per rank"
+    figures = _process()
+    if figures:
+        yield (
+            f"process: {size(figures['Pss_Anon'])} of its own, {size(figures['Pss_Shmem'])} its "
+            "part of memory shared with other ranks"
+        )
+    devices = {
+        m.compute_device
+        for m in hosts(model)
+        if getattr(m, "compute_device", None) is not None and m.compute_device.type == "cuda"
+    }
+    for device in devices if torch.cuda.is_available() else ():
+        yield fragmentation(torch.cuda.memory_stats(device))
+
+
+def fragmentation(stats: dict[str, Any]) -> str:
+    """One sentence on torch's cache from ``torch.cuda.memory_stats``."""
+    reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
+    split = stats.get("inactive_split_bytes.all.current", 0)
+    text = (
+        f"torch's cache: {size(reserved)} reserved, {size(active)} active, {size(split)} in "
+        "pieces between live blocks"
+    )
+    if reserved and split > reserved / 4:
+        return text + (
+            ": more than a quarter is in pieces; PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True makes pieces usable"
+        )
+    return text + ": not fragmented"
+
+
+def _process() -> dict[str, int]:
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            rows = [line.split() for line in file if line.startswith("Pss_")]
+    except OSError:
+        return {}
+    return {name.rstrip(":"): int(value) * 1024 for name, value, *_ in rows}

@@ -1,0 +1,160 @@
+"""The plan of the engine's memory, made before wrapping, equals a run to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from itertools import product
+
+import pytest
+from combinations import subset
+from harness import ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from toys import PRECISIONS, Block, loss_of, tokens, toy, wrap
+
+import fsdpc
+from fsdpc import _C
+from fsdpc._plan import engine
+from fsdpc._plan.model import CPU, Setup, check
+from fsdpc._plan.modules import units_of
+
+STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
+KEYS = (
+    "gather_bytes",
+    "reduce_bytes",
+    "master_bytes",
+    "grad_bytes",
+    "gather_slots",
+    "gather_slot_bytes",
+    "reduce_slots",
+    "local_bytes",
+)
+
+
+class Headless(nn.Module):
+    """The root has no parameters; blocks stand in blocks; one of them is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = toy(blocks=5)
+        self.inner.blocks[1].requires_grad_(False)
+        self.inner.blocks[2].down.weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.inner(tokens)
+
+
+MODELS = {
+    "blocks": (lambda: toy(blocks=4), ModuleWrapPolicy({Block})),
+    "whole": (lambda: toy(blocks=3), None),
+    "nested": (lambda: toy(blocks=3), ModuleWrapPolicy({Block, nn.Linear})),
+    "headless": (Headless, ModuleWrapPolicy({Block, type(toy())})),
+    "by size": (
+        lambda: toy(blocks=4),
+        lambda **kw: size_based_auto_wrap_policy(min_num_params=150, **kw),
+    ),
+}
+
+
+def on_gpu():
+    return _C.stand_in()
+
+
+def setup_for(world, strategy, precision, **more):
+    def name(dtype):
+        return None if dtype is None else str(dtype).removeprefix("torch.")
+
+    where = CPU
+    if on_gpu():
+        gpu = _C.cuda_device(0)
+        where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
+        more.pop("transport", None)
+    return check(
+        Setup(
+            world=world,
+            strategy=strategy.name,
+            storage=name(precision.model),
+            compute=name(precision.param),
+            reduce=name(precision.reduce),
+            page_bytes=mmap.PAGESIZE,
+            **{**where, **more},
+        )
+    )
+
+
+def planned(module, policy, setup, precision):
+    options = precision.options()
+    units = units_of(module, policy, mixed_precision=options.get("mixed_precision"))
+    return engine.engine_memory(units, setup).stats
+
+
+def run_one(rank, kind, setup, precision, micros=1, **options):
+    make, policy = MODELS[kind]
+    plain = make().to(precision.model)
+    before = [name for name, _ in plain.named_modules()]
+    plan = planned(plain, policy, setup, precision)
+    assert [name for name, _ in plain.named_modules()] == before
+    model = wrap(
+        "fsdpc",
+        plain,
+        auto_wrap_policy=policy,
+        use_orig_params=True,
+        **options,
+        **precision.options(),
+    )
+    for micro in range(micros):
+        with model.no_sync() if micro + 1 < micros else contextlib.nullcontext():
+            loss_of(model, tokens(rank, 0, micro)).backward()
+    run = fsdpc.memory_stats(model)
+    keys = set(KEYS)
+    if on_gpu() and precision.param is not None and precision.reduce is None:
+        # Whether NCCL rounds once, and so which dtype is sent, shows when a communicator is made.
+        keys -= {"reduce_bytes"}
+        assert run["reduce_bytes"] <= plan["reduce_bytes"]
+    found, wanted = ({key: side[key] for key in keys} for side in (run, plan))
+    assert found == wanted, (kind, setup, precision)
+    assert run["spare_bytes"] == 0
+
+
+@ranks(1, 2, 3, 4)
+def test_the_plan_equals_the_run(rank, world):
+    """300 combinations in all, over the worlds (fewer with --combinations)."""
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS)):
+        run_one(
+            rank, kind, setup_for(world, strategy, precision), precision, sharding_strategy=strategy
+        )
+
+
+@ranks(2, 4)
+def test_also_with_replicas_and_accumulation(rank, world):
+    mesh = init_device_mesh("cpu", (2, world // 2))
+    for kind, strategy, precision in subset(
+        product(
+            MODELS,
+            (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),
+            PRECISIONS[:3],
+        )
+    ):
+        setup = setup_for(world, strategy, precision, shard=world // 2)
+        run_one(rank, kind, setup, precision, sharding_strategy=strategy, device_mesh=mesh)
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:2])):
+        setup = setup_for(world, strategy, precision, accumulation=3, sync="last")
+        run_one(rank, kind, setup, precision, micros=3, sharding_strategy=strategy)
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d", "FSDPC_GATHER_SLOTS": "3"})
+def test_also_over_a_wire_and_with_more_slots(rank, world):
+    for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:3])):
+        setup = setup_for(world, strategy, precision, transport="wire", gather_slots=3)
+        run_one(rank, kind, setup, precision, sharding_strategy=strategy)
+
+
+@ranks(2)
+def test_a_planted_error_is_noticed(rank, world):
+    """The comparison can fail: one slot more than the run has."""
+    setup = setup_for(world, STRATEGIES[0], PRECISIONS[0], gather_slots=3)
+    with pytest.raises(AssertionError):
+        run_one(rank, "blocks", setup, PRECISIONS[0], sharding_strategy=STRATEGIES[0])

@@ -1,0 +1,336 @@
+"""``fsdpc plan`` as users call it, and the planner's parts that a run does not reach."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from plan_models import LlamaBlock
+from torch import nn
+
+from fsdpc.__main__ import main
+from fsdpc._plan import advise, geometry
+from fsdpc._plan.cards import CARDS, bytes_of
+from fsdpc._plan.cost import collective_seconds, cost
+from fsdpc._plan.ledger import plan
+from fsdpc._plan.model import CPU, Param, Setup, Unit, check
+from fsdpc._plan.trace import repeated
+from fsdpc._plan.traced import build_traced
+
+BIG = ["llama-3-405b", "--world", "16384", "--sequence", "8192", "--loss", "fused"]
+
+
+def planned(name, wrap="blocks", **more):
+    return plan(partial(geometry.build, geometry.PRESETS[name], wrap=wrap), Setup(**more))
+
+
+def output(capsys, *arguments):
+    code = main(["plan", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_json_adds_up(capsys):
+    code, seen = output(capsys, "--params", "7b", "--gpu", "a100-80", "--json", "--explain")
+    found = json.loads(seen.out)
+    assert code == 0 and found["fits"] is True
+    assert found["parameters"] == pytest.approx(7e9, rel=1e-3)
+    peak = found["peak"]
+    assert (
+        peak["bytes"] == sum(peak["roles"].values()) == max(p["bytes"] for p in found["timeline"])
+    )
+    assert peak["bytes"] < peak["upper_bytes"] < found["usable_bytes"]
+    always = {r["role"]: r["bytes"] for r in found["rows"] if "rest" in r["lifetime"]}
+    assert found["timeline"][0]["bytes"] == sum(always.values())
+    assert {c["switch"] for c in found["changes"]} >= {"checkpoint every block", "CPU offload"}
+
+
+def test_the_table_names_what_and_why(capsys):
+    code, seen = output(capsys, "llama-3-8b", "--memory", "24GB", "--explain", "--zero", "1")
+    assert code == 0
+    for part in (
+        "gather slots",
+        "exact",
+        "does not fit",
+        "no stage that shards optimizer states",
+        "What each switch would change",
+        "blocks.0",
+        "issue 964",
+    ):
+        assert part in seen.out, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "unknown model"),
+        (["--layers", "4"], "--params"),
+        (["--params", "1m", "--layers", "80", "--hidden", "8192"], "fewer than attention"),
+        (["gpt2", "--gpu", "h9000"], "unknown GPU"),
+        (["gpt2", "--shard", "4"], "HYBRID"),
+        (["gpt2", "--world", "6", "--strategy", "HYBRID_SHARD", "--shard", "4"], "multiple"),
+        (["gpt2", "--compute", "int3"], "unknown dtype"),
+        (["gpt2", "--suggest"], "--gpu or --memory"),
+        (["no_such_module:build"], "cannot import"),
+        (["json:nothing"], "no function"),
+        (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
+        (["plan_models:gpt", "--micro-batch", "2"], "decides it"),
+        (["plan_models:vit", "--suggest", "--gpu", "t4"], "no token ids"),
+        (["gpt2", "--suggest", "--cpu"], "leave --cpu away"),
+    ],
+)
+def test_errors_are_one_sentence(capsys, arguments, text):
+    code, seen = output(capsys, *arguments)
+    assert code == 2 and text in seen.err and seen.err.count("\n") == 1
+    assert seen.out == ""
+
+
+def test_suggestions_fit_and_are_sorted(capsys):
+    code, seen = output(
+        capsys,
+        "llama-3-8b",
+        "--gpu",
+        "h100",
+        "--suggest",
+        "--json",
+        "--accumulation",
+        "4",
+        "--worlds",
+        "16",
+    )
+    fits = json.loads(seen.out)["fits"]
+    assert code == 0 and len(fits) > 3
+    assert all(f["upper_bytes"] <= CARDS["h100"].usable for f in fits)
+    speeds = [f["tokens_per_second"] for f in fits]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_smallest_world_is_named_and_right(capsys):
+    code, seen = output(
+        capsys,
+        "llama-3-70b",
+        "--gpu",
+        "h100",
+        "--world",
+        "4",
+        "--suggest",
+        "--sequence",
+        "4096",
+        "--json",
+        "--loss",
+        "fused",
+    )
+    found = json.loads(seen.out)
+    builds = {
+        w: partial(geometry.build, geometry.PRESETS["llama-3-70b"], wrap=w)
+        for w in ("blocks", "embeddings")
+    }
+    if found["fits"]:
+        assert all("offload" in f["plan"] or "8bit" in f["plan"] for f in found["fits"])
+        return
+    world = found["smallest_world"]
+    assert code == 1 and world > 4
+    setup = Setup(compute="bfloat16", sequence=4096, loss="fused")
+    assert advise.smallest_world(builds, setup, CARDS["h100"].usable) == world
+
+
+def test_nothing_helps_where_one_unit_is_too_large(capsys):
+    code, seen = output(capsys, "llama-3-70b", "--memory", "2GB", "--suggest")
+    assert code == 1 and "does not fit on any number of ranks" in seen.out
+
+
+@pytest.mark.parametrize("more", [[], ["--suggest", "--gpu", "h100"], ["--explain"]])
+def test_405_b_on_16384_ranks_is_quick_and_small(more):
+    """Arithmetic only: no torch, no loop over ranks and parameters."""
+    script = (
+        "import resource, sys, time; t = time.process_time()\n"
+        "from fsdpc.__main__ import main\n"
+        f"code = main(['plan', *{[*BIG, *more]!r}])\n"
+        "assert 'torch' not in sys.modules and code == 0\n"
+        "print(time.process_time() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    seconds, kilobytes = map(float, run.stdout.splitlines()[-1].split())
+    assert seconds < 2 and kilobytes < 500_000
+
+
+def test_the_peak_is_of_a_timeline_not_a_sum():
+    made = planned("llama-3-8b", compute="bfloat16")
+    assert made.peak.bytes < sum(row.bytes for row in made.rows)
+    assert made.peak.phase in ("forward", "backward")
+    last = [p for p in made.timeline if p.phase == "backward"][-1]
+    assert last.bytes < made.timeline[0].bytes * 1.2, "activations are gone after backward"
+
+
+@pytest.mark.parametrize("wrap", ["blocks", "embeddings", "whole"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_everything_that_lives_is_given_back(wrap, ratio):
+    setup = Setup(compute="bfloat16", checkpointing=ratio)
+    model = geometry.build(geometry.PRESETS["llama-1b"], setup, wrap)
+    live = 0
+    for moment in model.moments:
+        assert moment.rise >= max(0, moment.delta), moment
+        live += moment.delta
+        assert live >= 0, moment
+    assert live <= 2 * 2**30
+
+
+def test_padding_is_counted_and_pieces_are_equal():
+    unit = Unit("u", 0, (Param("a", 1001), Param("b", 7)))
+    for world in (1, 3, 4):
+        made = plan(geometry_model(unit), Setup(world=world, **CPU))
+        assert made.engine.stats["master_bytes"] * world >= 1008 * 4
+        assert made.engine.stats["master_bytes"] % 64 == 0
+
+
+def geometry_model(unit):
+    from fsdpc._plan.model import Model
+
+    return Model("one unit", (unit,))
+
+
+def test_ring_times_grow_with_hosts():
+    setup, card = check(Setup(world=64)), CARDS["h100"]
+    inside = collective_seconds(1e9, 8, setup, card)
+    assert inside == pytest.approx(1e9 * 7 / 8 / 360e9, rel=0.02)
+    assert collective_seconds(1e9, 64, setup, card) > inside
+    assert collective_seconds(1e9, 1, setup, card) == 0
+    made = planned("llama-3-8b", world=8, compute="bfloat16", sequence=8192)
+    found = cost(made, card)
+    # Two gathers of every block and one of the root, and one sum: peers' arithmetic.
+    blocks = sum(u.numel for u in made.model.units[1:])
+    root = made.model.units[0].numel
+    wire = (blocks * (2 * 2 + 4) + root * (2 + 4)) * 7 / 8
+    assert found.sent_bytes == pytest.approx(wire, rel=1e-3)
+
+
+def test_simulation_shows_where_scaling_stops(capsys):
+    code, seen = output(capsys, "llama-3-70b", "--simulate", "--json", "--worlds", "8,512,100000")
+    rows = json.loads(seen.out)
+    assert code == 0 and [r["world"] for r in rows] == [8, 512, 100000]
+    assert rows[0]["efficiency"] > 0.8 > rows[2]["efficiency"]
+
+
+def test_the_formula_is_near_a_trace():
+    """A Llama-like block in bf16 with fused norms: the formula within 7 % of its trace."""
+    g = geometry.Geometry("small", 6, 256, 8, 2, 32, 688, 512)
+
+    def factory():
+        blocks = nn.ModuleList(LlamaBlock(256, 8, 2, 688) for _ in range(6))
+        for block in blocks:  # torch's RMSNorm on the CPU is several operators
+            block.norm1, block.norm2 = nn.LayerNorm(256), nn.LayerNorm(256)
+        return nn.Sequential(*blocks), (torch.randn(2, 128, 256),)
+
+    setup = Setup(world=2, compute="bfloat16", micro_batch=2, sequence=128, **CPU)
+    traced = build_traced(factory, setup)
+    block = next(m for m in traced.moments if m.unit == "2" and m.phase == "forward")
+    formula = geometry.block_saved(g, setup) * 2 * 128
+    assert block.delta == pytest.approx(formula, rel=0.07)
+
+
+def test_blocks_that_differ_by_place_are_all_traced():
+    """Every second block saves more: repeating one of them would be wrong, and is not done."""
+
+    class Alternating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = block(x)
+                x = torch.tanh(torch.exp(x)) if i % 2 else x
+            return x
+
+    def factory():
+        return Alternating(), (torch.randn(8, 16),)
+
+    with_all = build_traced(factory, Setup(**CPU))
+    assert repeated(Alternating()) == {"blocks": 7}
+    assert "repeated" not in " ".join(with_all.notes)
+    saved = [m.delta for m in with_all.moments if m.phase == "forward" and m.unit]
+    assert len(set(saved)) > 1 or len(with_all.moments) > 16
+
+
+def test_a_transformers_config(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "num_hidden_layers": 32,
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "intermediate_size": 14336,
+                "vocab_size": 128256,
+            }
+        )
+    )
+    code, seen = output(capsys, str(path), "--json")
+    assert code == 0
+    assert json.loads(seen.out)["parameters"] == geometry.PRESETS["llama-3-8b"].numel
+    path.write_text("{}")
+    code, seen = output(capsys, str(path))
+    assert code == 2 and "num_hidden_layers" in seen.err
+
+
+def test_sizes_are_read_as_written():
+    assert bytes_of("24GB") == 24e9 and bytes_of("22.5GiB") == 22.5 * 2**30
+    assert geometry.count_of("6.57B") == 6.57e9 and geometry.count_of("350m") == 350e6
+    with pytest.raises(ValueError, match="could not convert"):
+        bytes_of("plenty")
+
+
+def test_a_traced_model_keeps_its_micro_batch(capsys):
+    """Its inputs decide; a search over micro-batches would find that any number fits."""
+    arguments = ["plan_models:gpt", "--world", "2", "--compute", "storage"]
+    code, seen = output(capsys, *arguments, "--json")
+    found = json.loads(seen.out)
+    assert code == 0 and found["peak"]["roles"]["activations"] > 0
+    more = ["--suggest", "--memory", "3GB", "--json", "--accumulation", "4"]
+    code, seen = output(capsys, *arguments, *more)
+    assert code == 0
+    assert all("micro-batch 1 x 4" in f["plan"] for f in json.loads(seen.out)["fits"])
+
+
+def test_a_picture_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    code, _ = output(capsys, "llama-3-8b", "--gpu", "h100", "--plot", str(path))
+    assert code == 0
+    text = path.read_text()
+    assert text.startswith("<?xml") and "http://" not in text.split("<defs>")[-1][:1000]
+
+
+def test_a_snapshot_passes_torchs_own_reader(tmp_path, capsys):
+    """torch's viewer code runs over it, and the peak is the plan's."""
+    from torch.cuda import _memory_viz
+
+    path = tmp_path / "plan.pickle"
+    code, seen = output(capsys, "llama-3-8b", "--json", "--snapshot", str(path))
+    data = path.read_bytes()
+    assert code == 0 and data[:2] == b"\x80\x04"
+    found = pickle.loads(data)
+    live = top = 0
+    for entry in found["device_traces"][0]:
+        live += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+        if entry["action"] == "alloc":
+            top = max(top, live)
+    timeline = json.loads(seen.out)["timeline"]
+    assert live == timeline[-1]["bytes"], "what is left is the last moment"
+    assert top == json.loads(seen.out)["peak"]["bytes"]
+    entries = len(found["device_traces"][0])
+    assert f"{entries} entries" in _memory_viz.trace(found)
+    assert _memory_viz.segsum(found) and _memory_viz.trace_plot(found)
+
+
+def test_commands_are_listed(capsys):
+    assert main([]) == 0
+    assert "plan" in capsys.readouterr().out
+    assert main(["no-such"]) == 2
+    assert "no-such" in capsys.readouterr().err
