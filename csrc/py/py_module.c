@@ -12,6 +12,7 @@
 
 #include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
+#include "py/optim/py_optim.h"
 #include "py/unit/py_engine.h"
 #include "py/probe/py_inspect.h"
 #include "py/probe/py_kernels.h"
@@ -120,7 +121,8 @@ add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
                                       fsdpc_py_kernel_methods,  fsdpc_py_cuda_methods,
-                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods};
+                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods,
+                                      fsdpc_py_optim_methods,   fsdpc_py_optim_value_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;
