@@ -168,8 +168,9 @@ static void
 step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k,
           int64_t begin, int64_t n)
 {
-    double grad_buffer[FSDPC_OPTIM_TILE];
-    float buffers[1 + FSDPC_OPTIM_STATES][FSDPC_OPTIM_TILE];
+    /* Rows that are a multiple of 4 KiB apart would be taken for each other by the processor. */
+    _Alignas(64) double grad_buffer[FSDPC_OPTIM_TILE + 16];
+    _Alignas(64) float buffers[1 + FSDPC_OPTIM_STATES][FSDPC_OPTIM_TILE + 112];
     const fsdpc_optim_loops *loops = pass->loops;
     const fsdpc_optim_rules *rules = rules_of(loops, tensor);
     const int held = pass->rule->kind == FSDPC_OPTIM_MINI ? 1 : FSDPC_OPTIM_STATES;

@@ -20,7 +20,7 @@ from fsdpc.optim._places import Group, by_group, group_of, local_of
 
 
 class Scaling(NamedTuple):
-    """What happens to every gradient of a step: divided by ``scale``, then multiplied by ``clip``."""
+    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``."""
 
     scale: float = 1.0
     clip: float = 1.0
@@ -65,9 +65,7 @@ class FusedOptimizer(Optimizer):
         str, ...
     ] = ()  # states of one value per element, in the order of the C code
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        self.last_norm: Tensor | None = None
+    last_norm: Tensor | None = None  # of the last step that clipped
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -133,10 +131,13 @@ class FusedOptimizer(Optimizer):
     def _members(self, group: dict[str, Any]) -> Members:
         params, values, grads, copies = [], [], [], []
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            value, grad = local_of(param), local_of(param.grad)
-            if grad.is_sparse or value.device.type != "cpu":
+            value = param
+            if type(grad) is not Tensor:
+                value, grad = local_of(param), local_of(grad)
+            if grad.is_sparse or not value.is_cpu:
                 self._refuse(param)
             if not value.is_contiguous():
                 value = value.contiguous()

@@ -42,7 +42,7 @@ class Span:
 
 
 class Group:
-    """The ranks that share a parameter: an fsdpc communicator, a process group, or this rank alone."""
+    """The ranks that share a parameter: a communicator, a process group, or this rank alone."""
 
     def __init__(self, comm: Any = None, group: Any = None) -> None:
         self.comm = comm
@@ -101,16 +101,16 @@ def place_of(param: Tensor) -> Place:
     ``NotImplementedError``: a DTensor whose local elements are not whole rows.
     """
     unit = owner_of(param)
-    if unit is not None:
-        return _place_in_unit(param, unit)
+    covers = next((covers for seen, _, covers in unit.seen if seen is param), ()) if unit else ()
+    if covers:
+        return _place_in_unit(unit, covers)
     if isinstance(param, DTensor):
         return _place_of_rows(param)
     span = Span(0, param.numel(), 0, tuple(param.shape), 0, ())
     return Place([span], ALONE)
 
 
-def _place_in_unit(param: Tensor, unit: Any) -> Place:
-    covers = next(covers for seen, _, covers in unit.seen if seen is param)
+def _place_in_unit(unit: Any, covers: Sequence[int]) -> Place:
     spans = unit.flat.layout()["spans"]
     rank = unit.groups.shard.rank
     found = []

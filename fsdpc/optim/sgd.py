@@ -92,15 +92,16 @@ class SGD(FusedOptimizer):
             group["nesterov"],
         )
         states: list[list[Tensor]] = []
-        steps = [step_counter() for _ in found.params]
+        fresh, later = step_counter(), step_counter().fill_(1)
+        steps = [fresh] * len(found.params)
         if group["momentum"] != 0:
             buffers = []
-            for param, step in zip(found.params, steps, strict=True):
+            for i, param in enumerate(found.params):
                 state = self.state[param]
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = self._zeros(param)
                 else:
-                    step.fill_(1)  # not the first step
+                    steps[i] = later
                 buffers.append(local_of(state["momentum_buffer"]))
             states = [buffers]
         threads = torch.get_num_threads()
