@@ -103,6 +103,8 @@ TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
 # Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
+# The module with torch's wrapper for checkpointed modules (imported on demand).
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # --- the compiler, which this package never loads ------------------------------------------------
 

@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include "py/activation/py_activation.h"
 #include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
 #include "py/optim/py_optim.h"
@@ -119,10 +120,11 @@ add_engine(PyObject *module)
 static int
 add_parts(PyObject *module)
 {
-    PyMethodDef *const functions[] = {fsdpc_py_inspect_methods, layout_methods,
-                                      fsdpc_py_kernel_methods,  fsdpc_py_cuda_methods,
-                                      fsdpc_py_nccl_methods,    fsdpc_py_alloc_methods,
-                                      fsdpc_py_optim_methods,   fsdpc_py_optim_value_methods};
+    PyMethodDef *const functions[] = {fsdpc_py_inspect_methods,   layout_methods,
+                                      fsdpc_py_kernel_methods,    fsdpc_py_cuda_methods,
+                                      fsdpc_py_nccl_methods,      fsdpc_py_alloc_methods,
+                                      fsdpc_py_optim_methods,     fsdpc_py_optim_value_methods,
+                                      fsdpc_py_activation_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

@@ -26,12 +26,14 @@ LAYERS = (
     "csrc/exchange",
     "csrc/tree",
     "csrc/optim",
+    "csrc/activation",
     "csrc/py/base",
     "csrc/py/comm",
     "csrc/py/unit",
     "csrc/py/step",
     "csrc/py/probe",
     "csrc/py/optim",
+    "csrc/py/activation",
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
@@ -252,7 +254,7 @@ def test_only_the_package_imports_torch() -> None:
 
 
 # The package's folders, lowest first; "" is what users import.
-PACKAGE = ("ground", "_comm", "_engine", "_clip", "optim", "_fsdp1", "")
+PACKAGE = ("ground", "_comm", "_engine", "_clip", "optim", "activations", "_fsdp1", "")
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
 UPWARD = {("_fsdp1/install", "fsdp"), ("_fsdp1/install", "sharded_grad_scaler")}
