@@ -92,7 +92,10 @@ class Place:
 
 def local_of(value: Any) -> Tensor:
     """A DTensor's local tensor, any other tensor itself."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
 
 
 def place_of(param: Tensor) -> Place:

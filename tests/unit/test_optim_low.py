@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,15 @@ from torch import nn
 from fsdpc import _C, optim
 
 N = 3 * 4096 + 300  # the last block of 256 is not whole
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread would only wait for a busy processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from fsdpc import _C, optim
 
 # A multiple of every vector length of torch's kernels (its last elements go another way), and more
 # than one part of ours.
-SIZES = (64, 32768 * 2 + 128)
+SIZES = (64, 32768 + 128)
 STEPS = 4
 ADAM = [
     {},
@@ -34,6 +34,15 @@ SGD = [
 ]
 CASES = [(name, options) for name in ("Adam", "AdamW") for options in ADAM]
 CASES += [("SGD", options) for options in SGD]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread would only wait for a busy processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def values(seed: int, dtype: torch.dtype, shape: Any = None) -> torch.Tensor:
@@ -78,10 +87,10 @@ def train(
     return params, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_equals_torchs_fused_step(name: str, options: dict[str, Any], dtype: torch.dtype):
-    if name == "SGD" and dtype in (torch.bfloat16, torch.float16):
+    if name == "SGD" and dtype == torch.bfloat16:
         pytest.skip("torch's fused SGD leaves 16-bit parameters unchanged")
     ours, mine = train(lambda p: getattr(optim, name)(p, **options), dtype)
     theirs, torchs = train(lambda p: getattr(torch.optim, name)(p, fused=True, **options), dtype)
