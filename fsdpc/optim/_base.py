@@ -67,6 +67,13 @@ class FusedOptimizer(Optimizer):
 
     last_norm: Tensor | None = None  # of the last step that clipped
 
+    def _add_defaults(self, **options: Any) -> None:
+        """Options of a subclass, for the groups that do not have them and for later ones."""
+        self.defaults.update(options)
+        for group in self.param_groups:
+            for name, value in options.items():
+                group.setdefault(name, value)
+
     # --- a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -203,6 +210,13 @@ class FusedOptimizer(Optimizer):
         return total
 
     # --- states ----------------------------------------------------------------------------------
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Options that a loaded group does not have keep this optimizer's defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's class of the same rule.

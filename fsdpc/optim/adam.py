@@ -75,13 +75,6 @@ class Adam(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", isinstance(self, AdamW))
-
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
             state = self.state[param]

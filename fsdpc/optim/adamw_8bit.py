@@ -37,6 +37,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
     """
 
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
+    _cut: CutBlocks | None = None
 
     def __init__(
         self,
@@ -51,9 +52,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
     ) -> None:
         check_number(min_8bit_size, "min_8bit_size")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            group.setdefault("min_8bit_size", min_8bit_size)
-        self.defaults.update(min_8bit_size=min_8bit_size)
+        self._add_defaults(min_8bit_size=min_8bit_size)
 
     # --- states ----------------------------------------------------------------------------------
     # state["spans"] has one dict per span of the parameter with elements on this rank: codes and
@@ -125,7 +124,16 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 codes, scales = held["codes"][which], held["scales"][which]
                 _C.optim_quantise(which, own, span.first, codes, scales, np.ascontiguousarray(edge))
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._cut = None
+
     def _cut_blocks(self) -> CutBlocks:
+        if self._cut is None:
+            self._cut = self._find_cut_blocks()
+        return self._cut
+
+    def _find_cut_blocks(self) -> CutBlocks:
         return CutBlocks(
             (self._place(param).group, span)
             for group in self.param_groups

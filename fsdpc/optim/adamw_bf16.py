@@ -42,10 +42,7 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        for group in self.param_groups:
-            group.setdefault("stochastic_rounding", stochastic_rounding)
-            group.setdefault("seed", seed)
-        self.defaults.update(stochastic_rounding=stochastic_rounding, seed=seed)
+        self._add_defaults(stochastic_rounding=stochastic_rounding, seed=seed)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.bfloat16

@@ -69,12 +69,6 @@ class SGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("nesterov", False)
-            group.setdefault("maximize", False)
-
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Buffers are made in the step, which must know which of them are new."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,6 +187,37 @@ def test_8bit_shows_what_is_not_finite(bad: float):
     optimizer.step()
     run(optimizer, 1, 5)
     assert param[256:512].isnan().all() and param[:256].isfinite().all()
+
+
+@pytest.mark.parametrize("make", [optim.AdamWBF16, optim.AdamW8bit, "AdamMini"])
+def test_states_of_torchs_adamw_load(make: Any):
+    """Also the options that torch's groups do not have keep their values."""
+    theirs, mine = one(), one()
+    torchs = torch.optim.AdamW([theirs], lr=1e-3)
+    run(torchs)
+    with torch.no_grad():
+        mine.copy_(theirs)
+    if make == "AdamMini":
+        optimizer: Any = optim.AdamMini([mine], block=lambda *_: 1)
+    else:
+        optimizer = make([mine], lr=0.5)
+    optimizer.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    run(optimizer, 1, 3)
+    run(torchs, 1, 3)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-4)
+
+
+def test_deepcopy_and_pickle():
+    param = one()
+    optimizer = optim.AdamW8bit([param])
+    run(optimizer, 1)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        run(other, 1, 1)
+        found = other.param_groups[0]["params"][0]
+        assert found is not param and not torch.equal(found, param)
+    run(optimizer, 1, 1)
+    assert torch.equal(found, param)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
