@@ -153,6 +153,13 @@ class AdamMini(SpannedOptimizer):
         kept = {name: entry for name, entry in state.items() if name != "means"}
         return {**kept, "exp_avg_sq": value.requires_grad_(False)}
 
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        state = super()._loaded(param, saved)
+        if "exp_avg_sq" in saved:
+            square = saved["exp_avg_sq"].detach().to(param.device, torch.float32)
+            state["exp_avg_sq"] = square.contiguous()
+        return state
+
     def _after_load(self) -> None:
         """Average the loaded ``exp_avg_sq`` over blocks. Collective where blocks are shared."""
         sums = self._sums(self._loaded_squares())

@@ -114,7 +114,10 @@ def test_rows_of_dtensors(rank, world):
         dtype = torch.bfloat16 if exact else torch.float32
         model = Model(dtype)
         fully_shard(model, mesh=mesh)
-        norms = train(model, make(name, model), range(STEPS), True)
+        optimizer, resumed = make(name, model), make(name, model)
+        norms = train(model, optimizer, range(STEPS - 1), True)
+        resumed.load_state_dict(optimizer.state_dict())
+        norms += train(model, resumed, range(STEPS - 1, STEPS), True)
         other, expected = alone(name, dtype, clip=True)
         torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
         for (_, found), wanted_value in zip(
