@@ -187,6 +187,44 @@ def checkpoint_tables(result: dict) -> str:
     )
 
 
+def optim_tables(result: dict) -> str:
+    """The tables of bench_optim.py."""
+    blocks = []
+    for title in ("big", "small"):
+        part = result[title]
+        triad = part["cases"]["triad"]["GB/s"]
+        rows = [
+            [
+                name,
+                figure(case["ns"], 2),
+                figure(case["GB/s"], 1),
+                figure(case["of_triad"], 2),
+                figure(case.get("of_torch"), 2),
+            ]
+            for name, case in part["cases"].items()
+            if name != "triad"
+        ]
+        head = ["step", "ns per parameter", "GB/s", "x triad", "time / torch's"]
+        blocks += [
+            f"### Optimizer steps, {part['tensors']} x {part['numel']:,} parameters",
+            f"One thread; triad {figure(triad, 1)} GB/s. {run_line(result)}",
+            markdown(head, rows),
+        ]
+    return "\n\n".join(blocks)
+
+
+def activations_tables(result: dict) -> str:
+    """The table of bench_activations.py."""
+    sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
+    keys = ("kept_mb", "kept_of_plain", "peak_mb", "time_of_plain")
+    rows = [
+        [name, *(f"{case[key]:,.2f}" for key in keys)] for name, case in result["cases"].items()
+    ]
+    head = ["choice", "kept, MB", "x plain", "peak, MB", "time / plain"]
+    title = f"### Activations: {sizes}"
+    return "\n\n".join([title, run_line(result), markdown(head, rows)])
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     "checkpoint": checkpoint_tables,
     "checkouts": checkouts_tables,
@@ -194,6 +232,8 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "comm": comm_tables,
     "kernels": kernel_tables,
     "gpu": gpu_tables,
+    "optim": optim_tables,
+    "activations": activations_tables,
 }
 
 

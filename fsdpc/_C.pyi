@@ -302,3 +302,38 @@ class Tree:
     def announce(self, unit: int, param: int) -> None: ...
     def close(self) -> None: ...
     def detach(self) -> None: ...
+
+# --- optimizer steps: see csrc/optim/optim.h ---
+
+def optim_step(
+    kind: Literal["adam", "sgd", "lion", "mini", "adam8", "edges8"],
+    rule: tuple[float, float, float, float, float, float, float, bool, bool, bool, bool, int],
+    params: Sequence[_Array],
+    grads: Sequence[_Array],
+    states: tuple[Sequence[_Array], ...],
+    steps: Sequence[_Array],
+    places: tuple[tuple[int, int, int], ...] | None = None,
+    edges: NDArray[np.float32] | None = None,
+    threads: int = 1,
+) -> None: ...
+def optim_sum_squares(tensors: Sequence[_Array], threads: int = 1) -> float: ...
+def optim_block_squares(
+    tensor: _Array, first: int, block: int, sums: _Array, threads: int = 1
+) -> None: ...
+def optim_quantise(
+    which: int,
+    values: _Array,
+    first: int,
+    codes: _Array,
+    scales: _Array,
+    edges: NDArray[np.float32] | None = None,
+) -> None: ...
+def optim_dequantise(
+    which: int, values: _Array, first: int, codes: _Array, scales: _Array
+) -> None: ...
+def optim_edges_of(which: int, values: _Array, first: int, edges: NDArray[np.float32]) -> None: ...
+
+# --- packed activations: see csrc/activation/activation.h ---
+
+def activation_pack(values: _Array, codes: _Array, scales: _Array) -> None: ...
+def activation_unpack(values: _Array, codes: _Array, scales: _Array) -> None: ...

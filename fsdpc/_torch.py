@@ -114,6 +114,8 @@ dtensor_random = _find("torch.distributed.tensor", "_random")
 _find("torch.distributed.tensor._random", "_RNGStateTracker._distribute_region")
 # Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
+# The module with torch's wrapper for checkpointed modules (imported on demand).
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 # The older path to fully_shard, which frameworks import.
 COMPOSABLE = (

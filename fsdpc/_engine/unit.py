@@ -252,6 +252,7 @@ class Unit(WholeValues):
             param = self.make_flat_param(layout["segments"][s], s)
             grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
             self.flat_params.append(param)
+            _writeback.set_owner(param, self)
             self._add_optim_param(param, grad, tuple(by_segment[s]))
         for info in self.infos:
             info.param.grad = None

@@ -1,0 +1,134 @@
+"""Memory kept between forward and backward, and the step's time, for each choice of activations.
+
+python benchmarks/bench_activations.py               # print
+python benchmarks/bench_activations.py --json        # and write results/activations.json
+python benchmarks/bench_activations.py --blocks 4 --width 256 --heads 4 --seq 256
+
+Forward and backward of the example's GPT without sharding, float32, one thread. Each choice runs in
+a fresh process, where malloc gives memory back at once. "kept" is the growth of resident memory
+over the last step's forward, "peak" the most above the start of that step, sampled every 2 ms. Time
+is the process's processor time of a step; "of_plain" is relative to the first choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+from fsdpc.activations import checkpoint, compress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import gpt  # noqa: E402
+
+CHOICES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
+    "plain": (None, None),
+    "ratio 1/4": ({"ratio": "1/4"}, None),
+    "ratio 1/2": ({"ratio": "1/2"}, None),
+    "ratio 1": ({"ratio": 1}, None),
+    "matmul": ({"policy": "matmul"}, None),
+    "int8": (None, "int8"),
+    "bf16": (None, "bf16"),
+    "ratio 1/2, int8": ({"ratio": "1/2"}, "int8"),
+}
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Peak(threading.Thread):
+    """The most resident memory until ``stop`` is called."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.ended = 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.002):
+            self.most = max(self.most, resident())
+
+    def stop(self) -> int:
+        """The most bytes seen."""
+        self.ended.set()
+        self.join()
+        return self.most
+
+
+def one(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """Measure one choice in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = gpt.GPTConfig(
+        width=options.width, layers=options.blocks, heads=options.heads, context=options.seq
+    )
+    model = gpt.GPT(config)
+    how, dtype = CHOICES[name]
+    if how is not None:
+        checkpoint(model, blocks=gpt.Block, **how)
+    tokens = torch.randint(256, (options.batch, options.seq))
+    result: dict[str, float] = {}
+    for _ in range(options.steps):
+        peak, before, start = Peak(), resident(), time.process_time()
+        with compress(model, dtype) if dtype else nullcontext():
+            loss = model(tokens).square().mean()
+        result["kept_mb"] = (resident() - before) / 1e6
+        loss.backward()
+        result["seconds"] = time.process_time() - start
+        result["peak_mb"] = (peak.stop() - before) / 1e6
+        del loss
+    return result
+
+
+def in_fresh_process(name: str, arguments: list[str]) -> dict[str, float]:
+    """``one`` in a process whose malloc maps and unmaps every larger block."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    command = [sys.executable, __file__, *arguments, "--one", name]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if ended.returncode:
+        raise SystemExit(f"{name} failed:\n{ended.stderr}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--one", choices=CHOICES, help="measure one choice in this process")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one, options)))
+        return
+    run = common.describe_run()
+    arguments = [argument for argument in sys.argv[1:] if argument != "--json"]
+    found = {name: in_fresh_process(name, arguments) for name in CHOICES}
+    for entry in found.values():
+        entry["kept_of_plain"] = entry["kept_mb"] / found["plain"]["kept_mb"]
+        entry["time_of_plain"] = entry["seconds"] / found["plain"]["seconds"]
+    columns = ["kept_mb", "kept_of_plain", "peak_mb", "seconds", "time_of_plain"]
+    rows = [[name, *(f"{entry[c]:.2f}" for c in columns)] for name, entry in found.items()]
+    common.print_table(["choice", *columns], rows)
+    if options.json:
+        sizes = {k: getattr(options, k) for k in ("blocks", "width", "heads", "seq", "batch")}
+        common.write_json("activations.json", {"run": run, "sizes": sizes, "cases": found})
+
+
+if __name__ == "__main__":
+    main()

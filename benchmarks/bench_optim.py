@@ -1,0 +1,170 @@
+"""Speed of the optimizers' steps on one thread, beside STREAM triad and torch's own steps.
+
+python benchmarks/bench_optim.py                     # print
+python benchmarks/bench_optim.py --json              # and write results/optim.json
+python benchmarks/bench_optim.py --only AdamW --numel 1000000
+
+"big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
+A case has tensors of its own; all of them take turns round by round in one process, and a share is
+the quotient of one round. Time is the thread's processor time. Bytes are what a step must read and
+write at least: parameter, gradient and states once each (the gradients twice for a norm).
+The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+
+from fsdpc import _C, optim
+
+MIN_SECONDS = 0.02  # of one measurement
+Call = Callable[[], Any]
+
+F32, BF16 = torch.float32, torch.bfloat16
+# Name, bytes per parameter, dtype, what makes the optimizer, max_norm or None.
+STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], bool]] = {
+    "AdamW": (28, F32, lambda p: optim.AdamW(p), False),
+    "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), False),
+    "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), False),
+    "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), True),
+    "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), True),
+    "SGD momentum": (20, F32, lambda p: optim.SGD(p, momentum=0.9), False),
+    "torch SGD fused": (20, F32, lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), False),
+    "Lion": (20, F32, lambda p: optim.Lion(p), False),
+    "AdamW bf16": (14, BF16, lambda p: optim.AdamW(p), False),
+    "torch AdamW fused bf16": (14, BF16, lambda p: torch.optim.AdamW(p, fused=True), False),
+    "AdamWBF16, bf16": (14, BF16, lambda p: optim.AdamWBF16(p), False),
+    "AdamWBF16, fp32": (20, F32, lambda p: optim.AdamWBF16(p), False),
+    "AdamW8bit": (16.06, F32, lambda p: optim.AdamW8bit(p), False),
+    "AdamMini": (24, F32, lambda p: optim.AdamMini(p, block=lambda *_: 1024), False),
+}
+# Whose time each one is compared with.
+RIVALS = {
+    "AdamW": "torch AdamW fused",
+    "AdamW, clip": "torch AdamW fused, clip",
+    "SGD momentum": "torch SGD fused",
+    "AdamW bf16": "torch AdamW fused bf16",
+    "AdamWBF16, bf16": "torch AdamW fused bf16",
+}
+
+
+def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]:
+    """Parameters with gradients, all of them different pages."""
+    made = []
+    for _ in range(count):
+        param = nn.Parameter(torch.randn(numel).to(dtype))
+        param.grad = (torch.randn(numel) * 0.1).to(dtype)
+        made.append(param)
+    return made
+
+
+def step_call(name: str, count: int, numel: int) -> Call:
+    """One step, with clipping by a norm that changes little where the case has it."""
+    _, dtype, make, clips = STEPS[name]
+    params = parameters(dtype, count, numel)
+    optimizer = make(params)
+    if not clips:
+        return optimizer.step
+    if isinstance(optimizer, optim.AdamW):
+        return lambda: optimizer.step_and_clip(1.0)
+
+    def clip_and_step() -> None:
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return clip_and_step
+
+
+def triad_call(count: int, numel: int) -> Call:
+    """STREAM's triad by torch, on float32 arrays."""
+    a, b, c = (torch.randn(count * numel) for _ in range(3))
+    return lambda: torch.add(b, c, alpha=0.5, out=a)
+
+
+def seconds(call: Call) -> float:
+    """Processor seconds of one call; short ones are repeated."""
+    done, start = 0, time.thread_time()
+    while True:
+        call()
+        done += 1
+        spent = time.thread_time() - start
+        if spent >= MIN_SECONDS:
+            return spent / done
+
+
+def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, Any]:
+    """ns per parameter, GB/s, and shares of the triad's rate and of torch's time."""
+    calls = {"triad": triad_call(count, numel)}
+    calls |= {name: step_call(name, count, numel) for name in names}
+    for call in calls.values():  # states are made, and every page is there
+        call()
+        call()
+    cases = {name: (lambda call=call: seconds(call)) for name, call in calls.items()}
+    values = common.interleave(cases, rounds)
+    total = count * numel
+    triad = [12 * total / s for s in values["triad"]]
+    results: dict[str, Any] = {"triad": {"GB/s": common.spread([rate / 1e9 for rate in triad])}}
+    for name in names:
+        rates = [STEPS[name][0] * total / s for s in values[name]]
+        found = {
+            "ns": common.spread([s / total * 1e9 for s in values[name]]),
+            "GB/s": common.spread([rate / 1e9 for rate in rates]),
+            "of_triad": common.spread([r / t for r, t in zip(rates, triad, strict=True)]),
+        }
+        rival = RIVALS.get(name)
+        if rival in values:
+            pairs = zip(values[name], values[rival], strict=True)
+            found["of_torch"] = common.spread([mine / theirs for mine, theirs in pairs])
+        results[name] = found
+    return results
+
+
+def show(title: str, results: dict[str, Any]) -> None:
+    """Print one table."""
+    print(f"\n{title}; triad {results['triad']['GB/s']['median']:.1f} GB/s")
+
+    def text(entry: dict[str, Any], key: str) -> str:
+        return f"{entry[key]['median']:.3f}" if key in entry else ""
+
+    head = ["step", "ns / parameter", "GB/s", "x triad", "time / torch's"]
+    rows = [
+        [name, *(text(entry, key) for key in ("ns", "GB/s", "of_triad", "of_torch"))]
+        for name, entry in results.items()
+        if name != "triad"
+    ]
+    common.print_table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=16 << 20)
+    parser.add_argument("--tensors", type=int, default=2000)
+    parser.add_argument("--small", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {"run": common.describe_run(), "kernels": _C.kernel_names()[-1], "threads": 1}
+    names = [name for name in STEPS if options.only in name]
+    few = [name for name in names if "foreach" in name or name in RIVALS or "fused" in name]
+    for title, chosen, count, numel in (
+        ("big", names, 1, options.numel),
+        ("small", few, options.tensors, options.small),
+    ):
+        found = measure(chosen, count, numel, options.rounds)
+        result[title] = {"tensors": count, "numel": numel, "cases": found}
+        show(f"{title}: {count} x {numel} parameters", found)
+    if options.json:
+        common.write_json("optim.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+/* Optimizer steps on flat memory: one pass over parameter, gradient and states of many tensors.
+ *
+ * A tensor here is a range of elements of one whole parameter: all of it, or the part that a rank
+ * holds. `first` is the index of the range's first element in the whole parameter, so that whatever
+ * depends on an element's place (blocks of 256, random bits) does not depend on how many ranks share
+ * the parameter.
+ *
+ * Arithmetic is float32 (float64 for float64 parameters), each operation rounded as written below;
+ * fma(a, b, c) is rounded once. Every element goes through the same formula, on any instruction set,
+ * at any place, on any number of threads, so all of them give the same bits. f() rounds to the
+ * arithmetic's type; t is the number of the step.
+ *
+ *   gradient   g = g / grad_scale (written back); g = g * clip; g = -g if maximize;
+ *              g = fma(f(weight_decay), p, g) if weight_decay is coupled
+ *   Adam       p = p * f(1 - lr * weight_decay) if it is decoupled; w = f(1 - beta1)
+ *              m = |w| < 0.5 ? fma(w, g - m, m) : fma(w - 1, g - m, g)
+ *              v = fma(f(1 - beta2) * g, g, v * f(beta2)); with amsgrad x = max(x, v), else x = v
+ *              p = p + (f(-lr / (1 - beta1^t)) * m) / (sqrt(x) / f(sqrt(1 - beta2^t)) + f(eps))
+ *   SGD        b = g in the first step, then b = fma(f(1 - dampening), g, b * f(momentum))
+ *              g = nesterov ? fma(b, f(momentum), g) : b; p = fma(g, f(-lr), p)
+ *   Lion       p = p * f(1 - lr * weight_decay); u = sign(fma(f(1 - beta1), g, m * f(beta1)))
+ *              p = fma(u, f(-lr), p); m = fma(f(1 - beta2), g, m * f(beta2))
+ *   Adam-mini  as Adam, with a denominator that a block of elements shares
+ *
+ * Adam and SGD are the formulas of torch's fused CPU kernels' vector loops (ATen FusedAdamKernel,
+ * FusedSGDKernel); torch's loops for the last elements of a tensor round differently in places.
+ */
+#ifndef FSDPC_OPTIM_H
+#define FSDPC_OPTIM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
+
+typedef enum fsdpc_optim_kind {
+    FSDPC_OPTIM_ADAM,
+    FSDPC_OPTIM_SGD,
+    FSDPC_OPTIM_LION,
+    FSDPC_OPTIM_MINI
+} fsdpc_optim_kind;
+
+typedef struct fsdpc_optim_rule {
+    fsdpc_optim_kind kind;
+    double lr, beta1, beta2, eps,
+        weight_decay;  /* SGD: beta1 is the momentum, beta2 the dampening */
+    double grad_scale; /* 1: gradients are not scaled */
+    double clip;       /* factor of all gradients */
+    bool decoupled;    /* weight decay */
+    bool maximize, nesterov;
+    bool stochastic; /* bfloat16 parameters and states are rounded stochastically */
+    uint64_t seed;   /* of the stochastic rounding */
+} fsdpc_optim_rule;
+
+/* The memory is the caller's, and no two tensors of a call overlap. */
+typedef struct fsdpc_optim_tensor {
+    void *param, *grad;
+    void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v and with amsgrad x; SGD with momentum: b; else
+                                         NULL. 8-bit: codes of m and v. Mini: m, denominators */
+    float *scales[2];                 /* 8-bit: of each block that the range touches, for m and v */
+    fsdpc_dtype param_type, grad_type, state_type;
+    int64_t numel, first;
+    int64_t block; /* Mini: elements of the whole parameter that share a denominator */
+    uint64_t key;  /* the parameter's number, for the stochastic rounding */
+    double step;   /* t, counted from 1 */
+    float *edges;  /* 8-bit: what other ranks hold of the first and the last block, or NULL */
+} fsdpc_optim_tensor;
+
+/* One step of every tensor. float64 goes with float64 only; else every float type goes with every
+ * other. FSDPC_E_INVAL names the tensor's position; nothing is changed then. Local. */
+int fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+                     int threads);
+
+/* The same for Adam with states of 8 bits (optim_quant.c). `edges` holds FSDPC_OPTIM_EDGE values for
+ * the first block and as many for the last: the largest m, the largest -m and the largest v of all
+ * ranks' elements of the block, or -1 for blocks that this range holds all of. */
+int fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+                      int threads);
+/* Fills each tensor's `edges` with this range's own values after the step to come. Changes nothing
+ * else. */
+int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count);
+
+/* Codes and scales of `n` float32 values whose first has the index `first`, and back. which: 0 for m,
+ * 1 for v. `edges`: as above, of that moment (m: two values per block, v: the third), or NULL. */
+void fsdpc_optim_quantise(int which, const float *values, int64_t first, int64_t n,
+                          const float *edges, uint8_t *codes, float *scales);
+void fsdpc_optim_dequantise(int which, const uint8_t *codes, const float *scales, int64_t first,
+                            int64_t n, float *values);
+/* The edges of values that are to be quantised, FSDPC_OPTIM_EDGE for the first and the last block. */
+void fsdpc_optim_edges_of(int which, const float *values, int64_t first, int64_t n, float *edges);
+
+/* Sum of the squares of all tensors' elements, in float64, added in the tensors' order: the same on
+ * any number of threads. */
+int fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64_t *numels,
+                            int count, int threads, double *out);
+/* The same of each block's elements in the range [first, first + n) of a whole parameter that is cut
+ * into blocks of `block` elements; `out` holds one sum per block that the range touches. */
+int fsdpc_optim_block_squares(void *data, fsdpc_dtype type, int64_t first, int64_t n, int64_t block,
+                              int threads, double *out);
+
+#endif

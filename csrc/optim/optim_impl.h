@@ -1,0 +1,79 @@
+/* What the files of csrc/optim share: the loops of one instruction set, and threads. */
+#ifndef FSDPC_OPTIM_IMPL_H
+#define FSDPC_OPTIM_IMPL_H
+
+#include "base/pool.h"
+#include "optim/optim.h"
+
+/* The rule's numbers for one tensor, before they are rounded to the arithmetic's type. */
+typedef struct fsdpc_optim_numbers {
+    double decay;            /* factor of p */
+    double beta1, beta2;     /* factors of the states */
+    double weight1, weight2; /* factors of the gradient */
+    double root, eps;        /* Adam: divisor of the square root, term added to it */
+    double size;             /* factor of the update, negative */
+    bool first, nesterov;    /* SGD */
+} fsdpc_optim_numbers;
+
+/* Loops over elements in one type; the pointers are to that type and do not overlap. */
+typedef struct fsdpc_optim_rules {
+    void (*divide)(void *out, const void *in, double by, int64_t n); /* out may be in */
+    void (*multiply)(void *out, const void *in, double factor, int64_t n);
+    void (*add_scaled)(void *g, const void *p, double factor, int64_t n);
+    void (*adam)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m, void *v,
+                 void *largest); /* NULL: no amsgrad */
+    void (*sgd)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g,
+                void *b); /* NULL: no momentum */
+    void (*lion)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m);
+    void (*mini)(const fsdpc_optim_numbers *k, double denominator, int64_t n, void *p,
+                 const void *g, void *m);
+} fsdpc_optim_rules;
+
+typedef struct fsdpc_optim_loops {
+    fsdpc_optim_rules f32, f64;
+    void (*from_bf16)(float *out, const uint16_t *in, int64_t n);
+    void (*to_bf16)(uint16_t *out, const float *in, int64_t n);
+    /* Up with the probability of the part that is cut off, by a hash of `key` and index + i. */
+    void (*to_bf16_stochastic)(uint16_t *out, const float *in, int64_t n, uint32_t key,
+                               uint32_t index);
+    /* The largest value and the largest negated value, both at least 0; infinity for what is not
+     * finite. */
+    void (*extremes)(const float *in, int64_t n, float *high, float *low);
+    void (*quantise_signed)(uint8_t *codes, const float *in, int64_t n, float scale);
+    void (*quantise_positive)(uint8_t *codes, const float *in, int64_t n, float scale);
+    void (*dequantise)(float *out, const uint8_t *codes, int64_t n, const float *map, float scale);
+} fsdpc_optim_loops;
+
+const fsdpc_optim_loops *fsdpc_optim_loops_plain(void);
+/* NULL when this build or this processor lacks the instructions. */
+const fsdpc_optim_loops *fsdpc_optim_loops_avx2(void);
+const fsdpc_optim_loops *fsdpc_optim_loops_avx512(void);
+/* Those of the kernels in use (FSDPC_SIMD, or the widest that the processor runs). */
+int fsdpc_optim_select(const fsdpc_optim_loops **out);
+
+/* The numbers of a rule for a tensor of its kind at its step. */
+fsdpc_optim_numbers fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule,
+                                           const fsdpc_optim_tensor *tensor);
+
+/* Tensors cut into parts that begin at multiples of FSDPC_OPTIM_PART of the whole parameter. */
+enum { FSDPC_OPTIM_PART = 32768, FSDPC_OPTIM_TILE = 1024 };
+typedef void fsdpc_optim_part(void *context, int tensor, int64_t begin, int64_t end);
+/* Calls `part` for every part of every tensor, on up to `threads` threads; begin and end count from
+ * the tensor's first element. FSDPC_E_NOMEM. */
+int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int threads,
+                          fsdpc_optim_part *part, void *context);
+
+/* The gradients of elements [begin, begin + n), n at most a tile, unscaled, clipped, with their sign
+ * and coupled decay. Returns `buffer` or, where nothing is to be done, the gradient itself. Unscaled
+ * gradients are written back if `write`. */
+const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
+                                 const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,
+                                 const void *param, bool write, void *buffer);
+/* Floats of any type that is not F64: the memory itself if F32, else `buffer`. */
+float *fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
+                        int64_t begin, int64_t n, float *buffer);
+/* Writes back what load returned, to nearest; a no-op for F32. */
+void fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
+                       int64_t begin, int64_t n, const float *values);
+
+#endif

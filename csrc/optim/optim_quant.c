@@ -1,0 +1,279 @@
+/* Adam with states of 8 bits: one code per element, one scale per block of 256 elements.
+ *
+ * The codes are those of dynamic quantisation (Dettmers, arXiv 1511.04561 and 2110.02861): each decade
+ * of [1e-7, 1] is cut into equal cells, twice as many per decade upward; a code stands for the middle
+ * of its cell. m has a sign and 1 to 64 cells per decade, v has none and 2 to 128. Two choices differ
+ * from bitsandbytes':
+ * - The scale of m is the element of the largest magnitude with its sign, so that this element is
+ *   exactly 1 and quantising what was dequantised gives the same codes. A state dict can therefore
+ *   hold float32 values, and loading it on any number of ranks restores the codes to the bit.
+ * - A v above zero never gets the code of zero: its element would move by lr * m / eps.
+ * A block with a value that is not finite gets the scale NaN: its elements show it in the next step.
+ *
+ * A block that several ranks share has one scale, the largest of all ranks' elements. So a step has two
+ * halves there: fsdpc_optim_edges8 computes what the new states of the first and the last block will
+ * be and reports their extremes; the caller exchanges these; fsdpc_optim_step8 computes the states again.
+ */
+#include "optim/optim_impl.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <string.h>
+
+#include "base/status.h"
+
+enum { BLOCK = FSDPC_OPTIM_BLOCK, EDGE = FSDPC_OPTIM_EDGE };
+
+/* --- the map ----------------------------------------------------------------------------------- */
+
+static float map[2][256]; /* value of each code: of m, of v */
+
+static void
+make_map(void)
+{
+    for (int decade = 0; decade < 7; decade++) {
+        const double size = pow(10, decade - 6);
+        const int signed_cells = 1 << decade, cells = 2 << decade;
+        for (int j = 0; j < signed_cells; j++) {
+            const double middle = (0.1 + 0.9 * (j + 0.5) / signed_cells) * size;
+            map[0][127 + signed_cells + j] = (float)middle;
+            map[0][127 - signed_cells - j] = -(float)middle;
+        }
+        for (int j = 0; j < cells; j++) {
+            map[1][cells - 1 + j] = (float)((0.1 + 0.9 * (j + 0.5) / cells) * size);
+        }
+    }
+    map[0][255] = map[1][255] = 1;
+}
+
+static const float *
+map_of(int which)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_map);
+    return map[which];
+}
+
+/* --- blocks ------------------------------------------------------------------------------------ */
+
+/* Elements of the block that `index` lies in, from `index` on, at most `left`. */
+static int64_t
+block_length(int64_t index, int64_t left)
+{
+    const int64_t rest = BLOCK - index % BLOCK;
+    return rest < left ? rest : left;
+}
+
+/* Extremes of one block's values: EDGE of them, of which each moment fills its own. */
+static void
+find_extremes(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
+              float *edge)
+{
+    float ignored;
+    if (which == 0) {
+        loops->extremes(values, n, &edge[0], &edge[1]);
+    } else {
+        loops->extremes(values, n, &edge[2], &ignored);
+    }
+}
+
+/* `edge` may be NULL, or hold values below zero: then the extremes are the values' own. */
+static float
+scale_of(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
+         const float *edge)
+{
+    float own[EDGE];
+    const float *known = edge;
+    if (edge == NULL || edge[which == 0 ? 0 : 2] < 0) {
+        find_extremes(loops, which, values, n, own);
+        known = own;
+    }
+    if (which == 1) {
+        return isinf(known[2]) ? NAN : known[2];
+    }
+    if (isinf(known[0]) || isinf(known[1])) {
+        return NAN;
+    }
+    return known[0] >= known[1] ? known[0] : -known[1];
+}
+
+static void
+quantise_block(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
+               const float *edge, uint8_t *codes, float *scale)
+{
+    *scale = scale_of(loops, which, values, n, edge);
+    if (*scale == 0 || isnan(*scale)) {
+        memset(codes, which == 0 ? 127 : 0, (size_t)n);
+    } else if (which == 0) {
+        loops->quantise_signed(codes, values, n, *scale);
+    } else {
+        loops->quantise_positive(codes, values, n, *scale);
+    }
+}
+
+/* The edge of a block that begins at `index` of a range [first, first + numel), or NULL. */
+static const float *
+edge_of(const float *edges, int64_t first, int64_t numel, int64_t index)
+{
+    const int64_t block = index / BLOCK;
+    if (edges == NULL) {
+        return NULL;
+    }
+    if (block == first / BLOCK) {
+        return edges;
+    }
+    return block == (first + numel - 1) / BLOCK ? edges + EDGE : NULL;
+}
+
+/* --- values as a whole ------------------------------------------------------------------------- */
+
+static const fsdpc_optim_loops *
+chosen(void)
+{
+    const fsdpc_optim_loops *loops;
+    return fsdpc_optim_select(&loops) == FSDPC_OK ? loops : fsdpc_optim_loops_plain();
+}
+
+void
+fsdpc_optim_quantise(int which, const float *values, int64_t first, int64_t n, const float *edges,
+                     uint8_t *codes, float *scales)
+{
+    const fsdpc_optim_loops *loops = chosen();
+    for (int64_t done = 0, count; done < n; done += count) {
+        const int64_t index = first + done;
+        count = block_length(index, n - done);
+        quantise_block(loops, which, values + done, count, edge_of(edges, first, n, index),
+                       codes + done, &scales[index / BLOCK - first / BLOCK]);
+    }
+}
+
+void
+fsdpc_optim_dequantise(int which, const uint8_t *codes, const float *scales, int64_t first,
+                       int64_t n, float *values)
+{
+    const fsdpc_optim_loops *loops = chosen();
+    for (int64_t done = 0, count; done < n; done += count) {
+        const int64_t index = first + done;
+        count = block_length(index, n - done);
+        loops->dequantise(values + done, codes + done, count, map_of(which),
+                          scales[index / BLOCK - first / BLOCK]);
+    }
+}
+
+void
+fsdpc_optim_edges_of(int which, const float *values, int64_t first, int64_t n, float *edges)
+{
+    const fsdpc_optim_loops *loops = chosen();
+    const int64_t last = (first + n - 1) / BLOCK * BLOCK;
+    const int64_t begin = last > first ? last - first : 0;
+    find_extremes(loops, which, values, block_length(first, n), edges);
+    find_extremes(loops, which, values + begin, n - begin, edges + EDGE);
+}
+
+/* --- a step ------------------------------------------------------------------------------------ */
+
+struct pass {
+    const fsdpc_optim_loops *loops;
+    const fsdpc_optim_rule *rule;
+    const fsdpc_optim_tensor *tensors;
+};
+
+struct block {
+    float p[BLOCK], m[BLOCK], v[BLOCK];
+};
+
+/* New values of one block, in buffers; returns where the parameter's are. */
+static float *
+compute_block(const struct pass *pass, const fsdpc_optim_tensor *tensor,
+              const fsdpc_optim_numbers *k, int64_t begin, int64_t n, bool write,
+              struct block *block)
+{
+    float grad_buffer[FSDPC_OPTIM_TILE];
+    const fsdpc_optim_loops *loops = pass->loops;
+    const int64_t scale = (tensor->first + begin) / BLOCK - tensor->first / BLOCK;
+    float *p = fsdpc_optim_load(loops, tensor->param, tensor->param_type, begin, n, block->p);
+    if (!write && p != block->p) {
+        p = memcpy(block->p, p, (size_t)n * sizeof *p);
+    }
+    const void *g =
+        fsdpc_optim_gradient(loops, pass->rule, tensor, begin, n, p, write, grad_buffer);
+    loops->dequantise(block->m, (const uint8_t *)tensor->states[0] + begin, n, map_of(0),
+                      tensor->scales[0][scale]);
+    loops->dequantise(block->v, (const uint8_t *)tensor->states[1] + begin, n, map_of(1),
+                      tensor->scales[1][scale]);
+    loops->f32.adam(k, n, p, g, block->m, block->v, NULL);
+    return p;
+}
+
+static void
+step_part(void *context, int index, int64_t begin, int64_t end)
+{
+    const struct pass *pass = context;
+    const fsdpc_optim_tensor *tensor = &pass->tensors[index];
+    const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(pass->rule, tensor);
+    struct block block;
+    for (int64_t done = begin, count; done < end; done += count) {
+        const int64_t place = tensor->first + done;
+        const int64_t scale = place / BLOCK - tensor->first / BLOCK;
+        const float *edge = edge_of(tensor->edges, tensor->first, tensor->numel, place);
+        count = block_length(place, end - done);
+        float *p = compute_block(pass, tensor, &k, done, count, true, &block);
+        fsdpc_optim_store(pass->loops, tensor->param, tensor->param_type, done, count, p);
+        quantise_block(pass->loops, 0, block.m, count, edge, (uint8_t *)tensor->states[0] + done,
+                       &tensor->scales[0][scale]);
+        quantise_block(pass->loops, 1, block.v, count, edge, (uint8_t *)tensor->states[1] + done,
+                       &tensor->scales[1][scale]);
+    }
+}
+
+static int
+check(const fsdpc_optim_tensor *tensors, int count)
+{
+    for (int i = 0; i < count; i++) {
+        if (tensors[i].param_type == FSDPC_F64 || tensors[i].grad_type == FSDPC_F64 ||
+            !fsdpc_dtype_is_float(tensors[i].param_type) ||
+            !fsdpc_dtype_is_float(tensors[i].grad_type)) {
+            return fsdpc_error(FSDPC_E_TYPE,
+                               "tensor %d of the step: states of 8 bits need float32, bfloat16 or "
+                               "float16 parameters and gradients",
+                               i);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+                  int threads)
+{
+    struct pass pass = {.rule = rule, .tensors = tensors};
+    FSDPC_TRY(check(tensors, count));
+    FSDPC_TRY(fsdpc_optim_select(&pass.loops));
+    return fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+}
+
+int
+fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count)
+{
+    struct pass pass = {.rule = rule, .tensors = tensors};
+    struct block block;
+    FSDPC_TRY(check(tensors, count));
+    FSDPC_TRY(fsdpc_optim_select(&pass.loops));
+    for (int i = 0; i < count; i++) {
+        const fsdpc_optim_tensor *tensor = &tensors[i];
+        const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(rule, tensor);
+        const int64_t end = tensor->first + tensor->numel;
+        if (tensor->numel == 0) {
+            continue;
+        }
+        const int64_t last = (end - 1) / BLOCK * BLOCK;
+        const int64_t begins[2] = {0, last > tensor->first ? last - tensor->first : 0};
+        for (int e = 0; e < 2; e++) {
+            const int64_t n = block_length(tensor->first + begins[e], tensor->numel - begins[e]);
+            compute_block(&pass, tensor, &k, begins[e], n, false, &block);
+            find_extremes(pass.loops, 0, block.m, n, tensor->edges + e * EDGE);
+            find_extremes(pass.loops, 1, block.v, n, tensor->edges + e * EDGE);
+        }
+    }
+    return FSDPC_OK;
+}

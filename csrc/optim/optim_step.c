@@ -1,0 +1,249 @@
+/* One pass over the memory of many tensors.
+ *
+ * A part of a tensor goes through its rule tile by tile. float32 and float64 memory is used in place;
+ * other types pass through buffers of a tile, which the first cache holds, so that memory is read and
+ * written once either way.
+ */
+#include "optim/optim_impl.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "convert.h"
+
+static const fsdpc_optim_rules *
+rules_of(const fsdpc_optim_loops *loops, const fsdpc_optim_tensor *tensor)
+{
+    return tensor->param_type == FSDPC_F64 ? &loops->f64 : &loops->f32;
+}
+
+fsdpc_optim_numbers
+fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
+{
+    fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .nesterov = rule->nesterov};
+    if (rule->decoupled) {
+        k.decay = 1 - rule->lr * rule->weight_decay;
+    }
+    k.beta1 = rule->beta1;
+    k.beta2 = rule->beta2;
+    k.weight1 = 1 - rule->beta1;
+    k.weight2 = 1 - rule->beta2;
+    k.size = -rule->lr;
+    if (rule->kind == FSDPC_OPTIM_SGD) {
+        k.first = tensor->step == 1;
+        k.weight1 = 1 - rule->beta2;
+    } else if (rule->kind != FSDPC_OPTIM_LION) {
+        k.root = sqrt(1 - pow(rule->beta2, tensor->step));
+        k.size = -(rule->lr / (1 - pow(rule->beta1, tensor->step)));
+    }
+    return k;
+}
+
+/* --- memory of any type ------------------------------------------------------------------------ */
+
+static void *
+at(void *memory, fsdpc_dtype type, int64_t index)
+{
+    return (char *)memory + (size_t)index * fsdpc_dtype_bytes(type);
+}
+
+float *
+fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type, int64_t begin,
+                 int64_t n, float *buffer)
+{
+    if (type == FSDPC_F32 || type == FSDPC_F64) {
+        return at(memory, type, begin);
+    }
+    const uint16_t *from = at(memory, type, begin);
+    if (type == FSDPC_BF16) {
+        loops->from_bf16(buffer, from, n);
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            buffer[i] = f16_to_f32(from[i]);
+        }
+    }
+    return buffer;
+}
+
+void
+fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type, int64_t begin,
+                  int64_t n, const float *values)
+{
+    uint16_t *to = at(memory, type, begin);
+    if (type == FSDPC_BF16) {
+        loops->to_bf16(to, values, n);
+    } else if (type == FSDPC_F16) {
+        for (int64_t i = 0; i < n; i++) {
+            to[i] = f32_to_f16(values[i]);
+        }
+    }
+}
+
+/* The finisher of MurmurHash3 for 64 bits: every bit of the input changes half of the result's. */
+static uint64_t
+mix(uint64_t x)
+{
+    x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
+    x = (x ^ x >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return x ^ x >> 33;
+}
+
+/* A tile never holds both sides of a multiple of 2^32, because parts begin at multiples of theirs. */
+static void
+store_rounded(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
+              const fsdpc_optim_tensor *tensor, int which, void *memory, fsdpc_dtype type,
+              int64_t begin, int64_t n, const float *values)
+{
+    if (!rule->stochastic || type != FSDPC_BF16) {
+        fsdpc_optim_store(loops, memory, type, begin, n, values);
+        return;
+    }
+    const uint64_t index = (uint64_t)(tensor->first + begin);
+    uint64_t key = mix(rule->seed + 0x9e3779b97f4a7c15ull * (tensor->key + 1));
+    key = mix(key ^ (uint64_t)tensor->step << 2 ^ (uint64_t)which);
+    key = mix(key ^ (index >> 32) << 8);
+    loops->to_bf16_stochastic(at(memory, type, begin), values, n, (uint32_t)(key >> 32),
+                              (uint32_t)index);
+}
+
+const void *
+fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
+                     const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n, const void *param,
+                     bool write, void *buffer)
+{
+    const fsdpc_optim_rules *rules = rules_of(loops, tensor);
+    const double factor = rule->maximize ? -rule->clip : rule->clip;
+    const bool decays = rule->weight_decay != 0 && !rule->decoupled;
+    const fsdpc_dtype type = tensor->grad_type;
+    const void *grad = fsdpc_optim_load(loops, tensor->grad, type, begin, n, buffer);
+    if (rule->grad_scale != 1) {
+        rules->divide(buffer, grad, rule->grad_scale, n);
+        grad = buffer;
+        if (write && (type == FSDPC_F32 || type == FSDPC_F64)) {
+            memcpy(at(tensor->grad, type, begin), buffer, (size_t)n * fsdpc_dtype_bytes(type));
+        } else if (write) {
+            fsdpc_optim_store(loops, tensor->grad, type, begin, n, buffer);
+        }
+    }
+    if (factor != 1 || (decays && grad != buffer)) {
+        rules->multiply(buffer, grad, factor, n);
+        grad = buffer;
+    }
+    if (decays) {
+        rules->add_scaled(buffer, param, rule->weight_decay, n);
+    }
+    return grad;
+}
+
+/* --- the pass ---------------------------------------------------------------------------------- */
+
+struct pass {
+    const fsdpc_optim_loops *loops;
+    const fsdpc_optim_rule *rule;
+    const fsdpc_optim_tensor *tensors;
+};
+
+/* Each block's elements in [begin, begin + n) with the block's denominator. */
+static void
+mini_blocks(const fsdpc_optim_rules *rules, const fsdpc_optim_tensor *tensor,
+            const fsdpc_optim_numbers *k, int64_t begin, int64_t n, char *p, const char *g, char *m)
+{
+    const size_t item = tensor->param_type == FSDPC_F64 ? 8 : 4;
+    const int64_t first_block = tensor->first / tensor->block;
+    const float *denominators = tensor->states[1];
+    int64_t done = 0;
+    while (done < n) {
+        const int64_t index = tensor->first + begin + done;
+        const int64_t left = tensor->block - index % tensor->block;
+        const int64_t count = left < n - done ? left : n - done;
+        const size_t offset = (size_t)done * item;
+        rules->mini(k, (double)denominators[index / tensor->block - first_block], count, p + offset,
+                    g + offset, m + offset);
+        done += count;
+    }
+}
+
+static void
+step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k,
+          int64_t begin, int64_t n)
+{
+    /* Rows that are a multiple of 4 KiB apart would be taken for each other by the processor. */
+    _Alignas(64) double grad_buffer[FSDPC_OPTIM_TILE + 16];
+    _Alignas(64) float buffers[1 + FSDPC_OPTIM_STATES][FSDPC_OPTIM_TILE + 112];
+    const fsdpc_optim_loops *loops = pass->loops;
+    const fsdpc_optim_rules *rules = rules_of(loops, tensor);
+    const int held = pass->rule->kind == FSDPC_OPTIM_MINI ? 1 : FSDPC_OPTIM_STATES;
+    void *states[FSDPC_OPTIM_STATES] = {NULL, NULL, NULL};
+    void *p = fsdpc_optim_load(loops, tensor->param, tensor->param_type, begin, n, buffers[0]);
+    const void *g = fsdpc_optim_gradient(loops, pass->rule, tensor, begin, n, p, true, grad_buffer);
+    for (int s = 0; s < held && tensor->states[s] != NULL; s++) {
+        states[s] = fsdpc_optim_load(loops, tensor->states[s], tensor->state_type, begin, n,
+                                     buffers[1 + s]);
+    }
+    switch (pass->rule->kind) {
+    case FSDPC_OPTIM_ADAM:
+        rules->adam(k, n, p, g, states[0], states[1], states[2]);
+        break;
+    case FSDPC_OPTIM_SGD:
+        rules->sgd(k, n, p, g, states[0]);
+        break;
+    case FSDPC_OPTIM_LION:
+        rules->lion(k, n, p, g, states[0]);
+        break;
+    case FSDPC_OPTIM_MINI:
+        mini_blocks(rules, tensor, k, begin, n, p, g, states[0]);
+        break;
+    }
+    store_rounded(loops, pass->rule, tensor, 0, tensor->param, tensor->param_type, begin, n, p);
+    for (int s = 0; s < held && states[s] != NULL; s++) {
+        store_rounded(loops, pass->rule, tensor, 1 + s, tensor->states[s], tensor->state_type,
+                      begin, n, states[s]);
+    }
+}
+
+static void
+step_part(void *context, int index, int64_t begin, int64_t end)
+{
+    const struct pass *pass = context;
+    const fsdpc_optim_tensor *tensor = &pass->tensors[index];
+    const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(pass->rule, tensor);
+    for (int64_t tile = begin; tile < end; tile += FSDPC_OPTIM_TILE) {
+        const int64_t left = end - tile;
+        step_tile(pass, tensor, &k, tile, left < FSDPC_OPTIM_TILE ? left : FSDPC_OPTIM_TILE);
+    }
+}
+
+static int
+check_types(const fsdpc_optim_tensor *tensor, int position)
+{
+    const fsdpc_dtype types[] = {tensor->param_type, tensor->grad_type, tensor->state_type};
+    int doubles = 0;
+    for (int i = 0; i < 3; i++) {
+        if (!fsdpc_dtype_is_float(types[i])) {
+            return fsdpc_error(FSDPC_E_TYPE, "tensor %d of the step is not of a float type",
+                               position);
+        }
+        doubles += types[i] == FSDPC_F64;
+    }
+    if (doubles != 0 && doubles != 3) {
+        return fsdpc_error(FSDPC_E_TYPE,
+                           "tensor %d of the step: float64 cannot be mixed with other types "
+                           "(parameter %s, gradient %s, states %s)",
+                           position, fsdpc_dtype_name(types[0]), fsdpc_dtype_name(types[1]),
+                           fsdpc_dtype_name(types[2]));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+                 int threads)
+{
+    struct pass pass = {.rule = rule, .tensors = tensors};
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(check_types(&tensors[i], i));
+    }
+    FSDPC_TRY(fsdpc_optim_select(&pass.loops));
+    return fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+}

@@ -1,0 +1,357 @@
+/* optim_step: one step of many tensors, without the GIL.
+ *
+ * Everything is checked before the first byte is written: a step that raises has changed nothing.
+ * The version counters of the tensors are raised by the caller, which knows torch.
+ */
+#include "py/optim/py_optim.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "optim/optim.h"
+#include "py/base/py_numpy.h"
+
+enum { MAX_STATES = 4 };
+
+struct request {
+    fsdpc_optim_rule rule;
+    bool eight_bits, only_edges;
+    PyObject *params, *grads, *steps, *places, *edges; /* owned tuples; borrowed: places, edges */
+    PyObject *states[MAX_STATES];                      /* owned tuples */
+    int state_count;
+    int32_t threads;
+    int count;
+    fsdpc_optim_tensor *tensors; /* owned */
+    float **step_values;         /* owned: where each tensor's step is */
+};
+
+static void
+request_close(struct request *request)
+{
+    Py_XDECREF(request->params);
+    Py_XDECREF(request->grads);
+    Py_XDECREF(request->steps);
+    for (int s = 0; s < MAX_STATES; s++) {
+        Py_XDECREF(request->states[s]);
+    }
+    fsdpc_mem_free(request->tensors);
+    fsdpc_mem_free(request->step_values);
+}
+
+/* --- the rule ---------------------------------------------------------------------------------- */
+
+static int
+parse_kind(const char *kind, struct request *out)
+{
+    static const struct {
+        const char *name;
+        fsdpc_optim_kind kind;
+        bool eight_bits, only_edges;
+    } kinds[] = {
+        {"adam", FSDPC_OPTIM_ADAM, false, false}, {"sgd", FSDPC_OPTIM_SGD, false, false},
+        {"lion", FSDPC_OPTIM_LION, false, false}, {"mini", FSDPC_OPTIM_MINI, false, false},
+        {"adam8", FSDPC_OPTIM_ADAM, true, false}, {"edges8", FSDPC_OPTIM_ADAM, true, true},
+    };
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        if (strcmp(kind, kinds[i].name) == 0) {
+            out->rule.kind = kinds[i].kind;
+            out->eight_bits = kinds[i].eight_bits;
+            out->only_edges = kinds[i].only_edges;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "optim_step: kind '%.40s': choose from adam, sgd, lion, mini, adam8, edges8",
+                 kind);
+    return -1;
+}
+
+static int
+parse_rule(PyObject *tuple, fsdpc_optim_rule *out)
+{
+    int decoupled, maximize, nesterov, stochastic;
+    unsigned long long seed;
+    if (!PyTuple_Check(tuple) ||
+        !PyArg_ParseTuple(tuple, "dddddddppppK", &out->lr, &out->beta1, &out->beta2, &out->eps,
+                          &out->weight_decay, &out->grad_scale, &out->clip, &decoupled, &maximize,
+                          &nesterov, &stochastic, &seed)) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "optim_step: the rule must be a tuple");
+        }
+        return -1;
+    }
+    out->decoupled = decoupled;
+    out->maximize = maximize;
+    out->nesterov = nesterov;
+    out->stochastic = stochastic;
+    out->seed = seed;
+    return 0;
+}
+
+/* --- tensors ----------------------------------------------------------------------------------- */
+
+static int
+bad(int i, const char *what, const char *problem)
+{
+    PyErr_Format(PyExc_ValueError, "optim_step: the %s of tensor %d %s", what, i, problem);
+    return -1;
+}
+
+static int
+view_of(PyObject *tuple, int i, const char *what, int64_t numel, fsdpc_py_view *out)
+{
+    if (fsdpc_py_torch_view(PyTuple_GET_ITEM(tuple, i), out) < 0) {
+        return -1;
+    }
+    if (!out->contiguous) {
+        return bad(i, what, "is not contiguous");
+    }
+    return numel < 0 || out->numel == numel ? 0 : bad(i, what, "has another number of elements");
+}
+
+static int
+read_place(struct request *request, int i, fsdpc_optim_tensor *tensor)
+{
+    long long first = 0, block = 1;
+    unsigned long long key = (unsigned long long)i;
+    if (request->places != Py_None &&
+        !PyArg_ParseTuple(PyTuple_GET_ITEM(request->places, i), "LKL", &first, &key, &block)) {
+        return -1;
+    }
+    if (first < 0 || block < 1) {
+        return bad(i, "place", "is not a place");
+    }
+    tensor->first = first;
+    tensor->key = key;
+    tensor->block = block;
+    return 0;
+}
+
+static int64_t
+blocks_of(const fsdpc_optim_tensor *tensor, int64_t block)
+{
+    if (tensor->numel == 0) {
+        return 0;
+    }
+    return (tensor->first + tensor->numel - 1) / block - tensor->first / block + 1;
+}
+
+/* States of 8 bits: codes of m, codes of v, scales of m, scales of v. */
+static int
+read_state8(struct request *request, int i, int s, fsdpc_optim_tensor *tensor)
+{
+    fsdpc_py_view view;
+    const int64_t expected = s < 2 ? tensor->numel : blocks_of(tensor, FSDPC_OPTIM_BLOCK);
+    if (view_of(request->states[s], i, s < 2 ? "codes" : "scales", expected, &view) < 0) {
+        return -1;
+    }
+    if (view.itemsize != (s < 2 ? 1 : 4) || (s >= 2 && view.dtype != FSDPC_F32)) {
+        return bad(i, s < 2 ? "codes" : "scales", "are of another type");
+    }
+    if (s < 2) {
+        tensor->states[s] = view.data;
+    } else {
+        tensor->scales[s - 2] = view.data;
+    }
+    return 0;
+}
+
+static int
+read_state(struct request *request, int i, int s, fsdpc_optim_tensor *tensor)
+{
+    fsdpc_py_view view;
+    const bool shared = request->rule.kind == FSDPC_OPTIM_MINI && s == 1;
+    const int64_t expected = shared ? blocks_of(tensor, tensor->block) : tensor->numel;
+    if (view_of(request->states[s], i, "state", expected, &view) < 0) {
+        return -1;
+    }
+    if (shared) {
+        if (view.dtype != FSDPC_F32) {
+            return bad(i, "denominators", "are not float32");
+        }
+    } else if (s > 0 && view.dtype != tensor->state_type) {
+        return bad(i, "states", "differ in type");
+    } else {
+        tensor->state_type = view.dtype;
+    }
+    tensor->states[s] = view.data;
+    return 0;
+}
+
+static int
+read_tensor(struct request *request, int i)
+{
+    fsdpc_optim_tensor *tensor = &request->tensors[i];
+    fsdpc_py_view param, grad, step;
+    if (read_place(request, i, tensor) < 0 ||
+        view_of(request->params, i, "parameter", -1, &param) < 0 ||
+        view_of(request->grads, i, "gradient", param.numel, &grad) < 0 ||
+        view_of(request->steps, i, "step", 1, &step) < 0) {
+        return -1;
+    }
+    if (step.dtype != FSDPC_F32) {
+        return bad(i, "step", "is not float32");
+    }
+    tensor->param = param.data;
+    tensor->param_type = tensor->state_type = param.dtype;
+    tensor->grad = grad.data;
+    tensor->grad_type = grad.dtype;
+    tensor->numel = param.numel;
+    request->step_values[i] = step.data;
+    tensor->step = (double)*request->step_values[i] + 1;
+    for (int s = 0; s < request->state_count; s++) {
+        if ((request->eight_bits ? read_state8 : read_state)(request, i, s, tensor) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+read_edges(struct request *request)
+{
+    const npy_intp shape[] = {request->count, 2, FSDPC_OPTIM_EDGE};
+    PyArrayObject *array = (PyArrayObject *)request->edges;
+    if (request->edges == Py_None && !request->only_edges) {
+        return 0;
+    }
+    if (!PyArray_Check(request->edges) || PyArray_TYPE(array) != NPY_FLOAT32 ||
+        PyArray_NDIM(array) != 3 || memcmp(PyArray_DIMS(array), shape, sizeof shape) != 0 ||
+        !PyArray_ISCARRAY(array)) {
+        PyErr_Format(PyExc_ValueError, "optim_step: edges must be a float32 array of (%d, 2, %d)",
+                     request->count, FSDPC_OPTIM_EDGE);
+        return -1;
+    }
+    for (int i = 0; i < request->count; i++) {
+        request->tensors[i].edges = (float *)PyArray_DATA(array) + (size_t)i * 2 * FSDPC_OPTIM_EDGE;
+    }
+    return 0;
+}
+
+/* --- the call ---------------------------------------------------------------------------------- */
+
+static PyObject *
+tuple_of(PyObject *sequence, const char *what, int count)
+{
+    PyObject *tuple = PySequence_Tuple(sequence); /* a list may change while the GIL is released */
+    if (tuple != NULL && count >= 0 && PyTuple_GET_SIZE(tuple) != count) {
+        PyErr_Format(PyExc_ValueError, "optim_step: %zd %s for %d parameters",
+                     PyTuple_GET_SIZE(tuple), what, count);
+        Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static int
+check_state_count(const struct request *request)
+{
+    static const int least[] = {2, 0, 1, 2}, most[] = {3, 1, 1, 2};
+    const int kind = (int)request->rule.kind, found = request->state_count;
+    if (request->eight_bits ? found == 4 : found >= least[kind] && found <= most[kind]) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "optim_step: %d states", found);
+    return -1;
+}
+
+static int
+request_open(struct request *request, PyObject *params, PyObject *grads, PyObject *states,
+             PyObject *steps)
+{
+    request->params = tuple_of(params, "parameters", -1);
+    if (request->params == NULL) {
+        return -1;
+    }
+    request->count = (int)PyTuple_GET_SIZE(request->params);
+    if (!PyTuple_Check(states) || PyTuple_GET_SIZE(states) > MAX_STATES) {
+        PyErr_SetString(PyExc_TypeError, "optim_step: states must be a tuple of lists");
+        return -1;
+    }
+    request->state_count = (int)PyTuple_GET_SIZE(states);
+    for (int s = 0; s < request->state_count; s++) {
+        request->states[s] = tuple_of(PyTuple_GET_ITEM(states, s), "states", request->count);
+        if (request->states[s] == NULL) {
+            return -1;
+        }
+    }
+    request->grads = tuple_of(grads, "gradients", request->count);
+    request->steps = request->grads ? tuple_of(steps, "steps", request->count) : NULL;
+    if (request->steps == NULL || check_state_count(request) < 0) {
+        return -1;
+    }
+    if (request->places != Py_None &&
+        (!PyTuple_Check(request->places) || PyTuple_GET_SIZE(request->places) != request->count)) {
+        PyErr_SetString(PyExc_TypeError, "optim_step: places must be a tuple, one per parameter");
+        return -1;
+    }
+    request->tensors = fsdpc_mem_calloc((size_t)request->count, sizeof *request->tensors);
+    request->step_values = fsdpc_mem_calloc((size_t)request->count, sizeof *request->step_values);
+    if (request->tensors == NULL || request->step_values == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < request->count; i++) {
+        if (read_tensor(request, i) < 0) {
+            return -1;
+        }
+    }
+    return read_edges(request);
+}
+
+static int
+run(const struct request *request)
+{
+    const fsdpc_optim_tensor *tensors = request->tensors;
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    if (request->only_edges) {
+        status = fsdpc_optim_edges8(&request->rule, tensors, request->count);
+    } else if (request->eight_bits) {
+        status = fsdpc_optim_step8(&request->rule, tensors, request->count, request->threads);
+    } else {
+        status = fsdpc_optim_step(&request->rule, tensors, request->count, request->threads);
+    }
+    Py_END_ALLOW_THREADS
+    for (int i = 0; status == FSDPC_OK && !request->only_edges && i < request->count; i++) {
+        *request->step_values[i] = (float)tensors[i].step;
+    }
+    return status;
+}
+
+static PyObject *
+optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    struct request request = {.places = Py_None, .edges = Py_None, .threads = 1};
+    PyObject *rule, *params, *grads, *states, *steps, *result = NULL;
+    const char *kind;
+    const fsdpc_py_arg table[] = {
+        {"kind", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &kind},
+        {"rule", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &rule},
+        {"params", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &params},
+        {"grads", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &grads},
+        {"states", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &states},
+        {"steps", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &steps},
+        {"places", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.places},
+        {"edges", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.edges},
+        {"threads", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &request.threads},
+    };
+    (void)module;
+    if (fsdpc_py_args("optim_step", table, 9, args, count, keywords) == 0 &&
+        parse_kind(kind, &request) == 0 && parse_rule(rule, &request.rule) == 0 &&
+        request_open(&request, params, grads, states, steps) == 0) {
+        const int status = run(&request);
+        result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    }
+    request_close(&request);
+    return result;
+}
+
+PyMethodDef fsdpc_py_optim_methods[] = {
+    {"optim_step", (PyCFunction)(void (*)(void))optim_step, METH_FASTCALL | METH_KEYWORDS,
+     "optim_step(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1)\n"
+     "--\n\n"
+     "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
+     "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
+     "seed). states: one list per state. places: (first, key, block) of each tensor."},
+    {NULL, NULL, 0, NULL},
+};

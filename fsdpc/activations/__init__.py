@@ -1,0 +1,9 @@
+"""Less memory for activations: checkpointing of some blocks, compression of what is saved.
+
+See docs/activations.md.
+"""
+
+from fsdpc.activations.checkpointing import checkpoint
+from fsdpc.activations.compression import compress
+
+__all__ = ["checkpoint", "compress"]

@@ -1,0 +1,214 @@
+"""Activation checkpointing of some of a model's blocks, and of some of a block's operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fsdpc import _torch
+
+Blocks = type | Sequence[type] | Callable[[nn.Module], bool] | None
+
+_ATEN = torch.ops.aten
+# Matrix products and attention: their outputs cost most to compute again.
+_COSTLY = {
+    overload
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_ATEN, name)
+    for overload in [getattr(_ATEN, name).default]
+}
+
+
+def checkpoint(
+    model: nn.Module,
+    *,
+    ratio: float | str | Fraction | None = None,
+    every: int | None = None,
+    which: Iterable[int] | None = None,
+    policy: str | Sequence[Any] | Callable[..., CheckpointPolicy] | None = None,
+    blocks: Blocks = None,
+    preserve_rng_state: bool = True,
+) -> list[str]:
+    """Checkpoint some of ``model``'s blocks in place; returns their names, in order. Local, and to
+    be called with the same arguments on every rank, before or after wrapping with FSDP.
+
+    A checkpointed block keeps its inputs and computes its forward again in backward (torch's
+    non-reentrant ``checkpoint``). Which ones, at most one of: ``ratio``, a number or a text like
+    "2/3" between 0 and 1, the fraction of blocks, evenly spaced (block i of n, counted from 1, if
+    ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on); ``every``: blocks 0, ``every``, 2 * ``every``
+    and so on; ``which``: their indices, negative ones from the end. Default: all blocks.
+
+    ``policy`` selects by operator what a checkpointed block keeps, through torch's
+    ``create_selective_checkpoint_contexts``: "matmul" keeps the outputs of matrix products,
+    convolutions and attention; or torch's own forms, a list of operators to keep, or a function of
+    ``(context, operator, *args, **kwargs)`` that returns a ``CheckpointPolicy``. Policies that
+    return one of torch's CPU offload values are refused when they do (``NotImplementedError``),
+    because torch recomputes there instead.
+
+    ``blocks``: the blocks' classes, or a function that is true for them; default: the items of the
+    longest ``nn.ModuleList`` or ``nn.Sequential`` whose items are of one class. An FSDP instance
+    around a block is checkpointed as a whole: its unit is gathered twice in a step, as without.
+
+    ``ValueError``: no or ambiguous blocks, an invalid number, a block that is inside another or
+    checkpointed already. The model is unchanged then.
+    """
+    if sum(choice is not None for choice in (ratio, every, which)) > 1:
+        raise ValueError("checkpoint() takes at most one of ratio=, every= and which=")
+    places = _places(model, blocks)
+    chosen = _chosen(len(places), ratio, every, which)
+    picked = [places[i] for i in chosen]
+    tools = import_module(_torch.CHECKPOINT_WRAPPER)
+    for _, parent, _, block in picked:
+        if any(isinstance(m, tools.CheckpointWrapper) for m in (parent, *block.modules())):
+            raise ValueError(
+                f"a block of class {type(block).__name__} is checkpointed already, or holds a "
+                "module that is: call checkpoint() once per block"
+            )
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if policy is not None:
+        options["context_fn"] = _contexts(policy)
+    implementation = tools.CheckpointImpl.NO_REENTRANT
+    for _, parent, attribute, block in picked:
+        wrapped = tools.checkpoint_wrapper(block, checkpoint_impl=implementation, **options)
+        parent._modules[attribute] = wrapped
+    return [name for name, *_ in picked]
+
+
+# --- which blocks --------------------------------------------------------------------------------
+
+Place = tuple[str, nn.Module, str, nn.Module]  # name, parent, attribute in the parent, module
+
+
+def _places(model: nn.Module, blocks: Blocks) -> list[Place]:
+    is_block = _predicate(model, blocks)
+    found: list[Place] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str, inside: str | None) -> None:
+        for attribute, child in module._modules.items():
+            if child is None:
+                continue
+            path = f"{name}.{attribute}" if name else attribute
+            inner = getattr(child, "_fsdp_wrapped_module", child)
+            hit = is_block(inner) or is_block(child)
+            if hit and inside is not None:
+                raise ValueError(f"block {path!r} is inside block {inside!r}: name one kind only")
+            if hit and id(child) in seen:
+                raise ValueError(f"block {path!r} is registered twice in the model")
+            if hit:
+                seen.add(id(child))
+                found.append((path, module, attribute, child))
+            if hit and inner is not child:
+                visit(inner, path, path)
+            else:
+                visit(child, path, path if hit else inside)
+
+    visit(model, "", None)
+    if not found:
+        raise ValueError("checkpoint() found no blocks in the model: name their class with blocks=")
+    return found
+
+
+def _predicate(model: nn.Module, blocks: Blocks) -> Callable[[nn.Module], bool]:
+    if blocks is None:
+        wanted = {id(block) for block in _longest_list(model)}
+        return lambda module: id(module) in wanted
+    if isinstance(blocks, type):
+        return lambda module: isinstance(module, blocks)
+    if callable(blocks):
+        return blocks
+    classes = tuple(blocks)
+    return lambda module: isinstance(module, classes)
+
+
+def _longest_list(model: nn.Module) -> list[nn.Module]:
+    lists = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            items = [getattr(item, "_fsdp_wrapped_module", item) for item in module]
+            if len({type(item) for item in items}) == 1:
+                lists.append(items)
+    longest = [items for items in lists if len(items) == max(map(len, lists))]
+    if len(longest) != 1:
+        raise ValueError(
+            f"checkpoint() needs one longest list of blocks of one class, and the model has "
+            f"{len(longest)}: name their class with blocks="
+        )
+    return longest[0]
+
+
+def _chosen(count: int, ratio: Any, every: Any, which: Any) -> list[int]:
+    if ratio is not None:
+        share = _share(ratio)
+        # Block i is one of them when i * share passes a half-odd number.
+        passed = [math.floor(i * share + Fraction(1, 2)) for i in range(count + 1)]
+        return [i for i in range(count) if passed[i + 1] > passed[i]]
+    if every is not None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+        return list(range(0, count, every))
+    if which is None:
+        return list(range(count))
+    indices = list(which)
+    if any(not -count <= i < count for i in indices):
+        raise ValueError(f"which must be indices of {count} blocks, got {indices}")
+    return sorted({i % count for i in indices})
+
+
+def _share(ratio: Any) -> Fraction:
+    try:
+        share = Fraction(ratio) if isinstance(ratio, (str, Fraction)) else Fraction(float(ratio))
+        share = share.limit_denominator(10**6)
+    except (ValueError, TypeError, OverflowError, ZeroDivisionError):
+        raise ValueError(f"ratio must be a number or a text like '2/3', got {ratio!r}") from None
+    if not 0 <= share <= 1:
+        raise ValueError(f"ratio must be between 0 and 1, got {ratio!r}")
+    return share
+
+
+# --- which operators -----------------------------------------------------------------------------
+
+
+def _contexts(policy: Any) -> Callable[[], Any]:
+    if isinstance(policy, str):
+        if policy != "matmul":
+            raise ValueError(f"policy must be 'matmul', a list or a function, got {policy!r}")
+        return partial(create_selective_checkpoint_contexts, _keep_costly)
+    if not callable(policy):
+        return partial(create_selective_checkpoint_contexts, list(policy))
+    return partial(create_selective_checkpoint_contexts, partial(_checked, policy))
+
+
+def _keep_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = operator in _COSTLY
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checked(policy: Any, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    choice = policy(context, operator, *args, **kwargs)
+    if "OFFLOAD" in getattr(choice, "name", ""):
+        raise NotImplementedError(
+            f"the policy returned {choice} for {operator}: eager torch recomputes there instead of "
+            "offloading; return one of its SAVE or RECOMPUTE values"
+        )
+    return choice

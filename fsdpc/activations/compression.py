@@ -1,0 +1,215 @@
+"""What autograd saves for backward, kept in fewer bits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from fsdpc import _C
+
+BLOCK = 256
+MIN_BYTES = 4096
+_FUNCTIONS = torch.nn.functional
+# Whose saved tensors stay exact: errors in them go through an exponential.
+_EXACT = {
+    getattr(place, name)
+    for place, names in (
+        (_FUNCTIONS, ("scaled_dot_product_attention", "cross_entropy", "softmax", "log_softmax")),
+        (_FUNCTIONS, ("multi_head_attention_forward",)),
+        (torch, ("softmax", "log_softmax", "logsumexp")),
+        (Tensor, ("softmax", "log_softmax", "logsumexp")),
+    )
+    for name in names
+    if hasattr(place, name)
+}
+
+
+@contextmanager
+def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) -> Iterator[None]:
+    """Compress the tensors that autograd saves inside the ``with`` block, for ``model``'s forward.
+
+    ``dtype``: "int8", 1.016 bytes per element: one byte each and a float32 scale (absmax / 127)
+    per 256 elements; a value comes back within absmax / 254 and one rounding to its dtype. "bf16":
+    2 bytes for float32 tensors; others stay. Values of float32, bfloat16 and float16 tensors on
+    the host are compressed, everything else is kept as it is: integers, masks, tensors below
+    ``min_bytes``, statistics of norms (a last dimension of 1), parameters and buffers, gathered
+    parameters of FSDP units, and all that attention, softmax and cross entropy save.
+
+    A tensor that is saved several times, also as a view, is compressed once, and memory is freed
+    when nothing else holds the original. Of checkpointed blocks inside, the inputs are compressed,
+    from which they are computed again. Compiled forwards save their tensors after they ran:
+    compressing those saves no memory.
+
+    Gradients are those of the compressed values: see docs/activations.md for measured errors. A
+    block with a value that is not finite comes back as NaN. Local. ``ValueError``: another dtype.
+    ``RuntimeError`` in backward: a parameter was changed in place after it was saved.
+    """
+    if dtype not in ("int8", "bf16"):
+        raise ValueError(f"dtype must be 'int8' or 'bf16', got {dtype!r}")
+    table = _Table(model, dtype, min_bytes)
+    with saved_tensors_hooks(table.pack, _unpack), _ExactFunctions(table):
+        yield
+
+
+class _ExactFunctions(TorchFunctionMode):
+    """Keeps what the functions of ``_EXACT`` save. Hooks of their own would hide their tensors from
+    a checkpoint around them, so the table's hook is made to pass.
+    """
+
+    def __init__(self, table: _Table) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in _EXACT:
+            return function(*args, **(kwargs or {}))
+        before, self.table.passes = self.table.passes, True
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.table.passes = before
+
+
+class _Kept:
+    """A tensor that stays as it is, with torch's check for changes in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(self.tensor.shape)} is at version "
+                f"{self.tensor._version}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class _Packed:
+    """The elements of a contiguous tensor."""
+
+    def __init__(self, whole: Tensor, dtype: str) -> None:
+        self.dtype = whole.dtype
+        if dtype == "bf16":
+            self.low = whole.to(torch.bfloat16)
+            return
+        self.low = torch.empty(whole.numel(), dtype=torch.int8)
+        self.scales = torch.empty(-(-whole.numel() // BLOCK))
+        _C.activation_pack(whole, self.low, self.scales)
+
+    def unpack(self) -> Tensor:
+        if self.low.dtype == torch.bfloat16:
+            return self.low.to(self.dtype)
+        whole = torch.empty(self.low.numel(), dtype=self.dtype)
+        _C.activation_unpack(whole, self.low, self.scales)
+        return whole
+
+
+class _View:
+    """A saved tensor over packed elements."""
+
+    def __init__(self, packed: _Packed, shape: torch.Size, strides: tuple[int, ...]) -> None:
+        self.packed = packed
+        self.shape = shape
+        self.strides = strides
+
+    def unpack(self) -> Tensor:
+        return self.packed.unpack().as_strided(self.shape, self.strides)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.unpack()
+
+
+class _Table:
+    """What was packed: by storage, place in it, dtype and version. A weak reference to a storage
+    keeps its address from being another storage's.
+    """
+
+    def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
+        self.passes = False
+        self.dtype = dtype
+        self.min_bytes = min_bytes
+        self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
+        own = [*model.parameters(), *model.buffers()]
+        units = [getattr(module, "_unit", None) for module in model.modules()]
+        own += [full for unit in units if unit is not None for full in unit.full]
+        self.ranges = sorted(_range(tensor) for tensor in own if _has_memory(tensor))
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.passes or not self._is_wanted(tensor):
+            return _Kept(tensor)
+        reference = StorageWeakRef(tensor.untyped_storage())
+        dense = _is_dense(tensor)
+        place = tensor.numel() if dense else (tensor.shape, tensor.stride())
+        key = (reference.cdata, tensor.dtype, tensor.storage_offset(), place)
+        _, version, entry = self.known.get(key, (None, -1, lambda: None))
+        packed = entry()
+        if packed is None or version != tensor._version:
+            packed = _Packed(_flat(tensor, dense), self.dtype)
+            self.known[key] = (reference, tensor._version, weakref.ref(packed))
+        strides = tensor.stride() if dense else _row_major(tensor.shape)
+        return _View(packed, tensor.shape, strides)
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or not _has_memory(tensor):
+            return False
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        if tensor.dtype not in floats or (self.dtype == "bf16" and tensor.dtype != torch.float32):
+            return False
+        nbytes = tensor.numel() * tensor.element_size()
+        if tensor.device.type != "cpu" or nbytes < self.min_bytes or tensor.shape[-1:] == (1,):
+            return False
+        if tensor.is_neg() or nbytes > tensor.untyped_storage().nbytes():  # an expanded tensor
+            return False
+        address = tensor.data_ptr()
+        return not any(begin <= address < end for begin, end in self.ranges)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the tensor's elements are a range of its storage, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: Tensor, dense: bool) -> Tensor:
+    """The elements in the order of memory, or in rows where others lie between them."""
+    tensor = tensor.detach()
+    if not dense:
+        return tensor.contiguous().view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _has_memory(tensor: Any) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()

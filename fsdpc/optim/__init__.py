@@ -1,0 +1,13 @@
+"""Optimizers whose steps are one pass in C, on shards and on plain tensors in host memory.
+
+They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
+"""
+
+from fsdpc.optim.adam import Adam, AdamW
+from fsdpc.optim.adam_mini import AdamMini
+from fsdpc.optim.adamw_8bit import AdamW8bit
+from fsdpc.optim.adamw_bf16 import AdamWBF16
+from fsdpc.optim.lion import Lion
+from fsdpc.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamMini", "AdamW", "AdamW8bit", "AdamWBF16", "Lion"]

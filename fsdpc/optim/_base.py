@@ -1,0 +1,301 @@
+"""What fsdpc's optimizers share: which tensors take part in a step, loss scaling, clipping,
+loading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from fsdpc import _C
+from fsdpc._clip.norm import reduce_over_ranks
+from fsdpc.optim._places import Group, by_group, group_of, local_of
+
+
+class Scaling(NamedTuple):
+    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``."""
+
+    scale: float = 1.0
+    clip: float = 1.0
+
+
+class Rule(NamedTuple):
+    """The numbers of a group, in the order of ``_C.optim_step``."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    scale: float
+    clip: float
+    decoupled: bool
+    maximize: bool
+    nesterov: bool = False
+    stochastic: bool = False
+    seed: int = 0
+
+
+class Members(NamedTuple):
+    """The parameters of a group that have a gradient, with their memory."""
+
+    params: list[Tensor]  # as the user passed them
+    values: list[Tensor]  # contiguous, on the host
+    grads: list[Tensor]  # contiguous, in the same order of elements
+    copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that replaces its values)
+
+
+class FusedOptimizer(Optimizer):
+    """Base class: one pass in C over parameters, gradients and states, on the host.
+
+    Subclasses step one group at a time in ``_step_group``. A step is local, except that clipping,
+    and optimizers whose documentation says so, communicate: then all ranks of the parameters'
+    groups must call it.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler: grad_scale and found_inf are ours
+    _state_names: tuple[
+        str, ...
+    ] = ()  # states of one value per element, in the order of the C code
+
+    last_norm: Tensor | None = None  # of the last step that clipped
+
+    def _add_defaults(self, **options: Any) -> None:
+        """Options of a subclass, for the groups that do not have them and for later ones."""
+        self.defaults.update(options)
+        for group in self.param_groups:
+            for name, value in options.items():
+                group.setdefault(name, value)
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Do one step; returns the closure's loss.
+
+        ``max_norm``: gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in the same
+        pass, as after ``torch.nn.utils.clip_grad_norm_``; ``norm`` is the 2-norm of all gradients
+        of this optimizer over all ranks, and ``last_norm`` keeps it. ``.grad`` itself is not
+        multiplied. With ``torch.amp.GradScaler``: ``scaler.step(optimizer, max_norm=...)``.
+
+        Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
+        the class says otherwise. ``NotImplementedError``: a parameter that is not on the host.
+        ``RuntimeError``: a sparse gradient. Nothing is changed then in the group at fault.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        clip = 1.0
+        members = [self._members(group) for group in self.param_groups]
+        if max_norm is not None:
+            clip = self._clip_factor(members, float(max_norm), scale)
+        for group, found in zip(self.param_groups, members, strict=True):
+            self._begin_group(group, found)
+        self._before_step(members, Scaling(scale, clip))
+        for group, found in zip(self.param_groups, members, strict=True):
+            if found.params:
+                self._step_group(group, found, Scaling(scale, clip))
+                self._finish(found, scale != 1.0)
+        return loss
+
+    def step_and_clip(self, max_norm: float) -> Tensor:
+        """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
+
+        One pass over the gradients for the norm and one over everything for the step. Collective.
+        """
+        self.step(max_norm=max_norm)
+        assert self.last_norm is not None
+        return self.last_norm
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        """Make the states that do not exist yet."""
+        raise NotImplementedError
+
+    def _before_step(self, members: list[Members], scaling: Scaling) -> None:
+        """Exchange what ranks must know of each other; called on every rank in every step."""
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        raise NotImplementedError
+
+    def _members(self, group: dict[str, Any]) -> Members:
+        params, values, grads, copies = [], [], [], []
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            value = param
+            if type(grad) is not Tensor:
+                value, grad = local_of(param), local_of(grad)
+            if grad.is_sparse or not value.is_cpu:
+                self._refuse(param)
+            if not value.is_contiguous():
+                value = value.contiguous()
+                copies.append((local_of(param), value))
+            params.append(param)
+            values.append(value)
+            grads.append(grad if grad.is_contiguous() else grad.contiguous())
+        return Members(params, values, grads, copies)
+
+    def _refuse(self, param: Tensor) -> None:
+        name = type(self).__name__
+        if param.grad is not None and param.grad.is_sparse:
+            raise RuntimeError(f"{name} does not support sparse gradients")
+        theirs = f"torch.optim.{name}(..., fused=True)" if hasattr(torch.optim, name) else "AdamW"
+        raise NotImplementedError(
+            f"fsdpc.optim.{name} steps parameters in host memory; a parameter of shape "
+            f"{tuple(param.shape)} is on {param.device}. Use {theirs} there, or shard with "
+            "CPUOffload(offload_params=True), which keeps parameters on the host"
+        )
+
+    def _finish(self, found: Members, grads_changed: bool) -> None:
+        for param, copy in found.copies:
+            param.copy_(copy)
+        increment_version([*found.params, *found.values])
+        if not grads_changed:
+            return
+        changed = []
+        for param, grad in zip(found.params, found.grads, strict=True):
+            own = local_of(param.grad)
+            if own is not grad:
+                own.copy_(grad)
+            changed.append(param.grad)
+        increment_version(changed)
+
+    # --- the norm --------------------------------------------------------------------------------
+
+    def _clip_factor(self, members: list[Members], max_norm: float, scale: float) -> float:
+        norm = math.sqrt(self._sum_squares(members)) / scale
+        self.last_norm = torch.tensor(norm, dtype=torch.float64)
+        factor = max_norm / (norm + 1e-6)
+        return factor if math.isnan(factor) else min(factor, 1.0)
+
+    def _sum_squares(self, members: list[Members]) -> float:
+        """Over all ranks. Ranks of a group hold different elements, replicas count once."""
+        of: dict[int, list[Group]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                of[id(param)] = group_of(param)
+        alone: list[Tensor] = []
+        shared: dict[tuple[int, ...], tuple[list[Group], list[Tensor]]] = {
+            tuple(g.identity for g in groups): (groups, []) for groups in of.values() if groups
+        }
+        for found in members:
+            for param, grad in zip(found.params, found.grads, strict=True):
+                groups = of[id(param)]
+                (shared[tuple(g.identity for g in groups)][1] if groups else alone).append(grad)
+        total = _C.optim_sum_squares(alone, torch.get_num_threads())
+        for groups, grads in shared.values():
+            part = _C.optim_sum_squares(grads, torch.get_num_threads())
+            for group in by_group(groups):
+                part = sum_over(group, part)
+            total += part
+        return total
+
+    # --- states ----------------------------------------------------------------------------------
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Options that a loaded group does not have keep this optimizer's defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch's class of the same rule.
+
+        torch's loading casts every state to its parameter's dtype; here states keep the dtype that
+        this optimizer gives them, and are rounded at most once.
+        """
+        seen: list[dict[str, Any]] = []
+
+        def keep(_: Any, given: dict[str, Any]) -> None:
+            seen.append(given)
+
+        handle = self.register_load_state_dict_pre_hook(keep)  # the last one: it sees the others'
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        given = seen[0]
+        ids = [i for group in given["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, param in zip(ids, params, strict=True):
+            if number in given["state"]:
+                self.state[param] = self._loaded(param, given["state"][number])
+        self._after_load()
+
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state of one parameter from its entry in a state dict."""
+        state = dict(saved)
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"]).detach().to("cpu", torch.float32).clone()
+        for name in self._state_names:
+            value = state.get(name)
+            if isinstance(value, Tensor):
+                dtype = self._state_dtype(param)
+                new = value.detach().to(param.device, dtype, copy=True)
+                state[name] = new.contiguous()
+        return state
+
+    def _after_load(self) -> None:
+        """Called when all parameters' states are loaded."""
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return param.dtype
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        """A state of zeros; a DTensor for a DTensor."""
+        dtype = self._state_dtype(param)
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def step_counter() -> Tensor:
+    """The state ``step`` of a parameter: float32, 0-dim, on the host."""
+    return torch.zeros((), dtype=torch.float32)
+
+
+def sum_over(group: Group, part: float) -> float:
+    """Sum over the ranks of a group. Collective."""
+    if group.comm is not None:
+        return reduce_over_ranks(group.comm, part, "sum", "norm of gradients")
+    values = np.array([part], dtype=np.float64)
+    group.all_reduce(values, "sum", "norm of gradients")
+    return float(values[0])
+
+
+def check_number(value: Any, what: str, low: float = 0.0, below: float = math.inf) -> None:
+    """``ValueError`` in torch's words unless ``low <= value < below``."""
+    if not low <= value < below:
+        raise ValueError(f"Invalid {what}: {value}")
+
+
+def check_lr(lr: Any) -> None:
+    """``ValueError``: a negative learning rate, or a tensor with several elements."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    check_number(lr, "learning rate")
+
+
+def check_betas(betas: Any) -> tuple[Any, Any]:
+    """``ValueError``: not two numbers in [0, 1)."""
+    check_number(betas[0], "beta parameter at index 0", below=1.0)
+    check_number(betas[1], "beta parameter at index 1", below=1.0)
+    return tuple(betas)

@@ -1,0 +1,70 @@
+"""Optimizers whose result depends on where an element lies in its whole parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsdpc.optim._base import FusedOptimizer
+from fsdpc.optim._places import Place, Span, local_of, place_of
+
+
+class Piece(NamedTuple):
+    """A span of a parameter with its memory on this rank."""
+
+    param: Tensor
+    span: Span
+    key: int  # the same on all ranks, different for each whole parameter
+    value: Tensor
+    grad: Tensor
+
+
+class SpannedOptimizer(FusedOptimizer):
+    """Steps span by span, see ``Span``."""
+
+    _known: dict[Tensor, Place] | None = None
+    _order: dict[Tensor, int] | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._known = self._order = None
+
+    def _place(self, param: Tensor) -> Place:
+        """The place of a parameter, computed once."""
+        if self._known is None:
+            self._known = {}
+        if param not in self._known:
+            self._known[param] = place_of(param)
+        return self._known[param]
+
+    def _key(self, param: Tensor, span: Span) -> int:
+        if self._order is None:
+            all_params = (p for group in self.param_groups for p in group["params"])
+            self._order = {p: number for number, p in enumerate(all_params)}
+        return self._order[param] << 32 | span.key
+
+    def _pieces(
+        self, params: Sequence[Tensor], values: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> Iterator[Piece]:
+        for param, value, grad in zip(params, values, grads, strict=True):
+            for span in self._place(param).spans:
+                key = self._key(param, span)
+                yield Piece(param, span, key, part(value, span), part(grad, span))
+
+
+def part(value: Tensor, span: Span) -> Tensor:
+    """A span's elements of a contiguous local tensor."""
+    value = local_of(value)
+    if span.length == value.numel():
+        return value
+    return value.view(-1)[span.start : span.start + span.length]
+
+
+def numel_of(span: Span) -> int:
+    """The number of elements of the whole parameter."""
+    count = 1
+    for size in span.shape:
+        count *= size
+    return count

@@ -1,0 +1,154 @@
+"""Adam and AdamW, equal to torch's fused CPU kernels to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc.optim._base import (
+    FusedOptimizer,
+    Members,
+    Rule,
+    Scaling,
+    check_betas,
+    check_lr,
+    check_number,
+    step_counter,
+)
+from fsdpc.optim._places import local_of
+
+
+class Adam(FusedOptimizer):
+    """Adam (Kingma and Ba, arXiv 1412.6980), with torch's argument names and defaults.
+
+    Steps equal ``torch.optim.Adam(..., fused=True)`` on the host to the bit, for float32, float64,
+    bfloat16 and float16, except ``exp_avg_sq`` of a tensor's last ``numel % 16`` elements (``% 32``
+    for 16-bit types), which torch's kernels round in another way. torch's default (``foreach``)
+    kernels take another square root and differ in the last bit of some parameters.
+
+    ``foreach``, ``fused`` and ``capturable`` are accepted and have no effect;
+    ``differentiable=True`` is refused (``NotImplementedError``). States as torch's: ``step``,
+    ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, all in the parameter's
+    dtype: 8 bytes per float32 parameter.
+    """
+
+    _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        check_lr(lr)
+        check_number(eps, "epsilon value")
+        check_number(weight_decay, "weight_decay value")
+        if differentiable:
+            raise NotImplementedError(
+                f"fsdpc.optim.{type(self).__name__} has no differentiable steps: use torch.optim"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": check_betas(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        for param in found.params:
+            state = self.state[param]
+            if not state:
+                state["step"] = step_counter()
+                state["exp_avg"] = self._zeros(param)
+                state["exp_avg_sq"] = self._zeros(param)
+            if group["amsgrad"] and "max_exp_avg_sq" not in state:
+                state["max_exp_avg_sq"] = self._zeros(param)
+
+    def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
+        beta1, beta2 = group["betas"]
+        return Rule(
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            scaling.scale,
+            scaling.clip,
+            group["decoupled_weight_decay"],
+            group["maximize"],
+        )
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        states = [self.state[param] for param in found.params]
+        names = self._state_names if group["amsgrad"] else self._state_names[:2]
+        _C.optim_step(
+            "adam",
+            tuple(self._rule(group, scaling)),
+            found.values,
+            found.grads,
+            tuple([local_of(state[name]) for state in states] for name in names),
+            [state["step"] for state in states],
+            threads=torch.get_num_threads(),
+        )
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): ``Adam`` with decoupled weight decay, as
+    ``torch.optim.AdamW(..., fused=True)``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

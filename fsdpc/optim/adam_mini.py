@@ -1,0 +1,321 @@
+"""Adam-mini: one second moment for each block of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc.optim._base import (
+    Members,
+    Rule,
+    Scaling,
+    check_betas,
+    check_lr,
+    check_number,
+    step_counter,
+)
+from fsdpc.optim._places import Group, Slots, Span
+from fsdpc.optim._spanned import Piece, SpannedOptimizer, numel_of, part
+
+# The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
+# lower-cased name decides.
+HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
+ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
+ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
+
+
+class AdamMini(SpannedOptimizer):
+    """Adam-mini (Zhang et al., arXiv 2406.16793): 4 bytes of states per float32 parameter, and 4
+    more per block.
+
+    As AdamW, with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``. ``block`` says how a
+    parameter is cut: called with its name and shape, it returns the number of consecutive elements
+    that share a ``v``, 1 for a ``v`` of each element, or None for the rules of the published code:
+    biases by element, query and key weights by head (``head_dim`` rows; needed then), embeddings,
+    output, value, projection and MLP weights by row, everything else as a whole. Names come from
+    ``model.named_parameters()``, or from FSDP's units, and no default rule applies without a name:
+    ``ValueError``. Weight decay is that of the group for every parameter.
+
+    Blocks are aligned to the whole parameter. Ranks that share blocks add their sums of squares in
+    one collective per group of ranks and step, so ``step`` is collective then; sums are float64,
+    and results on different numbers of ranks may differ in their last bit. ``load_state_dict``
+    takes ``exp_avg_sq`` of torch's shape (as ``state_dict`` has it) and averages it over blocks.
+    """
+
+    _state_names = ("exp_avg",)
+    _known_lengths: dict[int, int] | None = None
+    _head_dim: int | None = None
+    _block: Callable[[str, tuple[int, ...]], int | None] | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        head_dim: int | None = None,
+        block: Callable[[str, tuple[int, ...]], int | None] | None = None,
+        maximize: bool = False,
+    ) -> None:
+        check_lr(lr)
+        check_number(eps, "epsilon value")
+        check_number(weight_decay, "weight_decay value")
+        self._head_dim, self._block = head_dim, block
+        defaults = {
+            "lr": lr,
+            "betas": check_betas(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def block_length(self, param: Tensor, span: Span) -> int:
+        """The number of elements of a whole parameter that share a second moment."""
+        if self._known_lengths is None:
+            self._known_lengths = {}
+        if id(span) not in self._known_lengths:  # _known keeps the span alive
+            self._known_lengths[id(span)] = self._find_length(param, span)
+        return self._known_lengths[id(span)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._known_lengths = None
+
+    def _find_length(self, param: Tensor, span: Span) -> int:
+        name = span.name if span.name is not None else self._name(param)
+        if self._block is not None:
+            chosen = self._block(name or "", span.shape)
+            if chosen is not None:
+                if chosen < 1:
+                    raise ValueError(f"block() returned {chosen} for {name!r}: at least 1 needed")
+                return chosen
+        if name is None:
+            raise ValueError(
+                f"AdamMini needs the name of a parameter of shape {span.shape}: pass "
+                "model.named_parameters(), or block="
+            )
+        return default_block(name, span.shape, self._head_dim)
+
+    def _name(self, param: Tensor) -> str | None:
+        for group in self.param_groups:
+            for i, each in enumerate(group["params"]):
+                if each is param:
+                    names = group.get("param_names")
+                    return names[i] if names else None
+        return None
+
+    def _lengths(self, param: Tensor) -> dict[int, int]:
+        """Block lengths by the span's id."""
+        return {id(s): self.block_length(param, s) for s in self._place(param).every}
+
+    # --- states: state["means"] has one float32 tensor per span, one value per block ------------
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        for param in found.params:
+            if not self.state[param]:
+                self.state[param].update(
+                    step=step_counter(), exp_avg=self._zeros(param), means=self._fresh(param)
+                )
+
+    def _fresh(self, param: Tensor) -> list[Tensor]:
+        lengths = self._lengths(param)
+        spans = self._place(param).spans
+        return [torch.zeros(_touched(span, lengths[id(span)])) for span in spans]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict: ``exp_avg_sq`` has the parameter's shape, equal within blocks; 4
+        bytes per parameter as long as the caller keeps it. Local.
+        """
+        packed = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [i for group in packed["param_groups"] for i in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in packed["state"]:
+                packed["state"][number] = self._expanded(param, packed["state"][number])
+        return packed
+
+    def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        value = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+        lengths = self._lengths(param)
+        for span, means in zip(self._place(param).spans, state["means"], strict=True):
+            counts = torch.tensor(_counts(span, lengths[id(span)]))
+            part(value, span).view(-1).copy_(torch.repeat_interleave(means, counts))
+        kept = {name: entry for name, entry in state.items() if name != "means"}
+        return {**kept, "exp_avg_sq": value.requires_grad_(False)}
+
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        state = super()._loaded(param, saved)
+        if "exp_avg_sq" in saved:
+            square = saved["exp_avg_sq"].detach().to(param.device, torch.float32)
+            state["exp_avg_sq"] = square.contiguous()
+        return state
+
+    def _after_load(self) -> None:
+        """Average the loaded ``exp_avg_sq`` over blocks. Collective where blocks are shared."""
+        sums = self._sums(self._loaded_squares())
+        for param, span, total, length in sums:
+            state = self.state[param]
+            spans = self._place(param).spans
+            state.setdefault("means", [None] * len(spans))
+            number = next(i for i, each in enumerate(spans) if each is span)
+            state["means"][number] = torch.from_numpy(total / _whole(span, length)).float()
+        for state in self.state.values():
+            state.pop("exp_avg_sq", None)
+            state.setdefault("means", [])
+
+    def _loaded_squares(self) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                value = self.state.get(param, {}).get("exp_avg_sq")
+                if value is None:
+                    continue
+                lengths = self._lengths(param)
+                for span in self._place(param).spans:
+                    length = lengths[id(span)]
+                    # Sums of up to 2^29 equal float32 values are exact in float64.
+                    flat = part(value, span).reshape(-1).double()
+                    counts = np.cumsum([0, *_counts(span, length)[:-1]])
+                    yield param, span, np.add.reduceat(flat.numpy(), counts), length
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _before_step(self, members: list[Members], scaling: Scaling) -> None:
+        """Sums of squares of all blocks, with those of other ranks."""
+        factor = (scaling.clip / scaling.scale) ** 2
+        self._totals = {
+            id(span): total / _whole(span, length) * factor
+            for _, span, total, length in self._sums(self._squares(members))
+        }
+
+    def _squares(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+        for found in members:
+            for piece in self._pieces(found.params, found.values, found.grads):
+                length = self.block_length(piece.param, piece.span)
+                sums = np.zeros(_touched(piece.span, length))
+                _C.optim_block_squares(
+                    piece.grad,
+                    piece.span.first,
+                    length,
+                    torch.from_numpy(sums),
+                    torch.get_num_threads(),
+                )
+                yield piece.param, piece.span, sums, length
+
+    def _sums(
+        self, own: Iterator[tuple[Tensor, Span, np.ndarray, int]]
+    ) -> list[tuple[Tensor, Span, np.ndarray, int]]:
+        """Add other ranks' sums to those of shared blocks. Collective where there are such."""
+        found = list(own)
+        slots, numbers = Slots(1), {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                place, lengths = self._place(param), self._lengths(param)
+                for span in place.every:
+                    length = lengths[id(span)]
+                    blocks = sorted({cut // length for cut in span.cuts if cut % length})
+                    start = slots.add(place.group, len(blocks)) if blocks else 0
+                    numbers[id(span)] = (
+                        place.group.identity,
+                        {block: start + i for i, block in enumerate(blocks)},
+                    )
+
+        def each(identity: int) -> Iterator[tuple[np.ndarray, int, int]]:
+            for _, span, sums, length in found:
+                group, of = numbers[id(span)]
+                for i in {0, len(sums) - 1} if group == identity else ():
+                    slot = of.get(span.first // length + i)
+                    if slot is not None:
+                        yield sums, i, slot
+
+        def fill(group: Group, values: np.ndarray) -> None:
+            for sums, i, slot in each(group.identity):
+                values[slot, 0] = sums[i]
+
+        for identity, values in slots.combine("sum", "AdamMini's shared blocks", fill).items():
+            for sums, i, slot in each(identity):
+                sums[i] = values[slot, 0]
+        return found
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        beta1, beta2 = group["betas"]
+        rule = Rule(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            float(group["weight_decay"]),
+            *scaling,
+            True,
+            group["maximize"],
+        )
+        pieces = list(self._pieces(found.params, found.values, found.grads))
+        states = [self.state[piece.param] for piece in pieces]
+        _C.optim_step(
+            "mini",
+            tuple(rule),
+            [piece.value for piece in pieces],
+            [piece.grad for piece in pieces],
+            (
+                [part(s["exp_avg"], p.span) for s, p in zip(states, pieces, strict=True)],
+                [self._denominators(p, beta2, group["eps"]) for p in pieces],
+            ),
+            [state["step"] for state in states],
+            tuple((p.span.first, p.key, self.block_length(p.param, p.span)) for p in pieces),
+            threads=torch.get_num_threads(),
+        )
+
+    def _denominators(self, piece: Piece, beta2: float, eps: float) -> Tensor:
+        state = self.state[piece.param]
+        spans = self._place(piece.param).spans
+        number = next(i for i, span in enumerate(spans) if span is piece.span)
+        means = state["means"][number]
+        new = torch.from_numpy(self._totals[id(piece.span)]).float()
+        means.mul_(beta2).add_(new, alpha=1 - beta2)
+        root = (1 - beta2 ** (float(state["step"]) + 1)) ** 0.5
+        return means.sqrt().div_(root).add_(eps)
+
+
+def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> int:
+    """The published code's block length; ``ValueError`` names a parameter that needs head_dim."""
+    low, whole = name.lower(), int(np.prod(shape)) if shape else 1
+    if "bias" in low:
+        return 1
+    row = whole // shape[0] if len(shape) > 1 and shape[0] else whole
+    if any(text in low for text in HEADS):
+        if head_dim is None or len(shape) < 2 or shape[0] % head_dim:
+            raise ValueError(
+                f"AdamMini: {name!r} of shape {shape} has one second moment per head: pass "
+                f"head_dim=, a divisor of {shape[0] if shape else 1}, or block="
+            )
+        return row * head_dim
+    if len(shape) > 1 and any(text in low for text in ROWS):
+        return row
+    return max(whole, 1)
+
+
+def _touched(span: Span, length: int) -> int:
+    return (span.first + span.length - 1) // length - span.first // length + 1
+
+
+def _counts(span: Span, length: int) -> list[int]:
+    """Elements of the span in each block that it touches."""
+    end = span.first + span.length
+    starts = range(span.first // length * length, end, length)
+    return [min(start + length, end) - max(start, span.first) for start in starts]
+
+
+def _whole(span: Span, length: int) -> np.ndarray:
+    """Elements of the whole parameter in each of these blocks; the last one may be shorter."""
+    first = span.first // length
+    starts = (first + np.arange(_touched(span, length))) * length
+    return np.minimum(starts + length, numel_of(span)) - starts

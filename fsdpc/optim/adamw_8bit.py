@@ -1,0 +1,288 @@
+"""AdamW with states of 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc.optim._base import Members, Scaling, check_number, step_counter
+from fsdpc.optim._places import Group, Slots, Span
+from fsdpc.optim._spanned import Piece, SpannedOptimizer, numel_of, part
+from fsdpc.optim.adam import AdamW
+
+BLOCK = 256
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW8bit(SpannedOptimizer, AdamW):
+    """AdamW with block-wise quantised states (Dettmers et al., arXiv 2110.02861): 2.03 bytes of
+    states per parameter, one code per element and moment and one float32 scale per 256 elements.
+
+    Blocks are aligned to the whole parameter, and ranks that share a block exchange its extremes,
+    so results are equal to the bit on any number of ranks; whole parameters of fewer than
+    ``min_8bit_size`` elements keep float32 states on every rank. The update is computed from the
+    moments in float32 before they are quantised again. An ``exp_avg_sq`` above zero never becomes
+    zero. On a processor this is an option for memory, not for speed.
+
+    ``step`` and ``load_state_dict`` are collective where a block is shared: all ranks of the
+    parameters' groups must call them with the same parameters.
+
+    ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, as that
+    of torch's AdamW does; loading quantises it, and gives the same codes if it came from here.
+    ``NotImplementedError`` for DTensors that are not cut by rows.
+    """
+
+    _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
+    _cut: CutBlocks | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        check_number(min_8bit_size, "min_8bit_size")
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        self._add_defaults(min_8bit_size=min_8bit_size)
+
+    # --- states ----------------------------------------------------------------------------------
+    # state["spans"] has one dict per span of the parameter with elements on this rank: codes and
+    # scales of 8-bit spans, values of the others.
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        for param in found.params:
+            if not self.state[param]:
+                spans = self._place(param).spans
+                made = [_fresh(span, _is_8bit(group, span)) for span in spans]
+                self.state[param].update(step=step_counter(), spans=made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call
+        and as long as the caller keeps it. Local.
+        """
+        packed = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [i for group in packed["param_groups"] for i in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in packed["state"]:
+                packed["state"][number] = self._expanded(param, packed["state"][number])
+        return packed
+
+    def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        expanded = {name: value for name, value in state.items() if name != "spans"}
+        for which, name in enumerate(MOMENTS):
+            value = torch.zeros_like(
+                param, dtype=torch.float32, memory_format=torch.contiguous_format
+            )
+            for span, held in zip(self._place(param).spans, state["spans"], strict=True):
+                to = part(value, span)
+                if "values" in held:
+                    to.view(-1).copy_(held["values"][which])
+                else:
+                    codes, scales = held["codes"][which], held["scales"][which]
+                    _C.optim_dequantise(which, to, span.first, codes, scales)
+            expanded[name] = value.requires_grad_(False)
+        return expanded
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.float32
+
+    def _after_load(self) -> None:
+        """Quantise what ``_loaded`` left in float32. Collective where blocks are shared."""
+        places = self._cut_blocks()
+        for which, name in enumerate(MOMENTS):
+            loaded: list[tuple[Span, dict[str, Any], Tensor, np.ndarray]] = []
+            for group in self.param_groups:
+                for param in group["params"]:
+                    state = self.state.get(param, {})
+                    if name not in state:
+                        continue
+                    value = state.pop(name)
+                    spans = self._place(param).spans
+                    if "spans" not in state:
+                        state["spans"] = [_fresh(s, _is_8bit(group, s)) for s in spans]
+                    for span, held in zip(spans, state["spans"], strict=True):
+                        own = part(value, span).view(-1)
+                        if "values" in held:
+                            held["values"][which].copy_(own)
+                            continue
+                        edges = np.zeros((2, 3), dtype=np.float32)
+                        _C.optim_edges_of(which, own, span.first, edges)
+                        loaded.append((span, held, own, edges))
+            edges = np.stack([e for *_, e in loaded]) if loaded else np.zeros((0, 2, 3), np.float32)
+            places.exchange([span for span, *_ in loaded], edges)
+            for (span, held, own, _), edge in zip(loaded, edges, strict=True):
+                codes, scales = held["codes"][which], held["scales"][which]
+                _C.optim_quantise(which, own, span.first, codes, scales, np.ascontiguousarray(edge))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._cut = None
+
+    def _cut_blocks(self) -> CutBlocks:
+        if self._cut is None:
+            self._cut = self._find_cut_blocks()
+        return self._cut
+
+    def _find_cut_blocks(self) -> CutBlocks:
+        return CutBlocks(
+            (self._place(param).group, span)
+            for group in self.param_groups
+            for param in group["params"]
+            for span in self._place(param).every
+            if _is_8bit(group, span)
+        )
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _before_step(self, members: list[Members], scaling: Scaling) -> None:
+        """Exchange the extremes of the blocks that ranks share."""
+        cut = self._cut_blocks()
+        self._edges = {}
+        if not cut:
+            return
+        spans: list[Span] = []
+        parts: list[np.ndarray] = []
+        for group, found in zip(self.param_groups, members, strict=True):
+            pieces = [p for p in self._split(group, found)[0] if cut.shares(p.span)]
+            edges = np.zeros((len(pieces), 2, 3), dtype=np.float32)
+            self._call("edges8", group, pieces, scaling, edges)
+            spans += [piece.span for piece in pieces]
+            parts.append(edges)
+        edges = np.concatenate(parts)
+        cut.exchange(spans, edges)
+        self._edges = {id(span): edge for span, edge in zip(spans, edges, strict=True)}
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        wide, small = self._split(group, found)
+        if small:
+            self._step_small(group, small, scaling, {id(piece.param) for piece in wide})
+        if wide:
+            own = np.full((2, 3), -1, dtype=np.float32)
+            shared = self._edges or {}
+            edges = np.stack([shared.get(id(piece.span), own) for piece in wide])
+            self._call("adam8", group, wide, scaling, edges)
+
+    def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Piece], list[Piece]]:
+        """The pieces of 8 bits, and the others."""
+        pieces = list(self._pieces(found.params, found.values, found.grads))
+        wide = [piece for piece in pieces if _is_8bit(group, piece.span)]
+        return wide, [piece for piece in pieces if not _is_8bit(group, piece.span)]
+
+    def _held(self, piece: Piece) -> dict[str, Any]:
+        spans = self._place(piece.param).spans
+        number = next(i for i, span in enumerate(spans) if span is piece.span)
+        return self.state[piece.param]["spans"][number]
+
+    def _step_small(
+        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling, wide: set[int]
+    ) -> None:
+        """``wide``: ids of the parameters that the call for 8-bit spans will count a step for."""
+        held = [self._held(piece)["values"] for piece in pieces]
+        steps = [self.state[piece.param]["step"] for piece in pieces]
+        steps = [
+            step.clone() if id(piece.param) in wide else step
+            for step, piece in zip(steps, pieces, strict=True)
+        ]
+        _C.optim_step(
+            "adam",
+            tuple(self._rule(group, scaling)),
+            [piece.value for piece in pieces],
+            [piece.grad for piece in pieces],
+            ([values[0] for values in held], [values[1] for values in held]),
+            steps,
+            threads=torch.get_num_threads(),
+        )
+
+    def _call(
+        self,
+        kind: Any,
+        group: dict[str, Any],
+        pieces: list[Piece],
+        scaling: Scaling,
+        edges: np.ndarray,
+    ) -> None:
+        held = [self._held(piece) for piece in pieces]
+        _C.optim_step(
+            kind,
+            tuple(self._rule(group, scaling)),
+            [piece.value for piece in pieces],
+            [piece.grad for piece in pieces],
+            (
+                [h["codes"][0] for h in held],
+                [h["codes"][1] for h in held],
+                [h["scales"][0] for h in held],
+                [h["scales"][1] for h in held],
+            ),
+            [self.state[piece.param]["step"] for piece in pieces],
+            tuple((piece.span.first, piece.key, 1) for piece in pieces),
+            np.ascontiguousarray(edges),
+            threads=torch.get_num_threads(),
+        )
+
+
+class CutBlocks:
+    """The blocks of 256 elements that ranks share, with a slot each; the same on all ranks."""
+
+    def __init__(self, spans: Any) -> None:
+        self.slots = Slots(3)
+        self.of: dict[int, tuple[Group, dict[int, int]]] = {}
+        for group, span in spans:
+            blocks = sorted({cut // BLOCK for cut in span.cuts if cut % BLOCK})
+            if blocks:
+                start = self.slots.add(group, len(blocks))
+                numbers = {block: start + i for i, block in enumerate(blocks)}
+                self.of[id(span)] = (group, numbers)
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
+
+    def shares(self, span: Span) -> bool:
+        """True if another rank holds a part of the span's first or last block."""
+        return any(slot is not None for slot in self._slots_of(span))
+
+    def _slots_of(self, span: Span) -> tuple[int | None, int | None]:
+        _, numbers = self.of.get(id(span), (None, {}))
+        last = span.first + span.length - 1
+        return numbers.get(span.first // BLOCK), numbers.get(last // BLOCK)
+
+    def exchange(self, spans: list[Span], edges: np.ndarray) -> None:
+        """Replace the edges of shared blocks by all ranks' largest, others by -1. Collective."""
+
+        def fill(group: Group, values: np.ndarray) -> None:
+            for span, edge in zip(spans, edges, strict=True):
+                if id(span) in self.of and self.of[id(span)][0].identity == group.identity:
+                    for slot, own in zip(self._slots_of(span), edge, strict=True):
+                        if slot is not None:
+                            values[slot] = np.maximum(values[slot], own)
+
+        found = self.slots.combine("max", "states of 8 bits of shared blocks", fill)
+        for span, edge in zip(spans, edges, strict=True):
+            for which, slot in enumerate(self._slots_of(span)):
+                if slot is None:
+                    edge[which] = -1
+                else:
+                    edge[which] = found[self.of[id(span)][0].identity][slot]
+
+
+def _is_8bit(group: dict[str, Any], span: Span) -> bool:
+    return numel_of(span) >= group["min_8bit_size"]
+
+
+def _fresh(span: Span, eight_bits: bool) -> dict[str, Any]:
+    if not eight_bits:
+        return {"values": [torch.zeros(span.length) for _ in MOMENTS]}
+    blocks = (span.first + span.length - 1) // BLOCK - span.first // BLOCK + 1
+    return {
+        "codes": [torch.full((span.length,), zero, dtype=torch.uint8) for zero in (127, 0)],
+        "scales": [torch.zeros(blocks) for _ in MOMENTS],
+    }

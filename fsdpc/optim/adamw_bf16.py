@@ -1,0 +1,68 @@
+"""AdamW with bfloat16 states, and bfloat16 parameters without a float32 copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc.optim._base import Members, Scaling
+from fsdpc.optim._spanned import SpannedOptimizer, part
+from fsdpc.optim.adam import AdamW
+
+
+class AdamWBF16(SpannedOptimizer, AdamW):
+    """AdamW whose states are bfloat16: 4 bytes of states per parameter.
+
+    Every value is computed in float32 and rounded once. bfloat16 keeps 8 bits, so an update below
+    2^-9 of a value would always be lost; with ``stochastic_rounding`` (default) a value is rounded
+    up with the probability of the part that is cut off, and the expected value is exact. The random
+    bits are a hash of ``seed``, the parameter's position in the optimizer, the element's index in
+    the whole parameter and the step: the same on any number of ranks and threads, and after a
+    resume. Parameters in bfloat16 are rounded in the same way; float32 parameters stay exact.
+
+    A state dict holds bfloat16 states and opens in ``torch.optim.AdamW``. ``NotImplementedError``
+    for DTensors that are not cut by rows.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        self._add_defaults(stochastic_rounding=stochastic_rounding, seed=seed)
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.bfloat16
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        pieces = list(self._pieces(found.params, found.values, found.grads))
+        rule = self._rule(group, scaling)._replace(
+            stochastic=group["stochastic_rounding"], seed=group["seed"]
+        )
+        states = [self.state[piece.param] for piece in pieces]
+        _C.optim_step(
+            "adam",
+            tuple(rule),
+            [piece.value for piece in pieces],
+            [piece.grad for piece in pieces],
+            tuple(
+                [part(s[name], p.span) for s, p in zip(states, pieces, strict=True)]
+                for name in ("exp_avg", "exp_avg_sq")
+            ),
+            [state["step"] for state in states],
+            tuple((piece.span.first, piece.key, 1) for piece in pieces),
+            threads=torch.get_num_threads(),
+        )

@@ -1,0 +1,74 @@
+"""Lion: the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc.optim._base import (
+    FusedOptimizer,
+    Members,
+    Rule,
+    Scaling,
+    check_betas,
+    check_lr,
+    check_number,
+    step_counter,
+)
+from fsdpc.optim._places import local_of
+
+
+class Lion(FusedOptimizer):
+    """Lion (Chen et al., arXiv 2302.06675); 4 bytes of state per float32 parameter.
+
+    ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
+    ``m = beta2 * m + (1 - beta2) * g``. The paper's advice: a learning rate 3 to 10 times smaller
+    than AdamW's and a weight decay 3 to 10 times larger. A difference in the last bit of a
+    gradient may turn a sign: compare runs by their losses.
+
+    States ``step`` and ``exp_avg``, the latter in the parameter's dtype.
+    """
+
+    _state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        check_lr(lr)
+        check_number(weight_decay, "weight_decay value")
+        defaults = {
+            "lr": lr,
+            "betas": check_betas(betas),
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        for param in found.params:
+            if not self.state[param]:
+                self.state[param].update(step=step_counter(), exp_avg=self._zeros(param))
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        beta1, beta2 = group["betas"]
+        decay = float(group["weight_decay"])
+        rule = Rule(float(group["lr"]), beta1, beta2, 0.0, decay, *scaling, True, group["maximize"])
+        states = [self.state[param] for param in found.params]
+        _C.optim_step(
+            "lion",
+            tuple(rule),
+            found.values,
+            found.grads,
+            ([local_of(state["exp_avg"]) for state in states],),
+            [state["step"] for state in states],
+            threads=torch.get_num_threads(),
+        )

@@ -1,0 +1,184 @@
+"""fsdpc's optimizers on shards of 2 and 3 ranks: equal to the same optimizer without sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import ranks
+from torch import nn
+from toys import full_parameters, wrap
+
+import fsdpc
+from fsdpc import optim
+
+# Sizes whose blocks of 256 elements and rows are cut by ranks; one is too small for 8 bits.
+SHAPES = {"a": (37, 131), "b": (61,), "c": (5000,), "d": (70, 60)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Lion": {},
+    "AdamWBF16": {},
+    "AdamW8bit": {},
+    "AdamMini": {"block": lambda name, shape: shape[-1] if len(shape) > 1 else None},
+}
+STEPS = 3
+
+
+class Model(nn.Module):
+    """Parameters whose gradients are given: multiples of 2^-10, so that their means are exact."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+            self.register_parameter(name, nn.Parameter(values.to(dtype)))
+
+    def forward(self, step: int) -> torch.Tensor:
+        params = {name: getattr(self, name) for name in SHAPES}
+        return sum((p * wanted(name, step).to(p)).sum() for name, p in params.items())
+
+
+def wanted(name: str, step: int) -> torch.Tensor:
+    """The gradient of a parameter: most elements of ordinary size, some tiny ones."""
+    generator = torch.Generator().manual_seed(100 * step + ord(name))
+    drawn = torch.randint(-512, 512, SHAPES[name], generator=generator).float() / 1024
+    return drawn * (1 + 0 * drawn) * torch.where(drawn.abs() < 0.1, 2.0**-8, 1.0)
+
+
+def make(name: str, model: nn.Module, **more: Any) -> torch.optim.Optimizer:
+    params: Any = model.parameters()
+    if name == "AdamMini":
+        params = list(model.named_parameters())
+    return getattr(optim, name)(params, **{**OPTIONS[name], **more})
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, clip: bool) -> list[float]:
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(step).backward()
+        if clip:
+            norms.append(float(optimizer.step_and_clip(8.0)))
+        else:
+            optimizer.step()
+    return norms
+
+
+def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if name == "AdamMini":
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected), name
+
+
+def alone(name: str, dtype: torch.dtype, clip: bool = False) -> tuple[Model, list[float]]:
+    model = Model(dtype)
+    return model, train(model, make(name, model), range(STEPS), clip)
+
+
+@ranks(2, 3)
+def test_shards_of_fsdp(rank, world):
+    for use_orig_params in (True, False):
+        for name in OPTIONS:
+            dtype = torch.bfloat16 if name == "AdamWBF16" else torch.float32
+            if name == "AdamWBF16" and not use_orig_params:
+                continue  # the parameter's position in the optimizer is another: other random bits
+            model = wrap("fsdpc", Model(dtype), use_orig_params=use_orig_params)
+            train(model, make(name, model), range(STEPS), False)
+            expected = dict(alone(name, dtype)[0].named_parameters())
+            for key, value in full_parameters(model).items():
+                same(name, value, expected[key].detach())
+
+
+@ranks(2)
+def test_random_bits_of_flat_parameters(rank, world):
+    """Not those of the original parameters, but as close to exact steps."""
+    model = wrap("fsdpc", Model(torch.float32), use_orig_params=False)
+    train(model, make("AdamWBF16", model), range(STEPS), False)
+    expected = dict(alone("AdamWBF16", torch.float32)[0].named_parameters())
+    for key, value in full_parameters(model).items():
+        torch.testing.assert_close(value, expected[key].detach(), rtol=0, atol=1e-4)
+
+
+@ranks(2, 3)
+def test_rows_of_dtensors(rank, world):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for name in OPTIONS:
+        exact = (
+            name == "AdamWBF16" and world == 2
+        )  # three bfloat16 gradients are not summed exactly
+        dtype = torch.bfloat16 if exact else torch.float32
+        model = Model(dtype)
+        fully_shard(model, mesh=mesh)
+        optimizer, resumed = make(name, model), make(name, model)
+        norms = train(model, optimizer, range(STEPS - 1), True)
+        resumed.load_state_dict(optimizer.state_dict())
+        norms += train(model, resumed, range(STEPS - 1, STEPS), True)
+        other, expected = alone(name, dtype, clip=True)
+        torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
+        for (_, found), wanted_value in zip(
+            model.named_parameters(), other.parameters(), strict=True
+        ):
+            same(name, found.full_tensor().detach(), wanted_value.detach())
+
+
+@ranks(2, 3)
+def test_step_and_clip_on_shards(rank, world):
+    for use_orig_params in (True, False):
+        model = wrap("fsdpc", Model(torch.float32), use_orig_params=use_orig_params)
+        norms = train(model, optim.AdamW(model.parameters(), lr=0.01), range(STEPS), True)
+        other = Model(torch.float32)
+        expected = train(other, optim.AdamW(other.parameters(), lr=0.01), range(STEPS), True)
+        torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
+        for key, value in full_parameters(model).items():
+            torch.testing.assert_close(value, dict(other.named_parameters())[key].detach())
+
+
+@ranks(2, 3)
+def test_states_of_8_bits_resume_unsharded(rank, world):
+    """A full state dict of shards continues on one rank, and the reverse, to the bit."""
+    FSDP = fsdpc.FullyShardedDataParallel
+    model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
+    optimizer = make("AdamW8bit", model)
+    train(model, optimizer, range(STEPS), False)
+    saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    values = full_parameters(model)
+    other = Model(torch.float32)
+    with torch.no_grad():
+        for key, param in other.named_parameters():
+            param.copy_(values[key])
+    single = make("AdamW8bit", other)
+    numbered = FSDP.rekey_optim_state_dict(saved, fsdpc.OptimStateKeyType.PARAM_ID, other)
+    single.load_state_dict(numbered)
+    resumed = make("AdamW8bit", model)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
+    for each, how in ((other, single), (model, resumed)):
+        train(each, how, range(STEPS, STEPS + 2), False)
+    expected = dict(other.named_parameters())
+    for key, value in full_parameters(model).items():
+        assert torch.equal(value, expected[key].detach()), key
+
+
+@ranks(2)
+def test_infinities_of_one_rank_stop_all(rank, world):
+    from fsdpc.sharded_grad_scaler import ShardedGradScaler
+
+    model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
+    optimizer = optim.AdamW(model.parameters())
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    before = full_parameters(model)
+    loss = scaler.scale(model(0)) * (float("inf") if rank == 1 else 1.0)
+    loss.backward()
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    after = full_parameters(model)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert scaler.get_scale() == 2.0
+    optimizer.zero_grad()
+    scaler.scale(model(1)).backward()
+    scaler.step(optimizer, max_norm=1.0)
+    assert not torch.equal(full_parameters(model)["a"], before["a"])

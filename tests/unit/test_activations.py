@@ -1,0 +1,303 @@
+"""Checkpointing by ratio and by operator; compression of saved tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdpc import _C
+from fsdpc.activations import checkpoint, compress
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread would only wait for a busy processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    """A transformer block that counts its forwards."""
+
+    def __init__(self, width: int = 64, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.up = nn.Linear(width, width), nn.Linear(width, 4 * width)
+        self.down, self.drop = nn.Linear(4 * width, width), nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(self.drop(functional.gelu(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 5, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, around: Any = None) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    if around is None:
+        out = model(batch())
+    else:
+        with around:
+            out = model(batch())
+    (out * out).mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def counts(model: nn.Module) -> list[int]:
+    found = [m.calls for m in model.modules() if isinstance(m, Block)]
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.calls = 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"ratio": 0.5}, [1, 0, 1, 0, 1]),
+        ({"ratio": "3/5"}, [1, 0, 1, 0, 1]),
+        ({"ratio": "1/3"}, [0, 1, 0, 0, 1]),
+        ({"ratio": 0}, [0, 0, 0, 0, 0]),
+        ({"ratio": 1.0}, [1, 1, 1, 1, 1]),
+        ({"every": 2}, [1, 0, 1, 0, 1]),
+        ({"every": 3}, [1, 0, 0, 1, 0]),
+        ({"which": [0, -1]}, [1, 0, 0, 0, 1]),
+        ({"ratio": 0.5, "blocks": Block}, [1, 0, 1, 0, 1]),
+        ({"every": 2, "policy": "matmul"}, [1, 0, 1, 0, 1]),
+    ],
+)
+def test_gradients_and_who_is_computed_again(options: dict[str, Any], expected: list[int]):
+    model = Model(dropout=0.1)
+    plain = gradients(model)
+    names = set(model.state_dict())
+    counts(model)
+    chosen = checkpoint(model, **options)
+    assert chosen == [f"blocks.{i}" for i, hit in enumerate(expected) if hit]
+    assert all(map(torch.equal, gradients(model), plain))
+    assert counts(model) == [1 + hit for hit in expected]
+    assert set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("kind", ["matmul", "list", "function"])
+def test_selective_policies_skip_what_they_keep(kind: str):
+    """The operators that a policy keeps are not run a second time."""
+    mm = torch.ops.aten.addmm.default
+    policy = {
+        "matmul": "matmul",
+        "list": [mm],
+        "function": lambda _, op, *a, **k: CheckpointPolicy.MUST_SAVE
+        if op is mm
+        else CheckpointPolicy.PREFER_RECOMPUTE,
+    }[kind]
+
+    class Counter(TorchDispatchMode):
+        """Counts the products that are computed, below the policy's own mode."""
+
+        found = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.found += op is mm
+            return op(*args, **(kwargs or {}))
+
+    def products(model: nn.Module) -> int:
+        with Counter() as counter:
+            gradients(model)
+        return counter.found
+
+    plain, again, kept = Model(2), Model(2), Model(2)
+    checkpoint(again)
+    checkpoint(kept, policy=policy)
+    assert products(plain) == 8 and products(again) > 8 and products(kept) == 8
+    assert all(map(torch.equal, gradients(kept), gradients(plain)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ratio": 1.5}, "between 0 and 1"),
+        ({"ratio": float("nan")}, "ratio must be"),
+        ({"ratio": "half"}, "ratio must be"),
+        ({"every": 0}, "at least 1"),
+        ({"which": [5]}, "indices of 5 blocks"),
+        ({"ratio": 0.5, "every": 2}, "at most one"),
+        ({"blocks": nn.Conv2d}, "no blocks"),
+        ({"blocks": (Block, nn.Linear)}, "inside block"),
+        ({"policy": "everything"}, "'matmul'"),
+    ],
+)
+def test_arguments_are_refused(options: dict[str, Any], error: str):
+    model = Model()
+    with pytest.raises(ValueError, match=error):
+        checkpoint(model, **options)
+    assert all(type(block) is Block for block in model.blocks)
+
+
+def test_blocks_are_checkpointed_once_and_offload_policies_refused():
+    model = Model()
+    checkpoint(model, every=2)
+    with pytest.raises(ValueError, match="already"):
+        checkpoint(model, blocks=Block)
+    model = Model(1)
+    checkpoint(model, policy=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, blocks=Block)
+    with pytest.raises(NotImplementedError, match="recomputes there instead"):
+        gradients(model)
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("simd", ["plain", "avx2", "avx512"])
+def test_packed_values(monkeypatch, simd: str, dtype: torch.dtype):
+    if simd not in _C.kernel_names():
+        pytest.skip(f"this processor does not run {simd}")
+    monkeypatch.setenv("FSDPC_SIMD", simd)
+    n = 5 * 256 + 77
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[256:512] *= 1e-38 if dtype != torch.float16 else 1e-7
+    x[512:768] = 0
+    x[800] = float("nan")
+    codes, scales = torch.empty(n, dtype=torch.int8), torch.empty(6)
+    _C.activation_pack(x, codes, scales)
+    back = torch.empty_like(x)
+    _C.activation_unpack(back, codes, scales)
+    for begin in range(0, n, 256):
+        block, found = x[begin : begin + 256].double(), back[begin : begin + 256].double()
+        if begin == 768:
+            assert found.isnan().all()
+            continue
+        scale = block.abs().max() / 127
+        assert scales[begin // 256].item() == pytest.approx(scale.item(), rel=1e-6, abs=2e-45)
+        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        unit = 127 * scale * torch.finfo(dtype).eps + tiny
+        assert ((block - found).abs() <= scale / 2 * (1 + 1e-5) + unit).all()
+
+
+# --- compression ---------------------------------------------------------------------------------
+
+
+def error_of(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Relative error of the whole gradient."""
+    distance = sum((f - e).double().norm() ** 2 for f, e in zip(found, exact, strict=True))
+    return float((distance / sum(e.double().norm() ** 2 for e in exact)) ** 0.5)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.01), ("bf16", 0.004)])
+def test_error_of_gradients(dtype: str, bound: float):
+    model = Model()
+    exact = gradients(model)
+    error = error_of(gradients(model, compress(model, dtype)), exact)
+    assert 0 < error < bound
+    # Checkpointed blocks are computed again from inputs that were compressed.
+    checkpoint(model, every=2)
+    assert 0 < error_of(gradients(model, compress(model, dtype)), exact) < bound
+
+
+def test_memory_is_freed_and_shared_tensors_are_packed_once(monkeypatch):
+    packed: list[int] = []
+    original = _C.activation_pack
+
+    def counting(values: torch.Tensor, *rest: Any) -> None:
+        packed.append(values.data_ptr())
+        original(values, *rest)
+
+    monkeypatch.setattr("fsdpc.activations.compression._C.activation_pack", counting)
+    x = torch.randn(64, 64, requires_grad=True)
+    first = x * 2
+    with compress(nn.Identity()):
+        y = (first * first).sum() + (first.t() @ first).sum() + first.exp().sum()
+    # The product, both matrices and the input of exp's output: two tensors.
+    assert len(set(packed)) == len(packed) == 2
+    storage = torch.multiprocessing.reductions.StorageWeakRef(first.untyped_storage())
+    del first
+    gc.collect()
+    assert storage.expired()
+    y.backward()
+    assert x.grad.isfinite().all()
+
+
+def test_a_storage_at_the_address_of_another_is_not_taken_for_it():
+    """Memory that was freed comes back for the next tensor: its values must be packed, too."""
+    weights = nn.Parameter(torch.ones(64, 64))
+    with compress(nn.Identity()):
+        outs = []
+        for value in (1.0, 2.0, 3.0):
+            given = torch.full((64, 64), value)
+            outs.append((weights * given).sum())
+            del given
+    for out, value in zip(outs, (1.0, 2.0, 3.0), strict=True):
+        weights.grad = None
+        out.backward()
+        torch.testing.assert_close(weights.grad, torch.full((64, 64), value))
+
+
+def test_what_stays_exact():
+    """Parameters, integers, small tensors, attention, and parts of larger tensors by themselves."""
+    x = torch.randn(8, 4, 32, 16, requires_grad=True)
+    with compress(nn.Identity()):
+        out = functional.scaled_dot_product_attention(x * 1, x * 1, x * 1).sum()
+        out = out + torch.softmax(x * 3, -1).square().sum() * 0
+    out.backward()
+    exact = x.grad.clone()
+    x.grad = None
+    functional.scaled_dot_product_attention(x * 1, x * 1, x * 1).sum().backward()
+    assert torch.equal(exact, x.grad)
+    layer = nn.Linear(64, 64)
+    given = torch.randn(64, 64, requires_grad=True)
+    with compress(layer):
+        out = layer(given).sum()
+    out.backward()
+    compressed, given.grad = given.grad, None
+    layer(given).sum().backward()
+    assert torch.equal(compressed, given.grad)
+    # Garbage between the elements of a view is not packed with them.
+    base = torch.full((64, 128), 1e30)
+    base[:, :64] = 1.0
+    scale = nn.Parameter(torch.ones(64, 64))
+    with compress(nn.Identity()):
+        out = (scale * base[:, :64]).sum()
+    out.backward()
+    torch.testing.assert_close(scale.grad, torch.ones(64, 64))
+
+
+def test_a_parameter_that_changed_is_noticed():
+    layer = nn.Linear(64, 64)
+    given = torch.randn(64, 64, requires_grad=True)
+    with compress(layer):
+        out = layer(given).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+    with pytest.raises(ValueError, match="'int8' or 'bf16'"), compress(layer, "int4"):
+        pass
