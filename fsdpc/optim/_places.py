@@ -103,12 +103,13 @@ def place_of(param: Tensor) -> Place:
 
     ``NotImplementedError``: a DTensor whose local elements are not whole rows.
     """
-    unit = owner_of(param)
-    covers = next((covers for seen, _, covers in unit.seen if seen is param), ()) if unit else ()
-    if covers:
-        return _place_in_unit(unit, covers)
     if isinstance(param, DTensor):
         return _place_of_rows(param)
+    unit = owner_of(param)
+    rows = unit.optim_params if unit else ()
+    covers = next((covers for shown, _, covers in rows if shown is param), ())
+    if covers:
+        return _place_in_unit(unit, covers)
     span = Span(0, param.numel(), 0, tuple(param.shape), 0, ())
     return Place([span], ALONE)
 
