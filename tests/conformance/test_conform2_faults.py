@@ -13,8 +13,6 @@ from toys import Reference, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
 
-BOTH = [True, False]
-
 
 def linear(rows=3, columns=3, seed=0):
     torch.manual_seed(seed)

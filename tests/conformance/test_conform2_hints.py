@@ -1,0 +1,310 @@
+"""FSDPModule's factors, hints and refused methods; what ends a pass, moves and converts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from outcome import raises
+from rows_library import RowsLibrary
+from suite import Cases
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+BOTH = [True, False]
+
+
+def linear(rows=5, columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows)
+
+
+def shown(model):
+    """What the modules show now: names of sharded parameters."""
+    return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+
+
+# --- factors -------------------------------------------------------------------------------------
+
+
+@case(over={"factor": [1.0, 2.0, 3.0, 8.0, 0.5], "name": ["gradient", "reduce_scatter"]})
+def divide_factors(lib, factor, name):
+    """With sums on the wire, which gloo needs for factors."""
+    model = lib.shard_blocks(toy())
+    for module in model.modules():
+        if isinstance(module, lib.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            getattr(module, f"set_{name}_divide_factor")(factor)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case()
+def the_divide_factor_of_one_unit(lib):
+    model = lib.shard_blocks(toy())
+    block = model.blocks[1]
+    block.set_force_sum_reduction_for_comms(True)
+    block.set_gradient_divide_factor(1.0)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case(world=4, over={"factor": [1.0, 4.0, 16.0]})
+def divide_factors_with_replicas(lib, factor):
+    model = lib.fully_shard(toy(), mesh=lib.mesh(2, 2))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(factor)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case()
+def a_divide_factor_set_between_steps(lib):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(True)
+    loss_of(model, lib.batch()).backward()
+    before = lib.gradients(model)
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    loss_of(model, lib.batch()).backward()
+    return before, lib.gradients(model)
+
+
+@case()
+def a_divide_factor_with_accumulation(lib):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(3.0)
+    for micro in range(2):
+        lib.backward(model, 0, micro, micro == 1)
+    return lib.gradients(model)
+
+
+@case(over={"value": BOTH})
+def sums_on_the_wire(lib, value):
+    model = lib.fully_shard(toy())
+    model.set_force_sum_reduction_for_comms(value)
+    return lib.train(model)
+
+
+@case(over={"value": BOTH, "recurse": BOTH})
+def reduce_scatter_of_unused_parameters(lib, value, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_reduce_scatter_unused_params(value, recurse=recurse)
+    return lib.train(model)
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+@case(over={"direction": ["forward", "backward"], "ahead": [1, 2]})
+def prefetching(lib, direction, ahead):
+    model = lib.shard_blocks(toy(blocks=3))
+    blocks = list(model.blocks)
+    for i, block in enumerate(blocks):
+        after = blocks[i + 1 : i + 1 + ahead] if direction == "forward" else blocks[:i][-ahead:]
+        getattr(block, f"set_modules_to_{direction}_prefetch")(after)
+    return lib.train(model)
+
+
+@case(raises=ValueError, words="Expects FSDPModule", over={"direction": ["forward", "backward"]})
+def prefetching_of_plain_modules(lib, direction):
+    model = lib.fully_shard(linear())
+    getattr(model, f"set_modules_to_{direction}_prefetch")([linear()])
+
+
+@case(over={"direction": ["forward", "backward"]})
+def prefetching_in_the_wrong_order(lib, direction):
+    """A hint, never another result."""
+    model = lib.shard_blocks(toy(blocks=3))
+    blocks = list(model.blocks)
+    for block in blocks:
+        getattr(block, f"set_modules_to_{direction}_prefetch")([blocks[0], blocks[2]])
+    return lib.train(model)
+
+
+@case(over={"count": [1, 2, 5], "recurse": BOTH})
+def reductions_in_flight(lib, count, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_reduce_scatter_max_input_buffers(count, recurse=recurse)
+    return lib.train(model)
+
+
+@case(raises=TypeError, words="must be an int", over={"value": [1.5, "2", None]})
+def reductions_in_flight_of_another_type(lib, value):
+    lib.fully_shard(linear()).set_reduce_scatter_max_input_buffers(value)
+
+
+@case(raises=ValueError, words="must be a positive int", over={"value": [0, -1]})
+def reductions_in_flight_below_one(lib, value):
+    lib.fully_shard(linear()).set_reduce_scatter_max_input_buffers(value)
+
+
+@case(over={"enable": BOTH, "recurse": BOTH})
+def a_group_for_reductions(lib, enable, recurse):
+    model = lib.shard_blocks(toy())
+    model.set_separate_reduce_scatter_group(enable, recurse=recurse)
+    return lib.train(model)
+
+
+@case(over={"enable": BOTH})
+def memory_of_the_process_group(lib, enable):
+    model = lib.fully_shard(toy())
+    model.set_allocate_memory_from_process_group_for_comm(enable)
+    return lib.train(model)
+
+
+@case()
+def an_event_after_the_optimizer(lib):
+    model = lib.fully_shard(toy())
+    model.set_post_optim_event(torch.Event("cpu") if hasattr(torch, "Event") else None)
+    return True
+
+
+@case(over={"value": BOTH})
+def asynchronous_gathers(lib, value):
+    model = lib.shard_blocks(toy())
+    for module in model.modules():
+        if isinstance(module, lib.FSDPModule):
+            module._set_unshard_async_op(value)
+    return lib.train(model)
+
+
+# --- what fsdpc refuses --------------------------------------------------------------------------
+
+
+@case(fsdpc=raises(NotImplementedError, "no all-reduce hook"))
+def a_hook_on_reduced_gradients(lib):
+    """set_all_reduce_hook"""
+    model = lib.fully_shard(linear())
+    model.set_all_reduce_hook(lambda flat: flat.mul_(2))
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+class Gather:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class Scatter(Gather):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+@case(
+    fsdpc=raises(NotImplementedError, "in place on slots"),
+    over={"comm": [Gather, Scatter]},
+)
+def custom_collectives(lib, comm):
+    """set_custom_all_gather, set_custom_reduce_scatter"""
+    model = lib.fully_shard(linear())
+    name = "all_gather" if comm is Gather else "reduce_scatter"
+    getattr(model, f"set_custom_{name}")(comm())
+    model(torch.ones(1, 3)).sum().backward()
+    return lib.gradients(model)
+
+
+@case(raises=Exception)
+def symmetric_memory_on_the_cpu(lib):
+    model = lib.fully_shard(linear())
+    model.set_symm_mem_for_comm()
+    model(torch.ones(1, 3)).sum().backward()
+
+
+# --- the root ------------------------------------------------------------------------------------
+
+
+@case(raises=RuntimeError, words="must be called on the root")
+def resetting_an_inner_unit(lib):
+    model = lib.shard_blocks(toy())
+    model(lib.batch())
+    model.blocks[0].reset_iter_state()
+
+
+@case()
+def resetting_between_steps(lib):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    before = lib.gradients(model)
+    model.reset_iter_state()
+    return before, lib.gradients(model), lib.train(model)
+
+
+@case()
+def resetting_after_a_forward(lib):
+    """The forward's graph is given up."""
+    model = lib.shard_blocks(toy())
+    model(lib.batch())
+    model.reset_iter_state()
+    return shown(model) == [n for n, _ in model.named_parameters()], lib.train(model)
+
+
+@case()
+def resetting_drops_what_was_kept_unreduced(lib):
+    model = lib.shard_blocks(toy())
+    lib.backward(model, 0, 0, sync=False)
+    model.reset_iter_state()
+    lib.backward(model, 0, 1)
+    return lib.gradients(model)
+
+
+# --- moving and converting -----------------------------------------------------------------------
+
+
+@case(over={"dtype": [torch.bfloat16, torch.float64, torch.float16]})
+def converting_before_the_first_forward(lib, dtype):
+    model = lib.shard_blocks(toy()).to(dtype)
+    return {str(p.dtype) for p in model.parameters()}, lib.full(model)
+
+
+@case(over={"name": ["half", "double", "bfloat16", "float"]})
+def converting_by_name(lib, name):
+    model = getattr(lib.shard_blocks(toy()), name)()
+    return {str(p.dtype) for p in model.parameters()}
+
+
+@case(rtol=2e-2)
+def training_after_a_conversion(lib):
+    model = lib.shard_blocks(toy()).to(torch.bfloat16)
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case(over={"call": ["cpu", "to"]})
+def moving_to_where_a_model_is(lib, call):
+    model = lib.shard_blocks(toy())
+    ids = [id(p) for p in model.parameters()]
+    model = model.cpu() if call == "cpu" else model.to("cpu")
+    same = ids == [id(p) for p in model.parameters()]
+    return same, lib.train(model)
+
+
+@case()
+def moving_between_steps(lib):
+    model = lib.shard_blocks(toy())
+    first = lib.train(model, 1)
+    return first, lib.train(model.to("cpu"), 1)
+
+
+@case(over={"value": BOTH})
+def freezing_the_whole_model(lib, value):
+    model = lib.shard_blocks(toy()).requires_grad_(value)
+    return [p.requires_grad for p in model.parameters()], model(lib.batch()).requires_grad
+
+
+@case(over={"none": BOTH})
+def zeroing_gradients(lib, none):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    model.zero_grad(set_to_none=none)
+    lib.resharded(model)
+    return lib.gradients(model)
+
+
+test_torch, test_fsdpc = case.tests()

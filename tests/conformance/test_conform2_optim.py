@@ -1,0 +1,376 @@
+"""Optimizers, clipping and scaling of sharded parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from rows_library import RowsLibrary, whole
+from suite import Cases
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import loss_of, toy
+
+case = Cases(__name__, __file__, library=RowsLibrary)
+
+BOTH = [True, False]
+
+
+def linear(rows=5, columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows)
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": dict(lr=0.1, momentum=0.9),
+    "Adam": dict(lr=1e-2, eps=1e-3),
+    "AdamW": dict(lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "Adagrad": dict(lr=1e-2, eps=1e-3),
+    "RMSprop": dict(lr=1e-3, eps=1e-3),
+    "NAdam": dict(lr=1e-2, eps=1e-3),
+    "Adamax": dict(lr=1e-2, eps=1e-3),
+    "Adadelta": dict(lr=1.0),
+    "RAdam": dict(lr=1e-2, eps=1e-3),
+    "ASGD": dict(lr=1e-2),
+}
+
+
+def trained(lib, model, optimizer, steps=3):
+    for step in range(steps):
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case(over={"name": list(OPTIMIZERS), "foreach": BOTH}, rtol=1e-4)
+def optimizers(lib, name, foreach):
+    model = lib.shard_blocks(toy())
+    kind = getattr(torch.optim, name)
+    return trained(lib, model, kind(model.parameters(), foreach=foreach, **OPTIMIZERS[name]))
+
+
+@case(raises=NotImplementedError, words="sharding strategy", over={"name": ["SGD", "Adagrad"]})
+def fused_optimizers_that_dtensor_does_not_know(lib, name):
+    model = lib.shard_blocks(toy())
+    kind = getattr(torch.optim, name)
+    trained(lib, model, kind(model.parameters(), fused=True, **OPTIMIZERS[name]))
+
+
+@case(over={"name": ["Adam", "AdamW"]}, rtol=1e-4)
+def fused_optimizers(lib, name):
+    model = lib.shard_blocks(toy())
+    kind = getattr(torch.optim, name)
+    return trained(lib, model, kind(model.parameters(), fused=True, **OPTIMIZERS[name]))
+
+
+@case(over={"amsgrad": BOTH, "maximize": BOTH})
+def variants_of_adam(lib, amsgrad, maximize):
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=1e-2, eps=1e-3, amsgrad=amsgrad, maximize=maximize
+    )
+    return trained(lib, model, optimizer)
+
+
+@case(over={"fused": BOTH})
+def states_of_an_optimizer(lib, fused):
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    loss_of(model, lib.batch()).backward()
+    optimizer.step()
+    return [
+        {key: (type(v).__name__, tuple(v.shape), str(v.dtype)) for key, v in state.items()}
+        for state in optimizer.state.values()
+    ]
+
+
+@case()
+def groups_of_parameters(lib):
+    model = lib.shard_blocks(toy())
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}]
+    return trained(lib, model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.0))
+
+
+@case(over={"kind": ["LambdaLR", "OneCycleLR", "CosineAnnealingLR"]})
+def schedules(lib, kind):
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    lr = torch.optim.lr_scheduler
+    made = {
+        "LambdaLR": lambda: lr.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "OneCycleLR": lambda: lr.OneCycleLR(optimizer, 0.2, total_steps=10),
+        "CosineAnnealingLR": lambda: lr.CosineAnnealingLR(optimizer, 5),
+    }[kind]()
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        made.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def a_closure(lib):
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, lib.batch())
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).detach() for _ in range(3)], lib.full(model)
+
+
+@case()
+def two_optimizers(lib):
+    model = lib.shard_blocks(toy())
+    blocks = {id(p) for p in model.blocks.parameters()}
+    others = [p for p in model.parameters() if id(p) not in blocks]
+    pair = [
+        torch.optim.SGD(model.blocks.parameters(), lr=0.1),
+        torch.optim.AdamW(others, lr=1e-2, eps=1e-3),
+    ]
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def an_average_of_parameters(lib):
+    """EMA kept by hand in DTensors."""
+    model = lib.shard_blocks(toy())
+    average = [p.detach().clone() for p in model.parameters()]
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for old, p in zip(average, params, strict=True):
+                old.lerp_(p, 0.1)
+    return [whole(p) for p in average]
+
+
+@case()
+def parameters_swapped_with_their_average(lib):
+    """Evaluation on other values, which are then put back."""
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    saved = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p in params:
+            p.mul_(0.5)
+        low = model(lib.batch())
+        lib.resharded(model)
+        for p, value in zip(params, saved, strict=True):
+            p.copy_(value)
+        return low, model(lib.batch())
+
+
+# --- optimizers in backward ----------------------------------------------------------------------
+
+
+@case()
+def hooks_after_accumulation(lib):
+    model, seen = lib.shard_blocks(toy()), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append((name, tuple(p.shape), isinstance(p.grad, DTensor)))
+        )
+    for step in range(2):
+        loss_of(model, lib.batch(step)).backward()
+    return sorted(seen)
+
+
+@case()
+def an_optimizer_in_backward(lib):
+    model = lib.shard_blocks(toy())
+    for p in model.parameters():
+        optimizer = torch.optim.AdamW([p], lr=1e-2, eps=1e-3)
+
+        def step(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+    lib.resharded(model)
+    return [p.grad is None for p in model.parameters()], lib.full(model)
+
+
+@case()
+def hooks_after_accumulation_without_sync(lib):
+    model, seen = lib.shard_blocks(toy()), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(1))
+    lib.backward(model, 0, 0, sync=False)
+    first = len(seen)
+    lib.backward(model, 0, 1)
+    return first, len(seen), lib.gradients(model)
+
+
+@case()
+def hooks_on_the_tensor_never_fire(lib):
+    model, seen = lib.shard_blocks(toy()), []
+    for p in model.parameters():
+        p.register_hook(lambda grad: seen.append(1))
+    loss_of(model, lib.batch()).backward()
+    return len(seen)
+
+
+@case()
+def gradients_of_shards_by_autograd(lib):
+    """torch.autograd.grad finds no path to the sharded parameters."""
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    return [
+        g is None
+        for g in torch.autograd.grad(loss_of(model, lib.batch()), params, allow_unused=True)
+    ]
+
+
+@case()
+def gradients_of_inputs_by_autograd(lib):
+    model = lib.fully_shard(nn.Sequential(linear(3, 3), nn.Tanh()))
+    x = torch.ones(2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), [x])
+    return grad
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+@case(over={"norm": [1.0, 2.0, 3.0, math.inf], "limit": [0.1, 100.0], "foreach": [None, False]})
+def clipping(lib, norm, limit, foreach):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    lib.resharded(model)
+    total = nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type=norm, foreach=foreach)
+    return type(total).__name__, whole(total), lib.gradients(model)
+
+
+@case(world=4)
+def clipping_with_replicas(lib):
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    loss_of(model, lib.batch()).backward()
+    lib.resharded(model)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return whole(total), lib.gradients(model)
+
+
+@case(world=4)
+def clipping_empty_shards(lib):
+    model = lib.fully_shard(nn.Sequential(linear(1, 3), linear(2, 1)))
+    model(torch.ones(1, 3) * (1 + lib.rank)).square().sum().backward()
+    lib.resharded(model)
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)), lib.gradients(model)
+
+
+@case()
+def the_norm_of_the_unsharded_model(lib):
+    model, reference = lib.shard_blocks(toy()), toy()
+    batch = torch.arange(10).reshape(2, 5)
+    loss_of(model, batch).backward()
+    loss_of(reference, batch).backward()
+    lib.resharded(model)
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    return norm
+
+
+@case()
+def clipping_values(lib):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    lib.resharded(model)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    return lib.gradients(model)
+
+
+@case()
+def the_norm_without_clipping(lib):
+    model = lib.shard_blocks(toy())
+    loss_of(model, lib.batch()).backward()
+    lib.resharded(model)
+    return whole(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+
+@case()
+def clipping_in_training(lib):
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        nn.utils.clip_grad_norm_(params, 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case(raises=RuntimeError, words="non-finite", over={"value": [math.inf, math.nan]})
+def a_norm_that_is_not_finite(lib, value):
+    model = lib.fully_shard(linear())
+    model(torch.full((1, 3), value if lib.rank else 1.0)).sum().backward()
+    model.reshard()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+# --- scaling -------------------------------------------------------------------------------------
+
+
+@case(rtol=1e-4)
+def a_scaler(lib):
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(3):
+        scaler.scale(loss_of(model, lib.batch(step))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler.get_scale(), lib.full(model)
+
+
+@case(over={"where": ["all", "rank 1"]})
+def a_scaler_that_finds_an_overflow(lib, where):
+    """The step is left out on every rank, also if one rank's batch alone overflows."""
+    model = lib.fully_shard(linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    bad = where == "all" or lib.rank == 1
+    scaler.scale(model(torch.full((1, 3), math.inf if bad else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), lib.full(model)
+
+
+@case(world=4)
+def a_scaler_that_finds_an_overflow_in_one_shard(lib):
+    """Three ranks own finite or no elements."""
+    model = lib.fully_shard(linear(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scale = torch.tensor([1.0, math.inf])
+    scaler.scale((model(torch.ones(1, 3)) * scale).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), lib.full(model)
+
+
+test_torch, test_fsdpc = case.tests()
