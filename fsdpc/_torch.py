@@ -74,12 +74,22 @@ TensorMeta = _find("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard")
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
+# Sees every operation that torch runs; operations on tensors without values.
+TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
+
+
+def fake_tensor_mode() -> Any:
+    """``FakeTensorMode``, imported on demand: the import takes long."""
+    return _find("torch._subclasses.fake_tensor", "FakeTensorMode")
+
+
 # --- functions -----------------------------------------------------------------------------------
 
 # The communication hooks that torch ships.
 default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
 # Pytrees; not all supported versions have a public module for them.
 tree_flatten = _find("torch.utils._pytree", "tree_flatten")
+tree_leaves = _find("torch.utils._pytree", "tree_leaves")
 tree_map = _find("torch.utils._pytree", "tree_map")
 tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 # The default process group, and the store of a process group.

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdpc._plan.live import LiveBytes
 from fsdpc._plan.model import Moment
+from fsdpc._torch import tree_leaves, tree_map_only
 
 KEPT = 3  # blocks of a list that are traced
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._plan import trace as _trace
 from fsdpc._plan.model import Model, Setup, Unit
 from fsdpc._plan.modules import units_of
+from fsdpc._torch import fake_tensor_mode
 from fsdpc.api import MixedPrecision
 from fsdpc.wrap import ModuleWrapPolicy
 
@@ -79,7 +79,7 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
     """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
     policy. Without inputs there are no activations but a note.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor_mode()(allow_non_fake_inputs=True):
         run = run_of(factory())
         module = run.module
         policy = policy_for(module, wrap) if isinstance(wrap, str) else wrap

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fsdpc import FullyShardedDataParallel
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._plan.trace import Run
 from fsdpc._plan.traced import policy_for
+from fsdpc._torch import tree_leaves, tree_map_only
 
 LIMIT = 1e-5  # relative L2 difference in fp32
 NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
@@ -328,7 +328,7 @@ def _step(
 def _average(plain: nn.Module, world: int) -> None:
     """Mean over ranks. A rank that did not use a parameter contributes zeros, as in the engine."""
     for param in plain.parameters():
-        used = torch.tensor(float(param.grad is not None))
+        used = torch.tensor(float(param.grad is not None), device="cpu")
         dist.all_reduce(used)
         if used.item() == 0:
             continue
@@ -350,7 +350,7 @@ def _limit(
     low = copy.deepcopy(plain).to(next(iter(narrow)))
     low.zero_grad()
     torch.manual_seed(77 + rank + 1000 * step)
-    inputs = torch.utils._pytree.tree_map_only(
+    inputs = tree_map_only(
         Tensor, lambda t: t.to(next(iter(narrow))) if t.is_floating_point() else t, made.inputs
     )
     Run(low, inputs, made.loss).forward(inputs).backward()

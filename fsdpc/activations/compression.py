@@ -105,14 +105,14 @@ class _Packed:
         if dtype == "bf16":
             self.low = whole.to(torch.bfloat16)
             return
-        self.low = torch.empty(whole.numel(), dtype=torch.int8)
-        self.scales = torch.empty(-(-whole.numel() // BLOCK))
+        self.low = torch.empty(whole.numel(), dtype=torch.int8, device="cpu")
+        self.scales = torch.empty(-(-whole.numel() // BLOCK), device="cpu")
         _C.activation_pack(whole, self.low, self.scales)
 
     def unpack(self) -> Tensor:
         if self.low.dtype == torch.bfloat16:
             return self.low.to(self.dtype)
-        whole = torch.empty(self.low.numel(), dtype=self.dtype)
+        whole = torch.empty(self.low.numel(), dtype=self.dtype, device="cpu")
         _C.activation_unpack(whole, self.low, self.scales)
         return whole
 

@@ -25,7 +25,7 @@ from fsdpc.checkpoint.saving import Advance, Plan, write_plan
 _ALIGNED = 64
 _NICE = 10
 
-_staging = torch.empty(0, dtype=torch.uint8)
+_staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 _running: list[SaveHandle] = []
 
 
@@ -123,8 +123,8 @@ def _snapshot(sets: list[tuple[Layout, list[Entry]]]) -> list[tuple[Layout, list
     ]
     total = sum(_room(entry, spans) for some in wanted for entry, spans in some)
     if total > len(_staging):
-        _staging = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-        _staging = torch.empty(total, dtype=torch.uint8)
+        _staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
+        _staging = torch.empty(total, dtype=torch.uint8, device="cpu")
     copied, at = [], 0
     for (layout, _), some in zip(sets, wanted, strict=True):
         entries = []

@@ -144,13 +144,13 @@ def _open_safetensors(
 
 
 def _outline(name: str, shape: Any, dtype: torch.dtype) -> Entry:
-    return Entry(name, tuple(shape), dtype, torch.empty(0, dtype=dtype))
+    return Entry(name, tuple(shape), dtype, torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def _fetch_stored(found: Opened, stored: StoredSet) -> Fetch:
     def fetch(name: str) -> torch.Tensor:
         file, place = stored.where[name]
-        value = torch.empty(place.shape, dtype=place.dtype)
+        value = torch.empty(place.shape, dtype=place.dtype, device="cpu")
         span = whole_span(value.numel())
         entry = Entry(name, tuple(place.shape), place.dtype, value.view(-1), span)
         (digest,) = combine([place], [read_table(file.path, rows_of(place, entry, span))])
@@ -187,7 +187,7 @@ def _open_dcp(source: Path) -> _Set:
     entries = [_outline(n, value.size, value.properties.dtype) for n, value in known.items()]
 
     def fetch(name: str) -> torch.Tensor:
-        value = torch.empty(known[name].size, dtype=known[name].properties.dtype)
+        value = torch.empty(known[name].size, dtype=known[name].properties.dtype, device="cpu")
         dcp.load({name: value}, checkpoint_id=str(source), no_dist=True)
         return value
 

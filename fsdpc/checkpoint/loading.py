@@ -253,7 +253,7 @@ def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
     ]
     for file, place in work.shared:
         if place.index % ranks.world == ranks.rank:
-            entry = Entry(place.name, place.shape, place.dtype, torch.empty(0))
+            entry = Entry(place.name, place.shape, place.dtype, torch.empty(0, device="cpu"))
             chosen.append((place, file, entry, whole_span(entry.numel)))
     for place, file, entry, spans in chosen:
         _, rows = tables.setdefault(file.name, (file.path, []))
@@ -354,7 +354,7 @@ def _read_to_device(entry: Entry, file: StoredFile, place: Place) -> Any:
     for begin, at, count in entry.spans.tolist():
         for low in range(0, count, step):
             many = min(step, count - low)
-            host = torch.empty(many, dtype=entry.dtype)
+            host = torch.empty(many, dtype=entry.dtype, device="cpu")
             piece = Entry(entry.name, entry.shape, entry.dtype, host, whole_span(many))
             rows = rows_of(place, piece, np.array([[begin + low, 0, many]], dtype=np.int64))
             yield read_table(file.path, rows)

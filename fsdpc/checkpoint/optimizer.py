@@ -168,7 +168,11 @@ def _merge(seen: Seen, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
 def _cut_entries(
     seen: Seen, key: str, dtype: torch.dtype, value: Any
 ) -> Iterable[tuple[str, Entry]]:
-    memory = flat(value) if isinstance(value, torch.Tensor) else torch.empty(0, dtype=dtype)
+    memory = (
+        flat(value)
+        if isinstance(value, torch.Tensor)
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     for entry, spans in seen.covers:
         own = spans if len(memory) else spans[:0]
         name = state_name(entry.name, key)
@@ -178,7 +182,7 @@ def _cut_entries(
 
 def _whole_entry(name: str, key: str, rest: list[Any], value: Any, writes: bool) -> Entry:
     dtype, shape = rest[0], tuple(rest[1])
-    entry = Entry(state_name(name, key), shape, dtype, torch.empty(0, dtype=dtype))
+    entry = Entry(state_name(name, key), shape, dtype, torch.empty(0, dtype=dtype, device="cpu"))
     if writes:
         entry.memory = flat(value)
         entry.spans = whole_span(len(entry.memory))

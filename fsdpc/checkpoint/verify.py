@@ -21,7 +21,9 @@ Advance = Callable[[int], object]
 
 def digest_of(file: StoredFile, place: Place) -> Digest:
     """The digest of a tensor's bytes as they are on disk."""
-    entry = Entry(place.name, place.shape, place.dtype, torch.empty(0, dtype=place.dtype))
+    entry = Entry(
+        place.name, place.shape, place.dtype, torch.empty(0, dtype=place.dtype, device="cpu")
+    )
     rows = rows_of(place, entry, whole_span(entry.numel), memory=0)
     (digest,) = combine([place], [read_table(file.path, rows)])
     return digest

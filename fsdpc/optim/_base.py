@@ -183,7 +183,7 @@ class FusedOptimizer(Optimizer):
 
     def _clip_factor(self, members: list[Members], max_norm: float, scale: float) -> float:
         norm = math.sqrt(self._sum_squares(members)) / scale
-        self.last_norm = torch.tensor(norm, dtype=torch.float64)
+        self.last_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         factor = max_norm / (norm + 1e-6)
         return factor if math.isnan(factor) else min(factor, 1.0)
 
@@ -246,7 +246,12 @@ class FusedOptimizer(Optimizer):
         """The state of one parameter from its entry in a state dict."""
         state = dict(saved)
         if "step" in state:
-            state["step"] = torch.as_tensor(state["step"]).detach().to("cpu", torch.float32).clone()
+            state["step"] = (
+                torch.as_tensor(state["step"], device="cpu")
+                .detach()
+                .to("cpu", torch.float32)
+                .clone()
+            )
         for name in self._state_names:
             value = state.get(name)
             if isinstance(value, Tensor):
@@ -269,7 +274,7 @@ class FusedOptimizer(Optimizer):
 
 def step_counter() -> Tensor:
     """The state ``step`` of a parameter: float32, 0-dim, on the host."""
-    return torch.zeros((), dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def sum_over(group: Group, part: float) -> float:

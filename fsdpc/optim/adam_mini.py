@@ -130,7 +130,7 @@ class AdamMini(SpannedOptimizer):
     def _fresh(self, param: Tensor) -> list[Tensor]:
         lengths = self._lengths(param)
         spans = self._place(param).spans
-        return [torch.zeros(_touched(span, lengths[id(span)])) for span in spans]
+        return [torch.zeros(_touched(span, lengths[id(span)]), device="cpu") for span in spans]
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict: ``exp_avg_sq`` has the parameter's shape, equal within blocks; 4
@@ -148,7 +148,7 @@ class AdamMini(SpannedOptimizer):
         value = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
         lengths = self._lengths(param)
         for span, means in zip(self._place(param).spans, state["means"], strict=True):
-            counts = torch.tensor(_counts(span, lengths[id(span)]))
+            counts = torch.tensor(_counts(span, lengths[id(span)]), device="cpu")
             part(value, span).view(-1).copy_(torch.repeat_interleave(means, counts))
         kept = {name: entry for name, entry in state.items() if name != "means"}
         return {**kept, "exp_avg_sq": value.requires_grad_(False)}

@@ -280,9 +280,11 @@ def _is_8bit(group: dict[str, Any], span: Span) -> bool:
 
 def _fresh(span: Span, eight_bits: bool) -> dict[str, Any]:
     if not eight_bits:
-        return {"values": [torch.zeros(span.length) for _ in MOMENTS]}
+        return {"values": [torch.zeros(span.length, device="cpu") for _ in MOMENTS]}
     blocks = (span.first + span.length - 1) // BLOCK - span.first // BLOCK + 1
     return {
-        "codes": [torch.full((span.length,), zero, dtype=torch.uint8) for zero in (127, 0)],
-        "scales": [torch.zeros(blocks) for _ in MOMENTS],
+        "codes": [
+            torch.full((span.length,), zero, dtype=torch.uint8, device="cpu") for zero in (127, 0)
+        ],
+        "scales": [torch.zeros(blocks, device="cpu") for _ in MOMENTS],
     }

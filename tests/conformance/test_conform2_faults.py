@@ -26,7 +26,7 @@ def inputs(rank, seed=0):
 def close(got, expected, what):
     assert got is not None, f"{what}: None"
     gap = float((got - expected).abs().max())
-    assert gap <= 1e-5 * max(1.0, float(expected.abs().max())), f"{what}: off by {gap:.3g}"
+    assert gap <= 1e-5 * (1.0 + float(expected.abs().max())), f"{what}: off by {gap:.3g}"
 
 
 # --- stale weights -------------------------------------------------------------------------------

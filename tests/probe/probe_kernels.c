@@ -301,28 +301,6 @@ kernel_norm2(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject
 
 /* --- tables ---------------------------------------------------------------------------------- */
 
-static PyObject *
-kernel_names(PyObject *module, PyObject *ignored)
-{
-    static const char *const names[] = {"plain", "avx2", "avx512"};
-    PyObject *list = PyList_New(0);
-    (void)module;
-    (void)ignored;
-    for (int i = 0; list != NULL && i < 3; i++) {
-        const fsdpc_kernels *table;
-        if (fsdpc_kernels_by_name(names[i], &table) != FSDPC_OK) {
-            continue;
-        }
-        PyObject *name = PyUnicode_FromString(table->name);
-        if (name == NULL || PyList_Append(list, name) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(name);
-    }
-    fsdpc_error_clear();
-    return list;
-}
-
 PyMethodDef fsdpc_probe_kernel_methods[] = {
     {"kernel_cast", FSDPC_PROBE_FAST(kernel_cast),
      "kernel_cast(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
@@ -348,7 +326,5 @@ PyMethodDef fsdpc_probe_kernel_methods[] = {
     {"kernel_scale_by", FSDPC_PROBE_FAST(fsdpc_py_kernel_scale_by),
      "kernel_scale_by(x, dtype, factor, kernels=None)\n--\n\n"
      "x[i] *= factor, one float64 in GPU memory, without a host sync."},
-    {"kernel_names", kernel_names, METH_NOARGS,
-     "kernel_names()\n--\n\nReturns the names of the tables that this processor runs."},
     {NULL, NULL, 0, NULL},
 };

@@ -31,6 +31,11 @@ ALLOWED = {
         "_comm/bootstrap.py",
         "from_numpy",
     ): "what the core hands to a c10d communicator is host memory",
+    ("_tools/compare.py", "numpy"): "digests are made of host copies",
+    ("checkpoint/optimizer.py", "numpy"): "digests are made of host copies",
+    ("optim/_places.py", "from_numpy"): "sums of squares are numbers of the host",
+    ("optim/adam_mini.py", "from_numpy"): "sums of squares are numbers of the host",
+    ("optim/adam_mini.py", "numpy"): "sums of squares are numbers of the host",
 }
 
 

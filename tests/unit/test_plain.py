@@ -279,10 +279,15 @@ def test_a_greeting_of_other_bytes_names_its_rank(data):
     assert not ran
 
 
+UNPICKLING = ("import pickle", "pickle.load", "_object(", "torch.load(")
+PICKLES = {("snapshot.py", "import pickle")}  # written only, for torch's viewer of snapshots
+
+
 def test_the_package_unpickles_nothing():
     from pathlib import Path
 
     for file in Path(_objects.__file__).parents[1].rglob("*.py"):
         text = file.read_text()
-        for word in ("import pickle", "_object(", "torch.load("):
-            assert word not in text, f"{file.name}: {word}"
+        for word in UNPICKLING:
+            if (file.name, word) not in PICKLES:
+                assert word not in text, f"{file.name}: {word}"

@@ -1,4 +1,4 @@
-/* How many threads the CPU device's kernels use. */
+/* The CPU device's kernels: how many threads they use, which instruction sets there are. */
 #include "py/base/py_cuda.h"
 
 static PyObject *
@@ -30,10 +30,36 @@ get_num_threads(PyObject *module, PyObject *ignored)
     return PyLong_FromLong(fsdpc_device_threads(device));
 }
 
+static PyObject *
+kernel_names(PyObject *module, PyObject *ignored)
+{
+    static const char *const names[] = {"plain", "avx2", "avx512"};
+    PyObject *list = PyList_New(0);
+    (void)module;
+    (void)ignored;
+    for (int i = 0; list != NULL && i < 3; i++) {
+        const fsdpc_kernels *table;
+        if (fsdpc_kernels_by_name(names[i], &table) != FSDPC_OK) {
+            continue;
+        }
+        PyObject *name = PyUnicode_FromString(table->name);
+        if (name == NULL || PyList_Append(list, name) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(name);
+    }
+    fsdpc_error_clear();
+    return list;
+}
+
 PyMethodDef fsdpc_py_thread_methods[] = {
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(threads, /)\n--\n\nSets how many threads big kernels of this process use."},
     {"get_num_threads", get_num_threads, METH_NOARGS,
      "get_num_threads()\n--\n\nReturns how many threads big kernels of this process use."},
+    {"kernel_names", kernel_names, METH_NOARGS,
+     "kernel_names()\n--\n\nReturns the names of the instruction sets that this processor's "
+     "kernels "
+     "have."},
     {NULL, NULL, 0, NULL},
 };
