@@ -100,7 +100,8 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: a backward leaves gradients on this rank; the next one with True reduces the
-        sum. If only some units of a model have False, a backward ends with the reduction of all.
+        sum. Until then ``.grad`` is zero, and clearing it discards what waits. If only some units
+        of a model have False, a backward ends with the reduction of all.
         """
         for state in self._states(recurse):
             if state._unit is not None:

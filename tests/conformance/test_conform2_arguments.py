@@ -148,6 +148,18 @@ def shapes_of_parameters(lib, shape):
     return lib.full(model), tuple(model.p.shape), tuple(model.p.to_local().shape)
 
 
+@case(
+    torch=raises(RuntimeError, "Expected cond to be True"),
+    fsdpc_does="gives an empty tensor of the right shape",
+)
+def a_parameter_of_empty_rows(lib):
+    """full_tensor() of a parameter of shape (4, 0)"""
+    model = nn.Module()
+    model.p = nn.Parameter(torch.ones(4, 0))
+    lib.fully_shard(model)
+    assert lib.full(model)["p"].shape == (4, 0)
+
+
 @case(over={"dtype": [torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64]})
 def frozen_parameters_of_other_dtypes(lib, dtype):
     model = nn.Linear(3, 2)
