@@ -18,7 +18,8 @@ class ReleasedParameter(torch.Tensor):
     """Shape, dtype, device and ``requires_grad`` of a parameter without its values.
 
     Any use of the values raises ``fsdpc.StateError``. Flags, hooks and the gradient are those of
-    ``sharded``, the user's sharded parameter, if given.
+    ``sharded``, the user's sharded parameter, if given. ``outside``: where else values are
+    readable.
     """
 
     _fsdpc_refusal: str
@@ -34,6 +35,7 @@ class ReleasedParameter(torch.Tensor):
         name: str,
         unit: str,
         sharded: nn.Parameter | None = None,
+        outside: str = "inside summon_full_params",
     ) -> ReleasedParameter:
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
@@ -42,7 +44,7 @@ class ReleasedParameter(torch.Tensor):
         self._is_param = sharded is not None  # for isinstance(..., nn.Parameter)
         self._fsdpc_refusal = (
             f"parameter {name!r} of unit {unit!r} is not gathered here: its values are readable in "
-            "the forward of its own unit and inside summon_full_params. If another module uses the "
+            f"the forward of its own unit and {outside}. If another module uses the "
             "parameter (tied weights), wrap both modules in one unit, or call the owning module"
         )
         return self

@@ -46,6 +46,7 @@ class Unit(WholeValues):
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
 
+    readable_outside = "inside summon_full_params"
     dtensors = False  # the optimizer sees DTensors around this rank's rows
 
     def __init__(
@@ -187,7 +188,14 @@ class Unit(WholeValues):
         full, info = self.full[i], self.infos[i]
         own = info.param if self.use_orig_params else None
         return ReleasedParameter(
-            full.shape, full.dtype, full.device, self.trainable[i], info.name, self.name, own
+            full.shape,
+            full.dtype,
+            full.device,
+            self.trainable[i],
+            info.name,
+            self.name,
+            own,
+            self.readable_outside,
         )
 
     def _watched(self) -> list[int]:

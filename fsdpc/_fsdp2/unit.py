@@ -31,6 +31,7 @@ class RowUnit(Unit):
     """
 
     dtensors = True
+    readable_outside = "between unshard() and reshard()"
 
     def __init__(
         self,

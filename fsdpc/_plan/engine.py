@@ -11,6 +11,7 @@ from fsdpc._plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
+Spec = tuple[str, int, str, str, str, bool, int]
 OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
 
 
@@ -26,18 +27,18 @@ class EngineMemory:
     slot_bytes: tuple[int, ...]
 
 
-def specs_of(unit: Unit, setup: Setup) -> tuple[tuple[str, int, str, str, str, bool], ...]:
+def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
     """The descriptions from which the engine lays the unit out."""
     return tuple(_spec(p, unit, setup) for p in unit.params)
 
 
-def _spec(param: Param, unit: Unit, setup: Setup) -> tuple[str, int, str, str, str, bool]:
+def _spec(param: Param, unit: Unit, setup: Setup) -> Spec:
     storage = param.dtype or setup.storage
     if storage == "uint8":
-        return (param.name, param.numel, "uint8", "uint8", "uint8", False)
+        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row)
     compute = _choice(unit.compute, setup.compute) or storage
     reduce = _choice(unit.reduce, setup.reduce) or default_reduce(compute, setup)
-    return (param.name, param.numel, storage, compute, reduce, param.trainable)
+    return (param.name, param.numel, storage, compute, reduce, param.trainable, param.row)
 
 
 def _choice(own: str | None, plans: str | None) -> str | None:
@@ -55,7 +56,7 @@ def default_reduce(compute: str, setup: Setup) -> str:
 
 @lru_cache(maxsize=4096)
 def _footprint(
-    specs: tuple[tuple[str, int, str, str, str, bool], ...],
+    specs: tuple[Spec, ...],
     world: int,
     align: int,
     grain: int,

@@ -24,12 +24,14 @@ def dtype_of(text: str) -> str:
 class Param:
     """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
     plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
+    ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
     """
 
     name: str
     numel: int
     dtype: str | None = None
     trainable: bool = True
+    row: int = 0
 
 
 @dataclass(frozen=True)

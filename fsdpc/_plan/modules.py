@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdpc._engine.interop import computes, dtype_name
+from fsdpc._engine.rows import row_numel
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import placed_units
@@ -132,7 +133,7 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
     for unit, depth in zip(tree.units, tree.depths, strict=True):
         compute, reduce = _name(unit.param_dtype), _name(unit.reduce_dtype)
         params = tuple(
-            _param_of(info.name, shape, dtype, trainable)
+            _param_of(info.name, shape, dtype, trainable, row_numel(shape) if unit.by_rows else 0)
             for info, shape, dtype, trainable in zip(
                 unit.infos, unit.shapes, unit.dtypes, unit.trainable, strict=True
             )
@@ -142,7 +143,7 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 unit.name,
                 depth,
                 params,
-                reshard=unit.reshard_after_forward,
+                reshard=unit.flat.reshards,
                 offload=unit.offload,
                 compute=compute or OWN,
                 reduce=reduce or OWN,
@@ -152,7 +153,10 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
     return tuple(found)
 
 
-def _param_of(name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool) -> Param:
+def _param_of(
+    name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool, row: int = 0
+) -> Param:
     if not computes(dtype):
-        return Param(name, shape.numel() * dtype.itemsize, "uint8", False)
-    return Param(name, shape.numel(), dtype_name(dtype), trainable)
+        size = dtype.itemsize
+        return Param(name, shape.numel() * size, "uint8", False, row * size)
+    return Param(name, shape.numel(), dtype_name(dtype), trainable, row)

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdpc import FullyShardedDataParallel
+from fsdpc._comm.bootstrap import comm_for_group
+from fsdpc._comm.objects import exchange
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._plan.trace import Run
 from fsdpc._plan.traced import policy_for
-from fsdpc._torch import tree_leaves, tree_map_only
+from fsdpc._torch import default_group, tree_leaves, tree_map_only
 
 LIMIT = 1e-5  # relative L2 difference in fp32
 NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
@@ -181,9 +183,7 @@ def _digest(tensors: Any) -> str:
 
 def gathered(value: Any) -> list[Any]:
     """The ranks' values, in rank order. Collective."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
+    return exchange(comm_for_group(default_group()), value, "fsdpc check")
 
 
 def _check_optimizer(optimizer: Any, sharded: nn.Module, result: Result) -> None:

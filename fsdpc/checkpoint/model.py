@@ -22,6 +22,7 @@ from fsdpc._engine.interop import computes, over
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import read_book
+from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
 
@@ -70,6 +71,9 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     else:
         if is_managed(model):
             raise ValueError("pass the whole FullyShardedDataParallel instance, not a part of it")
+        for state in states_below(model):  # of fully_shard
+            state.reshard_now()
+            state.adopt_values()
         _add_params(found, model)
     _add_buffers(found, model)
     for name, module in model.named_modules():
@@ -82,8 +86,9 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """True if a parameter of ``model`` is sharded by a unit outside it."""
-    return any(_writeback.owner_of(param) is not None for param in model.parameters())
+    """True if a parameter of ``model`` lies in a flat shard of a unit outside it."""
+    owners = [_writeback.owner_of(param) for param in model.parameters()]
+    return any(unit is not None and not unit.dtensors for unit in owners)
 
 
 def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:

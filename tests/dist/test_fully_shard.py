@@ -5,6 +5,7 @@ interfaces and other numbers of ranks, models moved and cast after sharding.
 from __future__ import annotations
 
 import importlib
+import tempfile
 import warnings
 
 import pytest
@@ -24,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 import fsdpc
+import fsdpc.optim
+from fsdpc import checkpoint
 
 DOORS = ["torch", "fsdpc"]
 
@@ -201,3 +204,52 @@ def test_meta_parameters_are_named_until_they_have_values(rank, world):
     with torch.no_grad():
         assert torch.equal(model(tokens(rank, 0)), source(tokens(rank, 0)))
     dist.barrier()
+
+
+# --- the rest of fsdpc behind fully_shard --------------------------------------------------------
+
+
+@ranks(2, 3)
+def test_safetensors_go_between_both_interfaces(rank, world):
+    """What one interface saves, the other loads, and trains on to the same bits."""
+    folder = checkpoint_folder(rank)
+    losses = []
+    for number, kind in enumerate(["fsdpc", "fsdp1", "fsdpc"]):
+        model = sharded(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if number == 0:
+            step(model, optimizer, rank, 0)
+            checkpoint.save(folder, model, optimizer)
+        else:
+            checkpoint.load(folder, model, optimizer)
+        losses.append([step(model, optimizer, rank, n) for n in (1, 2, 3)])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def checkpoint_folder(rank: int) -> str:
+    """One new path for all ranks."""
+    paths = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(paths)
+    return f"{paths[0]}/saved"
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["AdamW", "AdamWBF16", "AdamW8bit", "Lion", "SGD"])
+def test_optimizers_step_rows_as_they_step_flat_shards(rank, world, name):
+    losses = []
+    for kind in ("fsdpc", "fsdp1"):
+        model = sharded(kind)
+        optimizer = getattr(fsdpc.optim, name)(model.parameters(), lr=1e-2)
+        losses.append([step(model, optimizer, rank, n) for n in range(4)])
+    assert losses[0] == losses[1]
+
+
+@ranks(2, 4)
+def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
+    policy = fsdpc.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for options in ({}, {"mp_policy": policy}, {"reshard_after_forward": False}):
+        model = shard_blocks("fsdpc", toy(), **options)
+        loss_of(model, tokens(rank, 0)).backward()
+        report = fsdpc.memory_report(model)
+        assert report.equal, report
+        assert sum(line.actual for line in report.lines) > 0
