@@ -1,6 +1,6 @@
 """``fsdpc._C`` with a state and types of its own, and functions for tests and benchmarks.
 
-In-place and editable builds have this module, wheels do not: ``docs/decisions/040-probe.md``.
+In-place and editable builds have this module, wheels do not: ``docs/decisions/025-probe.md``.
 """
 
 from collections.abc import Sequence
