@@ -84,16 +84,20 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 build: $(STAMPS)/extension
 
 # --- tests ---------------------------------------------------------------------------------------
-test: build ctest simgpu pytest pytest-jitter simgpu-step
+test: build ctest simgpu pytest
 	$(call say,C tests and Python tests passed)
 
-# Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every pair
-# of values, and only every value where each test takes several times as long: on the simulated GPU and
-# under sanitizers.
-COMBINATIONS := pairs
+# The same Python tests once more where that shows other faults: ranks late at random, the simulated GPU.
+test-more: pytest-jitter simgpu-step
+	$(call say,Python tests passed with late ranks and on the simulated GPU)
+
+# Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every
+# value of each; `.ci/run` has every pair of values, except where each test takes several times as long: on
+# the simulated GPU and under sanitizers.
+COMBINATIONS := each
 SLOW_COMBINATIONS := each
 test-all:
-	@$(MAKE) test simgpu-py asan-py COMBINATIONS=all SLOW_COMBINATIONS=all
+	@$(MAKE) test test-more simgpu-py asan-py COMBINATIONS=all SLOW_COMBINATIONS=all
 
 # Some tests wait for deadlines while they compute nothing, so there is one process more than processors.
 # Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
@@ -103,7 +107,7 @@ pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) tests $(ARGS)
 
-# The tests whose graphs race most, with random ranks late at random places; `make test` does it once.
+# The tests whose graphs race most, with random ranks late at random places; `make test-more` does it once.
 SEED := 1
 JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_features_experts.py \
     tests/dist/test_with_checkpointing.py tests/dist/test_late_*.py)
@@ -205,13 +209,13 @@ simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 simlibs:
 	@$(MAKE) -j$(JOBS) $(SIMLIBS)
 
-# The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test`
+# The Python tests of several ranks on it: CPU models that are sharded on the simulated GPU. `make test-more`
 # runs those of the training step for their values, and some, at twice the time, with each of torch's
 # operators watched for races; `make simgpu-py` runs all tests.
 SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch" \
     --combinations $(SLOW_COMBINATIONS)
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
-    tests/dist/test_with_checkpointing.py)
+    tests/dist/test_with_checkpointing.py tests/dist/test_fully_shard.py)
 SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
 simgpu-step: build simlibs
 	$(call say,training steps of the Python tests on the simulated GPU)
