@@ -26,6 +26,24 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
+size_t
+fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets)
+{
+    size_t bytes = 0;
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (offsets) {
+            offsets[s] = bytes;
+        }
+        if (seg->trainable) {
+            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)layout->world *
+                                        fsdpc_dtype_bytes(seg->accumulate),
+                                    layout->align_bytes);
+        }
+    }
+    return bytes;
+}
+
 fsdpc_footprint
 fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *options)
 {
@@ -39,7 +57,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .grad_bytes = layout->grad_bytes,
         .seen_bytes = sees_other_grads(layout) ? layout->shard_bytes : 0,
         .partial_bytes = options->replicate ? layout->grad_bytes : 0,
-        .local_bytes = layout->grad_bytes * (size_t)layout->world,
+        .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
         .reduce_bytes = fsdpc_round_up(packed, options->page_bytes),
     };

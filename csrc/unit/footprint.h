@@ -26,6 +26,10 @@ typedef struct fsdpc_footprint {
     size_t reduce_bytes;  /* one rank's packed gradients, whole pages */
 } fsdpc_footprint;
 
+/* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]
+ * (NULL: not wanted) gets where segment s begins. */
+size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
+
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);
 

@@ -7,7 +7,6 @@
  * The layout is kept in pack plans: to the reduce buffer, to `local` (no_sync), to the shard gradient (one
  * rank), and from reduced pieces to the shard gradient. `local` is the base to which a plan adds.
  */
-#include <assert.h>
 #include <string.h>
 
 #include "base/mem.h"
@@ -41,30 +40,13 @@ fsdpc_grad_local_at(const fsdpc_unit *unit, int param)
     return (char *)unit->local + unit->local_offset[place->segment] + (size_t)place->offset * item;
 }
 
-static void
-lay_local(fsdpc_unit *unit)
-{
-    size_t bytes = 0;
-    for (int s = 0; s < unit->layout->segment_count; s++) {
-        const fsdpc_segment *seg = &unit->layout->segments[s];
-        unit->local_offset[s] = bytes;
-        if (seg->trainable) {
-            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)unit->world *
-                                        fsdpc_dtype_bytes(seg->accumulate),
-                                    unit->layout->align_bytes);
-        }
-    }
-    assert(bytes == unit->footprint.local_bytes);
-    unit->local_bytes = bytes;
-}
-
 int
 fsdpc_grad_make_local(fsdpc_unit *unit)
 {
     if (unit->local) {
         return FSDPC_OK;
     }
-    lay_local(unit);
+    unit->local_bytes = fsdpc_footprint_local(unit->layout, unit->local_offset);
     return fsdpc_device_alloc(unit->device, unit->local_bytes, &unit->local);
 }
 
@@ -183,7 +165,7 @@ make_plans(fsdpc_unit *unit, struct fsdpc_grad_plans *plans)
         return FSDPC_OK;
     }
     list_params(layout, plans->order);
-    lay_local(unit);
+    unit->local_bytes = fsdpc_footprint_local(unit->layout, unit->local_offset);
     FSDPC_TRY(plan_params(unit, SEND, layout->reduce_bytes, &plans->send));
     if (unit->world == 1) {
         FSDPC_TRY(plan_params(unit, DIRECT, layout->grad_bytes, &plans->direct));
