@@ -58,7 +58,7 @@ _HOME = {
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
     "install": "fsdpc._install",
-    "mark_data_dependent": "fsdpc._fsdp1.marks",
+    "mark_data_dependent": "fsdpc._engine.marks",
     "memory_report": "fsdpc._tools.report",
     "memory_stats": "fsdpc._engine.root",
     "set_collectives": "fsdpc._comm.bootstrap",
@@ -118,8 +118,8 @@ if TYPE_CHECKING:
         StateError,
     )
     from fsdpc._comm.bootstrap import set_collectives
+    from fsdpc._engine.marks import mark_data_dependent
     from fsdpc._engine.root import memory_stats
-    from fsdpc._fsdp1.marks import mark_data_dependent
     from fsdpc._fsdp2.module import (
         FSDPModule,
         UnshardHandle,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._engine.tree import Tree
@@ -59,8 +60,8 @@ class FrontEnd:
     raises ``ValueError`` if options that must be equal in a tree differ. ``prepare(host, name)``:
     sets what depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``,
     made when needed. ``forget_pass_unit(root)``: its hooks are not used any more.
-    ``options(root)``. ``attached(root)``: called with each new tree. ``one_device``: how a user
-    puts units on one device.
+    ``options(root)``. ``attached(root)``: called with each new tree. ``modules(root)``: the modules
+    that the root owns. ``one_device``: how a user puts units on one device.
     """
 
     members: Callable[[Any], Iterable[tuple[str, int, Any]]]
@@ -71,4 +72,5 @@ class FrontEnd:
     forget_pass_unit: Callable[[Any], None]
     options: Callable[[Any], TreeOptions]
     attached: Callable[[Any], None]
+    modules: Callable[[Any], list[nn.Module]]
     one_device: str

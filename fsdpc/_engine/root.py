@@ -21,6 +21,7 @@ from fsdpc._comm import wire as _wire
 from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
+from fsdpc._engine.marks import attach_marked, hosts
 from fsdpc._engine.tree import Tree
 
 logger = logging.getLogger("fsdpc")
@@ -115,6 +116,13 @@ def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> No
     this = weakref.ref(root)
     root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, front, this())
     front.attached(root)
+    one_memory = all(unit.groups.shard.one_memory for _, unit in units)
+    if one_memory or root.world_size == 1:
+        return
+    if not root._mark_handles:
+        root._mark_handles = [h for m in front.modules(root) for h in attach_marked(m)]
+    if root._mark_handles:
+        root._tree.core.defer_reduces()
 
 
 def _thaw_tree(front: FrontEnd, root: Any) -> None:
@@ -189,12 +197,6 @@ def _slots(root: Any) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def hosts(model: nn.Module) -> list[Any]:
-    """The hosts of units in ``model``, of either interface, in module order. Local."""
-    found = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
-    return list({id(host): host for host in found if host is not None}.values())
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:

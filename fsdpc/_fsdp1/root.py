@@ -1,5 +1,5 @@
 """FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): which instances belong to a
-root, what each needs to know of its position, the root's marks and communication hooks.
+root, what each needs to know of its position, the root's communication hooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fsdpc._engine.inputs import preparation
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.handle import HandledUnit
-from fsdpc._fsdp1.marks import attach_marked
 from fsdpc._fsdp1.mixed import cast_buffers
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc.api import BackwardPrefetch
@@ -126,17 +125,6 @@ def _options(root: Any) -> TreeOptions:
     )
 
 
-def _attached(root: Any) -> None:
-    _comm_hooks.attach(root)
-    one_memory = all(unit.groups.shard.one_memory for unit in root._tree.units)
-    if one_memory or root.world_size == 1:
-        return
-    if not root._mark_handles:
-        root._mark_handles = attach_marked(root)
-    if root._mark_handles:
-        root._tree.core.defer_reduces()
-
-
 def tree_units(root: Any) -> list[Any]:
     """The engine's units in ``root``, depth first."""
     return [member._unit for member in unit_modules(root) if member._unit is not None]
@@ -155,6 +143,7 @@ FRONT = FrontEnd(
     pass_unit=_pass_unit,
     forget_pass_unit=lambda root: root.forget_unit_hooks(),
     options=_options,
-    attached=_attached,
+    attached=_comm_hooks.attach,
+    modules=lambda root: [root],
     one_device="pass the same device_id to every FullyShardedDataParallel of a model",
 )

@@ -275,5 +275,6 @@ FRONT = FrontEnd(
     forget_pass_unit=lambda root: None,
     options=lambda root: TreeOptions(),
     attached=lambda root: None,
+    modules=lambda root: root.modules,
     one_device="pass a mesh of the same device type to every call of fully_shard",
 )

@@ -13,7 +13,7 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
-from fsdpc._engine.root import hosts
+from fsdpc._engine.marks import hosts
 from fsdpc._engine.tree import _slots
 from fsdpc._plan.engine import engine_memory
 from fsdpc._plan.model import CPU, Setup, Unit

@@ -33,6 +33,7 @@ class Config:
     grads_by: str  # how gradients are read: "swap" or "summon"
     jitter: bool  # ranks are late at random places
     mix: bool  # units differ in their strategy
+    in_place: bool = False  # by fully_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Case:
     optimizer: str
     features: set[str]
     nodes: int
+    model_before: Any = None  # a copy that averages are loaded into, with in_place
 
 
 STYLES = {  # how a micro-batch's loss comes to its backward, and how often
@@ -77,6 +79,7 @@ OPS = {
 
 SWITCHES = (  # besides kinds, operations and styles
     "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
+    "fully_shard", "fsdp1",
 )  # fmt: skip
 
 
@@ -112,6 +115,11 @@ def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
         jitter=later.random() < 0.12 and "jitter" not in without,
         mix=later.random() < 0.15 and "mix" not in without,
     )
+    newest = random.Random(seed + ":config3")
+    in_place = newest.random() < 0.4 and "fully_shard" not in without
+    if in_place or "fsdp1" in without:
+        strategy = "FULL_SHARD" if kept.strategy == "NO_SHARD" else kept.strategy
+        kept = dataclasses.replace(kept, in_place=True, use_orig=True, strategy=strategy)
     return kept
 
 

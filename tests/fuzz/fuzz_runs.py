@@ -114,7 +114,7 @@ def run_case(seed: str, cut: Cut, world: int, groups: Any) -> tuple[str, str, st
         if not p.requires_grad:
             p.was_frozen = True
     try:
-        expected = programs.run(sides.Plain(case, copied(case.model)))
+        expected = programs.run(sides.Plain(case, sides.copied(case.model)))
     except sides.Abandoned:
         return "invalid", "", ""
     except Exception as error:
@@ -126,26 +126,20 @@ def run_case(seed: str, cut: Cut, world: int, groups: Any) -> tuple[str, str, st
     try:
         late = jitter.jittered(seed, STATE.rank, 0.3) if case.config.jitter else nullcontext()
         with late:
-            got = programs.run(sides.Sharded(case, case.model, groups))
+            if case.config.in_place:
+                case.model_before = sides.copied(case.model)
+                side: Any = sides.InPlace(case, case.model, groups)
+            else:
+                side = sides.Sharded(case, case.model, groups)
+            got = programs.run(side)
     except Exception as error:
         kind = type(error).__name__
         outcome = "HUNG" if kind in ENGINE else "left" if kind in LEFT else "refused"
         return outcome, normalised(error), traceback.format_exc()
     text = difference(got, expected, case.config.param != "")
-    del got
+    del got, side
     gc.collect()
     return ("WRONG", text, text) if text else ("ok", "", "")
-
-
-def copied(model: Any) -> Any:
-    """A deep copy that keeps the marks on parameters."""
-    import copy
-
-    other = copy.deepcopy(model)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        if hasattr(a, "was_frozen"):
-            b.was_frozen = True
-    return other
 
 
 def difference(got: Any, expected: Any, low: bool) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import kinds
@@ -18,6 +19,8 @@ import torch.distributed as dist
 import toys
 from cases import Case, Config
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Records = list[tuple[str, dict[str, Tensor]]]
 
@@ -246,6 +249,127 @@ class Sharded(Side):
         self.optimizer.load_state_dict(
             cls.optim_state_dict_to_load(self.model, self.optimizer, state)
         )
+
+
+class InPlace(Side):
+    """Sharded by ``fully_shard``: DTensor parameters, torch's functions on them."""
+
+    def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
+        self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+        super().__init__(case, shard_in_place(model, case.config))
+        self.make_optimizer(case.optimizer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            n: torch.zeros_like(p).full_tensor() if p.grad is None else p.grad.full_tensor()
+            for n, p in self.model.named_parameters()
+        }
+
+    def clip(self, limit: float, norm: float) -> Tensor:
+        grads = [p for p in self.model.parameters() if p.grad is not None]
+        total = nn.utils.clip_grad_norm_(grads, limit, norm)
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def values(self) -> dict[str, Tensor]:
+        return {n: p.detach().full_tensor() for n, p in self.model.named_parameters()}
+
+    def write(self, factor: float) -> None:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.is_floating_point():
+                    p.mul_(factor)
+
+    set_by_user = write
+
+    def save(self, sharded: bool) -> dict[str, Tensor]:
+        state = self.model.state_dict()
+        if sharded:
+            return {k: v.clone() for k, v in state.items()}
+        return {
+            k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in state.items()
+        }
+
+    def load(self, state: dict[str, Any], sharded: bool) -> None:
+        own = self.model.state_dict()
+        if not sharded:
+            state = {
+                k: distribute_tensor(v, own[k].device_mesh, own[k].placements)
+                if isinstance(own[k], DTensor)
+                else v
+                for k, v in state.items()
+            }
+        self.model.load_state_dict(state)
+
+    def freeze(self, choice: float, frozen: bool) -> None:
+        for p in chosen(dict(self.model.named_parameters()), choice):
+            p.requires_grad_(not frozen)
+
+    def unfreeze(self, choice: float) -> None:
+        for name, p in self.model.named_parameters():
+            if name in self.frozen and p.is_floating_point():
+                p.requires_grad_(True)
+
+    def copy_average(self) -> nn.Module:
+        plain = copied(self.case.model_before)
+        plain.load_state_dict(self.save(False))
+        return plain.train(self.model.training)
+
+    def reload_optimizer(self, kind: str) -> None:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.make_optimizer(kind)
+        self.optimizer.load_state_dict(state)
+
+
+def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
+    """``fully_shard`` of each wrapped module from the inside, then of the root."""
+    import fsdpc
+
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if "HYBRID" in config.strategy:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if config.param:
+        options["mp_policy"] = fsdpc.MixedPrecisionPolicy(
+            param_dtype=getattr(torch, config.param),
+            reduce_dtype=getattr(torch, config.reduce) if config.reduce else None,
+        )
+    reshard: list[bool | None] = [config.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")]
+    if config.mix:
+        reshard = [True, False, None]
+    done: set[int] = set()
+
+    def inside(module: nn.Module) -> None:
+        for child in module.children():
+            inside(child)
+        container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if getattr(module, "wrapped", False) and id(module) not in done and not container:
+            done.add(id(module))
+            own = reshard[len(done) % len(reshard)]
+            fsdpc.fully_shard(module, reshard_after_forward=own, **options)
+
+    for module in list(model.modules()):
+        if config.collectives == "c10d" and getattr(module, "by_data", False):
+            fsdpc.mark_data_dependent(module)
+        if isinstance(module, kinds.Teacher):
+            module.box[0] = shard_in_place(module.box[0], config)
+    inside(model)
+    return fsdpc.fully_shard(model, reshard_after_forward=reshard[0], **options)
+
+
+def copied(model: Any) -> Any:
+    """A deep copy that keeps the marks on parameters."""
+    other = copy.deepcopy(model)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        if hasattr(a, "was_frozen"):
+            b.was_frozen = True
+    return other
 
 
 def chosen(named: dict[str, nn.Parameter], choice: float) -> list[nn.Parameter]:

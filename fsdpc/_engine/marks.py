@@ -28,17 +28,21 @@ def mark_data_dependent(module: M) -> M:
     return module
 
 
+def hosts(model: nn.Module) -> list[Any]:
+    """The hosts of units in ``model``, of either interface, in module order. Local."""
+    found = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
+    return list({id(host): host for host in found if host is not None}.values())
+
+
 def attach_marked(root: nn.Module) -> list[Any]:
     """Register hooks on the marked modules below ``root``, for trees without shared memory: every
     rank gathers all units of a marked module in module order, around its forward and again when the
     first gradient reaches an output. Returns the hooks' handles. Local.
     """
-    from fsdpc._fsdp1.collect import unit_modules  # imports torch.distributed.fsdp
-
     handles = []
     for module in root.modules():
         if getattr(module, DATA_DEPENDENT, False):
-            units = [m._unit for m in unit_modules(module) if m._unit is not None]
+            units = [host._unit for host in hosts(module) if host._unit is not None]
             if units:
                 marked = _Marked(units)
                 handles.append(module.register_forward_pre_hook(marked.before))
