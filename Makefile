@@ -87,9 +87,10 @@ build: $(STAMPS)/extension
 test: build ctest simgpu pytest
 	$(call say,C tests and Python tests passed)
 
-# The same Python tests once more where that shows other faults: ranks late at random, the simulated GPU.
-test-more: pytest-jitter simgpu-step
-	$(call say,Python tests passed with late ranks and on the simulated GPU)
+# Beside torch's FSDP and under frameworks; and some Python tests once more where that shows other faults:
+# ranks late at random, the simulated GPU.
+test-more: pytest-others pytest-jitter simgpu-step
+	$(call say,more Python tests passed)
 
 # Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every
 # value of each; `.ci/run` has every pair of values, except where each test takes several times as long: on
@@ -105,7 +106,13 @@ PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n 
     --dist loadfile --no-loadscope-reorder
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
-	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) tests $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(BESIDE_OTHERS:%=--ignore=%) tests $(ARGS)
+
+# What runs beside torch's own FSDP, and frameworks on fsdpc.
+BESIDE_OTHERS := tests/conformance tests/clients
+pytest-others: build $(STAMPS)/clients
+	$(call say,Python tests beside torch and under frameworks)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(BESIDE_OTHERS)
 
 # The tests whose graphs race most, with random ranks late at random places; `make test-more` does it once.
 SEED := 1

@@ -310,8 +310,8 @@ def host_once(training: object, work: object) -> float:
     from engines import random_batch
 
     batch = random_batch(work, 0)
-    host = getattr(training.model, "_fsdpc_host", None)
-    tree = None if host is None else host._tree  # fsdpc's, after the first forward
+    host = getattr(training.model, "_fsdpc_host", training.model)
+    tree = getattr(host, "_tree", None)  # fsdpc's, after the first forward
     if tree is not None:
         tree.clear_trace()
     dist.barrier()
