@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
-from toys import Block, clean, loss_of
+from toys import Block, clean, loss_of, toy
 
 
 class RowsLibrary(Library):
@@ -87,3 +87,27 @@ def whole(value: Tensor) -> Tensor:
     """A copy of all values. Collective for a DTensor."""
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def linear(rows=5, columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows)
+
+
+def trained(lib, seed=0, steps=2, optimizer=True, **options):
+    """A model after some steps, and its optimizer."""
+    model = lib.shard_blocks(toy(seed), **options)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(steps):
+        loss_of(model, lib.batch(step)).backward()
+        made.step()
+        made.zero_grad()
+    return (model, made) if optimizer else model
+
+
+def wholes(state):
+    if isinstance(state, dict):
+        return {key: wholes(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [wholes(value) for value in state]
+    return whole(state) if isinstance(state, torch.Tensor) else state

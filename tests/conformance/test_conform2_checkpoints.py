@@ -7,9 +7,8 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rows_library import RowsLibrary, whole
+from rows_library import RowsLibrary, linear, trained, wholes
 from suite import Cases
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,30 +23,6 @@ from toys import loss_of, toy
 case = Cases(__name__, __file__, library=RowsLibrary)
 
 BOTH = [True, False]
-
-
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
-
-
-def trained(lib, seed=0, steps=2, optimizer=True, **options):
-    """A model after some steps, and its optimizer."""
-    model = lib.shard_blocks(toy(seed), **options)
-    made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    for step in range(steps):
-        loss_of(model, lib.batch(step)).backward()
-        made.step()
-        made.zero_grad()
-    return (model, made) if optimizer else model
-
-
-def wholes(state):
-    if isinstance(state, dict):
-        return {key: wholes(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [wholes(value) for value in state]
-    return whole(state) if isinstance(state, torch.Tensor) else state
 
 
 def folder_of_rank_0():
