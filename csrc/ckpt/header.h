@@ -1,4 +1,5 @@
-/* Headers of safetensors files, from anyone: checked in full before anything is used. */
+/* Headers of safetensors files. A file may come from anyone, so a header is checked in full before any of
+ * its values is used. */
 #ifndef FSDPC_HEADER_H
 #define FSDPC_HEADER_H
 
