@@ -239,8 +239,8 @@ class Unit(WholeValues):
         """Let ``optim_params[index]`` show the shard again. Local."""
         self.optim_params[index][0].data = self.views[index]
 
-    def check_replacement(self, param: Tensor, what: str) -> None:
-        """Raise ``ValueError`` if ``param`` cannot stand for one of the sharded parameters."""
+    def check_replacement(self, index: int, param: Tensor, what: str) -> None:
+        """Raise ``ValueError`` if ``param`` cannot stand for the sharded parameter ``index``."""
 
     def _add_optim_param(
         self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]

@@ -77,7 +77,7 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
             f"{what} was replaced by a parameter of unit {owner.name!r} on rank {rank}: tie "
             "parameters before wrapping, in one unit"
         )
-    unit.check_replacement(new, what)
+    unit.check_replacement(index, new, what)
     _write(unit, index, unit.local(new).detach())
     _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None

@@ -256,8 +256,10 @@ def fully_shard(  # type: ignore[misc]
     first dimension and shards over its second. Collective over the mesh: every rank must make the
     call with an equal module and equal options (``MismatchError`` names the difference).
 
-    Trainable parameters of several dtypes in one unit are allowed. ``NotImplementedError``:
-    parameters that are DTensors already, ``dp_mesh_dims``, placements other than ``Shard(0)``.
+    Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
+    parallelism has made a DTensor is sharded once more; ``mesh`` and its mesh must be parts of one
+    mesh with names (``ValueError``). ``NotImplementedError``: ``dp_mesh_dims``, and a
+    ``shard_placement_fn`` that chooses anything but ``Shard(0)``.
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
@@ -271,8 +273,7 @@ def fully_shard(  # type: ignore[misc]
         raise ValueError("fully_shard: the list of modules is empty")
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            "fsdpc.fully_shard does not take dp_mesh_dims: it shards plain parameters; pass the "
-            "data-parallel submesh as mesh"
+            "fsdpc.fully_shard does not take dp_mesh_dims: pass the data-parallel submesh as mesh"
         )
     mesh = _args.default_mesh() if mesh is None else mesh
     _args.check_mesh(mesh)

@@ -87,11 +87,6 @@ class State:
         unit.on_unattached = lambda: call_untraced(lazy_init, this())
         return unit
 
-    @property
-    def training_unit(self) -> RowUnit | None:
-        """The unit whose hooks run around the modules' forwards."""
-        return self._unit or self._pass_unit
-
     # --- the step --------------------------------------------------------------------------------
 
     @not_traced

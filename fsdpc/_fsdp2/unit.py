@@ -112,12 +112,8 @@ class RowUnit(Unit):
         self.flat.replace_param(index, param)
         _writeback.set_owner(param, self)
 
-    def check_replacement(self, param: Tensor, what: str) -> None:
-        wanted = next(
-            spec
-            for info, spec in zip(self.infos, self.specs, strict=True)
-            if f"{info.name!r}" in what
-        )
+    def check_replacement(self, index: int, param: Tensor, what: str) -> None:
+        wanted = self.specs[index]
         if not isinstance(param, DTensor):
             raise ValueError(
                 f"{what} was replaced by a plain tensor of shape {tuple(param.shape)}: assign a "
