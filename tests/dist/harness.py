@@ -311,11 +311,21 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     function = getattr(function, "rank_function", function)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    wait_for_connections(folder, rank, world)
     import jitter
 
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
+
+
+def wait_for_connections(folder: str, rank: int, world: int) -> None:
+    """Returns when every rank is connected: a rank that a test kills at once must not fail the others
+    in the middle of their own `init_process_group`."""
+    Path(folder, f"connected{rank}").touch()
+    waiting = {Path(folder, f"connected{other}") for other in range(world)}
+    while waiting := {path for path in waiting if not path.exists()}:
+        time.sleep(0.001)
 
 
 @contextmanager
