@@ -320,8 +320,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
 
 def wait_for_connections(folder: str, rank: int, world: int) -> None:
-    """Returns when every rank is connected: a rank that a test kills at once must not fail the others
-    in the middle of their own `init_process_group`."""
+    """Returns when every rank is connected: a rank that a test kills at once must not fail another
+    rank's `init_process_group`.
+    """
     Path(folder, f"connected{rank}").touch()
     waiting = {Path(folder, f"connected{other}") for other in range(world)}
     while waiting := {path for path in waiting if not path.exists()}:
