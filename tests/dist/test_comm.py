@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import die, ranks, run_ranks, signal_rank
+from harness import die, ranks, run_ranks, shorten_deadlines, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdpc
@@ -113,25 +113,30 @@ def test_other_types_travel_bit_for_bit(rank, world, kind):
 
 @ranks(2)
 def test_gil_is_free_while_waiting(rank, world):
+    """Rank 1 comes only when rank 0 has counted while its thread waited."""
     comm = connect("shm")
-    counted = 0
-    if rank == 0:
-        done = threading.Event()
-
-        def wait():
-            comm.barrier()
-            done.set()
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        while not done.is_set():
-            counted += 1
-            time.sleep(0.001)
-        thread.join(10)
-        assert counted > 20
-    else:
-        time.sleep(0.2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["counted"])
         comm.barrier()
+        return
+    ended: list[BaseException | None] = []
+
+    def wait():
+        try:
+            comm.barrier()
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(20):
+        assert not ended, "the thread held the GIL until its wait ended"
+        time.sleep(0.001)
+    store.set("counted", "")
+    thread.join(60)
+    assert ended == [None]
 
 
 # --- groups ----------------------------------------------------------------------------------
@@ -265,9 +270,10 @@ def test_agree(rank, world, kind):
     assert "layer two" in text and "layer three" in text and "rank 1" in text
 
 
-@ranks(2, env={"FSDPC_TIMEOUT": "0.5"})
+@ranks(2)
 def test_timeout_names_the_missing_ranks(rank, world):
     comm = connect("shm")
+    shorten_deadlines(0.5)
     if rank == 0:
         with pytest.raises(fsdpc.CommTimeout, match="rank 1"):
             comm.all_reduce(np.ones(3), what="norm of the gradients")
@@ -320,8 +326,8 @@ def body_interrupted(rank, world):
     if rank == 1:
         store.wait(["interrupted"])
         return
-    signal_rank(0, signal.SIGINT, after=0.3)
     try:
+        signal_rank(0, signal.SIGINT, after=0.3)
         comm.barrier("something")
     except KeyboardInterrupt:
         store.set("interrupted", "")

@@ -14,7 +14,7 @@ import torch
 from checkpoints import mixed
 from checkpoints import same as whole_values_equal
 from flags import Pair, both_ways, every_strategy, sharded
-from harness import ranks, run_ranks
+from harness import ranks, run_ranks, shorten_deadlines
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -425,6 +425,7 @@ def test_copies_are_made_between_steps(rank, world, use_orig_params):
 
 def alone(rank, world):
     model = wrap_blocks("fsdpc", toy())
+    shorten_deadlines()
     if rank == 0:
         copy.deepcopy(model)
     else:
@@ -432,6 +433,6 @@ def alone(rank, world):
 
 
 def test_a_copy_on_one_rank_only_is_an_error():
-    outcomes = run_ranks(alone, 2, faults=True, env={"FSDPC_TIMEOUT": "2"})
+    outcomes = run_ranks(alone, 2, faults=True)
     assert any(o.error and "construction of unit" in o.error for o in outcomes), outcomes
     assert not any(o.returned for o in outcomes)

@@ -47,7 +47,7 @@ def sleep_on_rank_zero(rank, world):
 
 def test_the_deadline_prints_stacks():
     with pytest.raises(RankFailure, match=r"rank 0 was still running(.|\n)*sleep_on_rank_zero"):
-        run_ranks(sleep_on_rank_zero, 2, timeout=3.0)
+        run_ranks(sleep_on_rank_zero, 2, timeout=6.0)
 
 
 def die_and_survive(rank, world):
@@ -64,7 +64,7 @@ def die_and_survive(rank, world):
 
 
 def test_ranks_can_be_killed_stopped_and_interrupted():
-    zero, one, two = run_ranks(die_and_survive, 3, faults=True, timeout=20)
+    zero, one, two = run_ranks(die_and_survive, 3, faults=True, timeout=60)
     assert zero.value == "interrupted" and zero.finished_at >= zero.signalled_at
     assert one.exit_signal == signal.SIGKILL and not one.returned
     assert two.stopped and two.value is None

@@ -11,11 +11,13 @@ import time
 
 import pytest
 import torch
-from harness import die, run_ranks, signal_rank
+import torch.distributed as dist
+from harness import die, run_ranks, shorten_deadlines, signal_rank
 from torch import nn
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 LATE_S = 20.0  # from the signal to the last survivor's error: far below the deadline of 30 s
+STOPPED_S = 4.0  # the deadline of the others, from the step on in which a rank stops
 VICTIM = 1
 
 
@@ -53,8 +55,9 @@ PHASES = [
 ]
 
 
-def train_until(rank, world, phase, fatal):
-    """Three steps on every rank; the victim calls `fatal` in the given phase of the second."""
+def train_until(rank, world, phase, fatal, stops=False):
+    """Three steps on every rank; the victim calls `fatal` in the given phase of the second. With
+    `stops` the others wait STOPPED_S for it from there on."""
     model = toy(blocks=3)
     trap = model.blocks[1] = Trap(model.blocks[1])
     mine = rank == VICTIM
@@ -65,6 +68,8 @@ def train_until(rank, world, phase, fatal):
         trap.place, trap.fatal = phase, fatal
     optimizer = torch.optim.AdamW(sharded.parameters())
     for step in range(3):
+        if step == 1 and stops:
+            shorten_deadlines(STOPPED_S, here=not mine)
         loss = loss_of(sharded, tokens(rank, step))
         if mine and step == 1 and phase == "end of backward":
             loss.register_hook(lambda grad: at_end_of_backward(fatal))
@@ -169,27 +174,31 @@ def stopping(rank, world, phase):
         signal_rank(rank, signal.SIGSTOP)
         time.sleep(600)
 
-    train_until(rank, world, phase, fatal)
+    train_until(rank, world, phase, fatal, stops=True)
 
 
 @pytest.mark.parametrize("phase", ["before the block", "backward", "optimizer step"])
 def test_sigstop(phase):
     """A stopped rank is not dead: the deadline ends the wait and says who did not come."""
-    outcomes = with_what_was_left(
-        lambda: run_ranks(stopping, 2, faults=True, phase=phase, env={"FSDPC_TIMEOUT": "2"})
-    )
+    outcomes = with_what_was_left(lambda: run_ranks(stopping, 2, faults=True, phase=phase))
     assert outcomes[VICTIM].stopped
     # A slot that the stopped rank holds is given up after a while: then the end of backward waits,
     # not a unit's gather.
-    check_survivors(outcomes, "last seen in", within=2 + LATE_S, kinds=["CommTimeout"])
+    check_survivors(outcomes, "last seen in", within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
 
 
 def interrupted(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+
     def fatal():
         signal_rank(0, signal.SIGINT, after=0.3)
-        time.sleep(2)
+        store.wait(["interrupted"])
 
-    train_until(rank, world, "before the block", fatal)
+    try:
+        train_until(rank, world, "before the block", fatal)
+    except KeyboardInterrupt:
+        store.set("interrupted", "")
+        raise
 
 
 def test_sigint_while_waiting():
@@ -202,7 +211,7 @@ def test_sigint_while_waiting():
 
 def test_no_process_is_left():
     """The ranks of a fault test, survivors and stopped ones among them, are gone afterwards."""
-    outcomes = run_ranks(report_pid_and_stop, 3, faults=True, env={"FSDPC_TIMEOUT": "1"})
+    outcomes = run_ranks(report_pid_and_stop, 3, faults=True)
     pids = [
         int(line.split()[-1])
         for o in outcomes
@@ -223,12 +232,14 @@ def report_pid_and_stop(rank, world):
 def evaluate_unevenly(rank, world):
     sharded = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     with torch.no_grad():
-        for step in range(1 + rank):
-            sharded(tokens(rank, step))
-    torch.distributed.barrier()
+        sharded(tokens(rank, 0))
+        shorten_deadlines(here=rank == 1)
+        if rank == 1:
+            sharded(tokens(rank, 1))
+    dist.barrier()
 
 
 def test_uneven_evaluation_that_cannot_go_on():
     """Rank 0 waits for rank 1 where the engine does not see it: a deadline, and a name."""
-    outcomes = run_ranks(evaluate_unevenly, 2, faults=True, env={"FSDPC_TIMEOUT": "1"})
+    outcomes = run_ranks(evaluate_unevenly, 2, faults=True)
     assert "CommTimeout" in outcomes[1].error_types and "rank 0" in outcomes[1].error

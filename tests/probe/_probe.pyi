@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fsdpc._C import *  # noqa: F403
-from fsdpc._C import FlatParameter, _Array
+from fsdpc._C import Comm, FlatParameter, _Array
 
+def set_deadline(comm: Comm, seconds: float) -> None: ...
 def tensor_info(
     tensor: Any, how: Literal["any", "torch", "methods"] = "any", repeat: int = 1
 ) -> dict[str, Any]: ...

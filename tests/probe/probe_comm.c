@@ -1,0 +1,46 @@
+/* The deadline of a communicator that is in use: tests have time for what leads to a wait, and a short
+ * deadline for the wait.
+ */
+#include "comm/comm_impl.h"
+#include "probe.h"
+#include "py/comm/py_comm_impl.h"
+#include "shm/shm_impl.h"
+
+#include <string.h>
+
+PyDoc_STRVAR(set_deadline_doc,
+             "set_deadline(comm, seconds)\n--\n\n"
+             "The deadline of this rank's later waits in a communicator over shared memory, of\n"
+             "fsdpc._C or of this module; the other ranks keep theirs.");
+
+static PyObject *
+set_deadline(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t count,
+             PyObject *keywords)
+{
+    PyObject *object = NULL;
+    double seconds = 0.0;
+    const fsdpc_py_arg table[] = {
+        {"comm", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"seconds", FSDPC_PY_DOUBLE, FSDPC_PY_REQUIRED, &seconds},
+    };
+    if (fsdpc_py_args("set_deadline", table, 2, values, count, keywords) < 0) {
+        return NULL;
+    }
+    /* By name: both modules are compiled from the same sources, with a type each. */
+    if (strcmp(Py_TYPE(object)->tp_name, "fsdpc._C.Comm") != 0 || !(seconds > 0)) {
+        return PyErr_Format(PyExc_ValueError, "set_deadline: a Comm and seconds above 0, not %R",
+                            object);
+    }
+    fsdpc_comm *comm = ((fsdpc_py_comm *)object)->comm;
+    fsdpc_shm *shm = fsdpc_comm_segment(comm);
+    if (shm == NULL) {
+        return PyErr_Format(PyExc_ValueError, "set_deadline: the communicator has no segment");
+    }
+    comm->timeout_s = shm->timeout_s = seconds;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fsdpc_probe_comm_methods[] = {
+    {"set_deadline", FSDPC_PROBE_FAST(set_deadline), set_deadline_doc},
+    {NULL, NULL, 0, NULL},
+};
