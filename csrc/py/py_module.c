@@ -75,9 +75,8 @@ add_exceptions(PyObject *module, fsdpc_py_module_state *state)
 static int
 add_names(fsdpc_py_module_state *state)
 {
-    state->name_is_neg = PyUnicode_InternFromString("is_neg");
     state->name_is_conj = PyUnicode_InternFromString("is_conj");
-    return state->name_is_neg == NULL || state->name_is_conj == NULL ? -1 : 0;
+    return state->name_is_conj == NULL ? -1 : fsdpc_py_make_fields(state);
 }
 
 /* --- module ---------------------------------------------------------------------------------- */
@@ -183,9 +182,11 @@ fsdpc_py_module_clear(PyObject *module)
     Py_CLEAR(state->unit_type);
     Py_CLEAR(state->tree_type);
     Py_CLEAR(state->hook_type);
-    Py_CLEAR(state->name_is_neg);
     Py_CLEAR(state->name_is_conj);
     Py_CLEAR(state->current_stream);
+    for (int i = 0; i < FSDPC_PY_FIELDS; i++) {
+        Py_CLEAR(state->field_names[i]);
+    }
     for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
         Py_CLEAR(state->tensors[i].type);
     }

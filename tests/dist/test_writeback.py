@@ -375,3 +375,31 @@ def test_a_gradient_before_the_first_backward(rank, world, strategy):
     loss_of(model, tokens(rank, 0)).backward()
     reference.backward(tokens(rank, 0))
     check_gradients("fsdpc", model, reference, "added to ones")
+
+
+@ranks(1)
+def test_attributes_that_the_user_replaces_on_the_type(rank, world):
+    """The engine calls torch's C functions of a type only as long as the type has them."""
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    plain = toy()
+    field, read = torch.Tensor.grad, []
+
+    def get(self):
+        read.append(self)
+        return field.__get__(self)
+
+    def reads(step):
+        del read[:]
+        for each in (model, plain):
+            loss_of(each, tokens(rank, step)).backward()
+        return [sum(p is q for q in read) for p in model.parameters()]
+
+    assert not any(reads(0))
+    nn.Parameter.grad = property(get, field.__set__)
+    try:
+        assert all(reads(1))
+    finally:
+        del nn.Parameter.grad
+    assert not any(reads(2))
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    check_equal(full_gradients(model), expected, "sums of three backwards")

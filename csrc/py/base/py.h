@@ -29,6 +29,29 @@
 
 enum { FSDPC_PY_TENSOR_TYPES = 4 };
 
+/* Attributes and methods of tensors that are read often (py_field.c). */
+enum fsdpc_py_field_id {
+    FSDPC_PY_GRAD,
+    FSDPC_PY_GRAD_FN,
+    FSDPC_PY_REQUIRES_GRAD,
+    FSDPC_PY_DATA,
+    FSDPC_PY_BASE,
+    FSDPC_PY_VERSION,
+    FSDPC_PY_BACKWARD_HOOKS,
+    FSDPC_PY_ACCUMULATED_HOOKS,
+    FSDPC_PY_IS_NEG,
+    FSDPC_PY_FIELDS
+};
+
+/* The C functions of a tensor type; NULL where the type has none. */
+typedef struct fsdpc_py_tensor_type {
+    PyTypeObject *type; /* NULL: not in use yet */
+    const dlpack_exchange *exchange;
+    unsigned int version; /* tp_version_tag for which the rest holds; 0: for none */
+    const PyGetSetDef *attributes[FSDPC_PY_FIELDS];
+    const PyMethodDef *methods[FSDPC_PY_FIELDS]; /* without arguments */
+} fsdpc_py_tensor_type;
+
 typedef struct fsdpc_py_module_state {
     PyObject *comm_error;
     PyObject *peer_error;
@@ -41,15 +64,11 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
     vectorcallfunc hook_call; /* of its objects */
-    PyObject *name_is_neg;    /* interned str */
-    PyObject *name_is_conj;
+    PyObject *name_is_conj;   /* interned str, as are the next */
+    PyObject *field_names[FSDPC_PY_FIELDS];
     PyObject
         *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
-    /* Tensor types seen by fsdpc_py_torch_view with their C functions (NULL: they have none). */
-    struct {
-        PyTypeObject *type;
-        const dlpack_exchange *exchange;
-    } tensors[FSDPC_PY_TENSOR_TYPES];
+    fsdpc_py_tensor_type tensors[FSDPC_PY_TENSOR_TYPES]; /* the first that came */
 } fsdpc_py_module_state;
 
 fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
@@ -127,6 +146,16 @@ int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
 /* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
+
+/* The functions of a tensor type; NULL, without an exception, for other types and when the module state
+ * has no room for one more. */
+fsdpc_py_tensor_type *fsdpc_py_tensor_type_of(PyTypeObject *type);
+/* tensor.name, tensor.name = value (NULL is refused by torch) and tensor.name() with what Python's own
+ * functions give (py_field.c). */
+PyObject *fsdpc_py_field(PyObject *tensor, enum fsdpc_py_field_id field);
+int fsdpc_py_set_field(PyObject *tensor, enum fsdpc_py_field_id field, PyObject *value);
+PyObject *fsdpc_py_call_field(PyObject *tensor, enum fsdpc_py_field_id field);
+int fsdpc_py_make_fields(fsdpc_py_module_state *state);
 
 enum { FSDPC_PY_MAX_DIMS = 16 };
 

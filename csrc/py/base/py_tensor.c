@@ -182,28 +182,38 @@ look_up_exchange(PyTypeObject *type)
     return found;
 }
 
-static const dlpack_exchange *
-exchange_of(PyTypeObject *type)
+fsdpc_py_tensor_type *
+fsdpc_py_tensor_type_of(PyTypeObject *type)
 {
     fsdpc_py_module_state *state = fsdpc_py_current();
     for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
-        if (state->tensors[i].type == type) {
-            return state->tensors[i].exchange;
+        fsdpc_py_tensor_type *known = &state->tensors[i];
+        if (known->type == type) {
+            return known;
         }
-        if (state->tensors[i].type == NULL && is_torch_type(type)) {
-            state->tensors[i].exchange = look_up_exchange(type);
-            state->tensors[i].type = (PyTypeObject *)Py_NewRef(type);
-            return state->tensors[i].exchange;
+        if (known->type == NULL) {
+            if (!is_torch_type(type)) {
+                return NULL;
+            }
+            known->exchange = look_up_exchange(type);
+            known->type = (PyTypeObject *)Py_NewRef(type);
+            return known;
         }
     }
-    return look_up_exchange(type);
+    return NULL;
 }
 
-/* 1 or 0; -1 with an exception set. `name` is a str. */
-static int
-ask(PyObject *object, PyObject *name)
+static const dlpack_exchange *
+exchange_of(PyTypeObject *type)
 {
-    PyObject *answer = PyObject_CallMethodNoArgs(object, name);
+    const fsdpc_py_tensor_type *known = fsdpc_py_tensor_type_of(type);
+    return known != NULL ? known->exchange : look_up_exchange(type);
+}
+
+/* 1 or 0 of a method's result, which is taken over; -1 with an exception set. */
+static int
+truth_of(PyObject *answer)
+{
     if (answer == NULL || answer == Py_False) {
         Py_XDECREF(answer);
         return answer == NULL ? -1 : 0;
@@ -217,10 +227,9 @@ ask(PyObject *object, PyObject *name)
 static int
 check_plain(PyObject *tensor, fsdpc_dtype dtype)
 {
-    const fsdpc_py_module_state *state = fsdpc_py_current();
-    int lazy = ask(tensor, state->name_is_neg);
+    int lazy = truth_of(fsdpc_py_call_field(tensor, FSDPC_PY_IS_NEG));
     if (lazy == 0 && dtype == FSDPC_BYTES) {
-        lazy = ask(tensor, state->name_is_conj);
+        lazy = truth_of(PyObject_CallMethodNoArgs(tensor, fsdpc_py_current()->name_is_conj));
     }
     if (lazy > 0) {
         PyErr_SetString(PyExc_BufferError, "the tensor is lazily negated or conjugated; call "

@@ -17,7 +17,7 @@ watch_one(fsdpc_py_flat *flat, int i)
     if (flat->hooked[i] || !flat->full[i]) {
         return 0;
     }
-    PyObject *trains = PyObject_GetAttr(flat->full[i], fsdpc_py_name.requires_grad);
+    PyObject *trains = fsdpc_py_field(flat->full[i], FSDPC_PY_REQUIRES_GRAD);
     if (trains != Py_True) {
         Py_XDECREF(trains);
         return trains ? 0 : -1;
@@ -58,7 +58,7 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *flag)
     bool wanted = flag == Py_True;
     for (int c = 0; c < seen->cover_count; c++) {
         int i = seen->covers[c];
-        if (PyObject_SetAttr(flat->full[i], fsdpc_py_name.requires_grad, flag) < 0 ||
+        if (fsdpc_py_set_field(flat->full[i], FSDPC_PY_REQUIRES_GRAD, flag) < 0 ||
             (wanted && flat->watch_all && watch_one(flat, i) < 0)) {
             return -1;
         }
@@ -74,7 +74,7 @@ fsdpc_py_sync_flags(fsdpc_py_flat *flat)
     int result = 0;
     for (int i = 0; result >= 0 && i < flat->seen_count; i++) {
         fsdpc_py_seen *seen = &flat->seen[i];
-        PyObject *flag = PyObject_GetAttr(seen->param, fsdpc_py_name.requires_grad);
+        PyObject *flag = fsdpc_py_field(seen->param, FSDPC_PY_REQUIRES_GRAD);
         if (!flag) {
             return -1;
         }
@@ -98,7 +98,7 @@ fsdpc_py_carry_frozen(fsdpc_py_flat *flat)
         if (!seen->requires_grad) {
             continue;
         }
-        PyObject *flag = PyObject_GetAttr(seen->param, fsdpc_py_name.requires_grad);
+        PyObject *flag = fsdpc_py_field(seen->param, FSDPC_PY_REQUIRES_GRAD);
         if (!flag) {
             return -1;
         }

@@ -49,7 +49,7 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
         if (!flat->full[i] || layout->params[i].trainable_index < 0) {
             continue;
         }
-        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        PyObject *grad = fsdpc_py_field(flat->full[i], FSDPC_PY_GRAD);
         if (!grad) {
             return -1;
         }
@@ -97,7 +97,7 @@ fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all)
         if (!flat->full[i] || layout->params[i].trainable_index < 0) {
             continue;
         }
-        PyObject *grad = PyObject_GetAttr(flat->full[i], fsdpc_py_name.grad);
+        PyObject *grad = fsdpc_py_field(flat->full[i], FSDPC_PY_GRAD);
         if (!grad) {
             return -1;
         }
@@ -118,7 +118,7 @@ fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all)
         bool trains =
             flat->full[i] && fsdpc_unit_layout(flat->unit)->params[i].trainable_index >= 0;
         if (trains && (all || flat->held[i]) &&
-            PyObject_SetAttr(flat->full[i], fsdpc_py_name.grad, Py_None) < 0) {
+            fsdpc_py_set_field(flat->full[i], FSDPC_PY_GRAD, Py_None) < 0) {
             return -1;
         }
     }

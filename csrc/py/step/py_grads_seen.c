@@ -107,7 +107,7 @@ reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 static int
 point_back(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
-    if (PyObject_SetAttr(seen->grad, fsdpc_py_name.data, seen->alias) < 0) {
+    if (fsdpc_py_set_field(seen->grad, FSDPC_PY_DATA, seen->alias) < 0) {
         return -1;
     }
     return flat->dtensors ? PyObject_SetAttr(seen->shown, fsdpc_py_name.local_tensor, seen->grad)
@@ -149,13 +149,13 @@ replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
     if (leave_kept(flat, seen) < 0 || take_foreign(flat, seen, grad) < 0) {
         return -1;
     }
-    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->shown);
+    return fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, seen->shown);
 }
 
 static enum grad_state
 look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
 {
-    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    PyObject *grad = fsdpc_py_field(seen->param, FSDPC_PY_GRAD);
     if (!grad) {
         return GRAD_ERROR;
     }
@@ -272,7 +272,7 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
         (data != seen->grad_data && point_back(flat, seen) < 0)) {
         return -1;
     }
-    return PyObject_SetAttr(seen->param, fsdpc_py_name.grad, seen->shown);
+    return fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, seen->shown);
 }
 
 /* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient
@@ -285,7 +285,7 @@ show_nothing(fsdpc_py_seen *seen)
     seen->cleared = false;
     return listened < 0
                ? -1
-               : PyObject_SetAttr(seen->param, fsdpc_py_name.grad, listened ? seen->grad : Py_None);
+               : fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, listened ? seen->grad : Py_None);
 }
 
 int

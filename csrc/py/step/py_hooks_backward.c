@@ -237,7 +237,7 @@ still_trains(const fsdpc_py_flat *flat, int param)
     if (!flat->full[param]) {
         return 1; /* unbound: what comes next raises */
     }
-    PyObject *flag = PyObject_GetAttr(flat->full[param], fsdpc_py_name.requires_grad);
+    PyObject *flag = fsdpc_py_field(flat->full[param], FSDPC_PY_REQUIRES_GRAD);
     int trains = flag ? flag == Py_True : -1;
     Py_XDECREF(flag);
     return trains;

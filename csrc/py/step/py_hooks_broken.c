@@ -45,7 +45,7 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
 static int
 was_touched(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {
-    PyObject *grad = PyObject_GetAttr(seen->param, fsdpc_py_name.grad);
+    PyObject *grad = fsdpc_py_field(seen->param, FSDPC_PY_GRAD);
     if (!grad) {
         return -1;
     }

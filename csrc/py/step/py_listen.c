@@ -23,7 +23,7 @@ fsdpc_py_has_listeners(const fsdpc_py_seen *seen)
     if (own != 0) {
         return own;
     }
-    PyObject *hooks = PyObject_GetAttr(seen->param, fsdpc_py_name.accumulated);
+    PyObject *hooks = fsdpc_py_field(seen->param, FSDPC_PY_ACCUMULATED_HOOKS);
     int some = hooks ? PyObject_IsTrue(hooks) : -1;
     Py_XDECREF(hooks);
     return some;

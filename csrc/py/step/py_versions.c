@@ -27,7 +27,7 @@ put_sites(const fsdpc_py_flat *flat, bool gathered)
 static long
 read_version(PyObject *tensor)
 {
-    PyObject *number = PyObject_GetAttr(tensor, fsdpc_py_name.version);
+    PyObject *number = fsdpc_py_field(tensor, FSDPC_PY_VERSION);
     long value = number ? PyLong_AsLong(number) : -1;
     Py_XDECREF(number);
     return value;

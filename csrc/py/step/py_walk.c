@@ -226,7 +226,7 @@ fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *
 static int
 put_hook_dict(PyObject *tensor, PyObject *node, PyObject *argument)
 {
-    PyObject *dict = PyObject_GetAttr(tensor, fsdpc_py_name.backward_hooks);
+    PyObject *dict = fsdpc_py_field(tensor, FSDPC_PY_BACKWARD_HOOKS);
     if (!dict || dict != Py_None) {
         Py_XDECREF(dict);
         return dict ? 0 : -1;
@@ -235,7 +235,7 @@ put_hook_dict(PyObject *tensor, PyObject *node, PyObject *argument)
     dict = PyODict_New();
     int result = -1;
     if (dict && PyODict_SetItem(dict, argument, argument) == 0 &&
-        PyObject_SetAttr(tensor, fsdpc_py_name.backward_hooks, dict) == 0) {
+        fsdpc_py_set_field(tensor, FSDPC_PY_BACKWARD_HOOKS, dict) == 0) {
         PyObject *done = PyObject_CallMethodOneArg(node, fsdpc_py_name.register_hook_dict, tensor);
         result = done ? 1 : -1;
         Py_XDECREF(done);
@@ -249,7 +249,7 @@ int
 fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
     (void)tree;
-    PyObject *node = PyObject_GetAttr(tensor, fsdpc_py_name.grad_fn);
+    PyObject *node = fsdpc_py_field(tensor, FSDPC_PY_GRAD_FN);
     if (!node || node == Py_None) {
         Py_XDECREF(node);
         return node ? 0 : -1;
@@ -270,7 +270,7 @@ static int
 node_number(PyObject *tensor, long long *out)
 {
     *out = -1;
-    PyObject *node = PyObject_GetAttr(tensor, fsdpc_py_name.grad_fn);
+    PyObject *node = fsdpc_py_field(tensor, FSDPC_PY_GRAD_FN);
     if (!node || node == Py_None) {
         Py_XDECREF(node);
         return node ? 0 : -1;
@@ -303,7 +303,7 @@ newest_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 static int
 hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
-    PyObject *base = PyObject_GetAttr(tensor, fsdpc_py_name.base);
+    PyObject *base = fsdpc_py_field(tensor, FSDPC_PY_BASE);
     if (!base || base == Py_None) {
         Py_XDECREF(base);
         return base ? 0 : -1;
@@ -327,7 +327,7 @@ is_input(const fsdpc_py_tree *tree, PyObject *tensor)
     if (!tree->input_hook) {
         return 0;
     }
-    PyObject *hooks = PyObject_GetAttr(tensor, fsdpc_py_name.backward_hooks);
+    PyObject *hooks = fsdpc_py_field(tensor, FSDPC_PY_BACKWARD_HOOKS);
     int result = hooks ? 0 : -1;
     if (hooks && PyDict_Check(hooks)) {
         result = PyDict_Contains(hooks, tree->input_hook);

@@ -11,19 +11,11 @@ fsdpc_py_make_names(void)
         PyObject **slot;
         const char *text;
     } table[] = {
-        {&fsdpc_py_name.grad, "grad"},
-        {&fsdpc_py_name.grad_fn, "grad_fn"},
-        {&fsdpc_py_name.requires_grad, "requires_grad"},
         {&fsdpc_py_name.register_prehook, "register_prehook"},
-        {&fsdpc_py_name.data, "data"},
         {&fsdpc_py_name.is_view, "_is_view"},
-        {&fsdpc_py_name.base, "_base"},
         {&fsdpc_py_name.sequence, "_sequence_nr"},
-        {&fsdpc_py_name.backward_hooks, "_backward_hooks"},
         {&fsdpc_py_name.register_hook_dict, "_register_hook_dict"},
         {&fsdpc_py_name.detach, "detach"},
-        {&fsdpc_py_name.version, "_version"},
-        {&fsdpc_py_name.accumulated, "_post_accumulate_grad_hooks"},
         {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
         {&fsdpc_py_name.local_tensor, "_local_tensor"},
         {&fsdpc_py_name.any, "any"},

@@ -123,9 +123,8 @@ typedef struct fsdpc_py_tree {
 
 /* Interned strings. */
 typedef struct fsdpc_py_names {
-    PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
-        *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
-        *backward_optimizers, *local_tensor, *any, *signbit;
+    PyObject *register_prehook, *dataclass_fields, *detach, *is_view, *sequence,
+        *register_hook_dict, *backward_optimizers, *local_tensor, *any, *signbit;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 

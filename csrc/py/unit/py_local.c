@@ -47,7 +47,7 @@ fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **ou
 static long
 version_of(PyObject *tensor)
 {
-    PyObject *number = PyObject_GetAttr(tensor, fsdpc_py_name.version);
+    PyObject *number = fsdpc_py_field(tensor, FSDPC_PY_VERSION);
     long value = number ? PyLong_AsLong(number) : -1;
     Py_XDECREF(number);
     if (value < 0 && !PyErr_Occurred()) {

@@ -1,0 +1,108 @@
+/* Attributes and methods of tensors that a step reads for each parameter, without the search through the
+ * type and its bases.
+ *
+ * torch defines them in C: the type holds a descriptor with the C function. The functions are looked up
+ * once for each tensor type and kept beside its DLPack functions, with the type's version: Python gives
+ * the type another version when the type or a base changes, and then they are looked up again. A type
+ * that has something else under the name, or its own way to attributes, is asked by name, as is any type
+ * that the module state has no room for.
+ */
+#include "py/base/py.h"
+
+static const char *const texts[FSDPC_PY_FIELDS] = {
+    [FSDPC_PY_GRAD] = "grad",
+    [FSDPC_PY_GRAD_FN] = "grad_fn",
+    [FSDPC_PY_REQUIRES_GRAD] = "requires_grad",
+    [FSDPC_PY_DATA] = "data",
+    [FSDPC_PY_BASE] = "_base",
+    [FSDPC_PY_VERSION] = "_version",
+    [FSDPC_PY_BACKWARD_HOOKS] = "_backward_hooks",
+    [FSDPC_PY_ACCUMULATED_HOOKS] = "_post_accumulate_grad_hooks",
+    [FSDPC_PY_IS_NEG] = "is_neg",
+};
+
+int
+fsdpc_py_make_fields(fsdpc_py_module_state *state)
+{
+    for (int i = 0; i < FSDPC_PY_FIELDS; i++) {
+        state->field_names[i] = PyUnicode_InternFromString(texts[i]);
+        if (state->field_names[i] == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Borrowed from the type's descriptors, which live as long as the type has this version. */
+static int
+look_up(fsdpc_py_tensor_type *self, fsdpc_py_module_state *state)
+{
+    PyTypeObject *type = self->type;
+    self->version = 0;
+    for (int i = 0; i < FSDPC_PY_FIELDS; i++) {
+        PyObject *found = PyObject_GetAttr((PyObject *)type, state->field_names[i]);
+        if (found == NULL) {
+            return -1;
+        }
+        self->attributes[i] = Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
+                                      type->tp_getattro == PyObject_GenericGetAttr &&
+                                      type->tp_setattro == PyObject_GenericSetAttr
+                                  ? ((PyGetSetDescrObject *)found)->d_getset
+                                  : NULL;
+        self->methods[i] = Py_IS_TYPE(found, &PyMethodDescr_Type) &&
+                                   ((PyMethodDescrObject *)found)->d_method->ml_flags == METH_NOARGS
+                               ? ((PyMethodDescrObject *)found)->d_method
+                               : NULL;
+        Py_DECREF(found);
+    }
+    self->version = type->tp_version_tag;
+    return 0;
+}
+
+/* NULL without an exception: ask by name. */
+static const fsdpc_py_tensor_type *
+functions_of(PyObject *tensor)
+{
+    fsdpc_py_module_state *state = fsdpc_py_current();
+    PyTypeObject *type = Py_TYPE(tensor);
+    fsdpc_py_tensor_type *known = fsdpc_py_tensor_type_of(type);
+    if (known == NULL) {
+        return NULL;
+    }
+    if ((known->version == 0 || known->version != type->tp_version_tag) &&
+        look_up(known, state) < 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    return known;
+}
+
+PyObject *
+fsdpc_py_field(PyObject *tensor, enum fsdpc_py_field_id field)
+{
+    const fsdpc_py_tensor_type *known = functions_of(tensor);
+    const PyGetSetDef *found = known == NULL ? NULL : known->attributes[field];
+    return found != NULL && found->get != NULL
+               ? found->get(tensor, found->closure)
+               : PyObject_GetAttr(tensor, fsdpc_py_current()->field_names[field]);
+}
+
+int
+fsdpc_py_set_field(PyObject *tensor, enum fsdpc_py_field_id field, PyObject *value)
+{
+    const fsdpc_py_tensor_type *known = functions_of(tensor);
+    const PyGetSetDef *found = known == NULL ? NULL : known->attributes[field];
+    return found != NULL && found->set != NULL
+               ? found->set(tensor, value, found->closure)
+               : PyObject_SetAttr(tensor, fsdpc_py_current()->field_names[field], value);
+}
+
+PyObject *
+fsdpc_py_call_field(PyObject *tensor, enum fsdpc_py_field_id field)
+{
+    const fsdpc_py_tensor_type *known = functions_of(tensor);
+    const PyMethodDef *found = known == NULL ? NULL : known->methods[field];
+    return found != NULL
+               ? found->ml_meth(tensor, NULL)
+               : PyObject_CallMethodNoArgs(tensor, fsdpc_py_current()->field_names[field]);
+}
