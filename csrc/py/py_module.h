@@ -11,4 +11,26 @@ int fsdpc_py_module_traverse(PyObject *module, visitproc visit, void *arg);
 int fsdpc_py_module_clear(PyObject *module);
 void fsdpc_py_module_free(void *module);
 
+/* The members of a PyModuleDef that these functions need, and the slots behind Py_mod_exec: communicators
+ * and devices belong to the process, and the GIL guards the module state. */
+#define FSDPC_PY_MODULE_STATE                                                        \
+    .m_size = sizeof(fsdpc_py_module_state), .m_traverse = fsdpc_py_module_traverse, \
+    .m_clear = fsdpc_py_module_clear, .m_free = fsdpc_py_module_free
+#if PY_VERSION_HEX >= 0x030D0000
+#define FSDPC_PY_LAST_SLOTS                                                     \
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, \
+        {Py_mod_gil, Py_MOD_GIL_USED},                                          \
+    {                                                                           \
+        0, NULL                                                                 \
+    }
+#elif PY_VERSION_HEX >= 0x030C0000
+#define FSDPC_PY_LAST_SLOTS                                                     \
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, \
+    {                                                                           \
+        0, NULL                                                                 \
+    }
+#else
+#define FSDPC_PY_LAST_SLOTS {0, NULL}
+#endif
+
 #endif

@@ -236,8 +236,16 @@ class Unit(WholeValues):
         return param
 
     def point_at_shard(self, index: int) -> None:
-        """Let ``optim_params[index]`` show the shard again. Local."""
-        self.optim_params[index][0].data = self.views[index]
+        """Let ``optim_params[index]``, perhaps another object, show the shard again. Local."""
+        param = self.optim_params[index][0]
+        self.show_shard(param, self.views[index])
+        if self.use_orig_params:
+            self.flat.replace_param(index, param)
+            _writeback.set_owner(param, self)
+
+    def show_shard(self, param: Tensor, view: Tensor) -> None:
+        """Let a sharded parameter show ``view``. Local."""
+        param.data = view
 
     def check_replacement(self, index: int, param: Tensor, what: str) -> None:
         """Raise ``ValueError`` if ``param`` cannot stand for the sharded parameter ``index``."""

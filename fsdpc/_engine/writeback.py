@@ -83,10 +83,8 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
     info.param.grad = new.grad = None
     unit.optim_params[index] = (new, grad, covers)
     unit.point_at_shard(index)
-    unit.flat.replace_param(index, new)
     unit.released[index]._fsdpc_sharded = new
     info.param = new
-    set_owner(new, unit)
 
 
 @torch.no_grad()

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdpc._engine.modules import collect, join, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of, set_owner
-from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.names import clean_fqn
 from fsdpc.api import FlatParameter
 
 
@@ -50,18 +51,12 @@ def owned_modules(
 
     A module registered twice is listed once, or under each name with ``shared_twice``.
     """
-    seen: set[nn.Module] = set()
-    stack = [("", root)]
-    while stack:
-        name, module = stack.pop()
-        if module in ignored or is_unit_module(module) or (module in seen and not shared_twice):
-            continue
-        seen.add(module)
+
+    def left_out(module: nn.Module) -> bool:
+        return module in ignored or is_unit_module(module)
+
+    for name, module in walk(root, left_out, shared_twice=shared_twice):
         yield clean_fqn(name), module
-        children = [
-            (join(name, key), child) for key, child in module._modules.items() if child is not None
-        ]
-        stack.extend(reversed(children))
 
 
 def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
@@ -71,21 +66,15 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
     FlatParameter, a DTensor, or a parameter below a DDP module. ``RuntimeError``: a parameter on
     the meta device.
     """
-    infos: dict[int, ParamInfo] = {}
-    for module_name, module in owned_modules(root, ignored.modules):
+    modules = list(owned_modules(root, ignored.modules))
+    for name, module in modules:
         if isinstance(module, DistributedDataParallel):
-            _check_replicated(module, module_name, ignored, unit_name)
-        for attr, param in module._parameters.items():
-            if param is None or param in ignored.params:
-                continue
-            info = infos.get(id(param))
-            if info is None:
-                name = join(module_name, attr)
-                _check_param(param, name, unit_name)
-                infos[id(param)] = ParamInfo(name, param, [(module, attr)])
-            else:
-                info.sites.append((module, attr))
-    found = list(infos.values())
+            _check_replicated(module, name, ignored, unit_name)
+    found = collect(
+        modules,
+        lambda param: param in ignored.params,
+        lambda param, name: _check_param(param, name, unit_name),
+    )
     _check_memory(found, unit_name)
     return found
 

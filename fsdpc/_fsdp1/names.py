@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fsdpc._engine.modules import join as join
+
 FSDP_WRAPPED = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED + "."
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -16,11 +18,6 @@ _WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED})
 def clean_fqn(name: str) -> str:
     """``a._fsdp_wrapped_module.b`` -> ``a.b``; also removes activation wrappers' segments."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def join(prefix: str, name: str) -> str:
-    """``prefix.name``, or ``name`` alone under an empty prefix."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 def flat_param_name(index: int) -> str:

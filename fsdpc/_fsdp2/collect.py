@@ -6,13 +6,13 @@ ignored. A parameter with several registration sites (tied weights) appears once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._engine.modules import collect, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
 
@@ -36,28 +36,11 @@ def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     seen: set[nn.Module] = set()
     for number, root in enumerate(roots):
         prefix = f"{number}" if len(roots) > 1 else ""
-        for name, module in _below(root, prefix):
+        for name, module in walk(root, lambda module: state_of(module) is not None, prefix):
             if module not in seen:
                 seen.add(module)
                 found.append((name, module))
     return found
-
-
-def _below(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    stack = [(prefix, root)]
-    seen: set[nn.Module] = set()
-    while stack:
-        name, module = stack.pop()
-        if module in seen or state_of(module) is not None:
-            continue
-        seen.add(module)
-        yield name, module
-        children = [
-            (f"{name}.{key}" if name else key, child)
-            for key, child in module._modules.items()
-            if child is not None
-        ]
-        stack.extend(reversed(children))
 
 
 def collect_infos(
@@ -68,18 +51,11 @@ def collect_infos(
     torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
     is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
     """
-    infos: dict[int, ParamInfo] = {}
-    for module_name, module in managed:
-        for attribute, param in module._parameters.items():
-            if param is None or id(param) in ignored:
-                continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
-            info = infos.get(id(param))
-            if info is None:
-                _check(param, name, what)
-                info = infos[id(param)] = ParamInfo(name, param)
-            info.sites.append((module, attribute))
-    return list(infos.values())
+    return collect(
+        managed,
+        lambda param: id(param) in ignored,
+        lambda param, name: _check(param, name, what),
+    )
 
 
 def _check(param: nn.Parameter, name: str, what: str) -> None:

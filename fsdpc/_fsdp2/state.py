@@ -142,8 +142,7 @@ class State:
         if self._unit is None:
             return
         lazy_init(self)
-        outside = self._unit.tree.training_state == "idle"
-        self._unit.flat.unshard()
+        outside = self._unit.flat.unshard()
         if outside:  # no rank may change its shard before all have read it
             self._unit.groups.shard.agree("", what=f"unshard of unit {self._name}")
 

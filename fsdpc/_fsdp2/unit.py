@@ -106,11 +106,8 @@ class RowUnit(Unit):
     def local(self, param: Any) -> Tensor:
         return param._local_tensor
 
-    def point_at_shard(self, index: int) -> None:
-        param: Any = self.optim_params[index][0]
-        param._local_tensor = self.views[index]
-        self.flat.replace_param(index, param)
-        _writeback.set_owner(param, self)
+    def show_shard(self, param: Any, view: Tensor) -> None:
+        param._local_tensor = view
 
     def check_replacement(self, index: int, param: Tensor, what: str) -> None:
         wanted = self.specs[index]

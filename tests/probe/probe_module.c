@@ -20,24 +20,15 @@ probe_exec(PyObject *module)
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, fsdpc_py_module_exec},
     {Py_mod_exec, probe_exec},
-#if PY_VERSION_HEX >= 0x030C0000
-    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
-#endif
-#if PY_VERSION_HEX >= 0x030D0000
-    {Py_mod_gil, Py_MOD_GIL_USED},
-#endif
-    {0, NULL},
+    FSDPC_PY_LAST_SLOTS,
 };
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "fsdpc._probe",
     .m_doc = "fsdpc._C with more functions, for tests and benchmarks. Not in the wheel.",
-    .m_size = sizeof(fsdpc_py_module_state),
     .m_slots = slots,
-    .m_traverse = fsdpc_py_module_traverse,
-    .m_clear = fsdpc_py_module_clear,
-    .m_free = fsdpc_py_module_free,
+    FSDPC_PY_MODULE_STATE,
 };
 
 PyMODINIT_FUNC

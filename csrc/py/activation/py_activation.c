@@ -44,35 +44,35 @@ request_open(const char *function, PyObject *const *args, Py_ssize_t count, PyOb
 }
 
 static PyObject *
-activation_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+run(bool pack, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     struct request r;
     int status;
-    (void)module;
-    if (request_open("activation_pack", args, count, keywords, &r) < 0) {
+    if (request_open(pack ? "activation_pack" : "activation_unpack", args, count, keywords, &r) <
+        0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_activation_pack(r.values.data, r.values.dtype, r.values.numel, r.codes.data,
-                                   r.scales.data);
+    status = pack ? fsdpc_activation_pack(r.values.data, r.values.dtype, r.values.numel,
+                                          r.codes.data, r.scales.data)
+                  : fsdpc_activation_unpack(r.codes.data, r.scales.data, r.values.numel,
+                                            r.values.data, r.values.dtype);
     Py_END_ALLOW_THREADS
     return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
 
 static PyObject *
+activation_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    (void)module;
+    return run(true, args, count, keywords);
+}
+
+static PyObject *
 activation_unpack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    struct request r;
-    int status;
     (void)module;
-    if (request_open("activation_unpack", args, count, keywords, &r) < 0) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_activation_unpack(r.codes.data, r.scales.data, r.values.numel, r.values.data,
-                                     r.values.dtype);
-    Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return run(false, args, count, keywords);
 }
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS

@@ -29,7 +29,7 @@
 
 enum { FSDPC_PY_TENSOR_TYPES = 4 };
 
-/* Attributes and methods of tensors that are read often (py_field.c). */
+/* Attributes and methods of tensors that are read often (py_tensor_type.c). */
 enum fsdpc_py_field_id {
     FSDPC_PY_GRAD,
     FSDPC_PY_GRAD_FN,
@@ -147,11 +147,13 @@ int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
 
 /* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
 
+/* What the type publishes; NULL (without an exception) when it has nothing that fits. */
+const dlpack_exchange *fsdpc_py_look_up_exchange(PyTypeObject *type);
 /* The functions of a tensor type; NULL, without an exception, for other types and when the module state
  * has no room for one more. */
 fsdpc_py_tensor_type *fsdpc_py_tensor_type_of(PyTypeObject *type);
 /* tensor.name, tensor.name = value (NULL is refused by torch) and tensor.name() with what Python's own
- * functions give (py_field.c). */
+ * functions give (py_tensor_type.c). */
 PyObject *fsdpc_py_field(PyObject *tensor, enum fsdpc_py_field_id field);
 int fsdpc_py_set_field(PyObject *tensor, enum fsdpc_py_field_id field, PyObject *value);
 PyObject *fsdpc_py_call_field(PyObject *tensor, enum fsdpc_py_field_id field);

@@ -1,10 +1,9 @@
 /* Views of torch tensors from C, without torch's headers or libraries.
  *
  * This runs once per gradient in a training step. Newer torch publishes C functions on the tensor
- * type (DLPack's exchange interface): one call fills a struct. They are looked up once per type
- * and remembered in the module state, which holds on to the type so that its address stays its
- * own. Where they are missing, or refuse a tensor, the tensor's Python methods are asked instead,
- * which also yields the better error text.
+ * type (DLPack's exchange interface, py_tensor_type.c): one call fills a struct. Where they are
+ * missing, or refuse a tensor, the tensor's Python methods are called instead, which also yields the
+ * better error text.
  *
  * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
  * do not report that, so the tensor's methods are called in both cases.
@@ -13,8 +12,6 @@
 #include <string.h>
 
 #include "py/base/py.h"
-
-static const char exchange_name[] = "dlpack_exchange_api";
 
 int
 fsdpc_py_view_finish(fsdpc_py_view *view)
@@ -144,70 +141,13 @@ fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out)
     return fsdpc_py_view_finish(out);
 }
 
-static bool
-is_torch_type(PyTypeObject *type)
-{
-    return PyObject_HasAttrString((PyObject *)type, "__torch_function__") &&
-           PyObject_HasAttrString((PyObject *)type, "data_ptr");
-}
-
-bool
-fsdpc_py_is_torch(PyObject *object)
-{
-    return is_torch_type(Py_TYPE(object));
-}
-
 /* --- by C functions -------------------------------------------------------------------------- */
-
-/* What the type publishes; NULL (without an exception) when it has nothing that fits. */
-static const dlpack_exchange *
-look_up_exchange(PyTypeObject *type)
-{
-    if (!is_torch_type(type)) {
-        return NULL;
-    }
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
-    const dlpack_exchange *found = NULL;
-    if (capsule != NULL && PyCapsule_IsValid(capsule, exchange_name)) {
-        found = PyCapsule_GetPointer(capsule, exchange_name);
-    }
-    Py_XDECREF(capsule);
-    PyErr_Clear();
-    while (found != NULL && found->version.major > DLPACK_MAJOR) {
-        found = found->previous;
-    }
-    if (found != NULL && (found->version.major != DLPACK_MAJOR || found->borrow == NULL)) {
-        found = NULL;
-    }
-    return found;
-}
-
-fsdpc_py_tensor_type *
-fsdpc_py_tensor_type_of(PyTypeObject *type)
-{
-    fsdpc_py_module_state *state = fsdpc_py_current();
-    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
-        fsdpc_py_tensor_type *known = &state->tensors[i];
-        if (known->type == type) {
-            return known;
-        }
-        if (known->type == NULL) {
-            if (!is_torch_type(type)) {
-                return NULL;
-            }
-            known->exchange = look_up_exchange(type);
-            known->type = (PyTypeObject *)Py_NewRef(type);
-            return known;
-        }
-    }
-    return NULL;
-}
 
 static const dlpack_exchange *
 exchange_of(PyTypeObject *type)
 {
     const fsdpc_py_tensor_type *known = fsdpc_py_tensor_type_of(type);
-    return known != NULL ? known->exchange : look_up_exchange(type);
+    return known != NULL ? known->exchange : fsdpc_py_look_up_exchange(type);
 }
 
 /* 1 or 0 of a method's result, which is taken over; -1 with an exception set. */

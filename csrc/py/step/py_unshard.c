@@ -18,18 +18,18 @@ PyObject *
 fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
-    if (self->unsharded) {
-        Py_RETURN_NONE;
-    }
     if (!self->tree) {
         return fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "unshard: unit %s belongs to no tree",
                                           fsdpc_unit_name(self->unit)));
     }
+    fsdpc_py_tree *tree = self->tree;
+    bool outside = is_outside(tree);
+    if (self->unsharded) {
+        return PyBool_FromLong(outside);
+    }
     if (fsdpc_py_enter(self) < 0) {
         return NULL;
     }
-    fsdpc_py_tree *tree = self->tree;
-    bool outside = is_outside(tree);
     int status = FSDPC_OK;
     if (outside && fsdpc_py_look_for_changes(self) < 0) {
         return NULL;
@@ -46,7 +46,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
         return NULL;
     }
     self->unsharded = true;
-    Py_RETURN_NONE;
+    return PyBool_FromLong(outside);
 }
 
 PyObject *

@@ -21,16 +21,23 @@ fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)
     return local;
 }
 
+/* *out is NULL for an object without the attribute: no exception is made for each plain tensor. */
+static int
+look_up(PyObject *object, PyObject *name, PyObject **out)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyObject_GetOptionalAttr(object, name, out);
+#else
+    return _PyObject_LookupAttr(object, name, out);
+#endif
+}
+
 PyObject *
 fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor)
 {
-    PyObject *local =
-        flat->full_dtensors ? PyObject_GetAttr(tensor, fsdpc_py_name.local_tensor) : NULL;
-    if (!local && PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return NULL;
-        }
-        PyErr_Clear();
+    PyObject *local = NULL;
+    if (flat->full_dtensors && look_up(tensor, fsdpc_py_name.local_tensor, &local) < 0) {
+        return NULL;
     }
     return local ? local : Py_NewRef(tensor);
 }

@@ -1,13 +1,75 @@
-/* Attributes and methods of tensors that a step reads for each parameter, without the search through the
- * type and its bases.
+/* What tensor types offer to C: DLPack's functions, and the C functions behind attributes and methods
+ * that a step reads for each parameter, without the search through the type and its bases.
  *
- * torch defines them in C: the type holds a descriptor with the C function. The functions are looked up
- * once for each tensor type and kept beside its DLPack functions, with the type's version: Python gives
- * the type another version when the type or a base changes, and then they are looked up again. A type
- * that has something else under the name, or its own way to attributes, is asked by name, as is any type
- * that the module state has no room for.
+ * A type's functions are looked up once and kept in the module state, which holds a reference to the
+ * type so that its address stays its own. Those behind attributes are kept with the type's version:
+ * Python gives the type another one when the type or a base changes, and then they are looked up again.
+ * A type that has something else under the name, or its own way to attributes, is asked by name, as is
+ * any type for which the module state has no room.
  */
 #include "py/base/py.h"
+
+static const char exchange_name[] = "dlpack_exchange_api";
+
+static bool
+is_torch_type(PyTypeObject *type)
+{
+    return PyObject_HasAttrString((PyObject *)type, "__torch_function__") &&
+           PyObject_HasAttrString((PyObject *)type, "data_ptr");
+}
+
+bool
+fsdpc_py_is_torch(PyObject *object)
+{
+    return is_torch_type(Py_TYPE(object));
+}
+
+/* --- DLPack ---------------------------------------------------------------------------------- */
+
+const dlpack_exchange *
+fsdpc_py_look_up_exchange(PyTypeObject *type)
+{
+    if (!is_torch_type(type)) {
+        return NULL;
+    }
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const dlpack_exchange *found = NULL;
+    if (capsule != NULL && PyCapsule_IsValid(capsule, exchange_name)) {
+        found = PyCapsule_GetPointer(capsule, exchange_name);
+    }
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    while (found != NULL && found->version.major > DLPACK_MAJOR) {
+        found = found->previous;
+    }
+    if (found != NULL && (found->version.major != DLPACK_MAJOR || found->borrow == NULL)) {
+        found = NULL;
+    }
+    return found;
+}
+
+fsdpc_py_tensor_type *
+fsdpc_py_tensor_type_of(PyTypeObject *type)
+{
+    fsdpc_py_module_state *state = fsdpc_py_current();
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        fsdpc_py_tensor_type *known = &state->tensors[i];
+        if (known->type == type) {
+            return known;
+        }
+        if (known->type == NULL) {
+            if (!is_torch_type(type)) {
+                return NULL;
+            }
+            known->exchange = fsdpc_py_look_up_exchange(type);
+            known->type = (PyTypeObject *)Py_NewRef(type);
+            return known;
+        }
+    }
+    return NULL;
+}
+
+/* --- attributes ------------------------------------------------------------------------------ */
 
 static const char *const texts[FSDPC_PY_FIELDS] = {
     [FSDPC_PY_GRAD] = "grad",
