@@ -240,7 +240,7 @@ class FlatParameter:
         self,
         full: list[Any],
         sites: list[Any],
-        seen: list[Any],
+        sharded: list[Any],
         watched: list[int],
         versions: Any = None,
         by_gather: bool = False,

@@ -130,12 +130,12 @@ typedef struct fsdpc_cuda_reduce_params {
     const void *src[FSDPC_CUDA_REDUCE_SOURCES];
 } fsdpc_cuda_reduce_params;
 
-/* Where acc (F32 or F64), converted to seen's type, differs from seen in a bit: acc = seen. */
+/* Where acc (F32 or F64), converted to grad's type, differs from grad in a bit: acc = grad. */
 typedef struct fsdpc_cuda_refresh_params {
     void *acc;
-    const void *seen;
+    const void *grad;
     int64_t n;
-    int acc_type, seen_type;
+    int acc_type, grad_type;
 } fsdpc_cuda_refresh_params;
 
 /* Block b leaves its part in partials[b]: sum of squares, or of |x|^p where p is not 2. A span of n elements

@@ -95,10 +95,10 @@ sum_of_squares(const void *src_, int64_t n, int64_t lane, int64_t lanes)
     const raw *src = (const raw *)src_;
     const int64_t head = head_items(src, sizeof *src, n);
     const int64_t groups = on_boundary(src + head) ? (n - head) / COUNT : 0;
-    squares<typename item<T>::value> seen;
+    squares<typename item<T>::value> sum;
 #pragma unroll 1
     for (int64_t i = lane; i < head; i += lanes) {
-        seen.add(item<T>::get(src[i]));
+        sum.add(item<T>::get(src[i]));
     }
 #pragma unroll 1
     for (int64_t first = lane; first < groups; first += IN_FLIGHT * lanes) {
@@ -114,16 +114,16 @@ sum_of_squares(const void *src_, int64_t n, int64_t lane, int64_t lanes)
             if (first + k * lanes < groups) {
 #pragma unroll
                 for (int i = 0; i < COUNT; i++) {
-                    seen.add(item<T>::get(in[k].item[i]));
+                    sum.add(item<T>::get(in[k].item[i]));
                 }
             }
         }
     }
 #pragma unroll 1
     for (int64_t i = head + groups * COUNT + lane; i < n; i += lanes) {
-        seen.add(item<T>::get(src[i]));
+        sum.add(item<T>::get(src[i]));
     }
-    return seen.norm();
+    return sum.norm();
 }
 
 /* Orders other than 2 are rare, and a power costs more than a load. */

@@ -18,25 +18,25 @@ same_bits(RAW a, RAW b)
 /* Whether the sum had to change. */
 template <int A, int S>
 static __device__ __forceinline__ bool
-refresh_item(typename item<A>::raw &acc, typename item<S>::raw seen)
+refresh_item(typename item<A>::raw &acc, typename item<S>::raw grad)
 {
     const typename item<S>::raw shown = item<S>::put((typename item<S>::value)item<A>::get(acc));
-    if (same_bits(shown, seen)) {
+    if (same_bits(shown, grad)) {
         return false;
     }
-    acc = item<A>::put((typename item<A>::value)item<S>::get(seen));
+    acc = item<A>::put((typename item<A>::value)item<S>::get(grad));
     return true;
 }
 
 template <int A, int S>
 static __device__ void
-refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *seen, int64_t n,
+refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *grad, int64_t n,
               int64_t lane, int64_t lanes)
 {
 #pragma unroll 1
     for (int64_t i = lane; i < n; i += lanes) {
         typename item<A>::raw value = acc[i];
-        if (refresh_item<A, S>(value, seen[i])) {
+        if (refresh_item<A, S>(value, grad[i])) {
             acc[i] = value;
         }
     }
@@ -45,7 +45,7 @@ refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *seen, int
 /* Two streams are read once, and hardly anything is written: a group only where an element changed. */
 template <int A, int S>
 static __device__ void
-refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *seen, int64_t groups,
+refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *grad, int64_t groups,
                int64_t lane, int64_t lanes)
 {
     enum { COUNT = conversion<S, A>::COUNT, IN_FLIGHT = 2 };
@@ -57,7 +57,7 @@ refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *seen, in
         for (int k = 0; k < IN_FLIGHT; k++) {
             if (first + k * lanes < groups) {
                 sum[k].template load<true>(acc + (first + k * lanes) * COUNT);
-                shown[k].template load<true>(seen + (first + k * lanes) * COUNT);
+                shown[k].template load<true>(grad + (first + k * lanes) * COUNT);
             }
         }
 #pragma unroll
@@ -78,33 +78,33 @@ refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *seen, in
 
 template <int A, int S>
 static __device__ void
-refresh_span(void *acc_, const void *seen_, int64_t n, int64_t lane, int64_t lanes)
+refresh_span(void *acc_, const void *grad_, int64_t n, int64_t lane, int64_t lanes)
 {
     typename item<A>::raw *acc = (typename item<A>::raw *)acc_;
-    const typename item<S>::raw *seen = (const typename item<S>::raw *)seen_;
+    const typename item<S>::raw *grad = (const typename item<S>::raw *)grad_;
     if constexpr (A != FSDPC_F64 && S != FSDPC_F64) {
         enum { COUNT = conversion<S, A>::COUNT };
         const int64_t head = head_items(acc, sizeof *acc, n);
-        if (on_boundary(acc + head) && on_boundary(seen + head)) {
+        if (on_boundary(acc + head) && on_boundary(grad + head)) {
             const int64_t groups = (n - head) / COUNT, done = head + groups * COUNT;
-            refresh_items<A, S>(acc, seen, head, lane, lanes);
-            refresh_groups<A, S>(acc + head, seen + head, groups, lane, lanes);
-            refresh_items<A, S>(acc + done, seen + done, n - done, lane, lanes);
+            refresh_items<A, S>(acc, grad, head, lane, lanes);
+            refresh_groups<A, S>(acc + head, grad + head, groups, lane, lanes);
+            refresh_items<A, S>(acc + done, grad + done, n - done, lane, lanes);
             return;
         }
     }
-    refresh_items<A, S>(acc, seen, n, lane, lanes);
+    refresh_items<A, S>(acc, grad, n, lane, lanes);
 }
 
 template <int A>
 static __device__ __forceinline__ void
-refresh_from(void *acc, const void *seen, int seen_type, int64_t n, int64_t lane, int64_t lanes)
+refresh_from(void *acc, const void *grad, int grad_type, int64_t n, int64_t lane, int64_t lanes)
 {
-    switch (seen_type) {
-    case FSDPC_F32: refresh_span<A, FSDPC_F32>(acc, seen, n, lane, lanes); break;
-    case FSDPC_BF16: refresh_span<A, FSDPC_BF16>(acc, seen, n, lane, lanes); break;
-    case FSDPC_F16: refresh_span<A, FSDPC_F16>(acc, seen, n, lane, lanes); break;
-    default: refresh_span<A, FSDPC_F64>(acc, seen, n, lane, lanes); break;
+    switch (grad_type) {
+    case FSDPC_F32: refresh_span<A, FSDPC_F32>(acc, grad, n, lane, lanes); break;
+    case FSDPC_BF16: refresh_span<A, FSDPC_BF16>(acc, grad, n, lane, lanes); break;
+    case FSDPC_F16: refresh_span<A, FSDPC_F16>(acc, grad, n, lane, lanes); break;
+    default: refresh_span<A, FSDPC_F64>(acc, grad, n, lane, lanes); break;
     }
 }
 
@@ -115,8 +115,8 @@ fsdpc_cuda_refresh(const __grid_constant__ fsdpc_cuda_refresh_params p)
     const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t lanes = (int64_t)gridDim.x * blockDim.x;
     if (p.acc_type == FSDPC_F32) {
-        refresh_from<FSDPC_F32>(p.acc, p.seen, p.seen_type, p.n, lane, lanes);
+        refresh_from<FSDPC_F32>(p.acc, p.grad, p.grad_type, p.n, lane, lanes);
     } else {
-        refresh_from<FSDPC_F64>(p.acc, p.seen, p.seen_type, p.n, lane, lanes);
+        refresh_from<FSDPC_F64>(p.acc, p.grad, p.grad_type, p.n, lane, lanes);
     }
 }

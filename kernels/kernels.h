@@ -79,10 +79,10 @@ int fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t 
 int fsdpc_kernel_pack_strided(const fsdpc_kernels *kernels, void *dst, fsdpc_dtype dst_type,
                               const void *src, fsdpc_dtype src_type, int ndim, const int64_t *shape,
                               const int64_t *strides, double scale);
-/* An element of acc (F32 or F64) whose cast to seen_type differs in a bit from seen takes seen's value; the
+/* An element of acc (F32 or F64) whose cast to grad_type differs in a bit from grad takes grad's value; the
  * others keep their full precision. */
 void fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc, fsdpc_dtype acc_type,
-                          const void *seen, fsdpc_dtype seen_type, int64_t n);
+                          const void *grad, fsdpc_dtype grad_type, int64_t n);
 /* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */
 double fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p);
 /* Fills with quiet NaNs (0xFF bytes for FSDPC_BYTES): released memory in debug mode. */

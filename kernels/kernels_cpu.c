@@ -223,21 +223,21 @@ fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p)
 /* A block at a time, because elements rarely differ. */
 void
 fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc_, fsdpc_dtype acc_type,
-                     const void *seen_, fsdpc_dtype seen_type, int64_t n)
+                     const void *grad_, fsdpc_dtype grad_type, int64_t n)
 {
     enum { BLOCK = 512 };
     char shown[BLOCK * sizeof(double)], *acc = acc_;
-    const char *seen = seen_;
-    const size_t wide = fsdpc_dtype_bytes(acc_type), narrow = fsdpc_dtype_bytes(seen_type);
-    for (; n > 0; n -= BLOCK, acc += BLOCK * wide, seen += BLOCK * narrow) {
+    const char *grad = grad_;
+    const size_t wide = fsdpc_dtype_bytes(acc_type), narrow = fsdpc_dtype_bytes(grad_type);
+    for (; n > 0; n -= BLOCK, acc += BLOCK * wide, grad += BLOCK * narrow) {
         const size_t count = (size_t)(n < BLOCK ? n : BLOCK);
-        kernels->cast(shown, seen_type, acc, acc_type, (int64_t)count, 1.0);
-        if (memcmp(shown, seen, count * narrow) == 0) {
+        kernels->cast(shown, grad_type, acc, acc_type, (int64_t)count, 1.0);
+        if (memcmp(shown, grad, count * narrow) == 0) {
             continue;
         }
         for (size_t i = 0; i < count; i++) {
-            if (memcmp(shown + i * narrow, seen + i * narrow, narrow) != 0) {
-                kernels->cast(acc + i * wide, acc_type, seen + i * narrow, seen_type, 1, 1.0);
+            if (memcmp(shown + i * narrow, grad + i * narrow, narrow) != 0) {
+                kernels->cast(acc + i * wide, acc_type, grad + i * narrow, grad_type, 1, 1.0);
             }
         }
     }

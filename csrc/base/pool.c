@@ -93,18 +93,18 @@ leave(fsdpc_pool *pool)
 }
 
 static uint32_t
-await_loop(fsdpc_pool *pool, uint32_t seen)
+await_loop(fsdpc_pool *pool, uint32_t last)
 {
     uint32_t now;
     for (int spin = 0; spin < SPINS; spin++) {
-        if ((now = atomic_load(&pool->generation)) != seen) {
+        if ((now = atomic_load(&pool->generation)) != last) {
             return now;
         }
         fsdpc_pause();
     }
     atomic_fetch_add(&pool->sleepers, 1);
-    while ((now = atomic_load(&pool->generation)) == seen) {
-        futex_wait(&pool->generation, seen);
+    while ((now = atomic_load(&pool->generation)) == last) {
+        futex_wait(&pool->generation, last);
     }
     atomic_fetch_sub(&pool->sleepers, 1);
     return now;
@@ -115,9 +115,9 @@ work(void *argument)
 {
     struct worker *self = argument;
     fsdpc_pool *pool = self->pool;
-    uint32_t seen = 0;
+    uint32_t last = 0;
     for (;;) {
-        seen = await_loop(pool, seen);
+        last = await_loop(pool, last);
         if (atomic_load(&pool->stop)) {
             return NULL;
         }

@@ -126,7 +126,7 @@ check_bytes(const parser *self, const fsdpc_header_tensor *tensor, int bits)
 }
 
 static int
-read_field(parser *self, fsdpc_header_tensor *tensor, int *bits, unsigned *seen)
+read_field(parser *self, fsdpc_header_tensor *tensor, int *bits, unsigned *present)
 {
     static const char *const fields[] = {"dtype", "shape", "data_offsets"};
     const char *text;
@@ -140,10 +140,10 @@ read_field(parser *self, fsdpc_header_tensor *tensor, int *bits, unsigned *seen)
     if (field == 3) {
         return fsdpc_json_skip(&self->json);
     }
-    if (*seen & 1u << field) {
+    if (*present & 1u << field) {
         return tensor_error(tensor, "a field stands there twice");
     }
-    *seen |= 1u << field;
+    *present |= 1u << field;
     return field == 0   ? read_dtype(self, tensor, bits)
            : field == 1 ? read_shape(self, tensor)
                         : read_offsets(self, tensor);
@@ -159,13 +159,13 @@ read_tensor(parser *self, fsdpc_header_text name)
     *tensor = (fsdpc_header_tensor){.name = name};
     bool more = false;
     int bits = 0;
-    unsigned seen = 0;
+    unsigned present = 0;
     FSDPC_TRY(fsdpc_json_open(&self->json, '{', '}', &more));
     while (more) {
-        FSDPC_TRY(read_field(self, tensor, &bits, &seen));
+        FSDPC_TRY(read_field(self, tensor, &bits, &present));
         FSDPC_TRY(fsdpc_json_next(&self->json, '}', &more));
     }
-    if (seen != 7) {
+    if (present != 7) {
         return tensor_error(tensor, "it needs dtype, shape and data_offsets");
     }
     return check_bytes(self, tensor, bits);

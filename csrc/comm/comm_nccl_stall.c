@@ -8,14 +8,14 @@
 
 /* The oldest collective in flight, or else the last completed one. False: none is in flight. */
 static bool
-read_ring(nccl_comm *comm, fsdpc_nccl_entry *seen)
+read_ring(nccl_comm *comm, fsdpc_nccl_entry *entries)
 {
     pthread_mutex_lock(&comm->lock);
     const bool waits = comm->first < comm->next;
     const uint64_t at = waits ? comm->first : comm->next - 1;
-    *seen = (fsdpc_nccl_entry){0};
+    *entries = (fsdpc_nccl_entry){0};
     if (comm->next > 0) {
-        *seen = comm->ring[at % FSDPC_NCCL_RING];
+        *entries = comm->ring[at % FSDPC_NCCL_RING];
     }
     pthread_mutex_unlock(&comm->lock);
     return waits;
@@ -31,21 +31,21 @@ write_waits(char *text, size_t bytes, const char *before, const fsdpc_nccl_entry
 double
 fsdpc_comm_nccl_stall(fsdpc_comm *base, char *text, size_t bytes)
 {
-    fsdpc_nccl_entry seen[2] = {{0}};
+    fsdpc_nccl_entry entries[2] = {{0}};
     nccl_comm *both[2] = {(nccl_comm *)base, (nccl_comm *)base->twin};
     const double now = fsdpc_nccl_now_s();
     double longest = 0;
     size_t written = 0;
     for (int i = 0; i < 2 && both[i]; i++) {
-        if (read_ring(both[i], &seen[i])) {
+        if (read_ring(both[i], &entries[i])) {
             const int more =
-                write_waits(text + written, bytes - written, written ? " and " : "", &seen[i]);
+                write_waits(text + written, bytes - written, written ? " and " : "", &entries[i]);
             written += (size_t)more < bytes - written ? (size_t)more : bytes - written - 1;
-            longest = now - seen[i].since_s > longest ? now - seen[i].since_s : longest;
+            longest = now - entries[i].since_s > longest ? now - entries[i].since_s : longest;
         }
     }
     if (written == 0) {
-        const fsdpc_nccl_entry *last = &seen[seen[1].since_s > seen[0].since_s];
+        const fsdpc_nccl_entry *last = &entries[entries[1].since_s > entries[0].since_s];
         snprintf(text, bytes,
                  last->what[0] ? "in none of its collectives, after %s (collective %llu)"
                                : "in none of its collectives yet",

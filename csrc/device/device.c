@@ -134,13 +134,13 @@ fsdpc_device_reduce(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const
 }
 
 int
-fsdpc_device_refresh(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *seen,
-                     fsdpc_dtype seen_type, int64_t n)
+fsdpc_device_refresh(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *grad,
+                     fsdpc_dtype grad_type, int64_t n)
 {
     FSDPC_TRY(check_accumulator("refresh", acc_type));
-    FSDPC_TRY(check_float("refresh", seen_type));
-    FSDPC_TRY(check_count("refresh", n, acc && seen));
-    return n ? device->i->refresh(device->context, acc, acc_type, seen, seen_type, n) : FSDPC_OK;
+    FSDPC_TRY(check_float("refresh", grad_type));
+    FSDPC_TRY(check_count("refresh", n, acc && grad));
+    return n ? device->i->refresh(device->context, acc, acc_type, grad, grad_type, n) : FSDPC_OK;
 }
 
 int

@@ -80,8 +80,8 @@ int fsdpc_device_reduce(fsdpc_device *device, void *acc, fsdpc_dtype acc_type,
                         const void *const *src, int src_count, fsdpc_dtype src_type, int64_t n,
                         double scale, bool add);
 /* fsdpc_kernel_refresh. */
-int fsdpc_device_refresh(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *seen,
-                         fsdpc_dtype seen_type, int64_t n);
+int fsdpc_device_refresh(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *grad,
+                         fsdpc_dtype grad_type, int64_t n);
 int fsdpc_device_norm2(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n,
                        fsdpc_norm *out);
 int fsdpc_device_norm_p(fsdpc_device *device, const void *src, fsdpc_dtype type, int64_t n,

@@ -222,11 +222,11 @@ refresh_task(void *context, int64_t begin, int64_t end)
 }
 
 static int
-cpu_refresh(void *context, void *acc, fsdpc_dtype acc_type, const void *seen, fsdpc_dtype seen_type,
+cpu_refresh(void *context, void *acc, fsdpc_dtype acc_type, const void *grad, fsdpc_dtype grad_type,
             int64_t n)
 {
-    struct call call = {.dst = acc, .src = seen, .dst_type = acc_type, .src_type = seen_type};
-    return run(context, refresh_task, &call, n, pair_bytes(acc_type, seen_type));
+    struct call call = {.dst = acc, .src = grad, .dst_type = acc_type, .src_type = grad_type};
+    return run(context, refresh_task, &call, n, pair_bytes(acc_type, grad_type));
 }
 
 static int

@@ -132,8 +132,8 @@ int fsdpc_cuda_accumulate_any(void *context, void *acc, fsdpc_dtype acc_type, co
                               fsdpc_dtype src_type, int64_t n, double scale);
 int fsdpc_cuda_reduce_any(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
                           int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add);
-int fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
-                           fsdpc_dtype seen_type, int64_t n);
+int fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *grad,
+                           fsdpc_dtype grad_type, int64_t n);
 int fsdpc_cuda_norm2(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
 int fsdpc_cuda_norm_p(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                       double *out);

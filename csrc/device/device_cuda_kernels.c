@@ -240,14 +240,14 @@ fsdpc_cuda_accumulate_any(void *context, void *acc, fsdpc_dtype acc_type, const 
 }
 
 int
-fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
-                       fsdpc_dtype seen_type, int64_t n)
+fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const void *grad,
+                       fsdpc_dtype grad_type, int64_t n)
 {
     const struct fsdpc_cuda *cuda = context;
     const fsdpc_cuda_refresh_params params = {
-        .acc = acc, .seen = seen, .n = n, .acc_type = (int)acc_type, .seen_type = (int)seen_type};
+        .acc = acc, .grad = grad, .n = n, .acc_type = (int)acc_type, .grad_type = (int)grad_type};
     FSDPC_TRY(fsdpc_cuda_check_aligned("refresh", acc, acc_type));
-    FSDPC_TRY(fsdpc_cuda_check_aligned("refresh", seen, seen_type));
+    FSDPC_TRY(fsdpc_cuda_check_aligned("refresh", grad, grad_type));
     return fsdpc_cuda_launch(cuda, FSDPC_K_fsdpc_cuda_refresh, blocks_for(cuda, n), &params);
 }
 

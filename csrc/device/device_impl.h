@@ -31,8 +31,8 @@ typedef struct fsdpc_device_i {
                       fsdpc_dtype src_type, int64_t n, double scale);
     int (*reduce)(void *context, void *acc, fsdpc_dtype acc_type, const void *const *src,
                   int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add);
-    int (*refresh)(void *context, void *acc, fsdpc_dtype acc_type, const void *seen,
-                   fsdpc_dtype seen_type, int64_t n);
+    int (*refresh)(void *context, void *acc, fsdpc_dtype acc_type, const void *grad,
+                   fsdpc_dtype grad_type, int64_t n);
     int (*norm2)(void *context, const void *src, fsdpc_dtype type, int64_t n, fsdpc_norm *out);
     int (*norm_p)(void *context, const void *src, fsdpc_dtype type, int64_t n, double p,
                   double *out);

@@ -5,14 +5,14 @@
 int
 fsdpc_stream_check(const fsdpc_exchange *x)
 {
-    const fsdpc_comm *seen = NULL;
+    const fsdpc_comm *done = NULL;
     FSDPC_TRY(fsdpc_comm_check(x->comm));
     FSDPC_TRY(fsdpc_comm_check(x->streams->reduce_comm));
     for (int u = 0; u < x->unit_count && x->streams->replicas; u++) {
         fsdpc_comm *replicate = fsdpc_unit_replicate(x->units[u]);
-        if (replicate && replicate != seen) {
+        if (replicate && replicate != done) {
             FSDPC_TRY(fsdpc_comm_check(fsdpc_comm_for_reductions(replicate)));
-            seen = replicate;
+            done = replicate;
         }
     }
     return FSDPC_OK;

@@ -63,9 +63,9 @@ typedef struct fsdpc_wait {
     const char *unit; /* name of the unit or "" */
 } fsdpc_wait;
 
-/* Sleeps until *word != seen, a death, the deadline or an interrupt. `deadline_ns` is on
+/* Sleeps until *word != old, a death, the deadline or an interrupt. `deadline_ns` is on
  * CLOCK_MONOTONIC; fsdpc_shm_deadline() makes one. Spurious returns are allowed: callers loop. */
-int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
 /* Wakes every waiter of a word in the segment. */
 void fsdpc_shm_wake(_Atomic uint32_t *word);

@@ -50,12 +50,12 @@ wait_turn(fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
     int status = FSDPC_OK;
     atomic_fetch_add(&shm->control->barrier_sleepers, 1);
     for (;;) {
-        uint32_t seen = atomic_load(done);
-        if (!before(seen, turn)) {
+        uint32_t old = atomic_load(done);
+        if (!before(old, turn)) {
             break;
         }
         FSDPC_GOTO(check_missing_left(shm, turn, what), end);
-        FSDPC_GOTO(fsdpc_shm_wait_word(shm, done, seen, deadline_ns, what), end);
+        FSDPC_GOTO(fsdpc_shm_wait_word(shm, done, old, deadline_ns, what), end);
     }
 end:
     atomic_fetch_sub(&shm->control->barrier_sleepers, 1);

@@ -80,7 +80,7 @@ fsdpc_shm_interrupted(const fsdpc_wait *what)
 }
 
 static void
-futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t until_ns)
+futex_wait(_Atomic uint32_t *word, uint32_t old, int64_t until_ns)
 {
     int64_t left_ns = until_ns - fsdpc_shm_now_ns();
     if (left_ns > SHORT_SLICE_NS) {
@@ -88,21 +88,21 @@ futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t until_ns)
     }
     if (left_ns > 0) {
         struct timespec slice = {.tv_sec = 0, .tv_nsec = (long)left_ns};
-        syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, NULL, 0);
+        syscall(SYS_futex, word, FUTEX_WAIT, old, &slice, NULL, 0);
     }
 }
 
 /* Returns after a change, a signal, a spurious wake or at until_ns; callers check which. */
 static void
-sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, uint32_t broadcast,
+sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broadcast,
             int64_t until_ns)
 {
     if (fsdpc_shm_without_waitv || atomic_load_explicit(&waitv_missing, memory_order_relaxed)) {
-        futex_wait(word, seen, until_ns);
+        futex_wait(word, old, until_ns);
         return;
     }
     waitv_entry entries[2] = {
-        {.value = seen, .address = (uintptr_t)word, .flags = WAITV_U32},
+        {.value = old, .address = (uintptr_t)word, .flags = WAITV_U32},
         {.value = broadcast, .address = (uintptr_t)&shm->control->broadcast, .flags = WAITV_U32},
     };
     struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
@@ -132,7 +132,7 @@ end_blocked(fsdpc_shm *shm)
 }
 
 static int
-sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
             const fsdpc_wait *what)
 {
     /* Read before the check: a later failure changes the word, and the sleep does not begin. */
@@ -143,8 +143,8 @@ sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadl
         return fsdpc_shm_timeout_error(shm, what, NULL, 0);
     }
     int64_t until_ns = now_ns + SLICE_NS < deadline_ns ? now_ns + SLICE_NS : deadline_ns;
-    sleep_until(shm, word, seen, broadcast, until_ns);
-    if (atomic_load_explicit(word, memory_order_acquire) != seen) {
+    sleep_until(shm, word, old, broadcast, until_ns);
+    if (atomic_load_explicit(word, memory_order_acquire) != old) {
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_shm_interrupted(what));
@@ -152,18 +152,18 @@ sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadl
 }
 
 int
-fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns,
+fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                     const fsdpc_wait *what)
 {
     for (int i = 0; i <= shm->spins; i++) {
-        if (atomic_load_explicit(word, memory_order_acquire) != seen) {
+        if (atomic_load_explicit(word, memory_order_acquire) != old) {
             return FSDPC_OK;
         }
         fsdpc_pause();
     }
     FSDPC_TRY(fsdpc_shm_usable(shm));
     begin_blocked(shm, what);
-    int status = sleep_slice(shm, word, seen, deadline_ns, what);
+    int status = sleep_slice(shm, word, old, deadline_ns, what);
     end_blocked(shm);
     return status;
 }

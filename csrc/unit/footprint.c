@@ -55,7 +55,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .direct = direct,
         .master_bytes = layout->shard_bytes,
         .grad_bytes = layout->grad_bytes,
-        .seen_bytes = sees_other_grads(layout) ? layout->shard_bytes : 0,
+        .grad_out_bytes = sees_other_grads(layout) ? layout->shard_bytes : 0,
         .partial_bytes = options->replicate ? layout->grad_bytes : 0,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),

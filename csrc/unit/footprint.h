@@ -18,12 +18,12 @@ typedef struct fsdpc_footprint_options {
 typedef struct fsdpc_footprint {
     bool direct; /* the gathered values are the master shard: one rank and nothing to cast */
     size_t master_bytes;
-    size_t grad_bytes;    /* shard gradient, accumulate dtype */
-    size_t seen_bytes;    /* the gradient in the storage dtype, where that is narrower; else 0 */
-    size_t partial_bytes; /* sum over the shard group before replicas; 0 without replicas */
-    size_t local_bytes;   /* whole gradients of no_sync; allocated when first needed */
-    size_t range_bytes;   /* gathered values, whole grains; 0 if direct */
-    size_t reduce_bytes;  /* one rank's packed gradients, whole pages */
+    size_t grad_bytes;     /* shard gradient, accumulate dtype */
+    size_t grad_out_bytes; /* the gradient in the storage dtype, where that is narrower; else 0 */
+    size_t partial_bytes;  /* sum over the shard group before replicas; 0 without replicas */
+    size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
+    size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
+    size_t reduce_bytes;   /* one rank's packed gradients, whole pages */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]

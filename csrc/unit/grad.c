@@ -124,8 +124,8 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
         return FSDPC_OK;
     }
     int64_t length;
-    void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_zero(unit->own_device, seen,
+    void *out = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_zero(unit->own_device, out,
                              (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
@@ -142,8 +142,8 @@ fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor)
         return FSDPC_OK;
     }
     int64_t length;
-    void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_scale(unit->own_device, seen, seg->storage, length, factor);
+    void *out = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_scale(unit->own_device, out, seg->storage, length, factor);
 }
 
 static char *
@@ -168,8 +168,8 @@ fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtyp
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
-    void *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_cast(unit->own_device, seen, seg->storage, values, dtype, length, 1.0);
+    void *out = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_cast(unit->own_device, out, seg->storage, values, dtype, length, 1.0);
 }
 
 int
@@ -182,6 +182,6 @@ fsdpc_unit_reload_grad(fsdpc_unit *unit, int param)
         return FSDPC_OK;
     }
     char *acc = own_sum(unit, param, &length);
-    const char *seen = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_refresh(unit->own_device, acc, seg->accumulate, seen, seg->storage, length);
+    const char *out = fsdpc_unit_grad_part(unit, param, &length);
+    return fsdpc_device_refresh(unit->own_device, acc, seg->accumulate, out, seg->storage, length);
 }

@@ -222,9 +222,9 @@ fsdpc_unit_finish_grad(fsdpc_unit *unit)
     for (int s = 0; unit->grad_out && s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
         fsdpc_dtype dtype;
-        char *seen = fsdpc_unit_seen_grad(unit, s, &dtype);
+        char *out = fsdpc_unit_grad_out(unit, s, &dtype);
         if (seg->trainable) {
-            FSDPC_TRY(fsdpc_device_cast(unit->own_device, seen, dtype,
+            FSDPC_TRY(fsdpc_device_cast(unit->own_device, out, dtype,
                                         (char *)unit->grad + seg->grad_offset, seg->accumulate,
                                         seg->piece_numel, 1.0));
         }

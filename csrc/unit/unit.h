@@ -62,7 +62,7 @@ void *fsdpc_unit_full(const fsdpc_unit *unit);
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
 /* First byte of this rank's piece of a segment in the gradient that the optimizer sees. */
-char *fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
+char *fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
 /* True when master shard and shard gradient lie in pinned host memory: the CPU may access them after
  * fsdpc_unit_settle. */
 bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);

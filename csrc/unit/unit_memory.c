@@ -4,7 +4,7 @@
 #include "base/status.h"
 
 char *
-fsdpc_unit_seen_grad(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
+fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
 {
     const fsdpc_segment *seg = &unit->layout->segments[segment];
     *dtype = unit->grad_out ? seg->storage : seg->accumulate;
@@ -18,7 +18,7 @@ fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment
     const fsdpc_segment *seg = &unit->layout->segments[segment];
     fsdpc_dtype dtype = seg->storage;
     char *piece = which == FSDPC_MASTER ? (char *)unit->master + seg->shard_offset
-                                        : fsdpc_unit_seen_grad(unit, segment, &dtype);
+                                        : fsdpc_unit_grad_out(unit, segment, &dtype);
     *item = fsdpc_dtype_bytes(dtype);
     return piece;
 }
@@ -49,7 +49,7 @@ fsdpc_dtype
 fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
 {
     fsdpc_dtype dtype;
-    fsdpc_unit_seen_grad(unit, unit->layout->params[param].segment, &dtype);
+    fsdpc_unit_grad_out(unit, unit->layout->params[param].segment, &dtype);
     return dtype;
 }
 
@@ -74,8 +74,8 @@ fsdpc_unit_make_grads(fsdpc_unit *unit)
     fsdpc_unit_plan(unit); /* again: parameters may have been unfrozen */
     const fsdpc_footprint *print = &unit->footprint;
     FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->grad_bytes, &unit->grad));
-    if (print->seen_bytes) {
-        FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->seen_bytes, &unit->grad_out));
+    if (print->grad_out_bytes) {
+        FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->grad_out_bytes, &unit->grad_out));
     }
     if (unit->replicate) {
         FSDPC_TRY(fsdpc_device_alloc(unit->device, print->partial_bytes, &unit->partial));

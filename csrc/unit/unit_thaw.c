@@ -73,9 +73,9 @@ copy_segment(fsdpc_unit *unit, const struct buffers *old, int s)
     FSDPC_TRY(fsdpc_device_cast(unit->own_device, (char *)unit->grad + seg->grad_offset,
                                 seg->accumulate, sum, seg->accumulate, seg->piece_numel, 1.0));
     if (unit->grad_out) {
-        const char *seen = old->grad_out ? (const char *)old->grad_out + was->shard_offset : sum;
+        const char *out = old->grad_out ? (const char *)old->grad_out + was->shard_offset : sum;
         FSDPC_TRY(fsdpc_device_cast(
-            unit->own_device, (char *)unit->grad_out + seg->shard_offset, seg->storage, seen,
+            unit->own_device, (char *)unit->grad_out + seg->shard_offset, seg->storage, out,
             old->grad_out ? seg->storage : seg->accumulate, seg->piece_numel, 1.0));
     }
     if (old->local) {

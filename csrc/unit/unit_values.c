@@ -184,10 +184,10 @@ read_segment(fsdpc_unit *unit, const stretch *own, const reading *to)
                    done);
         FSDPC_GOTO(fsdpc_comm_all_gather(unit->shard, window, piece, to->what), done);
         for (int r = 0; r < unit->world; r++) {
-            stretch seen = {own->segment,    r,     (char *)window + piece * (size_t)r,
-                            FSDPC_ON_DEVICE, first, count,
-                            own->item};
-            FSDPC_GOTO(copy_out(unit, &seen, to), done);
+            stretch shown = {own->segment,    r,     (char *)window + piece * (size_t)r,
+                             FSDPC_ON_DEVICE, first, count,
+                             own->item};
+            FSDPC_GOTO(copy_out(unit, &shown, to), done);
         }
     }
     FSDPC_GOTO(fsdpc_comm_drain(unit->shard, to->what), done);

@@ -125,7 +125,9 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         "gather_bytes": sum(slot_bytes),
         "reduce_bytes": reduce_bytes,
         "master_bytes": sum(p["master_bytes"] for p in prints),
-        "grad_bytes": sum(p["grad_bytes"] + p["seen_bytes"] + p["partial_bytes"] for p in prints),
+        "grad_bytes": sum(
+            p["grad_bytes"] + p["grad_out_bytes"] + p["partial_bytes"] for p in prints
+        ),
         "local_bytes": sum(p["local_bytes"] for p in prints) if _keeps_local(setup) else 0,
         "gather_slots": len(slot_bytes),
         "gather_slot_bytes": max((p["range_bytes"] for p in prints), default=0),

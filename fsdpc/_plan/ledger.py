@@ -139,7 +139,7 @@ def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
     padding = sum(p["padding_bytes"] for p in engine.by_unit)
     kept = sum(not reshards(u, setup) for u in model.units)
     held = f"{kept} units stay gathered" if kept else "units share slots in turn"
-    seen = sum(p["seen_bytes"] for p in engine.by_unit)
+    seen = sum(p["grad_out_bytes"] for p in engine.by_unit)
     partial = sum(p["partial_bytes"] for p in engine.by_unit)
     local = f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
     parts = [f"accumulated in fp32, {of}"]

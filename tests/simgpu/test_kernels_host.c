@@ -620,7 +620,7 @@ refresh_case(fsdpc_dtype acc, fsdpc_dtype seen, int64_t n, int64_t acc_skip, int
         }
     }
     fsdpc_cuda_refresh_params p = {
-        .acc = bed.got + to, .seen = shown, .n = n, .acc_type = acc, .seen_type = seen};
+        .acc = bed.got + to, .grad = shown, .n = n, .acc_type = acc, .grad_type = seen};
     LAUNCH(fsdpc_cuda_refresh, &p, blocks);
     fsdpc_kernel_refresh(plain, bed.want + to, acc, shown, seen, n);
     CHECK(same(bed.got + to, bed.want + to, acc, n, false));

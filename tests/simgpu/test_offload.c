@@ -148,7 +148,7 @@ move_piece(const fsdpc_unit *unit, int s)
     const fsdpc_segment *seg = &unit->layout->segments[s];
     char *master = (char *)unit->master + seg->shard_offset;
     fsdpc_dtype dtype;
-    const char *grad = fsdpc_unit_seen_grad(unit, s, &dtype);
+    const char *grad = fsdpc_unit_grad_out(unit, s, &dtype);
     for (int64_t i = 0; seg->trainable && i < seg->piece_numel; i++) {
         engine_put(master, seg->storage, i,
                    engine_get(master, seg->storage, i) - 0.125 * engine_get(grad, dtype, i));

@@ -1,7 +1,7 @@
 /* The torch objects of a unit: gathered tensors, their entries in modules, the parameters and
  * gradients that the optimizer sees. bind() sets them once; a step only stores dictionary entries
  * and reads attributes, from prepared arrays. The gradients are in py_grads_full.c and
- * py_grads_seen.c.
+ * py_grads_sharded.c.
  */
 #include "py/unit/py_engine.h"
 
@@ -89,11 +89,11 @@ bind_sites(fsdpc_py_flat *flat, PyObject *sites)
 }
 
 static int
-bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
+bind_covers(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *indices)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(indices);
-    seen->covers = fsdpc_mem_calloc((size_t)count, sizeof *seen->covers);
-    if (!seen->covers) {
+    sharded->covers = fsdpc_mem_calloc((size_t)count, sizeof *sharded->covers);
+    if (!sharded->covers) {
         PyErr_NoMemory();
         return -1;
     }
@@ -102,47 +102,47 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *indices)
         if (check_number(flat, index) < 0) {
             return -1;
         }
-        seen->covers[c] = (int)index;
+        sharded->covers[c] = (int)index;
     }
-    seen->cover_count = (int)count;
+    sharded->cover_count = (int)count;
     return 0;
 }
 
 /* (param, grad tensor or None, (param numbers)) each. */
 static int
-bind_seen(fsdpc_py_flat *flat, PyObject *list)
+bind_sharded(fsdpc_py_flat *flat, PyObject *list)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(list);
-    flat->seen = fsdpc_mem_calloc((size_t)count, sizeof *flat->seen);
-    if (!flat->seen) {
+    flat->sharded = fsdpc_mem_calloc((size_t)count, sizeof *flat->sharded);
+    if (!flat->sharded) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *param, *grad, *indices;
-        if (check_row(PyTuple_GET_ITEM(list, i), "seen") < 0 ||
+        if (check_row(PyTuple_GET_ITEM(list, i), "sharded") < 0 ||
             !PyArg_ParseTuple(PyTuple_GET_ITEM(list, i), "OOO!", &param, &grad, &PyTuple_Type,
                               &indices)) {
             return -1;
         }
-        fsdpc_py_seen *seen = &flat->seen[i];
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
         if (!fsdpc_py_is_torch(param) || PyTuple_GET_SIZE(indices) == 0) {
             PyErr_SetString(PyExc_ValueError,
-                            "bind: a row of seen must be a tensor, its gradient or None, and a "
+                            "bind: a row of sharded must be a tensor, its gradient or None, and a "
                             "tuple of at least one parameter's index");
             return -1;
         }
-        seen->param = Py_NewRef(param);
-        flat->seen_count++;
-        if (bind_covers(flat, seen, indices) < 0 ||
-            (grad != Py_None && fsdpc_py_set_grad(flat, seen, grad) < 0)) {
+        sharded->param = Py_NewRef(param);
+        flat->sharded_count++;
+        if (bind_covers(flat, sharded, indices) < 0 ||
+            (grad != Py_None && fsdpc_py_set_grad(flat, sharded, grad) < 0)) {
             return -1;
         }
-        seen->requires_grad = seen->grad != NULL;
-        if (fsdpc_py_local_data(flat, param, &seen->param_data) < 0) {
+        sharded->requires_grad = sharded->grad != NULL;
+        if (fsdpc_py_local_data(flat, param, &sharded->param_data) < 0) {
             return -1;
         }
-        flat->expected += seen->grad ? seen->cover_count : 0;
+        flat->expected += sharded->grad ? sharded->cover_count : 0;
     }
     return 0;
 }
@@ -177,7 +177,7 @@ bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
     flat->dtensors = dtensors;
     flat->full_dtensors = false;
     if (bind_full(flat, rows[0]) == 0 && bind_sites(flat, rows[1]) == 0 &&
-        bind_seen(flat, rows[2]) == 0 && bind_watched(flat, rows[3]) == 0) {
+        bind_sharded(flat, rows[2]) == 0 && bind_watched(flat, rows[3]) == 0) {
         return 0;
     }
     fsdpc_py_flat_unbind(flat);
@@ -204,12 +204,12 @@ PyObject *
 fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
-    PyObject *full, *sites, *seen, *watched, *versions = Py_None;
+    PyObject *full, *sites, *sharded, *watched, *versions = Py_None;
     bool by_gather = false, dtensors = false;
     const fsdpc_py_arg table[] = {
         {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
         {"sites", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sites},
-        {"seen", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &seen},
+        {"sharded", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sharded},
         {"watched", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &watched},
         {"versions", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &versions},
         {"by_gather", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &by_gather},
@@ -218,9 +218,9 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
     if (fsdpc_py_args("bind", table, 7, args, count, keywords) < 0) {
         return NULL;
     }
-    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(seen) ||
+    if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(sharded) ||
         !PyList_Check(watched)) {
-        PyErr_SetString(PyExc_TypeError, "bind: full, sites, seen and watched must be lists");
+        PyErr_SetString(PyExc_TypeError, "bind: full, sites, sharded and watched must be lists");
         return NULL;
     }
     if (fsdpc_py_flat_in_use(flat)) {
@@ -229,7 +229,7 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
         return NULL;
     }
     /* Reading the lists runs Python code, which may change the lists or call bind() again. */
-    PyObject *rows[4] = {PyList_AsTuple(full), PyList_AsTuple(sites), PyList_AsTuple(seen),
+    PyObject *rows[4] = {PyList_AsTuple(full), PyList_AsTuple(sites), PyList_AsTuple(sharded),
                          PyList_AsTuple(watched)};
     bool whole = rows[0] && rows[1] && rows[2] && rows[3];
     int result = whole ? fsdpc_py_try_flat(flat) : -1;
@@ -251,11 +251,11 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
 {
     int params = flat->unit ? fsdpc_unit_layout(flat->unit)->param_count : 0;
     fsdpc_py_site *sites = flat->sites;
-    fsdpc_py_seen *seen = flat->seen;
-    const int site_count = flat->site_count, seen_count = flat->seen_count;
+    fsdpc_py_sharded *sharded = flat->sharded;
+    const int site_count = flat->site_count, sharded_count = flat->sharded_count;
     flat->sites = NULL;
-    flat->seen = NULL;
-    flat->site_count = flat->seen_count = flat->expected = 0;
+    flat->sharded = NULL;
+    flat->site_count = flat->sharded_count = flat->expected = 0;
     flat->unbinds = flat->in_pass = false;
     Py_CLEAR(flat->versions);
     fsdpc_mem_free(flat->watched);
@@ -271,15 +271,15 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
         Py_CLEAR(sites[i].sharded);
         Py_CLEAR(sites[i].stand_in);
     }
-    for (int i = 0; i < seen_count; i++) {
-        Py_CLEAR(seen[i].param);
-        Py_CLEAR(seen[i].grad);
-        Py_CLEAR(seen[i].shown);
-        Py_CLEAR(seen[i].alias);
-        fsdpc_mem_free(seen[i].covers);
+    for (int i = 0; i < sharded_count; i++) {
+        Py_CLEAR(sharded[i].param);
+        Py_CLEAR(sharded[i].grad);
+        Py_CLEAR(sharded[i].shown);
+        Py_CLEAR(sharded[i].alias);
+        fsdpc_mem_free(sharded[i].covers);
     }
     fsdpc_mem_free(sites);
-    fsdpc_mem_free(seen);
+    fsdpc_mem_free(sharded);
 }
 
 /* --- swapping the modules' entries ----------------------------------------------------------- */

@@ -53,18 +53,18 @@ fsdpc_py_watch_all(fsdpc_py_flat *flat)
 /* --- flags ----------------------------------------------------------------------------------- */
 
 static int
-carry_flag(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *flag)
+carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
 {
     bool wanted = flag == Py_True;
-    for (int c = 0; c < seen->cover_count; c++) {
-        int i = seen->covers[c];
+    for (int c = 0; c < sharded->cover_count; c++) {
+        int i = sharded->covers[c];
         if (fsdpc_py_set_field(flat->full[i], FSDPC_PY_REQUIRES_GRAD, flag) < 0 ||
             (wanted && flat->watch_all && watch_one(flat, i) < 0)) {
             return -1;
         }
     }
-    flat->expected += wanted ? seen->cover_count : -seen->cover_count;
-    seen->requires_grad = wanted;
+    flat->expected += wanted ? sharded->cover_count : -sharded->cover_count;
+    sharded->requires_grad = wanted;
     return 0;
 }
 
@@ -72,16 +72,16 @@ int
 fsdpc_py_sync_flags(fsdpc_py_flat *flat)
 {
     int result = 0;
-    for (int i = 0; result >= 0 && i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        PyObject *flag = fsdpc_py_field(seen->param, FSDPC_PY_REQUIRES_GRAD);
+    for (int i = 0; result >= 0 && i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        PyObject *flag = fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD);
         if (!flag) {
             return -1;
         }
         bool wanted = flag == Py_True;
-        if (wanted && !seen->grad) {
+        if (wanted && !sharded->grad) {
             result = 1;
-        } else if (wanted != seen->requires_grad && carry_flag(flat, seen, flag) < 0) {
+        } else if (wanted != sharded->requires_grad && carry_flag(flat, sharded, flag) < 0) {
             result = -1;
         }
         Py_DECREF(flag);
@@ -93,16 +93,16 @@ int
 fsdpc_py_carry_frozen(fsdpc_py_flat *flat)
 {
     int result = 0;
-    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        if (!seen->requires_grad) {
+    for (int i = 0; result == 0 && i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        if (!sharded->requires_grad) {
             continue;
         }
-        PyObject *flag = fsdpc_py_field(seen->param, FSDPC_PY_REQUIRES_GRAD);
+        PyObject *flag = fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD);
         if (!flag) {
             return -1;
         }
-        result = flag == Py_True ? 0 : carry_flag(flat, seen, flag);
+        result = flag == Py_True ? 0 : carry_flag(flat, sharded, flag);
         Py_DECREF(flag);
     }
     return result;
@@ -142,15 +142,15 @@ fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
 PyObject *
 fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list)
 {
-    if (!PyList_Check(list) || PyList_GET_SIZE(list) != self->seen_count) {
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != self->sharded_count) {
         PyErr_SetString(
             PyExc_ValueError,
-            "renew_grads: grads must be a list of one tensor or None per row of bind's `seen`");
+            "renew_grads: grads must be a list of one tensor or None per row of bind's `sharded`");
         return NULL;
     }
-    for (int i = 0; i < self->seen_count; i++) {
+    for (int i = 0; i < self->sharded_count; i++) {
         PyObject *grad = PyList_GET_ITEM(list, i);
-        if (grad != Py_None && fsdpc_py_set_grad(self, &self->seen[i], grad) < 0) {
+        if (grad != Py_None && fsdpc_py_set_grad(self, &self->sharded[i], grad) < 0) {
             return NULL;
         }
     }

@@ -51,7 +51,7 @@ look_for_second(fsdpc_py_flat *flat)
 static void
 open_call(fsdpc_py_flat *flat, fsdpc_py_hook *call)
 {
-    flat->unseen = flat->unseen || call->inputs == 0;
+    flat->unwatched = flat->unwatched || call->inputs == 0;
     if (call->inputs > 0 && call->backward != flat->tree->backward) {
         call->backward = flat->tree->backward;
         call->inputs_left = call->inputs;
@@ -302,7 +302,7 @@ fsdpc_py_input_done(fsdpc_py_hook *self)
         return 0;
     }
     /* Otherwise another forward of the unit is to come, whose gradients belong to the same sum. */
-    bool closed = !flat->unseen && (flat->incomplete || flat->expected == 0);
+    bool closed = !flat->unwatched && (flat->incomplete || flat->expected == 0);
     if (flat->complete || closed) {
         return all_closed(flat);
     }

@@ -8,7 +8,7 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
 {
     memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
     flat->arrived_count = flat->open_calls = 0;
-    flat->prepared = flat->entered = flat->complete = flat->unseen = false;
+    flat->prepared = flat->entered = flat->complete = flat->unwatched = false;
 }
 
 /* [Note: touched gradients] When a backward fails, gradients of some ranks may still be in reduce slots.
@@ -21,10 +21,10 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
 static int
 look_at_broken(fsdpc_py_flat *flat)
 {
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        seen->broken = seen->grad ? fsdpc_py_grad_version(flat, seen) : -1;
-        if (seen->grad && seen->broken < 0) {
+    for (int i = 0; i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        sharded->broken = sharded->grad ? fsdpc_py_grad_version(flat, sharded) : -1;
+        if (sharded->grad && sharded->broken < 0) {
             return -1;
         }
     }
@@ -43,19 +43,19 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
 
 /* 1: the user has done something to the gradient since; -1 with an exception. */
 static int
-was_touched(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    PyObject *grad = fsdpc_py_field(seen->param, FSDPC_PY_GRAD);
+    PyObject *grad = fsdpc_py_field(sharded->param, FSDPC_PY_GRAD);
     if (!grad) {
         return -1;
     }
     int touched = grad != Py_None;
-    if (touched && grad == seen->shown && seen->broken >= 0) {
+    if (touched && grad == sharded->shown && sharded->broken >= 0) {
         const void *data;
-        long version = fsdpc_py_grad_version(flat, seen);
+        long version = fsdpc_py_grad_version(flat, sharded);
         touched = version < 0 || fsdpc_py_local_data(flat, grad, &data) < 0
                       ? -1
-                      : version != seen->broken || data != seen->grad_data;
+                      : version != sharded->broken || data != sharded->grad_data;
     }
     Py_DECREF(grad);
     return touched;
@@ -65,26 +65,26 @@ was_touched(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 static int
 keep_touched(fsdpc_py_flat *flat, PyObject *list)
 {
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        int touched = seen->grad && !flat->shown ? was_touched(flat, seen) : 0;
+    for (int i = 0; i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        int touched = sharded->grad && !flat->shown ? was_touched(flat, sharded) : 0;
         if (touched < 0) {
             return -1;
         }
-        seen->touched = touched > 0;
+        sharded->touched = touched > 0;
     }
     flat->prepared = false;
     int result = fsdpc_py_prepare_grads(flat);
-    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        if (seen->touched) {
-            PyObject *copy = PyObject_CallMethod(seen->grad, "clone", NULL);
-            PyObject *pair = copy ? PyTuple_Pack(2, seen->grad, copy) : NULL;
+    for (int i = 0; result == 0 && i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        if (sharded->touched) {
+            PyObject *copy = PyObject_CallMethod(sharded->grad, "clone", NULL);
+            PyObject *pair = copy ? PyTuple_Pack(2, sharded->grad, copy) : NULL;
             result = pair ? PyList_Append(list, pair) : -1;
             Py_XDECREF(pair);
             Py_XDECREF(copy);
         }
-        seen->broken = -1;
+        sharded->broken = -1;
     }
     return result;
 }

@@ -17,29 +17,29 @@ has_own(PyObject *object, PyObject *key)
 }
 
 int
-fsdpc_py_has_listeners(const fsdpc_py_seen *seen)
+fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded)
 {
-    int own = has_own(seen->param, fsdpc_py_name.backward_optimizers);
+    int own = has_own(sharded->param, fsdpc_py_name.backward_optimizers);
     if (own != 0) {
         return own;
     }
-    PyObject *hooks = fsdpc_py_field(seen->param, FSDPC_PY_ACCUMULATED_HOOKS);
+    PyObject *hooks = fsdpc_py_field(sharded->param, FSDPC_PY_ACCUMULATED_HOOKS);
     int some = hooks ? PyObject_IsTrue(hooks) : -1;
     Py_XDECREF(hooks);
     return some;
 }
 
 int
-fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list)
+fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list)
 {
-    int some = fsdpc_py_has_listeners(seen);
+    int some = fsdpc_py_has_listeners(sharded);
     if (some <= 0) {
         return some;
     }
     if (!*list) {
         *list = PyList_New(0);
     }
-    return *list ? PyList_Append(*list, seen->param) : -1;
+    return *list ? PyList_Append(*list, sharded->param) : -1;
 }
 
 int

@@ -127,17 +127,17 @@ fsdpc_py_look_for_step(fsdpc_py_flat *flat)
     if (!flat->versions || fsdpc_unit_is_direct(flat->unit)) {
         return 0;
     }
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        if (!seen->requires_grad || seen->holds_nothing) {
+    for (int i = 0; i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        if (!sharded->requires_grad || sharded->holds_nothing) {
             continue;
         }
-        long version = fsdpc_py_local_version(flat, seen->param);
+        long version = fsdpc_py_local_version(flat, sharded->param);
         if (version < 0) {
             return -1;
         }
-        all = all && version != seen->param_version;
-        seen->param_version = version;
+        all = all && version != sharded->param_version;
+        sharded->param_version = version;
         trained++;
     }
     if (trained == 0 || !all) {

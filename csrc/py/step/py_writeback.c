@@ -27,13 +27,13 @@ place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
 }
 
 static int
-memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     const void *data;
-    if (fsdpc_py_local_data(flat, seen->param, &data) < 0) {
+    if (fsdpc_py_local_data(flat, sharded->param, &data) < 0) {
         return -1;
     }
-    return data != seen->param_data;
+    return data != sharded->param_data;
 }
 
 int
@@ -46,8 +46,8 @@ fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
     for (int i = 0; changed == 0 && i < flat->site_count; i++) {
         changed = place_has_changed(flat, &flat->sites[i]);
     }
-    for (int i = 0; changed == 0 && i < flat->seen_count; i++) {
-        changed = memory_has_changed(flat, &flat->seen[i]);
+    for (int i = 0; changed == 0 && i < flat->sharded_count; i++) {
+        changed = memory_has_changed(flat, &flat->sharded[i]);
     }
     if (changed <= 0 || !flat->on_changed) {
         return changed < 0 ? -1 : 0;
@@ -55,7 +55,7 @@ fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
     return fsdpc_py_call(flat->on_changed);
 }
 
-/* replace_param(number, param): another object stands for the number-th seen parameter from now on,
+/* replace_param(number, param): another object stands for the number-th sharded parameter from now on,
  * over the same memory. */
 PyObject *
 fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
@@ -65,36 +65,36 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "iO:replace_param", &number, &param)) {
         return NULL;
     }
-    if (number < 0 || number >= self->seen_count) {
+    if (number < 0 || number >= self->sharded_count) {
         PyErr_SetString(PyExc_IndexError, "replace_param: the parameter's index is out of range");
         return NULL;
     }
-    fsdpc_py_seen *seen = &self->seen[number];
-    if (fsdpc_py_local_data(self, param, &seen->param_data) < 0) {
+    fsdpc_py_sharded *sharded = &self->sharded[number];
+    if (fsdpc_py_local_data(self, param, &sharded->param_data) < 0) {
         return NULL;
     }
     for (int i = 0; i < self->site_count; i++) {
-        if (self->sites[i].sharded == seen->param) {
+        if (self->sites[i].sharded == sharded->param) {
             Py_SETREF(self->sites[i].sharded, Py_NewRef(param));
         }
     }
-    Py_SETREF(seen->param, Py_NewRef(param));
+    Py_SETREF(sharded->param, Py_NewRef(param));
     Py_RETURN_NONE;
 }
 
 /* --- gradients that wait --------------------------------------------------------------------- */
 
 long
-fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    return fsdpc_py_local_version(flat, seen->shown);
+    return fsdpc_py_local_version(flat, sharded->shown);
 }
 
 static bool
-waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+waits(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    for (int c = 0; c < seen->cover_count; c++) {
-        if (fsdpc_unit_local_used(flat->unit)[seen->covers[c]]) {
+    for (int c = 0; c < sharded->cover_count; c++) {
+        if (fsdpc_unit_local_used(flat->unit)[sharded->covers[c]]) {
             return true;
         }
     }
@@ -102,12 +102,12 @@ waits(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 }
 
 int
-fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    for (int c = 0; c < seen->cover_count; c++) {
-        int status = fsdpc_unit_zero_grad(flat->unit, seen->covers[c]);
+    for (int c = 0; c < sharded->cover_count; c++) {
+        int status = fsdpc_unit_zero_grad(flat->unit, sharded->covers[c]);
         if (status == FSDPC_OK) {
-            status = fsdpc_unit_scale_grad(flat->unit, seen->covers[c], -1.0);
+            status = fsdpc_unit_scale_grad(flat->unit, sharded->covers[c], -1.0);
         }
         if (status != FSDPC_OK) {
             fsdpc_py_raise(status);
@@ -120,10 +120,10 @@ fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 int
 fsdpc_py_note_waiting(fsdpc_py_flat *flat)
 {
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        seen->waits = seen->grad && waits(flat, seen);
-        if (seen->waits && (seen->version = fsdpc_py_grad_version(flat, seen)) < 0) {
+    for (int i = 0; i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        sharded->waits = sharded->grad && waits(flat, sharded);
+        if (sharded->waits && (sharded->version = fsdpc_py_grad_version(flat, sharded)) < 0) {
             return -1;
         }
     }
@@ -154,11 +154,11 @@ holds_positive_zeros(PyObject *grad)
 }
 
 static bool
-has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+has_elements(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     int64_t length = 0;
-    for (int c = 0; length == 0 && c < seen->cover_count; c++) {
-        (void)fsdpc_unit_grad_part(flat->unit, seen->covers[c], &length);
+    for (int c = 0; length == 0 && c < sharded->cover_count; c++) {
+        (void)fsdpc_unit_grad_part(flat->unit, sharded->covers[c], &length);
     }
     return length > 0;
 }
@@ -166,21 +166,21 @@ has_elements(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 /* Whether the user wrote zeros into the gradient since the last backward; `empty`: what holds for a part
  * without elements. */
 static int
-was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty)
+was_zeroed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
 {
-    long version = fsdpc_py_grad_version(flat, seen);
-    if (version < 0 || version == seen->version) {
+    long version = fsdpc_py_grad_version(flat, sharded);
+    if (version < 0 || version == sharded->version) {
         return version < 0 ? -1 : 0;
     }
-    return has_elements(flat, seen) ? holds_positive_zeros(seen->grad) : empty;
+    return has_elements(flat, sharded) ? holds_positive_zeros(sharded->grad) : empty;
 }
 
 static int
-drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool empty)
+drop_if_zeroed(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool empty)
 {
-    int zeroed = was_zeroed(flat, seen, empty);
-    for (int c = 0; zeroed > 0 && c < seen->cover_count; c++) {
-        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
+    int zeroed = was_zeroed(flat, sharded, empty);
+    for (int c = 0; zeroed > 0 && c < sharded->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, sharded->covers[c]);
     }
     return zeroed;
 }
@@ -191,13 +191,13 @@ fsdpc_py_drop_zeroed(fsdpc_py_flat *flat)
 {
     bool all = true;
     for (int empty = 0; empty < 2; empty++) {
-        for (int i = 0; i < flat->seen_count; i++) {
-            fsdpc_py_seen *seen = &flat->seen[i];
-            bool has = seen->waits && has_elements(flat, seen);
-            if (!seen->waits || !waits(flat, seen) || has != !empty) {
+        for (int i = 0; i < flat->sharded_count; i++) {
+            fsdpc_py_sharded *sharded = &flat->sharded[i];
+            bool has = sharded->waits && has_elements(flat, sharded);
+            if (!sharded->waits || !waits(flat, sharded) || has != !empty) {
                 continue;
             }
-            int zeroed = drop_if_zeroed(flat, seen, all);
+            int zeroed = drop_if_zeroed(flat, sharded, all);
             if (zeroed < 0) {
                 return -1;
             }

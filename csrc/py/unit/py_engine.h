@@ -22,7 +22,7 @@ typedef struct fsdpc_py_site {
 } fsdpc_py_site;
 
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
-typedef struct fsdpc_py_seen {
+typedef struct fsdpc_py_sharded {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
     PyObject *shown;        /* what param.grad is: `grad`, or a DTensor around that tensor */
     PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
@@ -37,7 +37,7 @@ typedef struct fsdpc_py_seen {
     bool requires_grad; /* when last read */
     bool holds_nothing; /* other ranks hold its elements */
     bool cleared;       /* had no gradient when this backward reached it */
-} fsdpc_py_seen;
+} fsdpc_py_sharded;
 
 typedef struct fsdpc_py_flat {
     PyObject_HEAD
@@ -56,8 +56,8 @@ typedef struct fsdpc_py_flat {
     PyObject **full;      /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
     int site_count;
-    fsdpc_py_seen *seen;
-    int seen_count;
+    fsdpc_py_sharded *sharded;
+    int sharded_count;
     /* Buffers for the gradients of one reduction, per parameter. */
     fsdpc_tensor *grads;
     fsdpc_py_view *views;
@@ -85,7 +85,7 @@ typedef struct fsdpc_py_flat {
     struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
     /* Of the backward in progress. */
     int open_calls; /* forwards whose outputs it has reached, but not all watched inputs */
-    bool unseen;    /* it has reached a forward whose inputs are not watched */
+    bool unwatched; /* it has reached a forward whose inputs are not watched */
     bool complete;  /* all gradients exist; the hold ends with the backward */
     bool collected; /* `grads` and `held` are filled */
     bool entered;   /* was gathered for this backward */
@@ -262,7 +262,7 @@ PyObject *fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused);
 
 /* Puts a gradient hook on every trainable gathered tensor from now on. */
 int fsdpc_py_watch_all(fsdpc_py_flat *flat);
-/* Copies requires_grad of the seen parameters to the gathered ones. 1: a parameter without gradient
+/* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 /* Only of those that have been frozen since. */
@@ -280,14 +280,16 @@ int fsdpc_py_mark_all(fsdpc_py_tree *tree);
  * last step become stale. */
 int fsdpc_py_look_for_step(fsdpc_py_flat *flat);
 
-/* --- py_grads_seen.c ------------------------------------------------------------------------- */
+/* --- py_grads_sharded.c ------------------------------------------------------------------------- */
 
-/* `grad` is the tensor over the gradient of `seen`, whose covers are known. */
-int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad);
-/* Reads what the user did to the seen gradients since the last backward (cleared, replaced) and
+/* `grad` is the tensor over the gradient of `sharded`, whose covers are known. */
+int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad);
+/* Reads what the user did to the sharded parameters' gradients since the last backward (cleared,
+ * replaced) and
  * sets up accumulation. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
-/* replace_grad(number, grad): another object stands for the gradient of the number-th seen parameter. */
+/* replace_grad(number, grad): another object stands for the gradient of the number-th sharded
+ * parameter. */
 PyObject *fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args);
 /* Copies gradients that the user assigned into the unit's memory. */
 PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
@@ -316,11 +318,11 @@ int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
  * another object has taken its place in a module. */
 int fsdpc_py_look_for_changes(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
-/* `seen` shows zeros for gradients that wait. */
-int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
+/* `sharded` shows zeros for gradients that wait. */
+int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
 /* What autograd has counted of writes to `grad`; -1 with an exception. */
-long fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen);
-/* A backward has ended: which seen gradients stand for something that waits. */
+long fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
+/* A backward has ended: which sharded gradients stand for something that waits. */
 int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
 /* Discards what waits for gradients that the user has set to zero in place since. */
 int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
@@ -329,9 +331,9 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
  * has listeners. */
-int fsdpc_py_note_listeners(const fsdpc_py_seen *seen, PyObject **list);
+int fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list);
 /* 1, 0, or -1 with an exception. */
-int fsdpc_py_has_listeners(const fsdpc_py_seen *seen);
+int fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded);
 /* Calls them; `list` may be NULL. */
 int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 

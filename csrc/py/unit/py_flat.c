@@ -117,11 +117,11 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
         Py_VISIT(self->sites[i].sharded);
         Py_VISIT(self->sites[i].stand_in);
     }
-    for (int i = 0; i < self->seen_count; i++) {
-        Py_VISIT(self->seen[i].param);
-        Py_VISIT(self->seen[i].grad);
-        Py_VISIT(self->seen[i].shown);
-        Py_VISIT(self->seen[i].alias);
+    for (int i = 0; i < self->sharded_count; i++) {
+        Py_VISIT(self->sharded[i].param);
+        Py_VISIT(self->sharded[i].grad);
+        Py_VISIT(self->sharded[i].shown);
+        Py_VISIT(self->sharded[i].alias);
     }
     return 0;
 }
@@ -305,9 +305,10 @@ static PyMethodDef methods[] = {
      "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
     {"replace_param", FAST(guarded_replace), METH_VARARGS,
      "replace_param(number, param)\n--\n\nReplaces the parameter in row `number` of bind()'s "
-     "`seen`, over the same memory."},
+     "`sharded`, over the same memory."},
     {"replace_grad", FAST(guarded_replace_grad), METH_VARARGS,
-     "replace_grad(number, grad)\n--\n\nReplaces the gradient in row `number` of bind()'s `seen` "
+     "replace_grad(number, grad)\n--\n\nReplaces the gradient in row `number` of bind()'s "
+     "`sharded` "
      "by "
      "another tensor over the same memory."},
     {"grad_bits", FAST(guarded_grad_bits), METH_NOARGS,
@@ -332,7 +333,8 @@ static PyMethodDef methods[] = {
      "adopt_grads()\n--\n\nCopies gradients that the user assigned to .grad into the unit's "
      "memory."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, seen, watched, versions=None, by_gather=False, dtensors=False)\n--\n\nSets "
+     "bind(full, sites, sharded, watched, versions=None, by_gather=False, "
+     "dtensors=False)\n--\n\nSets "
      "the torch "
      "objects of this unit. versions: a tensor that shares the version counter of `full`; "
      "by_gather: sites show `full` while the unit is gathered."},

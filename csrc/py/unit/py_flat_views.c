@@ -136,7 +136,7 @@ fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index)
         return NULL;
     }
     fsdpc_dtype dtype;
-    void *data = fsdpc_unit_seen_grad(self->unit, s, &dtype);
+    void *data = fsdpc_unit_grad_out(self->unit, s, &dtype);
     return capsule(self, data, dtype, fsdpc_unit_layout(self->unit)->segments[s].piece_numel);
 }
 

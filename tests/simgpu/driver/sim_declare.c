@@ -139,7 +139,7 @@ declare_refresh(simgpu_task *task, const void *params, const simgpu_launch *laun
     const fsdpc_cuda_refresh_params *p = params;
     (void)launch;
     return simgpu_task_read(task, p->acc, bytes_of(p->n, p->acc_type)) &&
-           simgpu_task_read(task, p->seen, bytes_of(p->n, p->seen_type)) &&
+           simgpu_task_read(task, p->grad, bytes_of(p->n, p->grad_type)) &&
            simgpu_task_write(task, p->acc, bytes_of(p->n, p->acc_type));
 }
 

@@ -5,17 +5,17 @@
 #include "unit/grad.h"
 
 static int64_t
-numel_of(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+numel_of(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     int64_t numel = 0;
-    for (int c = 0; c < seen->cover_count; c++) {
-        numel += fsdpc_unit_layout(flat->unit)->params[seen->covers[c]].numel;
+    for (int c = 0; c < sharded->cover_count; c++) {
+        numel += fsdpc_unit_layout(flat->unit)->params[sharded->covers[c]].numel;
     }
     return numel;
 }
 
 int
-fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
     fsdpc_py_view view;
     PyObject *local = fsdpc_py_local(flat, grad), *alias = NULL;
@@ -26,13 +26,13 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
         Py_XDECREF(local);
         return -1;
     }
-    Py_XSETREF(seen->shown, Py_NewRef(grad));
-    Py_XSETREF(seen->grad, local);
-    Py_XSETREF(seen->alias, alias);
-    seen->grad_data = view.data;
-    seen->broken = -1;
+    Py_XSETREF(sharded->shown, Py_NewRef(grad));
+    Py_XSETREF(sharded->grad, local);
+    Py_XSETREF(sharded->alias, alias);
+    sharded->grad_data = view.data;
+    sharded->broken = -1;
     /* Operations on a DTensor are collective: each rank must see its gradient. */
-    seen->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, seen) > 0;
+    sharded->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, sharded) > 0;
     return 0;
 }
 
@@ -56,7 +56,7 @@ local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
 
 /* The user assigned another tensor to .grad: its values are copied into the unit's gradient. */
 static int
-take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
     fsdpc_py_view view;
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
@@ -64,12 +64,12 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
         return -1;
     }
     int64_t at = 0;
-    for (int c = 0; c < seen->cover_count; c++) {
-        int i = seen->covers[c];
+    for (int c = 0; c < sharded->cover_count; c++) {
+        int i = sharded->covers[c];
         int64_t length;
         fsdpc_unit_grad_part(flat->unit, i, &length);
         fsdpc_span span = fsdpc_layout_span(layout, i, fsdpc_unit_rank(flat->unit));
-        at = seen->cover_count > 1 ? span.piece_begin : 0;
+        at = sharded->cover_count > 1 ? span.piece_begin : 0;
         if (!view.contiguous || (view.numel != length && view.numel != piece_of(layout, i))) {
             PyErr_Format(PyExc_ValueError,
                          "the gradient assigned to parameter %s of unit %s does not fit its shard: "
@@ -91,10 +91,10 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
 }
 
 static int
-reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    for (int c = 0; c < seen->cover_count; c++) {
-        int status = fsdpc_unit_reload_grad(flat->unit, seen->covers[c]);
+    for (int c = 0; c < sharded->cover_count; c++) {
+        int status = fsdpc_unit_reload_grad(flat->unit, sharded->covers[c]);
         if (status != FSDPC_OK) {
             fsdpc_py_raise(status);
             return -1;
@@ -105,63 +105,64 @@ reload_seen(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 
 /* Undoes what the user did to the object that .grad shows. */
 static int
-point_back(const fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+point_back(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    if (fsdpc_py_set_field(seen->grad, FSDPC_PY_DATA, seen->alias) < 0) {
+    if (fsdpc_py_set_field(sharded->grad, FSDPC_PY_DATA, sharded->alias) < 0) {
         return -1;
     }
-    return flat->dtensors ? PyObject_SetAttr(seen->shown, fsdpc_py_name.local_tensor, seen->grad)
-                          : 0;
+    return flat->dtensors
+               ? PyObject_SetAttr(sharded->shown, fsdpc_py_name.local_tensor, sharded->grad)
+               : 0;
 }
 
 /* The unit's gradient tensor, which the user may have pointed at other memory (grad.data = ...). */
 static int
-check_ours(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+check_ours(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 {
     fsdpc_py_view view;
-    if (local_view(flat, seen->shown, &view) < 0) {
+    if (local_view(flat, sharded->shown, &view) < 0) {
         return -1;
     }
-    if (view.data == seen->grad_data || view.numel == 0) {
-        return reload_seen(flat, seen);
+    if (view.data == sharded->grad_data || view.numel == 0) {
+        return reload_sharded(flat, sharded);
     }
-    return take_foreign(flat, seen, seen->shown) < 0 ? -1 : point_back(flat, seen);
+    return take_foreign(flat, sharded, sharded->shown) < 0 ? -1 : point_back(flat, sharded);
 }
 
-/* Whether the program refers to a gradient that it has cleared or replaced. The other references: those in `seen`,
- * in a row of Unit.seen, and that of a DTensor to its local tensor. */
+/* Whether the program refers to a gradient that it has cleared or replaced. The other references: those
+ * in `sharded`, in a row of Unit.optim_params, and that of a DTensor to its local tensor. */
 static bool
-is_kept(const fsdpc_py_seen *seen)
+is_kept(const fsdpc_py_sharded *sharded)
 {
-    bool same = seen->shown == seen->grad;
-    return Py_REFCNT(seen->shown) > (same ? 3 : 2) || (!same && Py_REFCNT(seen->grad) > 2);
+    bool same = sharded->shown == sharded->grad;
+    return Py_REFCNT(sharded->shown) > (same ? 3 : 2) || (!same && Py_REFCNT(sharded->grad) > 2);
 }
 
 static int
-leave_kept(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
+leave_kept(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
-    return flat->on_kept && is_kept(seen) ? fsdpc_py_call(flat->on_kept) : 0;
+    return flat->on_kept && is_kept(sharded) ? fsdpc_py_call(flat->on_kept) : 0;
 }
 
 static int
-replace_foreign(fsdpc_py_flat *flat, fsdpc_py_seen *seen, PyObject *grad)
+replace_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
-    if (leave_kept(flat, seen) < 0 || take_foreign(flat, seen, grad) < 0) {
+    if (leave_kept(flat, sharded) < 0 || take_foreign(flat, sharded, grad) < 0) {
         return -1;
     }
-    return fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, seen->shown);
+    return fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, sharded->shown);
 }
 
 static enum grad_state
-look_at(fsdpc_py_flat *flat, fsdpc_py_seen *seen)
+look_at(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 {
-    PyObject *grad = fsdpc_py_field(seen->param, FSDPC_PY_GRAD);
+    PyObject *grad = fsdpc_py_field(sharded->param, FSDPC_PY_GRAD);
     if (!grad) {
         return GRAD_ERROR;
     }
     enum grad_state state = grad == Py_None ? GRAD_NONE : GRAD_OURS;
-    if (grad != Py_None &&
-        (grad == seen->shown ? check_ours(flat, seen) : replace_foreign(flat, seen, grad)) < 0) {
+    if (grad != Py_None && (grad == sharded->shown ? check_ours(flat, sharded)
+                                                   : replace_foreign(flat, sharded, grad)) < 0) {
         state = GRAD_ERROR;
     }
     Py_DECREF(grad);
@@ -172,8 +173,8 @@ PyObject *
 fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
 {
     (void)unused;
-    for (int i = 0; i < flat->seen_count && !flat->shown; i++) {
-        if (flat->seen[i].grad && look_at(flat, &flat->seen[i]) == GRAD_ERROR) {
+    for (int i = 0; i < flat->sharded_count && !flat->shown; i++) {
+        if (flat->sharded[i].grad && look_at(flat, &flat->sharded[i]) == GRAD_ERROR) {
             return NULL;
         }
     }
@@ -182,11 +183,11 @@ fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
 
 /* Cleared gradients start from zero, and what no_sync kept for them is cleared with them. */
 static int
-start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_seen *seen, bool zero)
+start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool zero)
 {
-    for (int c = 0; c < seen->cover_count; c++) {
-        fsdpc_grad_drop_local(flat->unit, seen->covers[c]);
-        int status = zero ? fsdpc_unit_zero_grad(flat->unit, seen->covers[c]) : FSDPC_OK;
+    for (int c = 0; c < sharded->cover_count; c++) {
+        fsdpc_grad_drop_local(flat->unit, sharded->covers[c]);
+        int status = zero ? fsdpc_unit_zero_grad(flat->unit, sharded->covers[c]) : FSDPC_OK;
         if (status != FSDPC_OK) {
             fsdpc_py_raise(status);
             return -1;
@@ -203,11 +204,11 @@ fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "iO:replace_grad", &number, &grad)) {
         return NULL;
     }
-    if (number < 0 || number >= self->seen_count || !self->seen[number].grad) {
+    if (number < 0 || number >= self->sharded_count || !self->sharded[number].grad) {
         PyErr_SetString(PyExc_IndexError, "replace_grad: no gradient with this index");
         return NULL;
     }
-    return fsdpc_py_set_grad(self, &self->seen[number], grad) < 0 ? NULL : Py_NewRef(Py_None);
+    return fsdpc_py_set_grad(self, &self->sharded[number], grad) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 int
@@ -224,20 +225,20 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
         return -1;
     }
     bool any_ours = false;
-    for (int i = 0; i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        enum grad_state state = seen->grad ? look_at(flat, seen) : GRAD_NONE;
+    for (int i = 0; i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        enum grad_state state = sharded->grad ? look_at(flat, sharded) : GRAD_NONE;
         if (state == GRAD_ERROR) {
             return -1;
         }
-        seen->cleared = seen->grad && state == GRAD_NONE;
+        sharded->cleared = sharded->grad && state == GRAD_NONE;
         any_ours = any_ours || state == GRAD_OURS;
-        if (seen->cleared && leave_kept(flat, seen) < 0) {
+        if (sharded->cleared && leave_kept(flat, sharded) < 0) {
             return -1;
         }
     }
-    for (int i = 0; i < flat->seen_count; i++) {
-        if (flat->seen[i].cleared && start_from_zero(flat, &flat->seen[i], any_ours) < 0) {
+    for (int i = 0; i < flat->sharded_count; i++) {
+        if (flat->sharded[i].cleared && start_from_zero(flat, &flat->sharded[i], any_ours) < 0) {
             return -1;
         }
     }
@@ -248,10 +249,10 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
 /* --- after a backward ------------------------------------------------------------------------ */
 
 static bool
-any_used(const fsdpc_py_seen *seen, const uint8_t *used)
+any_used(const fsdpc_py_sharded *sharded, const uint8_t *used)
 {
-    for (int c = 0; c < seen->cover_count; c++) {
-        if (used[seen->covers[c]]) {
+    for (int c = 0; c < sharded->cover_count; c++) {
+        if (used[sharded->covers[c]]) {
             return true;
         }
     }
@@ -260,32 +261,32 @@ any_used(const fsdpc_py_seen *seen, const uint8_t *used)
 
 /* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
 static int
-show_one(fsdpc_py_flat *flat, fsdpc_py_seen *seen, bool sync)
+show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
 {
-    seen->cleared = false;
-    if (!sync && fsdpc_py_show_waiting(flat, seen) < 0) {
+    sharded->cleared = false;
+    if (!sync && fsdpc_py_show_waiting(flat, sharded) < 0) {
         return -1;
     }
     /* The user may have pointed the tensor elsewhere before clearing .grad. */
     const void *data;
-    if (fsdpc_py_local_data(flat, seen->shown, &data) < 0 ||
-        (data != seen->grad_data && point_back(flat, seen) < 0)) {
+    if (fsdpc_py_local_data(flat, sharded->shown, &data) < 0 ||
+        (data != sharded->grad_data && point_back(flat, sharded) < 0)) {
         return -1;
     }
-    return fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, seen->shown);
+    return fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, sharded->shown);
 }
 
 /* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient
  * of no_sync waits: the user discards that by clearing .grad. Listeners are called on every rank,
  * here with an empty gradient (fsdpc/_engine/listeners.py removes it). */
 static int
-show_nothing(fsdpc_py_seen *seen)
+show_nothing(fsdpc_py_sharded *sharded)
 {
-    int listened = fsdpc_py_has_listeners(seen);
-    seen->cleared = false;
-    return listened < 0
-               ? -1
-               : fsdpc_py_set_field(seen->param, FSDPC_PY_GRAD, listened ? seen->grad : Py_None);
+    int listened = fsdpc_py_has_listeners(sharded);
+    sharded->cleared = false;
+    return listened < 0 ? -1
+                        : fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD,
+                                             listened ? sharded->grad : Py_None);
 }
 
 int
@@ -294,18 +295,18 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
     fsdpc_unit *unit = flat->unit;
     const uint8_t *used = sync ? fsdpc_unit_used(unit) : fsdpc_unit_local_used(unit);
     int result = 0;
-    for (int i = 0; result == 0 && i < flat->seen_count; i++) {
-        fsdpc_py_seen *seen = &flat->seen[i];
-        if (!seen->grad || flat->shown || !any_used(seen, used)) {
+    for (int i = 0; result == 0 && i < flat->sharded_count; i++) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        if (!sharded->grad || flat->shown || !any_used(sharded, used)) {
             continue;
         }
-        if (sync && seen->holds_nothing) {
-            result = show_nothing(seen);
-        } else if (seen->cleared) {
-            result = show_one(flat, seen, sync);
+        if (sync && sharded->holds_nothing) {
+            result = show_nothing(sharded);
+        } else if (sharded->cleared) {
+            result = show_one(flat, sharded, sync);
         }
         if (result == 0 && sync) {
-            result = fsdpc_py_note_listeners(seen, listened);
+            result = fsdpc_py_note_listeners(sharded, listened);
         }
     }
     if (sync) {
