@@ -18,6 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
+from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
 
@@ -295,6 +296,7 @@ def fully_shard(  # type: ignore[misc]
     move_to(place.device, managed, ignored)
     if place.device.type == "cpu":
         _draws.install()
+    _stepping.install()
     if infos:
         state.make_unit(infos)
     for _, one in managed:

@@ -81,6 +81,7 @@ class RowUnit(Unit):
             else:
                 param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
                 param.__dict__.update(info.param.__dict__)
+                self.specs[i] = param._spec  # torch shares specs among parameters of one shape
             info.param = param
             _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
@@ -154,8 +155,9 @@ def _take_local(info: ParamInfo) -> Any:
 
 def _around(local: Tensor, spec: Any) -> Tensor:
     """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
-    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
