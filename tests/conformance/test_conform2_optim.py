@@ -87,7 +87,7 @@ def a_step_that_hooks_watch(lib):
 
 @case()
 def gradients_and_states_of_other_objects(lib):
-    """Gradients that the program assigns, states that it loads, and a parameter without gradient."""
+    """Gradients that the program assigns, loaded states, a parameter without gradient."""
     model = lib.shard_blocks(toy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
