@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._comm.bootstrap import Groups, make_groups
 from fsdpc._engine.device import engine_device
@@ -29,10 +29,9 @@ class Place:
     device: torch.device
     replicates: bool
 
-    @property
-    def placements(self) -> tuple[Any, ...]:
-        """Placements of a parameter that is plain before sharding."""
-        return (Replicate(), Shard(0)) if self.replicates else (Shard(0),)
+    def placements(self, dim: int) -> tuple[Any, ...]:
+        """Placements of a parameter that is plain before sharding and cut along ``dim``."""
+        return (Replicate(), Shard(dim)) if self.replicates else (Shard(dim),)
 
     @property
     def shard_world(self) -> int:
@@ -115,17 +114,19 @@ def reshards(value: Any, world: int) -> bool:
     return value != 1
 
 
-def check_placement(choose: Any, info: Any) -> None:
-    """``shard_placement_fn`` may choose ``Shard(0)`` or None for every parameter.
-    ``NotImplementedError``: another dimension or mesh. torch's exceptions for other values.
+def dim_of(choose: Any, info: Any, world: int) -> int:
+    """The dimension along which ``shard_placement_fn`` wants a parameter cut (None: 0), not
+    negative. ``NotImplementedError``: a size of a later dimension that ``world`` does not divide
+    (as torch), or a mesh of the parameter's own. torch's exceptions for other values.
     """
     chosen = None if choose is None else choose(info.param)
     if chosen is None:
-        return
+        return 0
     if not isinstance(chosen, Shard):
         if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
             raise NotImplementedError(
-                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}"
+                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}: call "
+                "fully_shard with that mesh on the module that has the parameter"
             )
         raise AssertionError(f"Expected Shard but got {chosen} for parameter {info.name!r}")
     dim = chosen.dim + info.param.dim() if chosen.dim < 0 else chosen.dim
@@ -133,8 +134,10 @@ def check_placement(choose: Any, info: Any) -> None:
         raise AssertionError(
             f"Shard dim {chosen.dim} is invalid for {info.param.dim()}D tensor: {info.param.shape}"
         )
-    if dim != 0:
+    local = info.param._local_tensor if isinstance(info.param, DTensor) else info.param
+    if dim > 0 and local.shape[dim] % world != 0:
         raise NotImplementedError(
-            f"shard_placement_fn: parameter {info.name!r} would be sharded on dimension {dim}; "
-            "fsdpc.fully_shard shards rows (dimension 0)"
+            f"FSDP does not support uneven sharding on dim {dim}: {tuple(local.shape)} (world "
+            f"size: {world}) of parameter {info.name!r}"
         )
+    return dim

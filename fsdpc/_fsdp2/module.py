@@ -259,8 +259,10 @@ def fully_shard(  # type: ignore[misc]
 
     Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
     parallelism has made a DTensor is sharded once more; ``mesh`` and its mesh must be parts of one
-    mesh with names (``ValueError``). ``NotImplementedError``: ``dp_mesh_dims``, and a
-    ``shard_placement_fn`` that chooses anything but ``Shard(0)``.
+    mesh with names (``ValueError``). ``shard_placement_fn``: ``Shard(dim)`` or None for each
+    parameter; a dimension other than 0 must be a multiple of the ranks, and the full parameter is
+    then a view with that dimension first in memory. ``NotImplementedError``: ``dp_mesh_dims``, a
+    mesh of a parameter's own, a dimension that is no such multiple.
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
@@ -283,8 +285,7 @@ def fully_shard(  # type: ignore[misc]
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
     infos = collect_infos(managed, ignored, what)
-    for info in infos:
-        _args.check_placement(shard_placement_fn, info)
+    dims = [_args.dim_of(shard_placement_fn, info, place.shard_world) for info in infos]
     state = State(
         modules,
         place,
@@ -298,7 +299,7 @@ def fully_shard(  # type: ignore[misc]
         _draws.install()
     _stepping.install()
     if infos:
-        state.make_unit(infos)
+        state.make_unit(infos, dims)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]

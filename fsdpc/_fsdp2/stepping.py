@@ -48,14 +48,31 @@ def install() -> None:
 
 def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Before a step: let the optimizer collect local tensors from now on."""
-    if type(optimizer) not in _ELEMENTWISE or INIT_GROUP in optimizer.__dict__:
-        return
     if torch.compiler.is_compiling():
         return
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(type(param) is DTensor and owner_of(param) is not None for param in params):
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"] if type(p) is DTensor]
+    for param in params:
+        if not param._local_tensor.is_contiguous():
+            _lay_like(param, optimizer.state.get(param, {}))
+    if type(optimizer) not in _ELEMENTWISE or INIT_GROUP in optimizer.__dict__:
+        return
+    if any(owner_of(param) is not None for param in params):
         collect = functools.partial(_collect, weakref.ref(optimizer))
         optimizer.__dict__[INIT_GROUP] = collect
+
+
+def _lay_like(param: Any, state: dict[str, Any]) -> None:
+    """Give the gradient and the states of a parameter that is cut along a later dimension its
+    strides: torch's fused kernels on processors read all of them in the parameter's order. Values
+    that a program has loaded or assigned may have others.
+    """
+    local = param._local_tensor
+    for value in (param.grad, *state.values()):
+        if type(value) is DTensor and value._local_tensor.shape == local.shape:
+            other = value._local_tensor
+            if other.stride() != local.stride():
+                value._local_tensor = torch.empty_like(local, dtype=other.dtype).copy_(other)
 
 
 def _collect(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:

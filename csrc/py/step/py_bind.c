@@ -275,6 +275,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     flat->site_count = flat->seen_count = flat->expected = 0;
     flat->unbinds = flat->in_pass = false;
     Py_CLEAR(flat->versions);
+    Py_CLEAR(flat->row_dims);
     fsdpc_mem_free(flat->watched);
     flat->watched = NULL;
     flat->watched_count = 0;

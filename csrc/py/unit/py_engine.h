@@ -127,7 +127,7 @@ typedef struct fsdpc_py_tree {
 typedef struct fsdpc_py_names {
     PyObject *grad, *grad_fn, *requires_grad, *register_prehook, *dataclass_fields, *data, *detach,
         *is_view, *base, *version, *sequence, *backward_hooks, *register_hook_dict, *accumulated,
-        *backward_optimizers, *local_tensor, *any, *signbit;
+        *backward_optimizers, *local_tensor, *copy, *any, *signbit;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
