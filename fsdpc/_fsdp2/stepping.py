@@ -50,14 +50,15 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Before a step: let the optimizer collect local tensors from now on."""
     if torch.compiler.is_compiling():
         return
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"] if type(p) is DTensor]
-    for param in params:
-        if not param._local_tensor.is_contiguous():
-            _lay_like(param, optimizer.state.get(param, {}))
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for param in group["params"]:
+                if type(param) is DTensor and not param._local_tensor.is_contiguous():
+                    _lay_like(param, optimizer.state.get(param, {}))
     if type(optimizer) not in _ELEMENTWISE or INIT_GROUP in optimizer.__dict__:
         return
-    if any(owner_of(param) is not None for param in params):
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(type(param) is DTensor and owner_of(param) is not None for param in params):
         collect = functools.partial(_collect, weakref.ref(optimizer))
         optimizer.__dict__[INIT_GROUP] = collect
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcome import raises
-from rows_library import RowsLibrary
+from rows_library import RowsLibrary, whole
 from suite import Cases
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Block, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
@@ -346,12 +351,92 @@ def placements_on_rows(lib, placement):
     return str(model.weight.placements), lib.full(model)
 
 
-@case(fsdpc=raises(NotImplementedError, "dimension 1"), over={"placement": [Shard(1), Shard(-1)]})
+@case(over={"placement": [Shard(1), Shard(-1)]})
 def placements_on_columns(lib, placement):
-    """shard_placement_fn with Shard(1)"""
     model = lib.fully_shard(nn.Linear(4, 5, bias=False), shard_placement_fn=lambda p: placement)
     model(torch.ones(1, 4)).sum().backward()
+    local = model.weight.to_local()
+    return str(model.weight.placements), local, lib.full(model), lib.gradients(model)
+
+
+def by_last(param):
+    return Shard(param.dim() - 1) if param.dim() > 1 else None
+
+
+class Mixed(nn.Module):
+    """Weights of two and three dimensions, of which two ranks cut the last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 8)
+        self.up = nn.Linear(8, 5)
+        self.conv = nn.Conv1d(5, 4, 4)
+        self.own = nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, tokens):
+        hidden = self.up(self.embed(tokens)).relu().transpose(1, 2)
+        return self.conv(hidden).pow(2).mean() + self.own.sin().mean()
+
+
+def by_columns(lib, **options):
+    model = Mixed()
+    lib.fully_shard(model.up, shard_placement_fn=by_last, **options)
+    return lib.fully_shard(model, shard_placement_fn=by_last, **options)
+
+
+def columns_loss(lib, model, step):
+    torch.manual_seed(10 * step + lib.rank)
+    return model(torch.randint(0, 7, (3, 9)))
+
+
+@case(rtol=2e-2)
+def training_by_columns_in_bfloat16(lib):
+    return training_by_columns(lib, None, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@case(over={"fused": [None, True]}, rtol=1e-4)
+def training_by_columns(lib, fused, precision=None):
+    """Gradients that the program assigns, clipping, and states that it loads as full tensors."""
+    model = by_columns(lib, mp_policy=precision or MixedPrecisionPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=fused)
+    losses = []
+    for step in range(4):
+        losses.append(columns_loss(lib, model, step))
+        losses[-1].backward()
+        lib.resharded(model)
+        if step == 1:
+            for p in model.parameters():
+                p.grad = distribute_tensor(2 * whole(p.grad), p.device_mesh, p.placements)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step == 1:
+            options = StateDictOptions(full_state_dict=True)
+            states = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(model, optimizer, states, options=options)
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses], lib.full(model)
+
+
+@case(rtol=1e-4)
+def columns_without_synchronisation(lib):
+    model = by_columns(lib)
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        columns_loss(lib, model, step).backward()
     return lib.gradients(model)
+
+
+@case()
+def columns_cast_and_loaded(lib):
+    model = by_columns(lib).to(torch.bfloat16)
+    state = {
+        k: distribute_tensor(torch.full(v.shape, 0.5).bfloat16(), v.device_mesh, v.placements)
+        for k, v in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    columns_loss(lib, model, 0).backward()
+    return lib.full(model), lib.gradients(model)
 
 
 @case(raises=NotImplementedError)
