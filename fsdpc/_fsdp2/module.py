@@ -261,8 +261,11 @@ def fully_shard(  # type: ignore[misc]
     parallelism has made a DTensor is sharded once more; ``mesh`` and its mesh must be parts of one
     mesh with names (``ValueError``). ``shard_placement_fn``: ``Shard(dim)`` or None for each
     parameter; a dimension other than 0 must be a multiple of the ranks, and the full parameter is
-    then a view with that dimension first in memory. ``NotImplementedError``: ``dp_mesh_dims``, a
-    mesh of a parameter's own, a dimension that is no such multiple.
+    then a view with that dimension first in memory. ``dp_mesh_dims``: the names of the
+    data-parallel dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and
+    gradients of the modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: a mesh
+    of a parameter's own, several dimensions that shard or none, a dimension that is no such
+    multiple.
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
@@ -274,17 +277,18 @@ def fully_shard(  # type: ignore[misc]
             )
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fsdpc.fully_shard does not take dp_mesh_dims: pass the data-parallel submesh as mesh"
-        )
     mesh = _args.default_mesh() if mesh is None else mesh
-    _args.check_mesh(mesh)
-    place = _args.place_on(mesh)
+    if dp_mesh_dims is None:
+        _args.check_mesh(mesh)
+    elif type(reshard_after_forward) is int:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
+    place = _args.place_on(mesh, dp_mesh_dims)
     ignored = {id(param) for param in ignored_params or ()}
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
-    infos = collect_infos(managed, ignored, what)
+    infos = collect_infos(managed, ignored, what, place)
     dims = [_args.dim_of(shard_placement_fn, info, place.shard_world) for info in infos]
     state = State(
         modules,

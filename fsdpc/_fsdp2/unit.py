@@ -80,7 +80,8 @@ class RowUnit(Unit):
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
-            param.register_hook(lambda grad: _as_placed(grad, spec))
+            kept = self.place.own_dims
+            param.register_hook(lambda grad: _as_placed(grad, spec, kept))
         return param
 
     # --- sharded parameters ----------------------------------------------------------------------
@@ -188,10 +189,15 @@ def _around(local: Tensor, spec: Any) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def _as_placed(grad: Any, spec: Any) -> Any:
-    """A gradient with the placements of its parameter, and not in flight."""
-    if tuple(grad.placements) != tuple(spec.placements):
-        grad = grad.redistribute(placements=spec.placements)
+def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
+    """A gradient with the placements of its parameter, and not in flight. The engine sums over
+    the mesh dimensions ``kept``.
+    """
+    wanted = list(spec.placements)
+    for dim in kept:
+        wanted[dim] = grad.placements[dim]
+    if list(grad.placements) != wanted:
+        grad = grad.redistribute(placements=wanted)
     local = grad._local_tensor
     if isinstance(local, AsyncCollectiveTensor):
         grad = _around(local.wait(), grad._spec)
@@ -207,6 +213,8 @@ def sharded_spec(param: Tensor, place: Place, parallel: Any, cut: int) -> Any:
         shape = param.shape
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
         return DTensorSpec(place.mesh, place.placements(cut), tensor_meta=meta)
+    if place.own_dims:
+        return _spmd_spec(place, parallel, cut)
     mesh = joined_mesh(place.mesh, parallel.mesh)
     rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == cut]
     split = 1
@@ -216,6 +224,16 @@ def sharded_spec(param: Tensor, place: Place, parallel: Any, cut: int) -> Any:
     if split > 1:
         own[-1] = StridedShard(cut, split_factor=split)
     return DTensorSpec(mesh, (*own, *parallel.placements), tensor_meta=parallel.tensor_meta)
+
+
+def _spmd_spec(place: Place, spec: Any, cut: int) -> Any:
+    """As ``sharded_spec``, on the mesh that the parameter is distributed on already."""
+    dim, split = place.own_dims[-1], 1
+    for later in range(dim + 1, spec.mesh.ndim):
+        split *= spec.mesh.size(later) if spec.placements[later] == Shard(cut) else 1
+    placements = list(spec.placements)
+    placements[dim] = StridedShard(cut, split_factor=split) if split > 1 else Shard(cut)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:

@@ -291,15 +291,96 @@ def a_mesh_without_names(lib):
     lib.fully_shard(linear(), mesh=init_device_mesh("cpu", (2, 1)))
 
 
-@case(fsdpc=raises(NotImplementedError, "dp_mesh_dims"))
-def dimensions_of_an_spmd_mesh(lib):
-    """dp_mesh_dims"""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = linear()
-    for name in ("weight", "bias"):
-        value = DTensor.from_local(getattr(model, name).detach(), mesh, (Replicate(),))
+SPMD = {
+    "dp": ((2,), {"weight": (Replicate(),), "bias": (Replicate(),)}),
+    "dp, tp": (
+        (2, 2),
+        {"weight": (Replicate(), Shard(0)), "bias": (Replicate(), Shard(0))},
+    ),
+    "tp, dp": (
+        (2, 2),
+        {"weight": (Shard(1), Replicate()), "bias": (Replicate(), Replicate())},
+    ),
+    "replicas, dp": (
+        (2, 2),
+        {"weight": (Replicate(), Replicate()), "bias": (Replicate(), Replicate())},
+    ),
+}
+
+
+def spmd(names):
+    """A module of DTensors on a mesh with these dimensions."""
+    shape, placements = SPMD[names]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
+    model = linear(6, 4)
+    for name, where in placements.items():
+        value = distribute_tensor(getattr(model, name).detach(), mesh, where)
         setattr(model, name, nn.Parameter(value))
-    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    return mesh, model
+
+
+def spmd_step(lib, mesh, model, step):
+    place = [Shard(0) if name == "dp" else Replicate() for name in mesh.mesh_dim_names]
+    torch.manual_seed(step)
+    batch = distribute_tensor(torch.randn(4, 4), mesh, place)
+    loss = model(batch).full_tensor().pow(2).mean()
+    loss.backward()
+    return float(loss)
+
+
+@case(rtol=1e-4)
+def dimensions_of_an_spmd_mesh(lib):
+    return trained_on_a_mesh(lib, "dp")
+
+
+@case(world=4, over={"names": [name for name in SPMD if name != "dp"]}, rtol=1e-4)
+def trained_on_a_mesh(lib, names):
+    """dp_mesh_dims: modules, batches, gradients and sharded parameters are on one mesh."""
+    mesh, model = spmd(names)
+    dims = DataParallelMeshDims("dp", "replicas" if "replicas" in names else None)
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, shown = [], []
+    for step in range(3):
+        losses.append(spmd_step(lib, mesh, model, step))
+        lib.resharded(model)
+        shown.append([(p.placements, p.grad.placements) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, str(shown), lib.full(model)
+
+
+@case(raises=ValueError, words="all parameters must be")
+def plain_parameters_on_an_spmd_mesh(lib):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    lib.fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
+@case(raises=ValueError, words="same mesh")
+def parameters_on_another_mesh(lib):
+    model = spmd("dp")[1]
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    lib.fully_shard(model, mesh=other, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
+@case(raises=ValueError, words="not found in mesh.mesh_dim_names")
+def a_dimension_that_the_mesh_lacks(lib):
+    mesh, model = spmd("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
+
+
+@case(raises=NotImplementedError, words="reshard_after_forward as int")
+def a_number_of_ranks_on_an_spmd_mesh(lib):
+    mesh, model = spmd("dp")
+    dims = DataParallelMeshDims("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
+
+
+@case(torch=raises(ValueError), fsdpc=raises(NotImplementedError, "one dimension that shards"))
+def replicas_only_on_an_spmd_mesh(lib):
+    """DataParallelMeshDims(shard=None)"""
+    mesh, model = spmd("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
 
 
 # --- reshard_after_forward -----------------------------------------------------------------------
