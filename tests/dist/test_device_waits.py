@@ -11,7 +11,6 @@ import pytest
 import torch
 from harness import ranks, run_ranks
 from torch import nn
-
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
