@@ -15,6 +15,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
+from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
@@ -302,6 +303,7 @@ def fully_shard(  # type: ignore[misc]
     if place.device.type == "cpu":
         _draws.install()
     _stepping.install()
+    _clip.install()
     if infos:
         state.make_unit(infos, dims)
     for _, one in managed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from outcome import raises
+from outcome import HANGS, any_of, raises
 from rows_library import RowsLibrary, whole
 from suite import Cases
 from torch import nn
@@ -334,6 +334,19 @@ def clipping_empty_shards(lib):
     model(torch.ones(1, 3) * (1 + lib.rank)).square().sum().backward()
     lib.resharded(model)
     return whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)), lib.gradients(model)
+
+
+@case(world=4, torch=any_of(HANGS, raises(RuntimeError)), alone=20, rtol=1e-5)
+def the_largest_gradient_with_empty_shards(lib):
+    """clip_grad_norm_(norm_type=inf) where a rank has no rows of a parameter"""
+    model = lib.fully_shard(nn.Sequential(linear(1, 3), linear(5, 1)))
+    for value in (1.0, math.nan):
+        model(torch.ones(1, 3) * (value + lib.rank)).square().sum().backward()
+        lib.resharded(model)
+        expected = torch.stack([grad.abs().max() for grad in lib.gradients(model).values()]).max()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=math.inf)
+        assert isinstance(total, DTensor)
+        torch.testing.assert_close(whole(total), expected, equal_nan=True)
 
 
 @case()
