@@ -546,6 +546,33 @@ def what_the_placement_function_gets(lib):
     return set(seen)
 
 
+# --- tensors that gather themselves --------------------------------------------------------------
+
+
+class Low(torch.Tensor):
+    """Travels in bfloat16, computes in float32."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.as_subclass(torch.Tensor).bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (gathered,) = outputs
+        if out is not None:
+            out.copy_(gathered)
+            return None
+        return gathered.float(), (gathered,)
+
+
+@case(fsdpc=raises(NotImplementedError, "convert the parameter to a plain tensor"))
+def a_tensor_that_gathers_itself(lib):
+    """fsdp_pre_all_gather, fsdp_post_all_gather"""
+    model = linear(4, 3)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Low))
+    lib.fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
 # --- ignored parameters --------------------------------------------------------------------------
 
 
