@@ -81,7 +81,7 @@ def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         wide = [t for t in wide if hasattr(t, "full_tensor")]
         rest = theirs(wide, norm_type, False, foreach) if wide and not empties else None
         rest = largest(wide) if empties else rest
-        if not owners and len(wide) == len(tensors):
+        if wide and not owners and len(wide) == len(tensors):
             total = rest
         else:
             total = _global_norm(tensors, owners or {}, rest, float(norm_type))
