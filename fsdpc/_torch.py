@@ -118,6 +118,10 @@ SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
 # Both clip_grad_norm_ and get_total_norm call this function.
 TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
+# Collects a group's parameters, gradients and states at the start of a step; a method of each
+# class of torch.optim.
+INIT_GROUP = "_init_group"
+_find("torch.optim", f"Adam.{INIT_GROUP}")
 # DTensor's random operations use the tracker in this module, if there is one.
 RNG_TRACKER = "_rng_tracker"
 dtensor_random = _find("torch.distributed.tensor", "_random")

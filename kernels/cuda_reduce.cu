@@ -12,7 +12,9 @@ template <typename VALUE> struct squares {
     double sum, max;
     bool nonfinite;
 
-    __device__ __forceinline__ squares() : sum(0), max(0), nonfinite(false) {}
+    __device__ __forceinline__ squares() : sum(0), max(0), nonfinite(false)
+    {
+    }
 
     __device__ __forceinline__ void add(double value)
     {
@@ -37,7 +39,9 @@ template <> struct squares<float> {
     double sum;
     uint32_t top;
 
-    __device__ __forceinline__ squares() : sum(0), top(0) {}
+    __device__ __forceinline__ squares() : sum(0), top(0)
+    {
+    }
 
     __device__ __forceinline__ void add(float value)
     {
@@ -140,7 +144,7 @@ sum_of_powers(const void *src, int type, int64_t n, double p, int64_t lane, int6
 
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
-fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
+    fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
 {
     const own_span own(p.span, (int)p.count);
     const void *src = own.span->data;
@@ -151,10 +155,18 @@ fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
         norm.sum = sum_of_powers(src, type, n, p.p, own.lane, own.lanes);
     } else {
         switch (type) {
-        case FSDPC_F32: norm = sum_of_squares<FSDPC_F32>(src, n, own.lane, own.lanes); break;
-        case FSDPC_BF16: norm = sum_of_squares<FSDPC_BF16>(src, n, own.lane, own.lanes); break;
-        case FSDPC_F16: norm = sum_of_squares<FSDPC_F16>(src, n, own.lane, own.lanes); break;
-        default: norm = sum_of_squares<FSDPC_F64>(src, n, own.lane, own.lanes); break;
+        case FSDPC_F32:
+            norm = sum_of_squares<FSDPC_F32>(src, n, own.lane, own.lanes);
+            break;
+        case FSDPC_BF16:
+            norm = sum_of_squares<FSDPC_BF16>(src, n, own.lane, own.lanes);
+            break;
+        case FSDPC_F16:
+            norm = sum_of_squares<FSDPC_F16>(src, n, own.lane, own.lanes);
+            break;
+        default:
+            norm = sum_of_squares<FSDPC_F64>(src, n, own.lane, own.lanes);
+            break;
         }
     }
     add_block(&norm, &p.partials[blockIdx.x]);
@@ -162,14 +174,15 @@ fsdpc_cuda_norm(const __grid_constant__ fsdpc_cuda_norm_params p)
 
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
-fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
+    fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
 {
     enum { IN_FLIGHT = 6 };
     fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
     int64_t i = threadIdx.x;
     /* A single block is bound by latency: several loads in flight. */
 #pragma unroll 1
-    for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count; i += IN_FLIGHT * (int64_t)blockDim.x) {
+    for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count;
+         i += IN_FLIGHT * (int64_t)blockDim.x) {
         fsdpc_cuda_norm_value part[IN_FLIGHT];
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++) {
@@ -197,7 +210,7 @@ fsdpc_cuda_norm_sum(const __grid_constant__ fsdpc_cuda_norm_sum_params p)
 
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
-fsdpc_cuda_clip(const __grid_constant__ fsdpc_cuda_clip_params p)
+    fsdpc_cuda_clip(const __grid_constant__ fsdpc_cuda_clip_params p)
 {
     if (blockIdx.x != 0 || threadIdx.x != 0) {
         return;
@@ -241,8 +254,7 @@ add_group(group<typename item<A>::raw, reduction<S, A>::COUNT> &added,
 
 template <int S, int A>
 static __device__ __forceinline__ typename item<A>::raw
-finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
-       typename item<A>::raw added)
+finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before, typename item<A>::raw added)
 {
     typedef typename item<A>::raw target;
     const target scale = (target)p.scale;
@@ -252,8 +264,8 @@ finish(const fsdpc_cuda_reduce_params &p, typename item<A>::raw before,
 
 template <int S, int A>
 static __device__ void
-reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
-             int64_t lane, int64_t lanes)
+reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end, int64_t lane,
+             int64_t lanes)
 {
     typedef typename item<A>::raw target;
     target *acc = (target *)p.acc;
@@ -276,8 +288,8 @@ reduce_items(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t end,
 
 template <int S, int A>
 static __device__ void
-reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups,
-              int64_t lane, int64_t lanes)
+reduce_groups(const fsdpc_cuda_reduce_params &p, int64_t begin, int64_t groups, int64_t lane,
+              int64_t lanes)
 {
     typedef typename item<S>::raw source;
     typedef typename item<A>::raw target;
@@ -363,16 +375,24 @@ static __device__ void
 reduce_any(const fsdpc_cuda_reduce_params &p, int64_t lane, int64_t lanes)
 {
     switch (p.src_type) {
-    case FSDPC_F32: reduce_span<FSDPC_F32, A>(p, lane, lanes); break;
-    case FSDPC_BF16: reduce_span<FSDPC_BF16, A>(p, lane, lanes); break;
-    case FSDPC_F16: reduce_span<FSDPC_F16, A>(p, lane, lanes); break;
-    default: reduce_span<FSDPC_F64, A>(p, lane, lanes); break;
+    case FSDPC_F32:
+        reduce_span<FSDPC_F32, A>(p, lane, lanes);
+        break;
+    case FSDPC_BF16:
+        reduce_span<FSDPC_BF16, A>(p, lane, lanes);
+        break;
+    case FSDPC_F16:
+        reduce_span<FSDPC_F16, A>(p, lane, lanes);
+        break;
+    default:
+        reduce_span<FSDPC_F64, A>(p, lane, lanes);
+        break;
     }
 }
 
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
-fsdpc_cuda_reduce(const __grid_constant__ fsdpc_cuda_reduce_params p)
+    fsdpc_cuda_reduce(const __grid_constant__ fsdpc_cuda_reduce_params p)
 {
     const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t lanes = (int64_t)gridDim.x * blockDim.x;

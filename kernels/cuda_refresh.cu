@@ -101,16 +101,24 @@ static __device__ __forceinline__ void
 refresh_from(void *acc, const void *grad, int grad_type, int64_t n, int64_t lane, int64_t lanes)
 {
     switch (grad_type) {
-    case FSDPC_F32: refresh_span<A, FSDPC_F32>(acc, grad, n, lane, lanes); break;
-    case FSDPC_BF16: refresh_span<A, FSDPC_BF16>(acc, grad, n, lane, lanes); break;
-    case FSDPC_F16: refresh_span<A, FSDPC_F16>(acc, grad, n, lane, lanes); break;
-    default: refresh_span<A, FSDPC_F64>(acc, grad, n, lane, lanes); break;
+    case FSDPC_F32:
+        refresh_span<A, FSDPC_F32>(acc, grad, n, lane, lanes);
+        break;
+    case FSDPC_BF16:
+        refresh_span<A, FSDPC_BF16>(acc, grad, n, lane, lanes);
+        break;
+    case FSDPC_F16:
+        refresh_span<A, FSDPC_F16>(acc, grad, n, lane, lanes);
+        break;
+    default:
+        refresh_span<A, FSDPC_F64>(acc, grad, n, lane, lanes);
+        break;
     }
 }
 
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
-fsdpc_cuda_refresh(const __grid_constant__ fsdpc_cuda_refresh_params p)
+    fsdpc_cuda_refresh(const __grid_constant__ fsdpc_cuda_refresh_params p)
 {
     const int64_t lane = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t lanes = (int64_t)gridDim.x * blockDim.x;

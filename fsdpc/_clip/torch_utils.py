@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from fsdpc._clip.largest import has_empty_parts, largest
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
 from fsdpc._torch import TOTAL_NORM
 
@@ -73,11 +74,17 @@ def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = _owners(tensors) if _units else None
-        if not owners and (tensors or not _absent_units()):
+        empties = has_empty_parts(tensors, norm_type)
+        if not owners and not empties and (tensors or not _absent_units()):
             return theirs(tensors, norm_type, error_if_nonfinite, foreach)
-        wide = [t for i, t in enumerate(tensors) if i not in owners and hasattr(t, "full_tensor")]
-        rest = theirs(wide, norm_type, False, foreach) if wide else None
-        total = _global_norm(tensors, owners or {}, rest, float(norm_type))
+        wide = [t for i, t in enumerate(tensors) if not owners or i not in owners]
+        wide = [t for t in wide if hasattr(t, "full_tensor")]
+        rest = theirs(wide, norm_type, False, foreach) if wide and not empties else None
+        rest = largest(wide) if empties else rest
+        if wide and not owners and len(wide) == len(tensors):
+            total = rest
+        else:
+            total = _global_norm(tensors, owners or {}, rest, float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {float(norm_type)} for gradients from `parameters` is "

@@ -42,6 +42,7 @@ class Unit(WholeValues):
     the original shapes, in a group of one rank), otherwise ``flat_params`` replace them. With
     ``by_rows`` (which needs ``use_orig_params``) these elements are the rows of
     ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
+    ``dims``: the place that the first dimension of each parameter has in the modules (default 0).
     ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
@@ -62,6 +63,7 @@ class Unit(WholeValues):
         keep_low_precision_grads: bool = False,
         offload: bool = False,
         by_rows: bool = False,
+        dims: Sequence[int] = (),
     ) -> None:
         if by_rows and not use_orig_params:
             raise ValueError(f"unit {name}: by_rows needs use_orig_params=True")
@@ -75,6 +77,7 @@ class Unit(WholeValues):
         self.reshard_after_forward = reshard_after_forward
         self.offload = offload
         self.by_rows = by_rows
+        self.dims = list(dims) or [0] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         self.trainable = [self._trainable(info) for info in infos]
@@ -166,6 +169,7 @@ class Unit(WholeValues):
                 f"parameter {name}: shape {tuple(self.shapes[i])}, {self.dtypes[i]}, stored as "
                 f"{storage}, computed in {compute}, reduced in {reduce}, "
                 f"{'trainable' if trainable else 'frozen'}"
+                + (f", cut along dimension {self.dims[i]}" if self.dims[i] else "")
             )
         return "\n".join(lines)
 
@@ -296,6 +300,7 @@ class Unit(WholeValues):
             versions=self._versions,
             by_gather=not self.use_orig_params,
             dtensors=self.dtensors,
+            row_dims=bytes(self.dims) if any(self.dims) else None,
         )
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.adopt_values(this())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._comm.bootstrap import Groups, make_groups
 from fsdpc._engine.device import engine_device
@@ -21,18 +21,19 @@ from fsdpc.api import ShardingStrategy
 class Place:
     """Where a unit's parameters lie. ``mesh``: that of their DTensors; the last of its
     data-parallel dimensions shards, one before replicates. ``groups``: the communicators over these
-    dimensions.
+    dimensions. ``own_dims``: their indices in ``mesh`` if ``dp_mesh_dims`` names them; all
+    parameters are then DTensors on ``mesh``.
     """
 
     mesh: DeviceMesh
     groups: Groups
     device: torch.device
     replicates: bool
+    own_dims: tuple[int, ...] = ()
 
-    @property
-    def placements(self) -> tuple[Any, ...]:
-        """Placements of a parameter that is plain before sharding."""
-        return (Replicate(), Shard(0)) if self.replicates else (Shard(0),)
+    def placements(self, dim: int) -> tuple[Any, ...]:
+        """Placements of a parameter that is plain before sharding and cut along ``dim``."""
+        return (Replicate(), Shard(dim)) if self.replicates else (Shard(dim),)
 
     @property
     def shard_world(self) -> int:
@@ -69,10 +70,37 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def place_on(mesh: DeviceMesh) -> Place:
-    """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
-    over its second. Collective.
+def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
+    """The names of the data-parallel dimensions of a mesh that has others, too; the last one
+    shards. torch's ``ValueError`` for names that the mesh lacks. ``NotImplementedError``: several
+    dimensions of one kind, or none that shards.
     """
+    if dims.shard is None and dims.replicate is None:
+        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    kinds = [
+        (one,) if isinstance(one, str) else tuple(one or ()) for one in (dims.replicate, dims.shard)
+    ]
+    for name in (*kinds[0], *kinds[1]):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+            )
+    if len(kinds[1]) != 1 or len(kinds[0]) > 1:
+        raise NotImplementedError(
+            f"dp_mesh_dims: fsdpc.fully_shard takes one dimension that shards and at most one that "
+            f"replicates, not shard={dims.shard!r}, replicate={dims.replicate!r}: make a mesh in "
+            "which they are one dimension"
+        )
+    return (*kinds[0], *kinds[1])
+
+
+def place_on(mesh: DeviceMesh, dims: Any = None) -> Place:
+    """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
+    over its second; or those of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
+    """
+    own = () if dims is None else tuple(map(mesh.mesh_dim_names.index, named_dims(mesh, dims)))
     kind = mesh.device_type
     if kind not in ("cpu", "cuda"):
         raise NotImplementedError(
@@ -81,12 +109,13 @@ def place_on(mesh: DeviceMesh) -> Place:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    replicates = mesh.ndim == 2
-    shard = mesh.get_group(1 if replicates else 0)
-    replicate = mesh.get_group(0) if replicates else None
+    used = own or tuple(range(mesh.ndim))
+    replicates = len(used) == 2
+    shard = mesh.get_group(used[-1])
+    replicate = mesh.get_group(used[0]) if replicates else None
     strategy = ShardingStrategy.HYBRID_SHARD if replicates else ShardingStrategy.FULL_SHARD
     groups = make_groups(strategy, shard, replicate, device=engine_device(device))
-    return Place(mesh, groups, device, replicates)
+    return Place(mesh, groups, device, replicates, own)
 
 
 def reshards(value: Any, world: int) -> bool:
@@ -115,17 +144,19 @@ def reshards(value: Any, world: int) -> bool:
     return value != 1
 
 
-def check_placement(choose: Any, info: Any) -> None:
-    """``shard_placement_fn`` may choose ``Shard(0)`` or None for every parameter.
-    ``NotImplementedError``: another dimension or mesh. torch's exceptions for other values.
+def dim_of(choose: Any, info: Any, world: int) -> int:
+    """The dimension along which ``shard_placement_fn`` wants a parameter cut (None: 0), not
+    negative. ``NotImplementedError``: a size of a later dimension that ``world`` does not divide
+    (as torch), or a mesh of the parameter's own. torch's exceptions for other values.
     """
     chosen = None if choose is None else choose(info.param)
     if chosen is None:
-        return
+        return 0
     if not isinstance(chosen, Shard):
         if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
             raise NotImplementedError(
-                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}"
+                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}: call "
+                "fully_shard with that mesh on the module that has the parameter"
             )
         raise AssertionError(f"Expected Shard but got {chosen} for parameter {info.name!r}")
     dim = chosen.dim + info.param.dim() if chosen.dim < 0 else chosen.dim
@@ -133,8 +164,10 @@ def check_placement(choose: Any, info: Any) -> None:
         raise AssertionError(
             f"Shard dim {chosen.dim} is invalid for {info.param.dim()}D tensor: {info.param.shape}"
         )
-    if dim != 0:
+    local = info.param._local_tensor if isinstance(info.param, DTensor) else info.param
+    if dim > 0 and local.shape[dim] % world != 0:
         raise NotImplementedError(
-            f"shard_placement_fn: parameter {info.name!r} would be sharded on dimension {dim}; "
-            "fsdpc.fully_shard shards rows (dimension 0)"
+            f"FSDP does not support uneven sharding on dim {dim}: {tuple(local.shape)} (world "
+            f"size: {world}) of parameter {info.name!r}"
         )
+    return dim

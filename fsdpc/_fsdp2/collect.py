@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdpc._engine.modules import collect, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
+from fsdpc._fsdp2.args import Place
 
 
 def state_of(module: nn.Module) -> Any:
@@ -44,18 +45,19 @@ def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def collect_infos(
-    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str
+    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, place: Place
 ) -> list[ParamInfo]:
     """The call's parameters with all their sites.
 
     torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
     is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
     """
-    return collect(
-        managed,
-        lambda param: id(param) in ignored,
-        lambda param, name: _check(param, name, what),
-    )
+
+    def check(param: nn.Parameter, name: str) -> None:
+        _check(param, name, what)
+        _check_mesh(param, name, place)
+
+    return collect(managed, lambda param: id(param) in ignored, check)
 
 
 def _check(param: nn.Parameter, name: str, what: str) -> None:
@@ -67,7 +69,7 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
             "call of fully_shard, as a list"
         )
     placements = param.placements if isinstance(param, DTensor) else ()
-    if any(not isinstance(p, Shard | Replicate) for p in placements) or len(placements) > 2:
+    if any(not isinstance(p, Shard | Replicate) for p in placements):
         raise NotImplementedError(
             f"FSDP only supports 1D TP/EP or 2D EP+TP: parameter {name!r} of {what} is a DTensor "
             f"with placements {placements}"
@@ -93,6 +95,33 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
             f"FSDP does not support non-contiguous parameters yet: parameter {name!r} of {what} "
             f"has shape {tuple(param.shape)} and strides {param.stride()}"
         )
+
+
+def _check_mesh(param: nn.Parameter, name: str, place: Place) -> None:
+    """torch's exceptions for a DTensor's mesh and placements."""
+    if not place.own_dims:
+        if isinstance(param, DTensor) and param.device_mesh.ndim > 2:
+            raise NotImplementedError(
+                f"FSDP only supports 1D TP/EP or 2D EP+TP: parameter {name!r} is a DTensor with "
+                f"placements {param.placements}"
+            )
+        return
+    if not isinstance(param, DTensor):
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"(e.g. via distribute_module). Got plain tensor for parameter {name!r}."
+        )
+    if param.device_mesh is not place.mesh:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+            f"different mesh objects for parameter {name!r}"
+        )
+    for dim in place.own_dims:
+        if not isinstance(param.placements[dim], Replicate):
+            raise ValueError(
+                f"Expected Replicate() on DP dim {place.mesh.mesh_dim_names[dim]!r} (index {dim}) "
+                f"but got {param.placements[dim]} for parameter {name!r}"
+            )
 
 
 def move_to(device: torch.device, managed: list[tuple[str, nn.Module]], skip: set[int]) -> None:

@@ -15,9 +15,11 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
+from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine.compiled import not_traced
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
+from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
 
@@ -258,8 +260,13 @@ def fully_shard(  # type: ignore[misc]
 
     Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
     parallelism has made a DTensor is sharded once more; ``mesh`` and its mesh must be parts of one
-    mesh with names (``ValueError``). ``NotImplementedError``: ``dp_mesh_dims``, and a
-    ``shard_placement_fn`` that chooses anything but ``Shard(0)``.
+    mesh with names (``ValueError``). ``shard_placement_fn``: ``Shard(dim)`` or None for each
+    parameter; a dimension other than 0 must be a multiple of the ranks, and the full parameter is
+    then a view with that dimension first in memory. ``dp_mesh_dims``: the names of the
+    data-parallel dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and
+    gradients of the modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: a mesh
+    of a parameter's own, several dimensions that shard or none, a dimension that is no such
+    multiple.
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
@@ -271,19 +278,19 @@ def fully_shard(  # type: ignore[misc]
             )
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fsdpc.fully_shard does not take dp_mesh_dims: pass the data-parallel submesh as mesh"
-        )
     mesh = _args.default_mesh() if mesh is None else mesh
-    _args.check_mesh(mesh)
-    place = _args.place_on(mesh)
+    if dp_mesh_dims is None:
+        _args.check_mesh(mesh)
+    elif type(reshard_after_forward) is int:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
+    place = _args.place_on(mesh, dp_mesh_dims)
     ignored = {id(param) for param in ignored_params or ()}
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
-    infos = collect_infos(managed, ignored, what)
-    for info in infos:
-        _args.check_placement(shard_placement_fn, info)
+    infos = collect_infos(managed, ignored, what, place)
+    dims = [_args.dim_of(shard_placement_fn, info, place.shard_world) for info in infos]
     state = State(
         modules,
         place,
@@ -295,8 +302,10 @@ def fully_shard(  # type: ignore[misc]
     move_to(place.device, managed, ignored)
     if place.device.type == "cpu":
         _draws.install()
+    _stepping.install()
+    _clip.install()
     if infos:
-        state.make_unit(infos)
+        state.make_unit(infos, dims)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]

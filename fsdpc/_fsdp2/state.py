@@ -59,16 +59,17 @@ class State:
         self._prepare_inputs: Callable[..., Any] | None = None
         self._open = 0  # forwards in progress that have to be undone if they raise
 
-    def make_unit(self, infos: list[ParamInfo]) -> None:
-        """Shard the call's parameters. Collective over the mesh."""
+    def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
+        """Shard the call's parameters along ``dims``. Collective over the mesh."""
         plain = [info.param for info in infos]
-        self._unit = self._new_unit(infos)
+        self._unit = self._new_unit(infos, dims)
         for param in plain:  # a module outside of the unit may keep the tied parameter
             _writeback.set_owner(param, self._unit)
 
     def _new_unit(
         self,
         infos: list[ParamInfo],
+        dims: Sequence[int] = (),
         adopted: Sequence[nn.Parameter] = (),
         parallel: Sequence[Any] = (),
     ) -> RowUnit:
@@ -76,6 +77,7 @@ class State:
             self._name,
             infos,
             self.place,
+            dims=dims,
             adopted=adopted,
             parallel=parallel,
             param_dtype=self.precision.param_dtype,
@@ -178,9 +180,10 @@ class State:
         infos = []
         for i, (info, tensor) in enumerate(zip(unit.infos, local, strict=True)):
             blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
+            blank = blank.movedim(0, unit.dims[i])
             param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
             infos.append(ParamInfo(info.name, param, info.sites))
-        new = self._unit = self._new_unit(infos, adopted, unit.parallel)
+        new = self._unit = self._new_unit(infos, unit.dims, adopted, unit.parallel)
         for param, view, tensor in zip(adopted, new.views, local, strict=True):
             if tensor.is_meta:
                 param._local_tensor = tensor

@@ -28,6 +28,10 @@ class RowUnit(Unit):
     Parameters on the meta device stay there until ``to_empty`` or a load replaces them; the memory
     of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit that
     stand for this one's; the caller copies their values.
+
+    ``dims``: the dimension along which each parameter is cut (default 0). The engine has that
+    dimension first in memory, so that a rank's part is rows; parameters in the modules, local
+    tensors and gradients are views with the dimensions in their order.
     """
 
     dtensors = True
@@ -39,24 +43,35 @@ class RowUnit(Unit):
         infos: list[ParamInfo],
         place: Place,
         *,
+        dims: Sequence[int] = (),
         adopted: Sequence[nn.Parameter] = (),
         parallel: Sequence[Any] = (),
         **options: Any,
     ) -> None:
+        dims = list(dims) or [0] * len(infos)
         self.place = place
         self.adopted = adopted
         # Per parameter: its spec on the tensor-parallel mesh, or None.
         self.parallel = list(parallel) or [_take_local(info) for info in infos]
         self.specs = [
-            sharded_spec(info.param, place, spec)
-            for info, spec in zip(infos, self.parallel, strict=True)
+            sharded_spec(info.param, place, spec, dim)
+            for info, spec, dim in zip(infos, self.parallel, dims, strict=True)
         ]
-        super().__init__(name, infos, place.groups, use_orig_params=True, by_rows=True, **options)
+        for info, dim in zip(infos, dims, strict=True):
+            if dim > 0:
+                _put_first(info, dim)
+        super().__init__(
+            name, infos, place.groups, use_orig_params=True, by_rows=True, dims=dims, **options
+        )
 
     # --- gathered parameters ---------------------------------------------------------------------
 
     def _make_full(self, i: int) -> Tensor:
         full = super()._make_full(i)
+        if self.dims[i] > 0:
+            moved: Any = nn.Parameter(full.detach().movedim(0, self.dims[i]), full.requires_grad)
+            moved.__dict__.update(full.__dict__)
+            full = moved
         spec = self.parallel[i]
         if spec is None:
             return full
@@ -65,7 +80,8 @@ class RowUnit(Unit):
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
-            param.register_hook(lambda grad: _as_placed(grad, spec))
+            kept = self.place.own_dims
+            param.register_hook(lambda grad: _as_placed(grad, spec, kept))
         return param
 
     # --- sharded parameters ----------------------------------------------------------------------
@@ -81,6 +97,7 @@ class RowUnit(Unit):
             else:
                 param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
                 param.__dict__.update(info.param.__dict__)
+                self.specs[i] = param._spec  # torch shares specs among parameters of one shape
             info.param = param
             _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
@@ -98,10 +115,14 @@ class RowUnit(Unit):
         return torch.Size(rows_shape(self.shapes[i], shard.world, shard.rank))
 
     def shard_view(self, i: int) -> Tensor:
-        return over(self.flat.shard_part(i), self.dtypes[i], self._rows(i))
+        return self._part(self.flat.shard_part(i), i)
 
     def grad_view(self, i: int) -> Tensor:
-        return self.distributed(over(self.flat.grad_part(i), self.dtypes[i], self._rows(i)), i)
+        return self.distributed(self._part(self.flat.grad_part(i), i), i)
+
+    def _part(self, memory: Any, i: int) -> Tensor:
+        rows = over(memory, self.dtypes[i], self._rows(i))
+        return rows.movedim(0, self.dims[i]) if self.dims[i] > 0 else rows
 
     def local(self, param: Any) -> Tensor:
         return param._local_tensor
@@ -149,40 +170,67 @@ def _take_local(info: ParamInfo) -> Any:
     return param._spec
 
 
+def _put_first(info: ParamInfo, dim: int) -> None:
+    """Replace a parameter by a view of it with ``dim`` as the first dimension."""
+    param: Any = info.param
+    view: Any = nn.Parameter(param.detach().movedim(dim, 0), requires_grad=param.requires_grad)
+    view.__dict__.update(param.__dict__)
+    info.param = view
+
+
 def _around(local: Tensor, spec: Any) -> Tensor:
     """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
-    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
-def _as_placed(grad: Any, spec: Any) -> Any:
-    """A gradient with the placements of its parameter, and not in flight."""
-    if tuple(grad.placements) != tuple(spec.placements):
-        grad = grad.redistribute(placements=spec.placements)
+def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
+    """A gradient with the placements of its parameter, and not in flight. The engine sums over
+    the mesh dimensions ``kept``.
+    """
+    wanted = list(spec.placements)
+    for dim in kept:
+        wanted[dim] = grad.placements[dim]
+    if list(grad.placements) != wanted:
+        grad = grad.redistribute(placements=wanted)
     local = grad._local_tensor
     if isinstance(local, AsyncCollectiveTensor):
         grad = _around(local.wait(), grad._spec)
     return grad
 
 
-def sharded_spec(param: Tensor, place: Place, parallel: Any) -> Any:
-    """Mesh and placements of the sharded parameter: rows over the data-parallel dimensions, which
-    stand before those of tensor parallelism. ``param`` is this rank's local tensor then.
+def sharded_spec(param: Tensor, place: Place, parallel: Any, cut: int) -> Any:
+    """Mesh and placements of the sharded parameter: parts along its dimension ``cut`` over the
+    data-parallel dimensions, which stand before those of tensor parallelism. ``param`` is this
+    rank's local tensor then.
     """
     if parallel is None:
         shape = param.shape
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
-        return DTensorSpec(place.mesh, place.placements, tensor_meta=meta)
+        return DTensorSpec(place.mesh, place.placements(cut), tensor_meta=meta)
+    if place.own_dims:
+        return _spmd_spec(place, parallel, cut)
     mesh = joined_mesh(place.mesh, parallel.mesh)
-    rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == 0]
+    rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == cut]
     split = 1
     for dim, placement in enumerate(parallel.placements):
         split *= parallel.mesh.size(dim) if placement in rows else 1
-    own = list(place.placements)
+    own = list(place.placements(cut))
     if split > 1:
-        own[-1] = StridedShard(0, split_factor=split)
+        own[-1] = StridedShard(cut, split_factor=split)
     return DTensorSpec(mesh, (*own, *parallel.placements), tensor_meta=parallel.tensor_meta)
+
+
+def _spmd_spec(place: Place, spec: Any, cut: int) -> Any:
+    """As ``sharded_spec``, on the mesh that the parameter is distributed on already."""
+    dim, split = place.own_dims[-1], 1
+    for later in range(dim + 1, spec.mesh.ndim):
+        split *= spec.mesh.size(later) if spec.placements[later] == Shard(cut) else 1
+    placements = list(spec.placements)
+    placements[dim] = StridedShard(cut, split_factor=split) if split > 1 else Shard(cut)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcome import raises
-from rows_library import RowsLibrary
+from rows_library import RowsLibrary, whole
 from suite import Cases
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Block, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
@@ -286,15 +291,96 @@ def a_mesh_without_names(lib):
     lib.fully_shard(linear(), mesh=init_device_mesh("cpu", (2, 1)))
 
 
-@case(fsdpc=raises(NotImplementedError, "dp_mesh_dims"))
-def dimensions_of_an_spmd_mesh(lib):
-    """dp_mesh_dims"""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = linear()
-    for name in ("weight", "bias"):
-        value = DTensor.from_local(getattr(model, name).detach(), mesh, (Replicate(),))
+SPMD = {
+    "dp": ((2,), {"weight": (Replicate(),), "bias": (Replicate(),)}),
+    "dp, tp": (
+        (2, 2),
+        {"weight": (Replicate(), Shard(0)), "bias": (Replicate(), Shard(0))},
+    ),
+    "tp, dp": (
+        (2, 2),
+        {"weight": (Shard(1), Replicate()), "bias": (Replicate(), Replicate())},
+    ),
+    "replicas, dp": (
+        (2, 2),
+        {"weight": (Replicate(), Replicate()), "bias": (Replicate(), Replicate())},
+    ),
+}
+
+
+def spmd(names):
+    """A module of DTensors on a mesh with these dimensions."""
+    shape, placements = SPMD[names]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
+    model = linear(6, 4)
+    for name, where in placements.items():
+        value = distribute_tensor(getattr(model, name).detach(), mesh, where)
         setattr(model, name, nn.Parameter(value))
-    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    return mesh, model
+
+
+def spmd_step(lib, mesh, model, step):
+    place = [Shard(0) if name == "dp" else Replicate() for name in mesh.mesh_dim_names]
+    torch.manual_seed(step)
+    batch = distribute_tensor(torch.randn(4, 4), mesh, place)
+    loss = model(batch).full_tensor().pow(2).mean()
+    loss.backward()
+    return float(loss)
+
+
+@case(rtol=1e-4)
+def dimensions_of_an_spmd_mesh(lib):
+    return trained_on_a_mesh(lib, "dp")
+
+
+@case(world=4, over={"names": [name for name in SPMD if name != "dp"]}, rtol=1e-4)
+def trained_on_a_mesh(lib, names):
+    """dp_mesh_dims: modules, batches, gradients and sharded parameters are on one mesh."""
+    mesh, model = spmd(names)
+    dims = DataParallelMeshDims("dp", "replicas" if "replicas" in names else None)
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, shown = [], []
+    for step in range(3):
+        losses.append(spmd_step(lib, mesh, model, step))
+        lib.resharded(model)
+        shown.append([(p.placements, p.grad.placements) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, str(shown), lib.full(model)
+
+
+@case(raises=ValueError, words="all parameters must be")
+def plain_parameters_on_an_spmd_mesh(lib):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    lib.fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
+@case(raises=ValueError, words="same mesh")
+def parameters_on_another_mesh(lib):
+    model = spmd("dp")[1]
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    lib.fully_shard(model, mesh=other, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
+@case(raises=ValueError, words="not found in mesh.mesh_dim_names")
+def a_dimension_that_the_mesh_lacks(lib):
+    mesh, model = spmd("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
+
+
+@case(raises=NotImplementedError, words="reshard_after_forward as int")
+def a_number_of_ranks_on_an_spmd_mesh(lib):
+    mesh, model = spmd("dp")
+    dims = DataParallelMeshDims("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
+
+
+@case(torch=raises(ValueError), fsdpc=raises(NotImplementedError, "one dimension that shards"))
+def replicas_only_on_an_spmd_mesh(lib):
+    """DataParallelMeshDims(shard=None)"""
+    mesh, model = spmd("dp")
+    lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
 
 
 # --- reshard_after_forward -----------------------------------------------------------------------
@@ -346,12 +432,92 @@ def placements_on_rows(lib, placement):
     return str(model.weight.placements), lib.full(model)
 
 
-@case(fsdpc=raises(NotImplementedError, "dimension 1"), over={"placement": [Shard(1), Shard(-1)]})
+@case(over={"placement": [Shard(1), Shard(-1)]})
 def placements_on_columns(lib, placement):
-    """shard_placement_fn with Shard(1)"""
     model = lib.fully_shard(nn.Linear(4, 5, bias=False), shard_placement_fn=lambda p: placement)
     model(torch.ones(1, 4)).sum().backward()
+    local = model.weight.to_local()
+    return str(model.weight.placements), local, lib.full(model), lib.gradients(model)
+
+
+def by_last(param):
+    return Shard(param.dim() - 1) if param.dim() > 1 else None
+
+
+class Mixed(nn.Module):
+    """Weights of two and three dimensions, of which two ranks cut the last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 8)
+        self.up = nn.Linear(8, 5)
+        self.conv = nn.Conv1d(5, 4, 4)
+        self.own = nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, tokens):
+        hidden = self.up(self.embed(tokens)).relu().transpose(1, 2)
+        return self.conv(hidden).pow(2).mean() + self.own.sin().mean()
+
+
+def by_columns(lib, **options):
+    model = Mixed()
+    lib.fully_shard(model.up, shard_placement_fn=by_last, **options)
+    return lib.fully_shard(model, shard_placement_fn=by_last, **options)
+
+
+def columns_loss(lib, model, step):
+    torch.manual_seed(10 * step + lib.rank)
+    return model(torch.randint(0, 7, (3, 9)))
+
+
+@case(rtol=2e-2)
+def training_by_columns_in_bfloat16(lib):
+    return training_by_columns(lib, None, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@case(over={"fused": [None, True]}, rtol=1e-4)
+def training_by_columns(lib, fused, precision=None):
+    """Gradients that the program assigns, clipping, and states that it loads as full tensors."""
+    model = by_columns(lib, mp_policy=precision or MixedPrecisionPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=fused)
+    losses = []
+    for step in range(4):
+        losses.append(columns_loss(lib, model, step))
+        losses[-1].backward()
+        lib.resharded(model)
+        if step == 1:
+            for p in model.parameters():
+                p.grad = distribute_tensor(2 * whole(p.grad), p.device_mesh, p.placements)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step == 1:
+            options = StateDictOptions(full_state_dict=True)
+            states = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(model, optimizer, states, options=options)
+        optimizer.zero_grad()
+    return [float(loss) for loss in losses], lib.full(model)
+
+
+@case(rtol=1e-4)
+def columns_without_synchronisation(lib):
+    model = by_columns(lib)
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        columns_loss(lib, model, step).backward()
     return lib.gradients(model)
+
+
+@case()
+def columns_cast_and_loaded(lib):
+    model = by_columns(lib).to(torch.bfloat16)
+    state = {
+        k: distribute_tensor(torch.full(v.shape, 0.5).bfloat16(), v.device_mesh, v.placements)
+        for k, v in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    columns_loss(lib, model, 0).backward()
+    return lib.full(model), lib.gradients(model)
 
 
 @case(raises=NotImplementedError)
@@ -378,6 +544,33 @@ def what_the_placement_function_gets(lib):
     seen = []
     lib.fully_shard(linear(), shard_placement_fn=lambda p: seen.append(tuple(p.shape)))
     return set(seen)
+
+
+# --- tensors that gather themselves --------------------------------------------------------------
+
+
+class Low(torch.Tensor):
+    """Travels in bfloat16, computes in float32."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.as_subclass(torch.Tensor).bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (gathered,) = outputs
+        if out is not None:
+            out.copy_(gathered)
+            return None
+        return gathered.float(), (gathered,)
+
+
+@case(fsdpc=raises(NotImplementedError, "convert the parameter to a plain tensor"))
+def a_tensor_that_gathers_itself(lib):
+    """fsdp_pre_all_gather, fsdp_post_all_gather"""
+    model = linear(4, 3)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Low))
+    lib.fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
 
 
 # --- ignored parameters --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from outcome import HANGS, any_of, raises
 from rows_library import RowsLibrary, whole
 from suite import Cases
 from torch import nn
@@ -52,11 +53,68 @@ def optimizers(lib, name, foreach):
     return trained(lib, model, kind(model.parameters(), foreach=foreach, **OPTIMIZERS[name]))
 
 
-@case(raises=NotImplementedError, words="sharding strategy", over={"name": ["SGD", "Adagrad"]})
+@case(
+    torch=raises(NotImplementedError, "sharding strategy"),
+    over={"name": ["SGD", "Adagrad"]},
+    rtol=1e-4,
+)
 def fused_optimizers_that_dtensor_does_not_know(lib, name):
+    """fused=True of SGD and Adagrad"""
     model = lib.shard_blocks(toy())
     kind = getattr(torch.optim, name)
-    trained(lib, model, kind(model.parameters(), fused=True, **OPTIMIZERS[name]))
+    return trained(lib, model, kind(model.parameters(), fused=True, lr=1e-2))
+
+
+@case()
+def a_step_that_hooks_watch(lib):
+    """Hooks of the optimizer see DTensors, before the step and after it."""
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+
+    def look(optimizer, args, kwargs):
+        params = optimizer.param_groups[0]["params"]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        seen.append(
+            (len(states), *(sum(isinstance(v, DTensor) for v in x) for x in (params, states)))
+        )
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    trained(lib, model, optimizer, steps=2)
+    return seen
+
+
+@case()
+def gradients_and_states_of_other_objects(lib):
+    """Gradients that the program assigns, loaded states, a parameter without gradient."""
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(3):
+        loss_of(model, lib.batch(step)).backward()
+        lib.resharded(model)
+        params = list(model.parameters())
+        for number, param in enumerate(params):
+            param.grad = None if number == 1 else param.grad * 2
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case()
+def an_optimizer_of_the_users_class(lib):
+    """A subclass of AdamW sees DTensors in its step."""
+    seen = []
+
+    class Watching(torch.optim.AdamW):
+        def _init_group(self, group, params, *rest):
+            result = super()._init_group(group, params, *rest)
+            seen.append(all(isinstance(p, DTensor) for p in params))
+            return result
+
+    model = lib.shard_blocks(toy())
+    return trained(lib, model, Watching(model.parameters(), eps=1e-3), steps=1), seen
 
 
 @case(over={"name": ["Adam", "AdamW"]}, rtol=1e-4)
@@ -276,6 +334,19 @@ def clipping_empty_shards(lib):
     model(torch.ones(1, 3) * (1 + lib.rank)).square().sum().backward()
     lib.resharded(model)
     return whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)), lib.gradients(model)
+
+
+@case(world=4, torch=any_of(HANGS, raises(RuntimeError)), alone=20, rtol=1e-5)
+def the_largest_gradient_with_empty_shards(lib):
+    """clip_grad_norm_(norm_type=inf) where a rank has no rows of a parameter"""
+    model = lib.fully_shard(nn.Sequential(linear(1, 3), linear(5, 1)))
+    for value in (1.0, math.nan):
+        model(torch.ones(1, 3) * (value + lib.rank)).square().sum().backward()
+        lib.resharded(model)
+        expected = torch.stack([grad.abs().max() for grad in lib.gradients(model).values()]).max()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=math.inf)
+        assert isinstance(total, DTensor)
+        torch.testing.assert_close(whole(total), expected, equal_nan=True)
 
 
 @case()

@@ -11,19 +11,28 @@ import pytest
 import torch
 from harness import ranks, run_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdpc import FullyShardedDataParallel as FSDP
-from fsdpc import MixedPrecision
+from fsdpc import MixedPrecision, fully_shard
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "1", "FSDPC_POISON": "0"}  # poison waits, too
+COUNTED = ("launches", "calls", "waits", "bytes_read", "bytes_written")
 POLICIES = ["lazy", "eager", "random:1", "random:2", "order:1,host,0", "order:host,1,0"]
 
 
-def model(precision: str) -> FSDP:
+def model(precision: str, door: str = "FSDP") -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)]
     whole = nn.Sequential(nn.Linear(16, 16), *layers, nn.Linear(16, 4))
+    if door == "fully_shard":
+        low = torch.bfloat16 if precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
+        for layer in (*layers, whole):
+            fully_shard(layer, mp_policy=policy)
+        return whole
     mixed = MixedPrecision(torch.bfloat16, torch.float32) if precision == "bf16" else None
     for i, layer in enumerate(layers):
         whole[1 + i] = FSDP(layer, mixed_precision=mixed)
@@ -33,9 +42,9 @@ def model(precision: str) -> FSDP:
 class Run:
     """Training on one rank."""
 
-    def __init__(self, rank: int, precision: str) -> None:
+    def __init__(self, rank: int, precision: str, door: str = "FSDP") -> None:
         self.rank = rank
-        self.model = model(precision)
+        self.model = model(precision, door)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self, number: int) -> float:
@@ -60,44 +69,71 @@ def test_every_policy_gives_the_same_losses(rank: int, world: int, precision: st
     import simgpu
 
     losses = []
-    for policy in POLICIES:
+    for door, policy in [*(("FSDP", each) for each in POLICIES), ("fully_shard", "lazy")]:
         simgpu.policy(policy)
-        run = Run(rank, precision)
+        run = Run(rank, precision, door)
         losses.append([run.step(i) for i in range(4)])
     assert all(each == losses[0] for each in losses)
     assert losses[0][-1] < losses[0][0]
     assert simgpu.count()["launches"] > 0
 
 
-@ranks(1, 2, env=ON_GPU)
-def test_a_step_neither_allocates_nor_waits(rank: int, world: int):
+def cost_of_a_step(rank: int, world: int, door: str) -> dict[str, int]:
     import simgpu
 
-    run = Run(rank, "bf16")
+    run = Run(rank, "bf16", door)
     for i in range(2):
         run.step(i)
+    before = nccl_calls()
     with simgpu.counting() as cost:
         run.step(2)
-    for name in ("host_syncs", "allocations", "host_allocations", "maps", "events_created"):
-        assert cost[name] == 0, cost
+    return {**cost, "calls": nccl_calls() - before}
 
 
-def name_memory(model: FSDP) -> None:
+def nccl_calls() -> int:
+    """A group of collectives is one call."""
+    import simgpu
+
+    count = simgpu.nccl_count()
+    kinds = ("all_gathers", "reduce_scatters", "all_reduces", "broadcasts")
+    return sum(count[kind] for kind in kinds) - count["joined"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_neither_allocates_nor_waits(world: int):
+    """Through either interface, at the same cost."""
+    costs = {}
+    for door in ("FSDP", "fully_shard"):
+        cost = costs[door] = run_ranks(cost_of_a_step, world, env=ON_GPU, door=door)[0]
+        counted = ", ".join(f"{cost[name] / 5:.1f} {name}" for name in COUNTED)
+        print(f"{door}, {world} ranks, bf16, per unit and step: {counted}")
+        for name in ("host_syncs", "allocations", "host_allocations", "maps", "events_created"):
+            assert cost[name] == 0, (door, cost)
+    flat, rows = costs["FSDP"], costs["fully_shard"]
+    assert all(rows[name] <= flat[name] for name in ("launches", "calls", "waits")), costs
+    for name in ("bytes_read", "bytes_written"):
+        assert rows[name] <= 1.05 * flat[name], costs
+
+
+def name_memory(model: nn.Module) -> None:
     import simgpu
 
     for name, parameter in model.named_parameters():
-        if parameter.numel():
-            simgpu.label(parameter, f"shard of {name}")
-            simgpu.label(parameter.grad, f"gradient of {name}")
+        for what, tensor in (("shard", parameter.detach()), ("gradient", parameter.grad)):
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if tensor.numel():
+                simgpu.label(tensor, f"{what} of {name}")
 
 
-def leave_out_each_wait(rank: int, world: int, precision: str) -> list[tuple[str, list[str]]]:
+def leave_out_each_wait(
+    rank: int, world: int, precision: str, door: str
+) -> list[tuple[str, list[str]]]:
     """What was found with no wait left out, then with each; rank 0 leaves them out."""
     import simgpu
 
     simgpu.policy("lazy")  # what nothing demands is late
     simgpu.options().quiet = True
-    run = Run(rank, precision)
+    run = Run(rank, precision, door)
     for i in range(2):
         run.step(i)
     name_memory(run.model)
@@ -117,12 +153,22 @@ def leave_out_each_wait(rank: int, world: int, precision: str) -> list[tuple[str
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_each_wait_that_is_left_out_is_found(world: int, precision: str):
-    found = run_ranks(leave_out_each_wait, world, env=ON_GPU, precision=precision)[0]
+@pytest.mark.parametrize(
+    "world, precision, door",
+    [
+        (1, "fp32", "FSDP"),
+        (1, "bf16", "FSDP"),
+        (2, "fp32", "FSDP"),
+        (2, "bf16", "FSDP"),
+        (2, "bf16", "fully_shard"),
+    ],
+)
+def test_each_wait_that_is_left_out_is_found(world: int, precision: str, door: str):
+    found = run_ranks(leave_out_each_wait, world, env=ON_GPU, precision=precision, door=door)[0]
     for which, reports in found:
-        print(f"{world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}")
+        print(
+            f"{door}, {world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}"
+        )
     assert found[0][1] == []
     assert (len(found) > 6) == (world > 1 or precision != "fp32")  # alone: its own values, no cast
     assert [which for which, reports in found[1:] if not reports] == []

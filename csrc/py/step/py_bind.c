@@ -200,11 +200,23 @@ bind_versions(fsdpc_py_flat *flat, PyObject *counter, bool by_gather)
     return 0;
 }
 
+static int
+check_row_dims(const fsdpc_py_flat *flat, PyObject *row_dims)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    if (row_dims == Py_None || (PyBytes_Check(row_dims) && PyBytes_GET_SIZE(row_dims) == count)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "bind: row_dims must be %d bytes or None", count);
+    return -1;
+}
+
 PyObject *
 fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
     PyObject *full, *sites, *sharded, *watched, *versions = Py_None;
+    PyObject *row_dims = Py_None;
     bool by_gather = false, dtensors = false;
     const fsdpc_py_arg table[] = {
         {"full", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &full},
@@ -214,8 +226,12 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
         {"versions", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &versions},
         {"by_gather", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &by_gather},
         {"dtensors", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &dtensors},
+        {"row_dims", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &row_dims},
     };
-    if (fsdpc_py_args("bind", table, 7, args, count, keywords) < 0) {
+    if (fsdpc_py_args("bind", table, 8, args, count, keywords) < 0) {
+        return NULL;
+    }
+    if (check_row_dims(flat, row_dims) < 0) {
         return NULL;
     }
     if (!PyList_Check(full) || !PyList_Check(sites) || !PyList_Check(sharded) ||
@@ -235,6 +251,7 @@ fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyOb
     int result = whole ? fsdpc_py_try_flat(flat) : -1;
     if (result == 0) {
         result = bind_all(flat, rows, dtensors);
+        Py_XSETREF(flat->row_dims, row_dims == Py_None ? NULL : Py_NewRef(row_dims));
         result = result == 0 ? bind_versions(flat, versions, by_gather) : result;
         fsdpc_py_leave_flat(flat);
     }
@@ -258,6 +275,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     flat->site_count = flat->sharded_count = flat->expected = 0;
     flat->unbinds = flat->in_pass = false;
     Py_CLEAR(flat->versions);
+    Py_CLEAR(flat->row_dims);
     fsdpc_mem_free(flat->watched);
     flat->watched = NULL;
     flat->watched_count = 0;

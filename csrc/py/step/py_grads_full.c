@@ -35,6 +35,25 @@ view_grad(fsdpc_py_flat *flat, int i)
     return fsdpc_py_torch_view_on(plain, fsdpc_py_full_place(flat), &flat->views[i]);
 }
 
+/* The unit's memory has the dimension first along which the parameter is cut. */
+static int
+put_rows_first(const fsdpc_py_flat *flat, int i)
+{
+    fsdpc_py_view *view = &flat->views[i];
+    int dim = flat->row_dims ? (unsigned char)PyBytes_AS_STRING(flat->row_dims)[i] : 0;
+    if (dim == 0 || dim >= view->ndim) {
+        return 0;
+    }
+    int64_t size = view->shape[dim], stride = view->strides[dim];
+    for (int d = dim; d > 0; d--) {
+        view->shape[d] = view->shape[d - 1];
+        view->strides[d] = view->strides[d - 1];
+    }
+    view->shape[0] = size;
+    view->strides[0] = stride;
+    return fsdpc_py_view_finish(view);
+}
+
 int
 fsdpc_py_collect_grads(fsdpc_py_flat *flat)
 {
@@ -59,7 +78,8 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
         }
         flat->held[i] = fsdpc_py_full_local(flat, grad);
         Py_DECREF(grad);
-        if (!flat->held[i] || view_grad(flat, i) < 0 || check_size(flat, i) < 0) {
+        if (!flat->held[i] || view_grad(flat, i) < 0 || put_rows_first(flat, i) < 0 ||
+            check_size(flat, i) < 0) {
             return -1;
         }
         flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,

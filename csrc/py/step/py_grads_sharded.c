@@ -30,6 +30,7 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad
     Py_XSETREF(sharded->grad, local);
     Py_XSETREF(sharded->alias, alias);
     sharded->grad_data = view.data;
+    sharded->strided = !view.contiguous;
     sharded->broken = -1;
     /* Operations on a DTensor are collective: each rank must see its gradient. */
     sharded->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, sharded) > 0;
@@ -54,6 +55,31 @@ local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
     return result;
 }
 
+static int
+reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
+{
+    for (int c = 0; c < sharded->cover_count; c++) {
+        int status = fsdpc_unit_reload_grad(flat->unit, sharded->covers[c]);
+        if (status != FSDPC_OK) {
+            fsdpc_py_raise(status);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* torch copies between different strides. */
+static int
+take_strided(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
+{
+    PyObject *local = fsdpc_py_local(flat, grad);
+    PyObject *done =
+        local ? PyObject_CallMethodOneArg(sharded->alias, fsdpc_py_name.copy, local) : NULL;
+    Py_XDECREF(local);
+    Py_XDECREF(done);
+    return done ? reload_sharded(flat, sharded) : -1;
+}
+
 /* The user assigned another tensor to .grad: its values are copied into the unit's gradient. */
 static int
 take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
@@ -70,31 +96,23 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
         fsdpc_unit_grad_part(flat->unit, i, &length);
         fsdpc_span span = fsdpc_layout_span(layout, i, fsdpc_unit_rank(flat->unit));
         at = sharded->cover_count > 1 ? span.piece_begin : 0;
-        if (!view.contiguous || (view.numel != length && view.numel != piece_of(layout, i))) {
+        bool fits = view.contiguous ? view.numel == length || view.numel == piece_of(layout, i)
+                                    : sharded->strided && view.numel == length;
+        if (!fits) {
             PyErr_Format(PyExc_ValueError,
                          "the gradient assigned to parameter %s of unit %s does not fit its shard: "
                          "it must be contiguous with %lld elements",
                          layout->params[i].name, fsdpc_unit_name(flat->unit), (long long)length);
             return -1;
         }
+        if (sharded->strided) {
+            return take_strided(flat, sharded, grad);
+        }
         const char *values = (const char *)view.data + (size_t)at * view.itemsize;
         int status = FSDPC_OK;
         if (length > 0) {
             status = fsdpc_unit_take_grad(flat->unit, i, values, view.dtype);
         }
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
-{
-    for (int c = 0; c < sharded->cover_count; c++) {
-        int status = fsdpc_unit_reload_grad(flat->unit, sharded->covers[c]);
         if (status != FSDPC_OK) {
             fsdpc_py_raise(status);
             return -1;

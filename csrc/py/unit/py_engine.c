@@ -18,6 +18,7 @@ fsdpc_py_make_names(void)
         {&fsdpc_py_name.detach, "detach"},
         {&fsdpc_py_name.backward_optimizers, "_in_backward_optimizers"},
         {&fsdpc_py_name.local_tensor, "_local_tensor"},
+        {&fsdpc_py_name.copy, "copy_"},
         {&fsdpc_py_name.any, "any"},
         {&fsdpc_py_name.signbit, "signbit"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},

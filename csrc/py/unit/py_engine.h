@@ -36,6 +36,7 @@ typedef struct fsdpc_py_sharded {
     int cover_count;
     bool requires_grad; /* when last read */
     bool holds_nothing; /* other ranks hold its elements */
+    bool strided;       /* `grad` is not row-major: the parameter is cut along a later dimension */
     bool cleared;       /* had no gradient when this backward reached it */
 } fsdpc_py_sharded;
 
@@ -74,6 +75,7 @@ typedef struct fsdpc_py_flat {
     bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
+    PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
     bool shown;         /* the modules hold full values of the user: they stay */
     bool sync;          /* false inside no_sync */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
@@ -124,7 +126,7 @@ typedef struct fsdpc_py_tree {
 /* Interned strings. */
 typedef struct fsdpc_py_names {
     PyObject *register_prehook, *dataclass_fields, *detach, *is_view, *sequence,
-        *register_hook_dict, *backward_optimizers, *local_tensor, *any, *signbit;
+        *register_hook_dict, *backward_optimizers, *local_tensor, *copy, *any, *signbit;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 

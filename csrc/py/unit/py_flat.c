@@ -333,11 +333,10 @@ static PyMethodDef methods[] = {
      "adopt_grads()\n--\n\nCopies gradients that the user assigned to .grad into the unit's "
      "memory."},
     {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, sharded, watched, versions=None, by_gather=False, "
-     "dtensors=False)\n--\n\nSets "
-     "the torch "
-     "objects of this unit. versions: a tensor that shares the version counter of `full`; "
-     "by_gather: sites show `full` while the unit is gathered."},
+     "bind(full, sites, sharded, watched, versions=None, by_gather=False, dtensors=False, "
+     "row_dims=None)\n--\n\nSets the torch objects of this unit. versions: a tensor that shares "
+     "the version counter of `full`; by_gather: sites show `full` while the unit is gathered. "
+     "row_dims: bytes, the dimension of each of `full` that lies first in the unit's memory."},
     {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
     {"enter_forward", FAST(guarded_enter), METH_NOARGS,
      "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},

@@ -1,0 +1,56 @@
+"""The largest absolute value of DTensors of which some ranks hold nothing: torch's norms of order
+infinity raise on those ranks, and the others wait for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def has_empty_parts(tensors: Sequence[Tensor], norm_type: float) -> bool:
+    """Whether the norm has order infinity and some rank holds nothing of one of the DTensors; equal
+    on all ranks. False with DTensors that are sums in progress (``Partial``). Local.
+    """
+    if not math.isinf(norm_type) or norm_type < 0:
+        return False
+    found = [t for t in tensors if isinstance(t, DTensor)]
+    if any(place.is_partial() for tensor in found for place in tensor.placements):
+        return False
+    return any(_someone_holds_nothing(tensor) for tensor in found)
+
+
+def _someone_holds_nothing(tensor: DTensor) -> bool:
+    for dim, place in enumerate(tensor.placements):
+        if not place.is_replicate():
+            size, world = tensor.shape[place.dim], tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+            if -(-size // world) * (world - 1) >= size:
+                return True
+    return False
+
+
+def largest(tensors: Sequence[Any]) -> DTensor:
+    """max |x| over DTensors, 0-dim, whole on every rank; NaN if an element is. Collective over
+    their meshes.
+    """
+    meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors))
+    first = tensors[0]._local_tensor
+    total = torch.zeros(2, dtype=torch.float64, device=first.device)  # the maximum; NaN found
+    for mesh in meshes:
+        local = [t._local_tensor for t in tensors if t.device_mesh is mesh or t.device_mesh == mesh]
+        found = [tensor.abs().max().double() for tensor in local if tensor.numel()]
+        part = torch.stack(found) if found else total[:1]
+        values = torch.stack([part.nan_to_num(0.0, math.inf).max(), part.isnan().any().double()])
+        for dim in range(mesh.ndim):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        total = torch.maximum(total, values)
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    value = torch.where(total[1] > 0, math.nan, total[0]).to(dtype)
+    return DTensor.from_local(value, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
