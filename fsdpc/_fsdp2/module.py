@@ -50,7 +50,11 @@ class FSDPModule:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._get_fsdp_state().call(super().__call__, *args, **kwargs)  # type: ignore[misc]
+        state = self._get_fsdp_state()
+        output = state.call(super().__call__, *args, **kwargs)  # type: ignore[misc]
+        if self._backward_hooks or self._backward_pre_hooks:  # type: ignore[attr-defined]
+            state.gather_before_hooks(output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -99,21 +103,19 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: a backward leaves gradients on this rank; the next one with True reduces the
-        sum. Until then ``.grad`` is zero, and clearing it discards what waits. If only some units
-        of a model have False, a backward ends with the reduction of all.
+        """False: a backward leaves this unit's gradients on this rank, whole and in fp32; the next
+        one with True reduces the sum. Until then ``.grad`` is zero, and clearing it discards what
+        waits. Every rank must set the same value (``MismatchError``, over shared memory).
         """
         for state in self._states(recurse):
-            if state._unit is not None:
-                state._unit.require_sync = bool(requires_gradient_sync)
+            state.set_sync(gradients=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP. False: gradients stay on this rank until a backward with True, which sums over
         shards and replicas at once.
         """
         for state in self._states(recurse):
-            if state._unit is not None and state.place.replicates:
-                state._unit.require_sync = bool(requires_all_reduce)
+            state.set_sync(replicas=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: each backward waits for its own reductions."""
@@ -297,6 +299,7 @@ def fully_shard(  # type: ignore[misc]
         _draws.install()
     if infos:
         state.make_unit(infos)
+    state.watch_hooks(one for _, one in managed)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
