@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -20,9 +21,11 @@ from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
+from fsdpc._torch import STATE_KEY
 
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
+_TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -75,6 +78,20 @@ class FSDPModule:
         return result
 
     # --- parameters ---
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As ``nn.Module.parameters``. ``NotImplementedError``: called by a stage of a pipeline
+        that computes gradients of weights apart from those of inputs.
+        """
+        caller = sys._getframe(1)
+        pipeline = caller.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
+        if pipeline and caller.f_code.co_name == "<lambda>":
+            raise NotImplementedError(
+                "a pipeline schedule that computes gradients of weights apart from those of inputs "
+                "(zero bubble) looks for the weights in the graph, where a sharded module has "
+                "gathered ones: use GPipe, 1F1B or Interleaved1F1B with fsdpc.fully_shard"
+            )
+        return super().parameters(recurse)  # type: ignore[misc]
 
     def reshard(self) -> None:
         """Free the full parameters and show the sharded ones. Local."""
@@ -319,6 +336,8 @@ def _become_sharded(module: nn.Module, state: State) -> None:
         sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", bases, names)
     module.__class__ = sharded
     module.__dict__["_fsdpc_state"] = state
+    # torch's pipelines ask torch's fully_shard.state.
+    module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.post_forward)
     module.register_state_dict_pre_hook(_before_state_dict)

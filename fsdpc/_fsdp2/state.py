@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,26 @@ class State:
                 self._open -= 1
                 unit.forward_failed()
             raise
+
+    # --- what torch's pipelines call behind their last backward ----------------------------------
+
+    _fsdp_param_groups = ()
+
+    @property
+    def _state_ctx(self) -> Any:
+        return SimpleNamespace(all_states=(self,))
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Sum gradients that wait, by a backward without gradients. Collective over the mesh."""
+        unit = self._unit or self._pass_unit
+        if unit is None or unit.tree is None:
+            return
+        with torch.enable_grad():
+            start = torch.zeros((), requires_grad=True)
+            end = start.clone()
+            gather = unit.flat.hook("pre_backward")
+            end.register_hook(lambda grad: gather(grad))
+            end.backward()
 
     # --- parameters ------------------------------------------------------------------------------
 
