@@ -286,7 +286,8 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on all ranks.",
      NULL},
     {"observed", (getter)get_observed, (setter)set_observed,
-     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit gathered\n"
+     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit "
+     "gathered\n"
      "until the gradients of their inputs are there.",
      NULL},
     {"on_unattached", (getter)get_callable, (setter)set_callable,
