@@ -203,6 +203,7 @@ class FlatParameter:
     @property
     def attached(self) -> bool: ...
     sync: bool
+    observed: bool
     reshards: bool
     divide: float
     @property

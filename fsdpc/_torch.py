@@ -95,6 +95,8 @@ tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 # The default process group, and the store of a process group.
 default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
 process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")
+# Backward hooks of all modules.
+global_backward_hooks = _find("torch.nn.modules.module", "_global_backward_hooks")
 # Whether autocast is enabled for any device type, by the cheapest call.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
 # Id of the backward that runs on this thread (-1: none), and its end-of-backward callbacks.
@@ -131,6 +133,8 @@ GET_FQNS = "_get_fqns"
 # The module with torch's wrapper for checkpointed modules (imported on demand).
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
+# Where torch's fully_shard.state looks for what was made of a module.
+STATE_KEY = _find("torch.distributed._composable.contract", "STATE_KEY")
 # The older path to fully_shard, which frameworks import.
 COMPOSABLE = (
     "torch.distributed._composable.fsdp",
@@ -169,6 +173,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
     "torch.nn.Module": (
         "_apply",
+        "_backward_hooks",
+        "_backward_pre_hooks",
         "_buffers",
         "_modules",
         "_non_persistent_buffers_set",

@@ -83,12 +83,30 @@ acknowledge(fsdpc_exchange *x, int rank, int slot)
     }
 }
 
+/* Another rank has posted a unit whose gradients this rank keeps. */
+static int
+differs_in_sync(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
+{
+    int r = 0;
+    while (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) != round) {
+        r++;
+    }
+    return fsdpc_error(FSDPC_E_MISMATCH,
+                       "rank %d sums the gradients of unit %s in this backward, and rank %d keeps "
+                       "its own: set_requires_gradient_sync and set_requires_all_reduce must be "
+                       "called with equal values on all ranks",
+                       r, fsdpc_unit_name(unit), x->rank);
+}
+
 /* Sums one complete round of a unit. */
 static int
 consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
 {
     const void *sources[FSDPC_SHM_MAX_RANKS];
     bool own = false;
+    if (fsdpc_unit_withholds(unit)) {
+        return differs_in_sync(x, unit, round);
+    }
     for (int r = 0; r < x->world; r++) {
         struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r);
         bool present = atomic_load(&post->round) == round;
@@ -275,8 +293,7 @@ post_what_waits(fsdpc_exchange *x, uint64_t times)
 {
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit *unit = x->units[u];
-        if (fsdpc_unit_has_local(unit) && fsdpc_unit_use(unit)->posted == times &&
-            !fsdpc_unit_is_hooked(unit)) {
+        if (fsdpc_unit_sends_local(unit) && fsdpc_unit_use(unit)->posted == times) {
             FSDPC_TRY(post(x, unit, NULL));
         }
     }

@@ -124,7 +124,8 @@ used_all(const fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
         const fsdpc_unit *unit = x->units[u];
-        for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
+        for (int i = 0; !fsdpc_unit_withholds(unit) && i < fsdpc_unit_layout(unit)->param_count;
+             i++) {
             if (fsdpc_unit_layout(unit)->params[i].trainable_index >= 0 &&
                 !fsdpc_unit_used(unit)[i]) {
                 return false;
@@ -219,7 +220,7 @@ send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
         return FSDPC_OK;
     }
     if (stays_here(x, unit)) {
-        return fsdpc_unit_has_local(unit) ? keep(x, unit, NULL) : FSDPC_OK;
+        return fsdpc_unit_sends_local(unit) ? keep(x, unit, NULL) : FSDPC_OK;
     }
     return fsdpc_unit_use(unit)->posted > 1 ? send(x, unit, NULL) : FSDPC_OK;
 }

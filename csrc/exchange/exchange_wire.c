@@ -263,7 +263,7 @@ share_used(fsdpc_exchange *x, bool *again)
         for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
             bits[at++] = fsdpc_unit_used(x->units[u])[i];
         }
-        bits[at++] = fsdpc_unit_has_local(x->units[u]) && !fsdpc_unit_is_hooked(x->units[u]);
+        bits[at++] = fsdpc_unit_sends_local(x->units[u]);
     }
     FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
                                      "used bits at the end of backward"),
@@ -287,7 +287,7 @@ static int
 end_alone(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        if (fsdpc_unit_has_local(x->units[u]) && !fsdpc_unit_is_hooked(x->units[u])) {
+        if (fsdpc_unit_sends_local(x->units[u])) {
             FSDPC_TRY(reduce(x, x->units[u], NULL));
         }
     }

@@ -99,7 +99,7 @@ static bool
 awaits_turn(const struct fsdpc_node *node)
 {
     return !node->reduced && fsdpc_unit_layout(node->unit)->trainable_count > 0 &&
-           goes_in_turn(node);
+           !fsdpc_unit_withholds(node->unit) && goes_in_turn(node);
 }
 
 /* The order on a wire and with communication hooks, the same on all ranks: reverse forward order, then the

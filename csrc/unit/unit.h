@@ -162,9 +162,15 @@ const char *fsdpc_unit_peer_master(const fsdpc_unit *unit, int r);
 /* A communication hook sums the unit's gradients over the ranks (fsdpc_unit_take_sums). */
 bool fsdpc_unit_is_hooked(const fsdpc_unit *unit);
 void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
+/* A backward keeps the unit's gradients on this rank, also where other units are summed (no_sync). All ranks
+ * must set the same before a backward. */
+bool fsdpc_unit_withholds(const fsdpc_unit *unit);
+void fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds);
 /* Gradients of this rank are kept locally until they are sent (no_sync, or a second gradient of a unit
  * that was sent in this backward). */
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
+/* An exchange sends them at the end of a backward. */
+bool fsdpc_unit_sends_local(const fsdpc_unit *unit);
 /* One byte per parameter: it has such a gradient. */
 const uint8_t *fsdpc_unit_local_used(const fsdpc_unit *unit);
 /* Whether the next sum is added to the shard gradient or replaces it. Set before each backward; true

@@ -82,9 +82,27 @@ fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked)
 }
 
 bool
+fsdpc_unit_withholds(const fsdpc_unit *unit)
+{
+    return unit->grads.withheld;
+}
+
+void
+fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds)
+{
+    unit->grads.withheld = withholds;
+}
+
+bool
 fsdpc_unit_has_local(const fsdpc_unit *unit)
 {
     return unit->grads.local_any;
+}
+
+bool
+fsdpc_unit_sends_local(const fsdpc_unit *unit)
+{
+    return unit->grads.local_any && !unit->grads.hooked && !unit->grads.withheld;
 }
 
 const uint8_t *

@@ -7,7 +7,8 @@
 
 /* What the gradient buffers of a unit hold at the moment. */
 struct fsdpc_grads {
-    bool hooked; /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
+    bool hooked;   /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
+    bool withheld; /* they stay in `local` at the end of a backward */
     /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
      * true after the first sum of a backward. */
     bool add;

@@ -5,6 +5,7 @@ when a forward begins, and every read of full values checks for them.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -77,6 +78,12 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
             f"{what} was replaced by a parameter of unit {owner.name!r} on rank {rank}: tie "
             "parameters before wrapping, in one unit"
         )
+    if _in_functional_call():
+        raise NotImplementedError(
+            f"{what}: torch.func.functional_call cannot lend values to a sharded module, which "
+            "computes with its own shards in forward and in backward; copy values into the "
+            "parameters, or call functional_call on the unsharded module"
+        )
     unit.check_replacement(index, new, what)
     _write(unit, index, unit.local(new).detach())
     _, grad, covers = unit.optim_params[index]
@@ -85,6 +92,18 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
     unit.point_at_shard(index)
     unit.released[index]._fsdpc_sharded = new
     info.param = new
+
+
+def _in_functional_call() -> bool:
+    """Whether the replacement ends with the call in progress: nothing else tells it from one that
+    the user has made for good.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @torch.no_grad()

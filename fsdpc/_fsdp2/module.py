@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,9 +23,11 @@ from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
+from fsdpc._torch import STATE_KEY
 
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
+_TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -52,7 +55,11 @@ class FSDPModule:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._get_fsdp_state().call(super().__call__, *args, **kwargs)  # type: ignore[misc]
+        state = self._get_fsdp_state()
+        output = state.call(super().__call__, *args, **kwargs)  # type: ignore[misc]
+        if self._backward_hooks or self._backward_pre_hooks:  # type: ignore[attr-defined]
+            state.gather_before_hooks(output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -73,6 +80,20 @@ class FSDPModule:
         return result
 
     # --- parameters ---
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As ``nn.Module.parameters``. ``NotImplementedError``: called by a stage of a pipeline
+        that computes gradients of weights apart from those of inputs.
+        """
+        caller = sys._getframe(1)
+        pipeline = caller.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
+        if pipeline and caller.f_code.co_name == "<lambda>":
+            raise NotImplementedError(
+                "a pipeline schedule that computes gradients of weights apart from those of inputs "
+                "(zero bubble) looks for the weights in the graph, where a sharded module has "
+                "gathered ones: use GPipe, 1F1B or Interleaved1F1B with fsdpc.fully_shard"
+            )
+        return super().parameters(recurse)  # type: ignore[misc]
 
     def reshard(self) -> None:
         """Free the full parameters and show the sharded ones. Local."""
@@ -101,21 +122,19 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: a backward leaves gradients on this rank; the next one with True reduces the
-        sum. Until then ``.grad`` is zero, and clearing it discards what waits. If only some units
-        of a model have False, a backward ends with the reduction of all.
+        """False: a backward leaves this unit's gradients on this rank, whole and in fp32; the next
+        one with True reduces the sum. Until then ``.grad`` is zero, and clearing it discards what
+        waits. Every rank must set the same value (``MismatchError``, over shared memory).
         """
         for state in self._states(recurse):
-            if state._unit is not None:
-                state._unit.require_sync = bool(requires_gradient_sync)
+            state.set_sync(gradients=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP. False: gradients stay on this rank until a backward with True, which sums over
         shards and replicas at once.
         """
         for state in self._states(recurse):
-            if state._unit is not None and state.place.replicates:
-                state._unit.require_sync = bool(requires_all_reduce)
+            state.set_sync(replicas=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: each backward waits for its own reductions."""
@@ -306,6 +325,7 @@ def fully_shard(  # type: ignore[misc]
     _clip.install()
     if infos:
         state.make_unit(infos, dims)
+    state.watch_hooks(one for _, one in managed)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -325,6 +345,8 @@ def _become_sharded(module: nn.Module, state: State) -> None:
         sharded = _CLASSES[plain] = type(f"FSDP{plain.__name__}", bases, names)
     module.__class__ = sharded
     module.__dict__["_fsdpc_state"] = state
+    # torch's pipelines ask torch's fully_shard.state.
+    module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.post_forward)
     module.register_state_dict_pre_hook(_before_state_dict)

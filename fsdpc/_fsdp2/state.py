@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import Place
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.unit import RowUnit
+from fsdpc._torch import global_backward_hooks, tree_leaves
 
 
 class State:
@@ -58,6 +60,8 @@ class State:
         self._mark_handles: list[Any] = []
         self._prepare_inputs: Callable[..., Any] | None = None
         self._open = 0  # forwards in progress that have to be undone if they raise
+        self._sync_gradients = self._sync_replicas = True
+        self._hooks: list[dict[int, Any]] = []  # the tables of backward hooks of the modules
 
     def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
         """Shard the call's parameters along ``dims``. Collective over the mesh."""
@@ -89,6 +93,35 @@ class State:
         unit.on_unattached = lambda: call_untraced(lazy_init, this())
         return unit
 
+    # --- what the user sets ----------------------------------------------------------------------
+
+    def set_sync(self, *, gradients: bool | None = None, replicas: bool | None = None) -> None:
+        """Whether backwards sum the unit's gradients: False for one of both keeps them on this
+        rank. Local.
+        """
+        if gradients is not None:
+            self._sync_gradients = bool(gradients)
+        if replicas is not None:
+            self._sync_replicas = bool(replicas)
+        if self._unit is not None:
+            waits = self.place.replicates and not self._sync_replicas
+            self._unit.require_sync = self._sync_gradients and not waits
+
+    def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the unit gathered for backward hooks of these modules, whenever there are any."""
+        self._hooks = [global_backward_hooks, *(module._backward_hooks for module in modules)]
+
+    def gather_before_hooks(self, output: Any) -> None:
+        """Gather the unit before the module's own backward hooks, whose nodes torch has put around
+        ``output`` after the forward hooks.
+        """
+        unit = self._unit
+        if unit is not None and torch.is_grad_enabled():
+            gather = unit.flat.hook("pre_backward")
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda grad: gather(grad))
+
     # --- the step --------------------------------------------------------------------------------
 
     @not_traced
@@ -98,6 +131,8 @@ class State:
             call_untraced(lazy_init, self)
         unit = self._unit or self._pass_unit
         if unit is not None:
+            if any(self._hooks) != unit.flat.observed:
+                unit.flat.observed = not unit.flat.observed
             prepared = unit.pre_forward_hook(module, args, kwargs)
             self._open += 1
             if prepared is not None:
@@ -136,6 +171,26 @@ class State:
                 self._open -= 1
                 unit.forward_failed()
             raise
+
+    # --- what torch's pipelines call behind their last backward ----------------------------------
+
+    _fsdp_param_groups = ()
+
+    @property
+    def _state_ctx(self) -> Any:
+        return SimpleNamespace(all_states=(self,))
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Sum gradients that wait, by a backward without gradients. Collective over the mesh."""
+        unit = self._unit or self._pass_unit
+        if unit is None or unit.tree is None:
+            return
+        with torch.enable_grad():
+            start = torch.zeros((), requires_grad=True)
+            end = start.clone()
+            gather = unit.flat.hook("pre_backward")
+            end.register_hook(lambda grad: gather(grad))
+            end.backward()
 
     # --- parameters ------------------------------------------------------------------------------
 

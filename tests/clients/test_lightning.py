@@ -74,10 +74,17 @@ def loader(seed: int):
 
 
 def trainer_of(
-    kind: str, epochs: int = EPOCHS, accumulate: int = 1, precision="32-true", **options
+    kind: str,
+    epochs: int = EPOCHS,
+    accumulate: int = 1,
+    precision="32-true",
+    strategy=None,
+    **options,
 ) -> pl.Trainer:
     warnings.filterwarnings("ignore", category=UserWarning)  # few workers, no logger
-    if kind == "fsdpc":
+    if strategy is not None:
+        pass
+    elif kind == "fsdpc":
         fsdpc.install()
         strategy = OnCPURanks(**options)
     else:

@@ -94,7 +94,8 @@ def run(rank, world, kind, name, folder, resume=None, adapters=False, **options)
     model = with_adapters(build(name)) if adapters else build(name)
     trainer = Recording(model=model, args=args, train_dataset=data())
     trainer.train(resume_from_checkpoint=resume)
-    assert (type(trainer.model_wrapped) is fsdpc.FSDP) == (kind == "fsdpc")
+    kinds = fsdpc.FSDPModule if options.get("version") == 2 else fsdpc.FSDP
+    assert isinstance(trainer.model_wrapped, kinds) == (kind == "fsdpc")
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     return trainer.seen, norms
 
@@ -124,10 +125,22 @@ def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
 
 
 @both_models
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_resuming_gives_the_same_losses(name, form, tmp_path: Path):
+def test_training_with_fully_shard_equals_ddp(name, tmp_path: Path):
+    got = run_ranks(run, 2, kind="fsdpc", name=name, folder=str(tmp_path), version=2)
+    expected = run_ranks(run, 2, kind="ddp", name=name, folder=str(tmp_path))
+    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
+        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
+        assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
+
+
+@both_models
+@pytest.mark.parametrize(
+    "version, form", [(1, "FULL_STATE_DICT"), (1, "SHARDED_STATE_DICT"), (2, "SHARDED_STATE_DICT")]
+)
+def test_resuming_gives_the_same_losses(name, version, form, tmp_path: Path):
     """From the checkpoint of the middle, in new processes: the second half to the bit."""
     options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
+    options["version"] = version
     whole = run_ranks(run, 2, **options)
     middle = tmp_path / f"checkpoint-{STEPS // 2}"
     again = run_ranks(run, 2, resume=str(middle), **options)

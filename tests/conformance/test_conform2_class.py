@@ -215,14 +215,85 @@ def what_forward_hooks_see(lib, order):
     return seen
 
 
-@case(fsdpc=wrong("sharded"))
-def what_full_backward_hooks_see(lib):
-    """full weights in a unit's full backward hook"""
-    model, seen = lib.shard_blocks(toy()), []
-    for block in model.blocks:
-        block.register_full_backward_hook(lambda m, gi, go: seen.append(kind_of(m.up.weight)))
+def look_at_weights(model, kind, names=None):
+    """Registers hooks below the root; their list: (module, whether its weights are full, the sum of
+    the first)."""
+    seen = []
+    for name, module in model.named_modules():
+        weights = [child for child in module.modules() if isinstance(child, nn.Linear)]
+        if weights and name and (names is None or name in names):
+
+            def look(module, *gradients, name=name, linear=weights[0]):
+                full = kind_of(linear.weight)
+                seen.append((name, full, linear.weight.sum().item() if full == "full" else None))
+
+            getattr(module, f"register_full_backward_{kind}")(look)
+    return seen
+
+
+@case(over={"reshard": [None, True, False], "input_grad": [True, False]})
+def what_full_backward_hooks_see(lib, reshard, input_grad):
+    """Hooks of blocks and of the modules inside of them."""
+    names = {n for n, _ in toy().named_modules() if n.startswith("blocks.1")}
+    model = lib.shard_blocks(toy(), reshard_after_forward=reshard)
+    seen = look_at_weights(model, "hook", names)
+    x = lib.batch()
+    loss_of(model, x.requires_grad_() if input_grad and x.is_floating_point() else x).backward()
+    assert len(seen) > 2 and all(full == "full" for _, full, _ in seen), seen
+    return seen, lib.gradients(model)
+
+
+@case(torch=wrong("sharded"), fsdpc_does="the hook sees full weights")
+def what_full_backward_pre_hooks_see(lib):
+    """full_backward_pre_hook of a unit, which may read its weights"""
+    model = lib.shard_blocks(toy(), reshard_after_forward=True)
+    seen = look_at_weights(model, "pre_hook")
     loss_of(model, lib.batch()).backward()
-    assert seen == ["full", "full"], seen
+    assert all(full == "full" for _, full, _ in seen), seen
+
+
+@case()
+def backward_hooks_that_change_gradients(lib):
+    """register_full_backward_hook returns other gradients of the inputs."""
+    model = lib.shard_blocks(toy())
+    model.blocks[1].register_full_backward_hook(lambda m, gi, go: tuple(2 * g for g in gi))
+    model.blocks[0].register_full_backward_pre_hook(lambda m, go: tuple(g + 1 for g in go))
+    loss_of(model, lib.batch()).backward()
+    return lib.gradients(model)
+
+
+@case()
+def backward_hooks_that_come_and_go(lib):
+    model, seen = lib.shard_blocks(toy()), []
+    for step in range(3):
+        handles = []
+        if step != 1:
+            handles = [
+                block.up.register_full_backward_hook(
+                    lambda m, gi, go: seen.append(kind_of(m.weight))
+                )
+                for block in model.blocks
+            ]
+        loss_of(model, lib.batch(step)).backward()
+        for handle in handles:
+            handle.remove()
+    return seen, lib.gradients(model)
+
+
+@case()
+def global_backward_hooks(lib):
+    model, seen = lib.shard_blocks(toy()), []
+
+    def look(module, gi, go):
+        if isinstance(module, nn.Linear) and module is not model.head:
+            seen.append(kind_of(module.weight))
+
+    handle = nn.modules.module.register_module_full_backward_hook(look)
+    try:
+        loss_of(model, lib.batch()).backward()
+    finally:
+        handle.remove()
+    return seen, lib.gradients(model)
 
 
 @case()

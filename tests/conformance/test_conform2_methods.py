@@ -225,6 +225,65 @@ def sync_of_the_root_alone(lib):
     return lib.gradients(model)
 
 
+def sum_by_turns(lib, model, pattern):
+    """One micro-batch per letter, each summing one block and, at the end, all: what shows."""
+    seen = []
+    for micro, unit in enumerate(pattern):
+        model.set_requires_gradient_sync(unit == "*")
+        if unit in "01":
+            model.blocks[int(unit)].set_requires_gradient_sync(True)
+        loss_of(model, lib.batch(0, micro)).backward()
+        seen.append(shows_values(lib, model))
+    return seen
+
+
+@case(over={"pattern": ["0*", "1-*", "01*", "0-01*", "*0*"]})
+def units_that_are_summed_by_turns(lib, pattern):
+    """Each backward sums the units whose flag is set, and shows their gradients only."""
+    model = lib.shard_blocks(toy())
+    return sum_by_turns(lib, model, pattern), lib.gradients(model)
+
+
+@case(env={"FSDPC_COLLECTIVES": "c10d"})
+def units_that_are_summed_by_turns_over_a_wire(lib):
+    model = lib.shard_blocks(toy())
+    return sum_by_turns(lib, model, "01-*"), lib.gradients(model)
+
+
+@case(world=4)
+def units_that_are_summed_by_turns_over_replicas(lib):
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    return sum_by_turns(lib, model, "01-*"), lib.gradients(model)
+
+
+@case(over={"unit": ["0", "1"]})
+def a_step_of_the_units_that_are_summed(lib, unit):
+    """The other units' weights stay, and their gradients wait for the next step."""
+    model = lib.shard_blocks(toy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sum_by_turns(lib, model, unit)
+    optimizer.step()
+    summed = model.blocks[int(unit)]
+    for p in summed.parameters():
+        p.grad = None
+    sum_by_turns(lib, model, "*")
+    optimizer.step()
+    return lib.full(model)
+
+
+@case(world=4)
+def both_flags_must_be_set(lib):
+    """set_requires_all_reduce(True) sums nothing while set_requires_gradient_sync is False."""
+    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
+    model.set_requires_gradient_sync(False)
+    model.set_requires_all_reduce(True)
+    loss_of(model, lib.batch(0, 0)).backward()
+    seen = shows_values(lib, model)
+    model.set_requires_gradient_sync(True)
+    loss_of(model, lib.batch(0, 1)).backward()
+    return seen, lib.gradients(model)
+
+
 @case()
 def sync_set_after_forward(lib):
     """The value at the time of backward counts."""

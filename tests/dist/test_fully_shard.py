@@ -5,6 +5,7 @@ interfaces and other numbers of ranks, models moved and cast after sharding.
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 import warnings
 
@@ -53,6 +54,25 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+# --- gradients that wait -------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
+    """The rank that keeps the unit raises; over a wire every rank does."""
+    if collectives == "c10d":
+        os.environ["FSDPC_COLLECTIVES"] = "c10d"
+    model = shard_blocks("fsdpc", toy())
+    model.blocks[0].set_requires_gradient_sync(rank == 0)
+    loss = loss_of(model, tokens(rank, 0))
+    if rank == 0 and collectives == "shm":
+        loss.backward()
+    else:
+        with pytest.raises(fsdpc.MismatchError, match=r"unit blocks\.0"):
+            loss.backward()
 
 
 # --- tensor parallelism --------------------------------------------------------------------------

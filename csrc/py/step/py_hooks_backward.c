@@ -8,8 +8,10 @@
  * their gradients. A frozen parameter gets no gradient: a unit with one is done when, besides, the
  * gradients of its inputs are there, for each of its forwards that the backward has reached
  * (`open_calls`); for that each tensor that goes in gets an autograd node of the forward's own. If
- * units are nested in such a unit, the hold lasts until the backward has ended. What is not seen so
- * (inputs that are no arguments, detached parameters) is refused by autograd, see py_versions.c.
+ * units are nested in such a unit, the hold lasts until the backward has ended. The same holds for a
+ * unit whose modules have backward hooks of the user (`observed`), which may read parameters. What is
+ * not seen so (inputs that are no arguments, detached parameters) is refused by autograd, see
+ * py_versions.c.
  *
  * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
  * for another backward, which enters the unit where there is no hook. Units that such a backward
@@ -166,11 +168,12 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
         return -1;
     }
     int status;
-    status = fsdpc_tree_backward_done(tree->tree, flat->id, flat->sync);
+    bool sync = !fsdpc_unit_withholds(flat->unit);
+    status = fsdpc_tree_backward_done(tree->tree, flat->id, sync);
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0) {
         return -1;
     }
-    return flat->sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+    return sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
 }
 
 /* The order is not the expected one: hooks that are registered now still catch the gradients to
@@ -192,6 +195,12 @@ fsdpc_py_has_frozen(const fsdpc_py_flat *flat)
 }
 
 bool
+fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
+{
+    return flat->observed || fsdpc_py_has_frozen(flat);
+}
+
+bool
 fsdpc_py_has_nested(const fsdpc_py_flat *flat)
 {
     const fsdpc_tree *tree = flat->tree->tree;
@@ -204,7 +213,7 @@ static int
 all_arrived(fsdpc_py_flat *flat)
 {
     flat->complete =
-        flat->open_calls > 0 || (fsdpc_py_has_frozen(flat) && fsdpc_py_has_nested(flat));
+        flat->open_calls > 0 || (fsdpc_py_is_used_late(flat) && fsdpc_py_has_nested(flat));
     if (!flat->complete) {
         return fsdpc_py_finish_unit(flat);
     }

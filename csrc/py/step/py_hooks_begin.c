@@ -27,7 +27,7 @@ fsdpc_py_any_sync(const fsdpc_py_tree *tree)
         const fsdpc_py_flat *flat = tree->units[i];
         if (fsdpc_unit_layout(flat->unit)->param_count > 0) {
             some = true;
-            if (flat->sync) {
+            if (!fsdpc_unit_withholds(flat->unit)) {
                 return true;
             }
         }

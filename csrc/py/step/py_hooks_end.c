@@ -46,12 +46,13 @@ finish_partial_units(fsdpc_py_tree *tree)
 
 /* The optimizer's parameters show their gradients; when all do, listeners are called. */
 static int
-show_all_grads(fsdpc_py_tree *tree, bool sync)
+show_all_grads(fsdpc_py_tree *tree)
 {
     PyObject *listened = NULL;
     int result = 0;
     for (int i = 0; result == 0 && i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
+        bool sync = !fsdpc_unit_withholds(flat->unit);
         if (fsdpc_py_show_grads(flat, sync, &listened) < 0) {
             result = -1;
             break;
@@ -92,5 +93,5 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
-    return show_all_grads(tree, sync);
+    return show_all_grads(tree);
 }

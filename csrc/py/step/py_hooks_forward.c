@@ -149,7 +149,7 @@ wants_inputs(const fsdpc_py_flat *flat)
     if (flat->incomplete && fsdpc_tree_any_order(flat->tree->tree, flat->id)) {
         return true;
     }
-    return fsdpc_py_has_frozen(flat) && !fsdpc_py_has_nested(flat);
+    return fsdpc_py_is_used_late(flat) && !fsdpc_py_has_nested(flat);
 }
 
 /* The record of this forward: a pre_backward hook of its own. Borrowed. */

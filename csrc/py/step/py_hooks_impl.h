@@ -53,8 +53,7 @@ int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t
 
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
-/* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. The end of
- * such a backward also sums what units with `sync` false have kept. */
+/* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. */
 bool fsdpc_py_any_sync(const fsdpc_py_tree *tree);
 
 /* --- py_hooks_broken.c ----------------------------------------------------------------------- */
@@ -69,9 +68,10 @@ int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
+bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 /* Whether the parameters' gradients alone do not show that the unit's values are no longer
  * needed. */
-bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
+bool fsdpc_py_is_used_late(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 /* All gradients that this backward computes for the unit have arrived: drops its hold and reduces. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);

@@ -77,7 +77,7 @@ typedef struct fsdpc_py_flat {
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
     bool shown;         /* the modules hold full values of the user: they stay */
-    bool sync;          /* false inside no_sync */
+    bool observed;      /* by the user's backward hooks on its modules */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
@@ -110,7 +110,7 @@ typedef struct fsdpc_py_tree {
     bool recompute;        /* the outermost forward in progress runs inside a backward */
     bool twice;            /* the backward in progress makes a graph for a second one */
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
-    bool sums;             /* that backward's gradients are summed over the ranks (no no_sync) */
+    bool sums;             /* some unit's gradients of that backward are summed over the ranks */
     uint64_t backward;     /* number of that backward */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */

@@ -80,7 +80,6 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->id = -1;
     self->gate.late = unbind_late;
-    self->sync = true;
     self->shard_comm = Py_NewRef(comm);
     self->replicate_comm = replicate == Py_None ? NULL : Py_NewRef(replicate);
     const fsdpc_unit_options options = {

@@ -119,7 +119,7 @@ static PyObject *
 get_sync(fsdpc_py_flat *self, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(self->sync);
+    return PyBool_FromLong(!fsdpc_unit_withholds(self->unit));
 }
 
 static int
@@ -130,7 +130,26 @@ set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
     if (truth < 0) {
         return -1;
     }
-    self->sync = truth != 0;
+    fsdpc_unit_set_withholds(self->unit, truth == 0);
+    return 0;
+}
+
+static PyObject *
+get_observed(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(self->observed);
+}
+
+static int
+set_observed(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    int truth = value ? PyObject_IsTrue(value) : 0;
+    if (truth < 0) {
+        return -1;
+    }
+    self->observed = truth != 0;
     return 0;
 }
 
@@ -263,7 +282,14 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"divide", (getter)get_divide, (setter)set_divide,
      "Gradients are divided by this number, once.", NULL},
     {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},
-    {"sync", (getter)get_sync, (setter)set_sync, "False inside no_sync.", NULL},
+    {"sync", (getter)get_sync, (setter)set_sync,
+     "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on all ranks.",
+     NULL},
+    {"observed", (getter)get_observed, (setter)set_observed,
+     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit "
+     "gathered\n"
+     "until the gradients of their inputs are there.",
+     NULL},
     {"on_unattached", (getter)get_callable, (setter)set_callable,
      "Called by the first forward of a unit without a tree.", CALLABLE(on_unattached)},
     {"after_backward", (getter)get_callable, (setter)set_callable,

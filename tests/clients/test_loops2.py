@@ -1,0 +1,137 @@
+"""``fully_shard`` on tiny models of transformers in loops by hand: train, LoRA, generate, save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from harness import ranks
+from models import MODELS, adamw, batch, both_models, build, steps
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdpc import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def shard(name: str, model: nn.Module, **options) -> nn.Module:
+    """A unit for each block; the root's own holds the embeddings, tied or not, and the head."""
+    for module in list(model.modules()):
+        if isinstance(module, MODELS[name][1]):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+@ranks(2)
+@both_models
+def test_training_equals_ddp(rank, world, name):
+    """To the bit: two ranks' gradients have one order of summation."""
+    reference = DistributedDataParallel(build(name))
+    model = shard(name, build(name))
+    assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 3
+    expected = steps(reference, adamw(reference), rank, 0, 5)
+    assert steps(model, adamw(model), rank, 0, 5) == expected
+    assert expected[-1] < expected[0]
+    state, whole = model.state_dict(), reference.module.state_dict()
+    assert list(state) == list(whole)
+    for key, value in state.items():
+        assert torch.equal(value.full_tensor(), whole[key]), key
+
+
+@ranks(2)
+@both_models
+def test_resuming_gives_the_same_losses(rank, world, name, tmp_path):
+    """Through torch.distributed.checkpoint into another model and optimizer: to the bit."""
+    model = shard(name, build(name))
+    optimizer = adamw(model)
+    steps(model, optimizer, rank, 0, 3)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    checkpoint.save(state, checkpoint_id=tmp_path)
+    expected = steps(model, optimizer, rank, 3, 6)
+    again = shard(name, build(name, seed=5))
+    optimizer = adamw(again)
+    state = dict(zip(("model", "optim"), get_state_dict(again, optimizer), strict=True))
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    set_state_dict(
+        again, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    assert steps(again, optimizer, rank, 3, 6) == expected
+
+
+@ranks(2)
+@both_models
+@pytest.mark.parametrize("how", ["unshard", "method"])
+def test_generate(rank, world, name, how):
+    """Every rank gets the unsharded model's tokens, with all units gathered or one at a time."""
+    whole = build(name).eval()
+    model = shard(name, build(name)).eval()
+    prompt = batch(0, 0)["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if how == "method":
+        register_fsdp_forward_method(model, "generate")
+    else:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+    with torch.no_grad():
+        got = model.generate(prompt, **options)
+    assert torch.equal(got, whole.generate(prompt, **options))
+    model.train()
+    reference = DistributedDataParallel(whole.train())
+    assert steps(model, adamw(model), rank, 0, 2) == steps(reference, adamw(reference), rank, 0, 2)
+
+
+@ranks(2)
+@both_models
+def test_checkpointed_blocks_and_bf16(rank, world, name):
+    """transformers' own gradient checkpointing inside the units changes nothing; bf16 trains."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    seen = []
+    for checkpointed in (False, True):
+        module = build(name)
+        if checkpointed:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        model = shard(name, module, mp_policy=mixed)
+        seen.append(steps(model, adamw(model), rank, 0, 4))
+    assert seen[0] == seen[1]
+    assert seen[0][-1] < seen[0][0]
+
+
+@ranks(2)
+def test_saved_for_from_pretrained(rank, world, tmp_path):
+    """A full state dict on rank 0 goes through ``save_pretrained`` and back into a plain model."""
+    model = shard("llama", build("llama"))
+    steps(model, adamw(model), rank, 0, 2)
+    state = get_model_state_dict(model, options=FULL)
+    assert bool(state) == (rank == 0)
+    if rank == 0:
+        model.save_pretrained(tmp_path, state_dict=state)
+    dist.barrier()
+    kind = type(build("llama"))
+    again = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(model(**batch(rank, 9)).loss, again(**batch(rank, 9)).loss)
+
+
+@ranks(2)
+@both_models
+def test_adapters_on_a_frozen_model(rank, world, name):
+    """LoRA factors beside frozen weights in each unit; losses and factors equal DDP's."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    from test_peft import trained, with_adapters
+
+    reference = DistributedDataParallel(with_adapters(name))
+    model = shard(name, with_adapters(name))
+    expected = steps(reference, trained(reference), rank, 0, 4)
+    assert steps(model, trained(model), rank, 0, 4) == pytest.approx(expected, rel=1e-6, abs=0)
+    whole = dict(reference.module.named_parameters())
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), whole[key], rtol=1e-5, atol=1e-6, msg=key)
