@@ -92,6 +92,7 @@ struct fsdpc_shm {
     bool barrier_broken;
     _Atomic uint32_t waiters; /* threads of this rank that wait now */
     _Atomic uint32_t aborting;
+    _Atomic int64_t reported_ns; /* when a long wait was reported last */
     /* shm_turn.c, under its lock but for `who` and `serial`. */
     int who, place;           /* this process; where it is noted, or -1 */
     uint64_t serial;          /* of this process's segments, never used again */
@@ -141,7 +142,9 @@ void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 void fsdpc_shm_turn_join(fsdpc_shm *shm);
 void fsdpc_shm_turn_leave(fsdpc_shm *shm);
 
-/* shm_wait.c. Writes this rank's wait into its slot. */
+/* shm_wait.c. verdict: fsdpc_shm_reports.verdict, false without one. note: writes this rank's wait into its slot. */
+bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
+                       size_t bytes);
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);

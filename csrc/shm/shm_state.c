@@ -119,9 +119,13 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     char op[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, op, sizeof op);
     if (failure >> 16 == FSDPC_SHM_ABORTED) {
-        return fsdpc_error(FSDPC_E_PEER,
-                           "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s",
-                           rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
+        char table[FSDPC_ERROR_BYTES] = "";
+        int causes[FSDPC_SHM_MAX_RANKS], count = 0;
+        fsdpc_shm_verdict(shm, false, causes, &count, table, sizeof table);
+        return fsdpc_error(
+            FSDPC_E_PEER,
+            "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s%s", rank, pid,
+            shm->rank, op, shm->control->blocks[rank].abort_text, table);
     }
     return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
                        rank, pid, shm->rank, op);
