@@ -335,3 +335,24 @@ def test_commands_are_listed(capsys):
     assert "plan" in capsys.readouterr().out
     assert main(["no-such"]) == 2
     assert "no-such" in capsys.readouterr().err
+
+
+def test_simulate_up_to_a_hundred_thousand_ranks():
+    """405 B parameters, four strategies, eight worlds: in little time and memory."""
+    program = (
+        "import resource, sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
+        "code = main(['simulate', 'llama-3-405b', '--gpu', 'h100', '--json']);"
+        "print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,"
+        " code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    seconds, kilobytes, code = done.stderr.split()[-3:]
+    assert code == "0", done.stderr
+    assert float(seconds) < 2 and int(kilobytes) < 500_000
+    found = json.loads(done.stdout)
+    assert list(found) == ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+    for rows in found.values():
+        assert rows["worlds"][-1]["world"] == 100_000
+        shares = [row["efficiency"] for row in rows["worlds"]]
+        assert all(b <= a + 0.01 for a, b in zip(shares, shares[1:], strict=False)), shares
+    assert found["FULL_SHARD"]["stops_scaling"] < 100_000
