@@ -65,12 +65,14 @@ def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
 def show_worlds(
     arguments: argparse.Namespace, wanted: options.Wanted, strategies: Sequence[str]
 ) -> int:
+    """``plan --simulate`` has one strategy, and its JSON is the list of worlds alone."""
     host = wanted.setup.ranks_per_host
     default = [host * 4**i for i in range(7)]
     worlds = worlds_of(arguments.worlds, [*default, MOST_RANKS // host * host])
     found = {name: _rows(wanted, name, worlds) for name in strategies}
     if arguments.json:
-        print(json.dumps({name: _as_dict(rows) for name, rows in found.items()}))
+        several = {name: _as_dict(rows) for name, rows in found.items()}
+        print(json.dumps(several if hasattr(arguments, "strategies") else found[strategies[0]]))
         return 0
     out = show.Printer(arguments.plain)
     model = plan(wanted.build, wanted.setup).model.name
