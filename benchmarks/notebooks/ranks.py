@@ -20,7 +20,7 @@ SIZES = {"33 small units": (32, 32, 32), "5 units, 3.3 M": (4, 256, 64)}
 
 
 def launch(what: str) -> Any:
-    """The result of this file's ``what`` on two ranks of this machine. ``RuntimeError`` has the log."""
+    """The result of ``what`` on two ranks of this machine. ``RuntimeError`` has the log."""
     here = Path(__file__).resolve()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = subprocess.run([*command, str(here), what], capture_output=True, text=True)

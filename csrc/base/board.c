@@ -1,7 +1,6 @@
 /* See board.h. Texts are written as atomic words: a reader in another process may see a torn text
  * while it changes, but every text ends within its place.
  */
-#define _GNU_SOURCE
 #include "base/board.h"
 
 #include <errno.h>
@@ -181,8 +180,7 @@ fsdpc_board_end(void)
     }
     int before = atomic_load(&waits);
     /* A wait that began before the board was opened ends without a count. */
-    while (before > 0 && !atomic_compare_exchange_weak(&waits, &before, before - 1)) {
-    }
+    while (before > 0 && !atomic_compare_exchange_weak(&waits, &before, before - 1)) {}
     if (before == 1) {
         atomic_store_explicit(&board->wait.at_ns, 0, memory_order_release);
     }

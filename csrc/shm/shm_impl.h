@@ -121,6 +121,9 @@ bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
 void fsdpc_shm_wake_all(fsdpc_shm *shm);
 /* FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
+/* fsdpc_shm_reports.verdict; false without one. */
+bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
+                       size_t bytes);
 /* First failure wins; wakes everybody. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
@@ -142,9 +145,7 @@ void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 void fsdpc_shm_turn_join(fsdpc_shm *shm);
 void fsdpc_shm_turn_leave(fsdpc_shm *shm);
 
-/* shm_wait.c. verdict: fsdpc_shm_reports.verdict, false without one. note: writes this rank's wait into its slot. */
-bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
-                       size_t bytes);
+/* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);

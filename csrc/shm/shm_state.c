@@ -74,6 +74,8 @@ fsdpc_shm_is_owner(const fsdpc_shm *shm)
     return shm->forks == fsdpc_shm_forks();
 }
 
+const fsdpc_shm_reports *fsdpc_shm_reporter;
+
 /* --- failure -------------------------------------------------------------------------------- */
 
 int
@@ -105,6 +107,15 @@ fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank)
     uint32_t failure = kind << 16 | (uint32_t)rank;
     atomic_compare_exchange_strong(&shm->control->failure, &none, failure);
     fsdpc_shm_wake_all(shm);
+}
+
+bool
+fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
+                  size_t bytes)
+{
+    const fsdpc_shm_reports *reporter = fsdpc_shm_reporter;
+    return reporter && fsdpc_shm_is_owner(shm) &&
+           reporter->verdict(shm->name, gives_up, causes, count, text, bytes);
 }
 
 int

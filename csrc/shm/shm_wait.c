@@ -35,7 +35,6 @@ typedef struct waitv_entry {
 enum { WAITV_U32 = 2 };
 
 int (*fsdpc_shm_interrupt_check)(void);
-const fsdpc_shm_reports *fsdpc_shm_reporter;
 bool fsdpc_shm_without_waitv;
 static _Atomic int waitv_missing;
 
@@ -239,15 +238,6 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
         append_state(shm, missing[i], more, 1024);
     }
     return late_error(shm, what, missing, missing_count, more);
-}
-
-bool
-fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
-                  size_t bytes)
-{
-    const fsdpc_shm_reports *reporter = fsdpc_shm_reporter;
-    return reporter && fsdpc_shm_is_owner(shm) &&
-           reporter->verdict(shm->name, gives_up, causes, count, text, bytes);
 }
 
 int

@@ -1,13 +1,15 @@
 """What the processes of this host do in fsdpc, and in which line of Python.
 
-Each process has a board: a memfd whose first page says what the process waits for (csrc/base/board.h).
-Another process of the same user opens the board through ``/proc/PID/fd``, also while the process is
-stopped or holds the interpreter's lock in C code. For the Python line it sends a real-time signal, for
-which faulthandler writes the main thread's frames behind that page: no lock is needed for that.
+Each process has a board: a memfd whose first page says what the process waits for
+(csrc/base/board.h). Another process of the same user opens the board through ``/proc/PID/fd``, also
+while the process is stopped or holds the interpreter's lock in C code. For the Python line it sends
+a real-time signal, for which faulthandler writes the main thread's frames behind that page: no lock
+is needed for that.
 
-The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before faulthandler's
-handler is installed, and a sender looks up the handler in ``/proc`` first, so the signal never ends a
-process. System calls that it interrupts are restarted; a sleep in C code may end early.
+The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before
+faulthandler's handler is installed, and a sender looks up the handler in ``/proc`` first, so the
+signal never ends a process. System calls that it interrupts are restarted; a sleep in C code may
+end early.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def open_descriptor(pid: int) -> int | None:
 
 
 def read_board(descriptor: int) -> tuple[str, float, str]:
-    """(what it waits for or "", seconds of that or since the last operation, the last operation)."""
+    """(what it waits for or "", seconds of that or since the last operation, that operation)."""
     page = os.pread(descriptor, PAGE, 0)
     if len(page) < PAGE or _HEAD.unpack_from(page)[0] != _MAGIC:
         return "", 0.0, ""

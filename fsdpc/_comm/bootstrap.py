@@ -259,11 +259,9 @@ def _connect(
     return comm
 
 
-def _follow(
-    comm: _C.Comm, rank: int, name: str, everyone: list[_Offer]
-) -> _verdict.Group | None:
-    """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are none,
-    because another rank's board cannot be read.
+def _follow(comm: _C.Comm, rank: int, name: str, everyone: list[_Offer]) -> _verdict.Group | None:
+    """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are
+    none, because another rank's board cannot be read.
     """
     try:
         pids = [int(each.pid) for each in everyone]

@@ -1,7 +1,7 @@
-"""The error file of torchrun, in its own format, so that its summary names the rank that failed first.
+"""The error file of torchrun, in its format: its summary then names the rank that failed first.
 
-torchrun calls the failure with the smallest time stamp, in whole seconds, the root cause. A rank that
-fails because of another one therefore writes a later stamp.
+torchrun calls the failure with the smallest time stamp, in whole seconds, the root cause. A rank
+that fails because of another one therefore writes a later stamp.
 """
 
 from __future__ import annotations

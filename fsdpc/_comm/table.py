@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fsdpc._comm.board import Look
+if TYPE_CHECKING:
+    from fsdpc._comm.board import Look
 
 TABLE_BYTES = 2800  # so that an error's text has room for the table
 _EACH = 8  # so many ranks have a line each; more are grouped by what they do
@@ -37,7 +39,7 @@ class Row:
 
 def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
     """The ranks that the others wait for: dead ones, else stopped ones, else those that do not wait
-    in fsdpc. If all wait, those that wait elsewhere than most, or ``late`` if all wait in one place.
+    in fsdpc. If all wait, those that wait elsewhere than most; in one place, ``late``.
     """
     for kind in (["dead"], ["stopped"], ["runs", "sleeps", "in the kernel"]):
         found = [row.rank for row in rows if row.state in kind]

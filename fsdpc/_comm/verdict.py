@@ -1,10 +1,12 @@
-"""Ranks of one host that stand still: a warning in every rank's log, and one verdict at the deadline.
+"""Ranks of one host that stand still: warnings in every rank's log, one verdict at the
+deadline.
 
 The ranks of a group keep one book, behind the first rank's board. The first rank that waits longer
 than ``FSDPC_STALL`` seconds looks at all ranks and writes a table into the book; each rank's thread
-logs it. The first rank that reaches its deadline writes the verdict, under the file's lock, and every
-later one repeats that: a rank that has given up would otherwise look like the cause to the next one.
-The lock and the book need no process but those that use them, so a stopped first rank is no obstacle.
+logs it. The first rank that reaches its deadline writes the verdict, under the file's lock, and
+every later one repeats that: a rank that has given up would otherwise look like the cause to the
+next one. The lock and the book need no process but those that use them, so a stopped first rank is
+no obstacle.
 """
 
 from __future__ import annotations
@@ -192,9 +194,7 @@ class _Reports:
             _linger(group)
             group.news()
 
-    def verdict(
-        self, name: str, gives_up: bool, late: list[int]
-    ) -> tuple[list[int], str] | None:
+    def verdict(self, name: str, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
         group = _groups.get(name)
         return None if group is None else group.verdict(gives_up, late)
 

@@ -16,7 +16,9 @@ LARGEST = 300_000  # bytes that code hosts show
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_runs(name, monkeypatch):
-    pytest.importorskip("nbclient", reason="notebooks need nbclient: pip install 'fsdpc[notebooks]'")
+    pytest.importorskip(
+        "nbclient", reason="notebooks need nbclient: pip install 'fsdpc[notebooks]'"
+    )
     pytest.importorskip("ipykernel", reason="notebooks need a kernel: pip install ipykernel")
     pytest.importorskip("matplotlib", reason="notebooks draw: pip install matplotlib")
     monkeypatch.syspath_prepend(str(HERE))

@@ -1,4 +1,4 @@
-"""torchrun's summary names the rank that failed first, and a stopped rank by the text of the others."""
+"""torchrun's summary names the rank that failed first, or the rank that has stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator's schedule against real steps: the engine's trace, and the bytes that torch carries."""
+"""The simulator's schedule against real steps: the engine's trace, and what torch carries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PRECISIONS = {"fp32": None, "bf16": LOW}
 
 def nested():
     model = toy(blocks=4)
-    model.blocks = nn.ModuleList(nn.Sequential(*pair) for pair in (model.blocks[:2], model.blocks[2:]))
+    model.blocks = nn.ModuleList(
+        nn.Sequential(*pair) for pair in (model.blocks[:2], model.blocks[2:])
+    )
     return model
 
 

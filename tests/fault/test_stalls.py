@@ -1,4 +1,4 @@
-"""Ranks that stand still: the table of all ranks, the one cause that every rank names, and warnings."""
+"""Ranks that stand still: one table, one cause that every rank names, and warnings."""
 
 from __future__ import annotations
 

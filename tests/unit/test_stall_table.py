@@ -22,7 +22,9 @@ def rows(*looks: Look) -> list[Row]:
     return [Row(rank, 100 + rank, each) for rank, each in enumerate(looks)]
 
 
-WAITS = Look("sleeps", "gather of unit a, forward", 31.0, "release of unit a, forward", "t.py:4 in f")
+WAITS = Look(
+    "sleeps", "gather of unit a, forward", 31.0, "release of unit a, forward", "t.py:4 in f"
+)
 OTHER = Look("sleeps", "reduce of unit b, backward", 31.0)
 OUTSIDE = Look("runs", "", 32.0, "gather of unit a, forward", "t.py:9 in data")
 STOPPED = Look("stopped", "gather of unit a, forward", 31.0)

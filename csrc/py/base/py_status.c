@@ -161,8 +161,7 @@ fsdpc_py_exception_note(char *buffer, size_t bytes)
     }
     PyObject *notes = PyObject_GetAttrString(value, "__notes__");
     Py_ssize_t count = notes && PyList_Check(notes) ? PyList_GET_SIZE(notes) : 0;
-    const char *note =
-        count > 0 ? PyUnicode_AsUTF8(PyList_GET_ITEM(notes, count - 1)) : NULL;
+    const char *note = count > 0 ? PyUnicode_AsUTF8(PyList_GET_ITEM(notes, count - 1)) : NULL;
     if (note != NULL) {
         snprintf(buffer, bytes, "\n%s", note);
     }

@@ -79,11 +79,10 @@ verdict(const char *group, bool gives_up, int *causes, int *count, char *text, s
     if (fsdpc_py_callback_enter(&state) == FSDPC_OK) {
         PyObject *object = fsdpc_py_current() ? fsdpc_py_current()->stalls : NULL;
         PyObject *late = object ? numbers(causes, *count) : NULL;
-        PyObject *found =
-            late ? consumed(PyObject_CallMethod(object, "verdict", "sOO", group,
-                                                gives_up ? Py_True : Py_False, late),
-                            "verdict")
-                 : NULL;
+        PyObject *found = late ? consumed(PyObject_CallMethod(object, "verdict", "sOO", group,
+                                                              gives_up ? Py_True : Py_False, late),
+                                          "verdict")
+                               : NULL;
         known = found != NULL && read_verdict(found, causes, count, text, bytes);
         Py_XDECREF(found);
         Py_XDECREF(late);
