@@ -148,7 +148,7 @@ publish(line *at, const text *said, size_t used, int64_t when_ns)
 
 /* "gather of unit layers.3, forward" */
 static void
-write_line(line *at, const char *op, const char *unit, const char *phase)
+write_line(line *at, const char *op, const char *unit, const char *phase, int64_t when_ns)
 {
     text said;
     said.words[0] = 0;
@@ -159,7 +159,7 @@ write_line(line *at, const char *op, const char *unit, const char *phase)
     if (phase && phase[0]) {
         used = append(&said, append(&said, used, ", "), phase);
     }
-    publish(at, &said, used, now_ns());
+    publish(at, &said, used, when_ns);
 }
 
 void
@@ -167,7 +167,7 @@ fsdpc_board_begin(const char *op, const char *unit, const char *phase)
 {
     page *board = atomic_load_explicit(&own, memory_order_acquire);
     if (board && atomic_fetch_add(&waits, 1) == 0) {
-        write_line(&board->wait, op, unit, phase);
+        write_line(&board->wait, op, unit, phase, now_ns());
     }
 }
 
@@ -187,11 +187,11 @@ fsdpc_board_end(void)
 }
 
 void
-fsdpc_board_seen(const char *op, const char *unit, const char *phase)
+fsdpc_board_seen(const char *op, const char *unit, const char *phase, int64_t at_ns)
 {
     page *board = atomic_load_explicit(&own, memory_order_acquire);
     if (board) {
-        write_line(&board->seen, op, unit, phase);
+        write_line(&board->seen, op, unit, phase, at_ns);
     }
 }
 

@@ -411,6 +411,10 @@ _REDUCE_SCATTER = (
 )
 
 
+# Words of backends for a rank that did not come, or whose connection has ended.
+_LOST = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "refused")
+
+
 class _Collectives:
     """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
 
@@ -426,8 +430,9 @@ class _Collectives:
         try:
             yield
         except Exception as error:
+            lost = any(word in str(error).lower() for word in _LOST)
             with suppress(OSError):
-                found = self.stalls.verdict(True, []) if self.stalls else None
+                found = self.stalls.verdict(True, []) if lost and self.stalls else None
                 if found:
                     error.add_note(found[1].lstrip("\n"))
             raise

@@ -58,6 +58,7 @@ class Group:
 
     def __init__(self, name: str, rank: int, pids: Sequence[int], stall: float) -> None:
         self.name, self.rank, self.stall = name, rank, stall
+        self.owner = os.getpid()
         self.members = [Process.find(pid) for pid in pids]
         descriptor = board.open_descriptor(pids[0])
         if descriptor is None:
@@ -186,11 +187,16 @@ _lock = threading.Lock()
 _thread_pid: int | None = None
 
 
+def _own() -> list[Group]:
+    """None of those that a forked child has from its parent."""
+    return [group for group in list(_groups.values()) if group.owner == os.getpid()]
+
+
 class _Reports:
     """What the waits over shared memory call."""
 
     def linger(self, name: str) -> None:
-        for group in list(_groups.values()):
+        for group in _own():
             _linger(group)
             group.news()
 
@@ -240,7 +246,7 @@ def _look_around(pause: float) -> None:
     while True:
         time.sleep(pause)
         with suppress(OSError):
-            for group in list(_groups.values()):
+            for group in _own():
                 _linger(group)
                 group.news()
         for poller in list(_pollers):
