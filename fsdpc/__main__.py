@@ -16,12 +16,14 @@ COMMANDS = {
     "checkpoint": "fsdpc.checkpoint.cli",
     "doctor": "fsdpc._tools.doctor",
     "plan": "fsdpc._plan.command",
+    "simulate": "fsdpc._plan.simulate",
 }
 ABOUT = {
     "check": "does the sharded model train like the unsharded one?",
     "checkpoint": "verify, inspect, compare and convert checkpoints",
     "doctor": "is this machine ready? versions, limits, a round trip of two ranks",
     "plan": "memory and time of a training step, before it runs",
+    "simulate": "a step at 8 to 100,000 ranks: where each strategy stops scaling",
 }
 
 

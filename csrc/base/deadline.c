@@ -59,7 +59,7 @@ fsdpc_late_gpu(const char *what, double seconds)
 int
 fsdpc_late_error(const fsdpc_late *late)
 {
-    char text[2048];
+    char text[FSDPC_ERROR_BYTES];
     fsdpc_late_text(late, text, sizeof text);
     return fsdpc_error(FSDPC_E_TIMEOUT, "%s", text);
 }

@@ -36,8 +36,8 @@ enum fsdpc_status {
 /* Short text of a code ("a rank died"); never NULL. Static storage. */
 const char *fsdpc_status_text(int status);
 
-enum { FSDPC_ERROR_BYTES = 2048 };
-/* Sets this thread's error text (printf style, cut at 2 KiB) and returns `status`, so that
+enum { FSDPC_ERROR_BYTES = 4096 };
+/* Sets this thread's error text (printf style, cut at 4 KiB) and returns `status`, so that
  * `return fsdpc_error(FSDPC_E_INVAL, "...")` reads in one line. */
 int fsdpc_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Appends errno's text to the message; status is FSDPC_E_NOMEM for ENOMEM and ENOSPC, else

@@ -99,25 +99,27 @@ claim(struct place *place, uint64_t number)
     return atomic_compare_exchange_strong(&place->turn, &held, BUSY);
 }
 
-void
+int64_t
 fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase, uint32_t step,
                 int32_t unit, uint64_t bytes)
 {
+    const uint64_t now = now_ns();
     if (!trace) {
-        return;
+        return (int64_t)now;
     }
     uint64_t number = atomic_fetch_add_explicit(&trace->next, 1, memory_order_relaxed);
     struct place *place = place_of(trace, number);
     if (!claim(place, number)) {
-        return;
+        return (int64_t)now;
     }
     uint64_t step_unit = (uint64_t)step << 32 | (uint32_t)unit;
     uint64_t op_phase = (uint64_t)op << 8 | (uint64_t)phase;
-    atomic_store_explicit(&place->time, now_ns(), memory_order_release);
+    atomic_store_explicit(&place->time, now, memory_order_release);
     atomic_store_explicit(&place->bytes, bytes, memory_order_release);
     atomic_store_explicit(&place->step_unit, step_unit, memory_order_release);
     atomic_store_explicit(&place->op_phase, op_phase, memory_order_release);
     atomic_store_explicit(&place->turn, number + 1, memory_order_release);
+    return (int64_t)now;
 }
 
 static uint64_t

@@ -58,9 +58,9 @@ typedef struct fsdpc_trace_entry {
 /* `capacity` is rounded up to a power of two. */
 int fsdpc_trace_new(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_free(fsdpc_trace *trace);
-/* A no-op if `trace` is NULL. */
-void fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
-                     uint32_t step, int32_t unit, uint64_t bytes);
+/* Returns the time (CLOCK_MONOTONIC, ns). If `trace` is NULL nothing else is done. */
+int64_t fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
+                        uint32_t step, int32_t unit, uint64_t bytes);
 /* Copies at most `room` of the entries that are still in the ring, oldest first; returns their number. */
 size_t fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room);
 void fsdpc_trace_clear(fsdpc_trace *trace);

@@ -10,7 +10,7 @@
 
 #include "comm/comm.h"
 
-enum { FSDPC_COMM_TEXT_BYTES = 1024 };
+enum { FSDPC_COMM_TEXT_BYTES = 4096 };
 
 /* Arguments are valid and counts are above 0 when these are called; shapes as in comm.h. */
 typedef struct fsdpc_comm_ops {

@@ -16,7 +16,7 @@ enum {
     FSDPC_NCCL_WHAT_BYTES = 64,
     FSDPC_NCCL_NAME_BYTES = 64,
     FSDPC_NCCL_OLDEST_BYTES = 192,
-    FSDPC_NCCL_OTHERS_BYTES = 640,
+    FSDPC_NCCL_OTHERS_BYTES = 3072,
     FSDPC_NCCL_STAGE_BYTES =
         1024 * 1024, /* of one rank, when host memory is staged through the GPU */
     FSDPC_NCCL_CHANNEL_BYTES = 256 * 1024 /* of all ranks, at most, over the host's channel */
@@ -86,6 +86,7 @@ typedef struct nccl_comm {
     char *pinned;
     fsdpc_cu_stream staging;
     bool has_graphs; /* a graph may hold collectives */
+    bool on_board;   /* its thread has shown a wait there */
 
     /* Guards what follows; never held while NCCL is called. */
     pthread_mutex_t lock;

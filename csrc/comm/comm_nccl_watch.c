@@ -12,12 +12,15 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/board.h"
 #include "base/deadline.h"
 #include "comm/comm_nccl_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
 
 #define GRAPHS_S 0.3
+/* From then on a wait is shown to other processes. */
+#define BOARD_S 0.2
 
 enum {
     STACK_BYTES = 4 * 1024 * 1024, /* NCCL ends on it, and the driver gives memory back */
@@ -29,6 +32,23 @@ enum {
 
 /* --- looking for failures --------------------------------------------------------------------- */
 
+/* What this rank's GPU waits for, once that is more than a moment. */
+static void
+show_on_board(nccl_comm *comm, double waited)
+{
+    if (waited < BOARD_S) {
+        if (comm->on_board) {
+            comm->on_board = false;
+            fsdpc_board_device(NULL, 0);
+        }
+        return;
+    }
+    char oldest[FSDPC_NCCL_OLDEST_BYTES];
+    fsdpc_nccl_oldest(comm, oldest);
+    fsdpc_board_device(oldest, fsdpc_shm_now_ns() - (int64_t)(waited * 1e9));
+    comm->on_board = true;
+}
+
 static void
 check_deadline(nccl_comm *comm)
 {
@@ -36,6 +56,7 @@ check_deadline(nccl_comm *comm)
     char text[FSDPC_COMM_TEXT_BYTES];
     double waited;
     const fsdpc_cu_result result = fsdpc_nccl_sweep(comm, &waited);
+    show_on_board(comm, waited);
     const bool failed = result != FSDPC_CU_SUCCESS && result != FSDPC_CU_NOT_READY;
     if (!failed && waited <= comm->options.timeout_s) {
         return;

@@ -1,5 +1,6 @@
 /* What every kind of exchange uses: the trace, the cast of a piece, poison, slots, errors. */
 #include "exchange/exchange_impl.h"
+#include "base/board.h"
 #include "base/status.h"
 
 void
@@ -9,8 +10,12 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
     if (unit && fsdpc_unit_layout(unit)->param_count == 0) {
         return; /* it only marks a pass */
     }
-    fsdpc_trace_add(x->trace, op, x->phase, x->step,
-                    unit ? x->trace_ids[fsdpc_unit_use(unit)->id] : -1, bytes);
+    const int64_t now_ns = fsdpc_trace_add(
+        x->trace, op, x->phase, x->step, unit ? x->trace_ids[fsdpc_unit_use(unit)->id] : -1, bytes);
+    if (op != FSDPC_TRACE_WAIT) {
+        fsdpc_board_seen(fsdpc_trace_op_name(op), unit ? fsdpc_unit_name(unit) : "",
+                         fsdpc_phase_name(x->phase), now_ns);
+    }
 }
 
 int

@@ -2,6 +2,7 @@
  * when no rank can make that change ([Note: turns] in shm_turn.c).
  */
 #include "exchange/exchange_shared_impl.h"
+#include "base/board.h"
 #include "base/status.h"
 
 /* The longest sleep before a wait examines its condition again. */
@@ -49,6 +50,7 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     wait->start_ns = wait->quiet_ns = fsdpc_shm_now_ns();
     wait->deadline_ns = fsdpc_shm_deadline(x->shm);
     wait->used_ns = used_by_others(x);
+    fsdpc_board_begin(wait->what.op, wait->what.unit, fsdpc_phase_name(x->phase));
     fsdpc_shm_stand_begin(x->shm);
 }
 
@@ -154,6 +156,7 @@ fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const f
     if (wait->waiting) {
         wait->waiting = false;
         fsdpc_shm_stand_end(x->shm);
+        fsdpc_board_end();
         fsdpc_exchange_note(x, FSDPC_TRACE_WAIT, unit,
                             (uint64_t)(fsdpc_shm_now_ns() - wait->start_ns));
     }

@@ -108,11 +108,11 @@ add_engine(PyObject *module)
 static int
 add_parts(PyObject *module)
 {
-    PyMethodDef *const functions[] = {fsdpc_py_cuda_methods,        fsdpc_py_nccl_methods,
-                                      fsdpc_py_alloc_methods,       fsdpc_py_thread_methods,
-                                      fsdpc_py_layout_methods,      fsdpc_py_plan_methods,
-                                      fsdpc_py_ckpt_methods,        fsdpc_py_optim_methods,
-                                      fsdpc_py_optim_value_methods, fsdpc_py_activation_methods};
+    PyMethodDef *const functions[] = {
+        fsdpc_py_cuda_methods,        fsdpc_py_nccl_methods,      fsdpc_py_stall_methods,
+        fsdpc_py_alloc_methods,       fsdpc_py_thread_methods,    fsdpc_py_layout_methods,
+        fsdpc_py_plan_methods,        fsdpc_py_ckpt_methods,      fsdpc_py_optim_methods,
+        fsdpc_py_optim_value_methods, fsdpc_py_activation_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;
@@ -156,6 +156,7 @@ fsdpc_py_module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->unit_type);
     Py_VISIT(state->tree_type);
     Py_VISIT(state->hook_type);
+    Py_VISIT(state->stalls);
     for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
         Py_VISIT(state->tensors[i].type);
     }
@@ -182,6 +183,7 @@ fsdpc_py_module_clear(PyObject *module)
     Py_CLEAR(state->unit_type);
     Py_CLEAR(state->tree_type);
     Py_CLEAR(state->hook_type);
+    Py_CLEAR(state->stalls);
     Py_CLEAR(state->name_is_conj);
     Py_CLEAR(state->current_stream);
     for (int i = 0; i < FSDPC_PY_FIELDS; i++) {

@@ -28,6 +28,21 @@ enum { FSDPC_SHM_MAX_RANKS = 256 };
  * FSDPC_E_INTERRUPT. The Python layer points it at the signal check. May be NULL. Process wide. */
 extern int (*fsdpc_shm_interrupt_check)(void);
 
+/* Reports about ranks that do not come, made by the layer above, which can see the ranks' programs. Process
+ * wide. The entries are called without locks held, by a thread that waits or has just given up. */
+typedef struct fsdpc_shm_reports {
+    double after_s; /* of a wait, from which on `linger` is called about once a second */
+    void (*linger)(const char *group);
+    /* The one verdict of a group on why ranks gave up: the ranks that are the cause (at most *count,
+     * replaced by their number) and a table of all ranks. With `gives_up` this rank has reached its
+     * deadline in waiting for `causes`, and its verdict is the group's if there is none yet; else only an
+     * existing one counts. False: none. */
+    bool (*verdict)(const char *group, bool gives_up, int *causes, int *count, char *text,
+                    size_t bytes);
+} fsdpc_shm_reports;
+/* NULL: no reports. */
+extern const fsdpc_shm_reports *fsdpc_shm_reporter;
+
 /* Collective over the ranks of the host. `name` is the same on all ranks and unique to this group
  * (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
  * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO,

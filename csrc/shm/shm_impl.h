@@ -92,6 +92,7 @@ struct fsdpc_shm {
     bool barrier_broken;
     _Atomic uint32_t waiters; /* threads of this rank that wait now */
     _Atomic uint32_t aborting;
+    _Atomic int64_t reported_ns; /* when a long wait was reported last */
     /* shm_turn.c, under its lock but for `who` and `serial`. */
     int who, place;           /* this process; where it is noted, or -1 */
     uint64_t serial;          /* of this process's segments, never used again */
@@ -120,6 +121,9 @@ bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
 void fsdpc_shm_wake_all(fsdpc_shm *shm);
 /* FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
+/* fsdpc_shm_reports.verdict; false without one. */
+bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
+                       size_t bytes);
 /* First failure wins; wakes everybody. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */

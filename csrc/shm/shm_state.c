@@ -74,6 +74,8 @@ fsdpc_shm_is_owner(const fsdpc_shm *shm)
     return shm->forks == fsdpc_shm_forks();
 }
 
+const fsdpc_shm_reports *fsdpc_shm_reporter;
+
 /* --- failure -------------------------------------------------------------------------------- */
 
 int
@@ -107,6 +109,15 @@ fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank)
     fsdpc_shm_wake_all(shm);
 }
 
+bool
+fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
+                  size_t bytes)
+{
+    const fsdpc_shm_reports *reporter = fsdpc_shm_reporter;
+    return reporter && fsdpc_shm_is_owner(shm) &&
+           reporter->verdict(shm->name, gives_up, causes, count, text, bytes);
+}
+
 int
 fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 {
@@ -119,9 +130,13 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     char op[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, op, sizeof op);
     if (failure >> 16 == FSDPC_SHM_ABORTED) {
-        return fsdpc_error(FSDPC_E_PEER,
-                           "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s",
-                           rank, pid, shm->rank, op, shm->control->blocks[rank].abort_text);
+        char table[FSDPC_ERROR_BYTES] = "";
+        int causes[FSDPC_SHM_MAX_RANKS], count = 0;
+        fsdpc_shm_verdict(shm, false, causes, &count, table, sizeof table);
+        return fsdpc_error(
+            FSDPC_E_PEER,
+            "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s%s", rank, pid,
+            shm->rank, op, shm->control->blocks[rank].abort_text, table);
     }
     return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
                        rank, pid, shm->rank, op);

@@ -7,6 +7,7 @@
  */
 #include <string.h>
 
+#include "base/board.h"
 #include "base/pause.h"
 #include "shm/shm_impl.h"
 #include "base/status.h"
@@ -49,6 +50,7 @@ wait_turn(fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
     int64_t deadline_ns = fsdpc_shm_deadline(shm);
     int status = FSDPC_OK;
     atomic_fetch_add(&shm->control->barrier_sleepers, 1);
+    fsdpc_board_begin(what ? what->op : NULL, what ? what->unit : NULL, NULL);
     for (;;) {
         uint32_t old = atomic_load(done);
         if (!before(old, turn)) {
@@ -62,8 +64,9 @@ end:
     if (status == FSDPC_E_TIMEOUT) {
         int missing[FSDPC_SHM_MAX_RANKS];
         int count = list_missing(shm, turn, missing);
-        return fsdpc_shm_timeout_error(shm, what, missing, count);
+        status = fsdpc_shm_timeout_error(shm, what, missing, count);
     }
+    fsdpc_board_end();
     return status;
 }
 

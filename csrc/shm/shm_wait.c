@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/board.h"
 #include "base/deadline.h"
 #include "base/pause.h"
 #include "shm/shm_impl.h"
@@ -112,6 +113,15 @@ sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broad
     }
 }
 
+static int
+late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count, const char *more)
+{
+    char op[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, op, sizeof op);
+    const fsdpc_late late = {shm->rank, shm->timeout_s, op, missing, count, more};
+    return fsdpc_late_error(&late);
+}
+
 /* Two threads of one rank may wait: only the first to begin and the last to end change the
  * counter. */
 static void
@@ -131,6 +141,24 @@ end_blocked(fsdpc_shm *shm)
     }
 }
 
+/* No system call before the wait is long. */
+static void
+report_long_wait(fsdpc_shm *shm, int64_t now_ns)
+{
+    static const int64_t second_ns = 1000000000;
+    const fsdpc_shm_reports *reporter = fsdpc_shm_reporter;
+    int64_t since_ns = fsdpc_board_since_ns();
+    if (!reporter || since_ns == 0 || (double)(now_ns - since_ns) < reporter->after_s * 1e9) {
+        return;
+    }
+    int64_t last_ns = atomic_load(&shm->reported_ns);
+    int64_t pause_ns = reporter->after_s < 1 ? (int64_t)(reporter->after_s * 1e9) : second_ns;
+    if (now_ns - last_ns >= pause_ns &&
+        atomic_compare_exchange_strong(&shm->reported_ns, &last_ns, now_ns)) {
+        reporter->linger(shm->name);
+    }
+}
+
 static int
 sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
             const fsdpc_wait *what)
@@ -140,8 +168,9 @@ sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadli
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     int64_t now_ns = fsdpc_shm_now_ns();
     if (now_ns >= deadline_ns) {
-        return fsdpc_shm_timeout_error(shm, what, NULL, 0);
+        return late_error(shm, what, NULL, 0, "");
     }
+    report_long_wait(shm, now_ns);
     int64_t until_ns = now_ns + SLICE_NS < deadline_ns ? now_ns + SLICE_NS : deadline_ns;
     sleep_until(shm, word, old, broadcast, until_ns);
     if (atomic_load_explicit(word, memory_order_acquire) != old) {
@@ -199,14 +228,16 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
                         int missing_count)
 {
     enum { STATES = 8 };
-    char op[FSDPC_SHM_WAIT_TEXT];
-    char states[1024] = "";
-    fsdpc_shm_describe(what, op, sizeof op);
-    for (int i = 0; missing && i < missing_count && i < STATES; i++) {
-        append_state(shm, missing[i], states, sizeof states);
+    char more[FSDPC_ERROR_BYTES] = "";
+    int causes[FSDPC_SHM_MAX_RANKS], count = missing ? missing_count : 0;
+    memcpy(causes, missing ? missing : causes, (size_t)count * sizeof *causes);
+    if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
+        return late_error(shm, what, causes, count, more);
     }
-    const fsdpc_late late = {shm->rank, shm->timeout_s, op, missing, missing_count, states};
-    return fsdpc_late_error(&late);
+    for (int i = 0; missing && i < missing_count && i < STATES; i++) {
+        append_state(shm, missing[i], more, 1024);
+    }
+    return late_error(shm, what, missing, missing_count, more);
 }
 
 int

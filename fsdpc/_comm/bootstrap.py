@@ -16,6 +16,8 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        for its other threads; 600 by default.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
+``FSDPC_STALL``        seconds without progress after which each rank logs a table of all ranks
+                       (0: no warnings; default 30).
 ``FSDPC_TRUST_ORDER``  1: with ``c10d``, skip the small all-gather before each collective that
                        detects ranks whose collectives are of different units.
 
@@ -35,6 +37,8 @@ import socket
 import sys
 import uuid
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from types import TracebackType
@@ -46,7 +50,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdpc import _C
+from fsdpc._comm import board as _board
 from fsdpc._comm import nccl as _nccl
+from fsdpc._comm import verdict as _verdict
+from fsdpc._comm.channel import Channel, store_of
+from fsdpc._comm.error_file import write_error_file
+from fsdpc._comm.stall import Stall
 from fsdpc._comm.texts import gather_texts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
@@ -56,6 +65,8 @@ _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] 
     weakref.WeakKeyDictionary()
 )
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+# The reports of a communicator's stalls.
+_followed: weakref.WeakKeyDictionary[_C.Comm, _verdict.Group] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
 
@@ -202,6 +213,7 @@ class _Offer:
     wanted: str
     timeout: str
     host: str
+    pid: str
     name: str
     # Errors of this rank: the first fails all ranks, the second only a group over shared memory.
     refusal: str = ""
@@ -232,29 +244,66 @@ def _connect(
             f"FSDPC_COLLECTIVES=shm needs all ranks of the group on one host, but rank 0 is at "
             f"{hosts[0]} and rank {stranger} at {hosts[stranger]}; use auto or c10d"
         )
+    name = f"fsdpc-{everyone[0].name}"
     if wanted == "c10d" or stranger is not None:
-        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg))
+        collectives = _Collectives(pg)
+        comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
+        if stranger is None:
+            collectives.stalls = _follow(comm, pg.rank(), name, everyone)
+        else:
+            collectives.stalls = _follow_hosts(pg, name, float(mine.timeout))
+        return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
-    return _C.Comm.shm(pg.rank(), pg.size(), f"fsdpc-{everyone[0].name}", float(mine.timeout))
+    comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
+    _follow(comm, pg.rank(), name, everyone)
+    return comm
+
+
+def _follow(comm: _C.Comm, rank: int, name: str, everyone: list[_Offer]) -> _verdict.Group | None:
+    """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are
+    none, because another rank's board cannot be read.
+    """
+    try:
+        pids = [int(each.pid) for each in everyone]
+        group = _verdict.Group(name, rank, pids, _verdict.read_stall())
+    except OSError:
+        return None
+    _verdict.follow(group)
+    _followed[comm] = group
+    return group
+
+
+def _follow_hosts(pg: dist.ProcessGroup, name: str, timeout: float) -> _Hosts | None:
+    store, stall = store_of(pg), _verdict.read_stall()
+    if store is None:
+        return None
+    channel = Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
+    hosts = _Hosts(channel, min(stall, timeout / 2))
+    _verdict.follow_remote(hosts, stall)
+    return hosts
 
 
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     """This rank's offer, with its errors as text: the others get them from the collective, in which
     they would otherwise wait until the deadline.
     """
-    name = uuid.uuid4().hex
+    pid, name = str(os.getpid()), uuid.uuid4().hex
     try:
         wanted, timeout = _read_kind(kind), read_timeout()
+        _verdict.read_stall()
         _C.set_timeout(timeout)
         _refuse_nccl(wanted)
     except ValueError as error:
-        return _Offer("", "0", "", name, refusal=_one_line(error)), error
+        return _Offer("", "0", "", pid, name, refusal=_one_line(error)), error
+    host = _host()
+    with suppress(OSError, _C.CommError):  # then tables of stalled ranks say less of this one
+        _board.open_board()
     try:
         if wanted != "c10d":
             _try_segment(world, timeout)
     except Exception as error:
-        return _Offer(wanted, f"{timeout:.17g}", _host(), name, obstacle=_one_line(error)), error
-    return _Offer(wanted, f"{timeout:.17g}", _host(), name), None
+        return _Offer(wanted, f"{timeout:.17g}", host, pid, name, obstacle=_one_line(error)), error
+    return _Offer(wanted, f"{timeout:.17g}", host, pid, name), None
 
 
 def _refuse_nccl(wanted: str) -> None:
@@ -362,12 +411,33 @@ _REDUCE_SCATTER = (
 )
 
 
+# Words of backends for a rank that did not come, or whose connection has ended.
+_LOST = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "refused")
+
+
 class _Collectives:
     """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
         self._rank = pg.rank()
+        self.stalls: _verdict.Group | _Hosts | None = None
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[None]:
+        """Other ranks can read what this one waits for; an error says why, as far as is known."""
+        _C.board_begin(what)
+        try:
+            yield
+        except Exception as error:
+            lost = any(word in str(error).lower() for word in _LOST)
+            with suppress(OSError):
+                found = self.stalls.verdict(True, []) if lost and self.stalls else None
+                if found:
+                    error.add_note(found[1].lstrip("\n"))
+            raise
+        finally:
+            _C.board_end()
 
     def _group(self) -> dist.ProcessGroup:
         pg = self._pg()
@@ -378,25 +448,55 @@ class _Collectives:
     def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
         whole = torch.from_numpy(memory)
         gather = getattr(dist, _ALL_GATHER)
-        gather(whole, self._piece(whole, piece_bytes), group=self._group())
+        with self._shown(what or "all_gather"):
+            gather(whole, self._piece(whole, piece_bytes), group=self._group())
 
     def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
         whole = torch.from_numpy(memory).view(getattr(torch, dtype))
         scatter = getattr(dist, _REDUCE_SCATTER)
-        scatter(self._piece(whole, piece_numel), whole, group=self._group())
+        with self._shown(what or "reduce_scatter"):
+            scatter(self._piece(whole, piece_numel), whole, group=self._group())
 
     def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
         whole = torch.from_numpy(memory).view(getattr(torch, dtype))
-        dist.all_reduce(whole, op=_OPS[op], group=self._group())
+        with self._shown(what or "all_reduce"):
+            dist.all_reduce(whole, op=_OPS[op], group=self._group())
 
     def broadcast(self, memory: np.ndarray, root: int, what: str) -> None:
-        dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
+        with self._shown(what or "broadcast"):
+            dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
 
     def barrier(self, what: str) -> None:
-        dist.barrier(group=self._group())
+        with self._shown(what or "barrier"):
+            dist.barrier(group=self._group())
 
     def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
         return whole[self._rank * numel : (self._rank + 1) * numel]
+
+
+class _Hosts:
+    """Stalls of ranks on several hosts, which answer each other through the group's store."""
+
+    def __init__(self, channel: Channel, patience: float) -> None:
+        asking = channel.for_watching()
+        self._stall = Stall(
+            asking.for_stalls(),
+            channel.rank,
+            channel.world,
+            channel.timeout,
+            patience=patience,
+            look=lambda _: _board.where(),
+            note=lambda _, text: setattr(self, "others", text),
+        )
+        self.others = ""
+
+    def poll(self) -> None:
+        """``RuntimeError`` without a store ends the reports, not the run."""
+        with suppress(RuntimeError):
+            self._stall.poll(self)
+
+    def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
+        return ([], self.others) if self.others else None
 
 
 # --- the end of the process ----------------------------------------------------------------------
@@ -431,6 +531,7 @@ def _leave() -> None:
 
 def _abort(error: BaseException) -> None:
     text = _one_line(error)
+    write_error_file(error)
     _nccl.publish(text)
     for comm in _own_comms():
         comm.abort(text)

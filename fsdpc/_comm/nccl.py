@@ -13,12 +13,15 @@ import select
 import threading
 import uuid
 import weakref
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdpc import _C
+from fsdpc._comm import board as _board
+from fsdpc._comm import verdict as _verdict
 from fsdpc._comm import wire as _wire
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.plain import Malformed, decode, encode
@@ -165,6 +168,8 @@ def _exchange_hellos(
     channel: Channel, device: int, host: str, settings: dict[str, Any]
 ) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
+    with suppress(OSError, _C.CommError):  # then tables of stalled ranks say less of this one
+        _board.open_board()
     ids, version, failure, registers = (b"", b"", ""), "", None, False
     wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
     try:
@@ -209,7 +214,7 @@ class _Watched:
         self.channel = channel
         self._asking = channel.for_watching()
         self._answers = True
-        self._stall = Stall(self._asking.for_stalls(), channel.rank, channel.world, channel.timeout)
+        self._stall = _stalls_of(channel, self._asking, pids)
         self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
         for rank, pid in enumerate(pids):
             if pid is not None and rank != channel.rank:
@@ -255,6 +260,36 @@ class _Watched:
         for descriptor in self.peers:
             os.close(descriptor)
         self.peers.clear()
+
+
+class _OneHost:
+    """Stalls of ranks of one host: a table of what their GPUs and programs do, which is also in the
+    text of a deadline that passes.
+    """
+
+    def __init__(self, group: _verdict.Group) -> None:
+        self._group, self._noted = group, False
+
+    def poll(self, comm: _C.Comm) -> None:
+        seconds, _ = _C.nccl_stall(comm)
+        if seconds >= self._group.stall:
+            self._group.linger(seconds)
+        self._group.news()
+        stalled = seconds >= self._group.stall
+        if stalled or self._noted:
+            _C.nccl_note_others(comm, self._group.text if stalled else "")
+        self._noted = stalled
+
+
+def _stalls_of(channel: Channel, asking: Channel, pids: list[int | None]) -> Stall | _OneHost:
+    patience = min(_verdict.read_stall(), channel.timeout / 2)
+    here = [pid for pid in pids if pid is not None]
+    if len(here) == channel.world:
+        with suppress(OSError):
+            return _OneHost(_verdict.Group(f"nccl {channel.name}", channel.rank, here, patience))
+    return Stall(
+        asking.for_stalls(), channel.rank, channel.world, channel.timeout, patience=patience
+    )
 
 
 _watched: list[_Watched] = []

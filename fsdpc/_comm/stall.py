@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fsdpc import _C
+from fsdpc._comm.table import spans
 
 LONGEST_PATIENCE_S, LONGEST_ANSWER_S = 30.0, 3.0
 _SAID_CHARACTERS = 600
@@ -24,21 +26,32 @@ class Stall:
     The watching thread calls ``poll`` periodically with the communicator. Errors are the store's.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        timeout: float,
+        *,
+        patience: float | None = None,
+        look: Callable[[Any], tuple[float, str]] | None = None,
+        note: Callable[[Any, str], None] | None = None,
+    ) -> None:
         self._store, self._rank, self._world = store, rank, world
-        self._patience = min(LONGEST_PATIENCE_S, timeout / 2)
+        self._look, self._note = look or _C.nccl_stall, note or _C.nccl_note_others
+        self._patience = min(LONGEST_PATIENCE_S, timeout / 2) if patience is None else patience
         self._answer_time = min(LONGEST_ANSWER_S, timeout / 6)
         self._question = 0  # the last one that this rank has answered
         self._stalled = False
         self._collects_at: float | None = None  # set if this rank asked
         self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
 
-    def poll(self, comm: _C.Comm) -> None:
-        seconds, where = _C.nccl_stall(comm)
+    def poll(self, comm: Any) -> None:
+        seconds, where = self._look(comm)
         self._answer(where)
         if seconds < self._patience:
             if self._stalled:
-                _C.nccl_note_others(comm, "")
+                self._note(comm, "")
             self._stalled = False
         elif not self._stalled:
             self._stalled = True
@@ -49,7 +62,7 @@ class Stall:
             self._report_until = 0.0
             if self._stalled:
                 report = self._store.get(self._key("report")).decode(errors="replace")
-                _C.nccl_note_others(comm, report)
+                self._note(comm, report)
 
     def _key(self, what: object) -> str:
         return f"stall/{self._question}/{what}"
@@ -97,14 +110,3 @@ def summary(answers: list[str | None]) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} {where}" for where, ranks in parts
     )
     return text if len(text) <= _SAID_CHARACTERS else text[: _SAID_CHARACTERS - 3] + "..."
-
-
-def spans(ranks: list[int]) -> str:
-    """Increasing numbers as text: ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

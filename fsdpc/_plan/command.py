@@ -7,8 +7,8 @@ import json
 import sys
 from dataclasses import replace
 
-from fsdpc._plan import advise, options, show, snapshot
-from fsdpc._plan.cost import ASSUMED, cost, scaling
+from fsdpc._plan import advise, options, show, simulate, snapshot
+from fsdpc._plan.cost import ASSUMED, cost
 from fsdpc._plan.ledger import Plan, plan
 
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.suggest:
             return _suggest(arguments, wanted)
         if arguments.simulate:
-            return _simulate(arguments, wanted)
+            return simulate.show_worlds(arguments, wanted, [wanted.setup.strategy])
         return _show(arguments, wanted)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
@@ -96,19 +96,13 @@ def _draw(path: str, made: Plan, wanted: options.Wanted) -> None:
     draw(path, made, others, wanted.usable)
 
 
-def _worlds(arguments: argparse.Namespace, default: list[int]) -> list[int]:
-    if not arguments.worlds:
-        return default
-    return [int(text) for text in arguments.worlds.split(",")]
-
-
 def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if wanted.usable is None:
         raise ValueError("--suggest needs --gpu or --memory")
     if plan(wanted.build, wanted.setup).model.flops == 0:
         raise ValueError("--suggest ranks by step time, but the inputs have no token ids")
     names = dict.fromkeys((wanted.setup.optimizer, "adamw-fused", "adamw8bit"))
-    worlds = _worlds(arguments, [wanted.setup.world])
+    worlds = simulate.worlds_of(arguments.worlds, [wanted.setup.world])
     found = advise.suggest(
         wanted.builds, wanted.setup, wanted.card, wanted.usable, optimizers=names, worlds=worlds
     )
@@ -149,44 +143,3 @@ def _nothing(least: int | None) -> str:
             "one card. Use --loss fused, a shorter --sequence, or tensor parallelism"
         )
     return f"does not fit; the smallest world that does: {least} (everything recomputed)"
-
-
-def _simulate(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
-    first = wanted.setup.ranks_per_host
-    worlds = _worlds(arguments, [first * 4**i for i in range(7)])
-    plans = [plan(wanted.build, options.at_world(wanted.setup, world)) for world in worlds]
-    rows = scaling(plans, wanted.card)
-    if arguments.json:
-        print(json.dumps(rows))
-        return 0
-    out = show.Printer(arguments.plain)
-    out.table(
-        f"{plans[0].model.name}, {plans[0].setup.strategy}: a step at each world",
-        (
-            "ranks",
-            "peak",
-            "padding",
-            "collectives",
-            "sent",
-            "compute",
-            "wire",
-            "step",
-            "in compute",
-        ),
-        [
-            (
-                f"{r['world']:,.0f}",
-                show.size(r["peak_bytes"]),
-                show.size(r["padding_bytes"]),
-                f"{r['collectives']:.0f}",
-                show.size(r["sent_bytes"]),
-                show.seconds(r["compute_s"]),
-                show.seconds(r["wire_s"]),
-                show.seconds(r["step_s"]),
-                f"{r['efficiency']:.0%}",
-            )
-            for r in rows
-        ],
-    )
-    out.line(f"note: {ASSUMED}")
-    return 0

@@ -9,12 +9,13 @@ with compute except for the first gather and the last sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpc._plan.cards import Card
-from fsdpc._plan.engine import engine_memory, reshards
 from fsdpc._plan.ledger import Plan
 from fsdpc._plan.model import Setup
+from fsdpc._plan.schedule import schedule
 
 EFFICIENCY = 0.45  # of the card's peak, as large dense models reach without recomputation
 LINK_EFFICIENCY = 0.8
@@ -66,19 +67,17 @@ def cost(plan: Plan, card: Card) -> Cost:
     setup, prints = plan.setup, plan.engine.by_unit
     n, recomputed = setup.shards, 1 + setup.checkpointing / 3
     compute = setup.accumulation * plan.model.flops * recomputed / (card.flops * EFFICIENCY)
-    wire = sent = first = 0.0
     sums = setup.accumulation if setup.sync == "every" else 1
-    share = (n - 1) / n
-    for unit, size in zip(plan.model.units, prints, strict=True):
-        gathers = setup.accumulation * (2 if reshards(unit, setup) and unit.depth else 1)
+    wire = sent = first = 0.0
+    for event in schedule(plan.model.units, plan.engine, setup):
+        times = setup.accumulation if event.op == "gather" else sums
+        wire += times * collective_seconds(event.bytes, n, setup, card) if event.bytes else 0.0
+        sent += times * event.bytes * (n - 1) / n
+    for size in prints:
         one = collective_seconds(size["full_bytes"], n, setup, card)
-        back = collective_seconds(size["wire_bytes"], n, setup, card)
-        wire += gathers * one + sums * back
-        sent += (gathers * size["full_bytes"] + sums * size["wire_bytes"]) * share
-        first = max(first, one + back)
+        first = max(first, one + collective_seconds(size["wire_bytes"], n, setup, card))
         if setup.replicas > 1:
-            across = 2 * collective_seconds(size["grad_bytes"], setup.replicas, setup, card)
-            wire += sums * across
+            wire += sums * 2 * collective_seconds(size["grad_bytes"], setup.replicas, setup, card)
             sent += sums * 2 * size["grad_bytes"] * (setup.replicas - 1) / setup.replicas
     host = setup.offload and setup.transport == "stream"
     moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]
@@ -89,24 +88,34 @@ def cost(plan: Plan, card: Card) -> Cost:
     return Cost(compute, wire, first, update, sent)
 
 
-def scaling(plan_at: list[Plan], card: Card) -> list[dict[str, float]]:
-    """Rows over worlds: seconds, bytes, padding, collectives and the share of time in compute."""
+def scaling(plan_at: Sequence[Plan], card: Card) -> list[dict[str, float]]:
+    """Rows over worlds: bytes, padding, collectives, seconds and the share of a step in compute."""
     rows = []
     for plan in plan_at:
-        found = cost(plan, card)
-        engine = engine_memory(plan.model.units, plan.setup)
-        units = len(plan.model.units)
+        found, setup = cost(plan, card), plan.setup
+        events = schedule(plan.model.units, plan.engine, setup)
+        calls = sum(e.bytes > 0 for e in events)
+        if setup.replicas > 1:
+            calls += sum(e.op == "reduce" for e in events)
         rows.append(
             {
-                "world": plan.setup.world,
+                "world": setup.world,
                 "peak_bytes": plan.peak.bytes,
-                "padding_bytes": sum(p["padding_bytes"] for p in engine.by_unit),
-                "collectives": 0 if plan.setup.shards == 1 else units * 3,
+                "padding_bytes": sum(p["padding_bytes"] for p in plan.engine.by_unit),
+                "collectives": calls * setup.accumulation,
                 "sent_bytes": found.sent_bytes,
                 "compute_s": found.compute,
                 "wire_s": found.wire,
                 "step_s": found.step,
+                "tokens_per_second": found.tokens_per_second(plan),
                 "efficiency": found.compute / found.step if found.step else 0.0,
             }
         )
     return rows
+
+
+def stops_scaling(rows: Sequence[dict[str, float]]) -> float | None:
+    """The first world in which ranks spend less than half of a step in compute, ``None``: in none.
+    ``rows`` are those of ``scaling`` for one strategy, in the order of their worlds.
+    """
+    return next((row["world"] for row in rows if row["efficiency"] < 0.5), None)

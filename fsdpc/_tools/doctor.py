@@ -21,10 +21,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fsdpc._comm.table import spans
+
 LEVELS = ("ok", "warning", "error")
 TORCH_TESTED = ((2, 11), (2, 13))
 ROUND_TRIP_BYTES = 64 << 20
 ROUND_TRIP_SECONDS = 60
+SLOW = 0.1  # of the speed of a plain copy
+ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def checks(round_trip: bool = True) -> Iterator[Check]:
         kernels,
         memory,
         limits,
+        stall_tables,
         processors,
         network,
         environment,
@@ -187,10 +192,36 @@ def _cgroup_room() -> int | None:
 
 
 def limits() -> Iterator[Check]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = files != resource.RLIM_INFINITY and files < 1024
     yield Check(
-        "open files", "warning" if low else "ok", _limit(files), "ulimit -n 4096" if low else ""
+        "open files",
+        "warning" if low else "ok",
+        f"{_limit(files)} (at most {_limit(most)})",
+        "ulimit -n 4096: rank 0 keeps two for each rank of its host" if low else "",
+    )
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bound = size != resource.RLIM_INFINITY
+    yield Check(
+        "file size",
+        "warning" if bound else "ok",
+        _limit(size),
+        "shared memory and checkpoints are files: ulimit -f unlimited" if bound else "",
+    )
+    tasks, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = tasks != resource.RLIM_INFINITY and tasks < 1024
+    yield Check(
+        "processes",
+        "warning" if few else "ok",
+        _limit(tasks),
+        "threads count, too: ulimit -u 4096" if few else "",
+    )
+    strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    yield Check(
+        "overcommit",
+        "warning" if strict else "ok",
+        "never (vm.overcommit_memory=2)" if strict else "allowed",
+        "reserved addresses count as memory: sysctl vm.overcommit_memory=0" if strict else "",
     )
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     bound = space != resource.RLIM_INFINITY
@@ -210,9 +241,43 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
+def stall_tables() -> Iterator[Check]:
+    """Another process's board is read, and asked for its Python line, as a stalled rank would."""
+    from fsdpc._comm.board import Process, look
+    from fsdpc._comm.verdict import read_stall
+
+    try:
+        seconds = read_stall()
+    except ValueError as error:
+        yield Check("FSDPC_STALL", "error", str(error), "seconds, such as FSDPC_STALL=30")
+        return
+    program = "from fsdpc._comm.board import open_board as o; o(); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = look(Process.find(child.pid), ANSWER_SECONDS)
+        child.kill()
+    when = "never" if seconds == float("inf") else f"after {seconds:g} s"
+    yield Check(
+        "stall tables",
+        "ok" if found.line else "warning",
+        f"{when}; the line of another process "
+        + ("can be read" if found.line else "cannot be read"),
+        ""
+        if found.line
+        else "tables of stalled ranks lack lines: /proc/PID/fd of processes of "
+        "this user must be readable, and a real-time signal free",
+    )
+
+
 def processors() -> Iterator[Check]:
-    mine, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    text = f"{mine} of {all_of_them} usable"
+    cores, all_of_them = sorted(os.sched_getaffinity(0)), os.cpu_count() or 1
+    mine = len(cores)
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    text = f"{mine} of {all_of_them} usable (affinity {spans(cores)}), {nodes} NUMA node"
+    text += "s" if nodes > 1 else ""
     quota = _quota()
     level, cure = "ok", ""
     if quota is not None and quota < mine:
@@ -242,7 +307,9 @@ def network() -> Iterator[Check]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        yield Check("host name", "ok", f"{name} is {address}")
+        local = address.startswith("127.")
+        more = ": other hosts cannot reach that; for several hosts set MASTER_ADDR" if local else ""
+        yield Check("host name", "ok", f"{name} is {address}{more}")
     except OSError:
         yield Check(
             "host name",
@@ -254,7 +321,7 @@ def network() -> Iterator[Check]:
     yield Check(
         "interfaces",
         "ok" if "lo" in names else "warning",
-        ", ".join(names) or "none",
+        ", ".join(f"{name} ({_state_of(name)})" for name in names) or "none",
         "" if "lo" in names else "a loopback interface is needed for ranks to meet",
     )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -266,6 +333,20 @@ def network() -> Iterator[Check]:
                 f"{value!r} is no interface of this host",
                 f"unset it, or name one of {', '.join(names)}",
             )
+
+
+def _state_of(interface: str) -> str:
+    """``up, 25 Gbit/s``, as far as the kernel says."""
+    words = []
+    for what in ("operstate", "speed"):
+        try:
+            words.append((Path("/sys/class/net") / interface / what).read_text().strip())
+        except OSError:  # a driver that does not know its speed
+            words.append("")
+    state, speed = words
+    state = "up" if interface == "lo" and state == "unknown" else state or "state unknown"
+    known = speed.isdigit() and int(speed) > 0
+    return f"{state}, {int(speed) / 1000:g} Gbit/s" if known else state
 
 
 def environment() -> Iterator[Check]:
@@ -306,8 +387,8 @@ def gpus() -> Iterator[Check]:
             "none that torch can use",
             "nvidia-smi is here, so install a torch with CUDA" if found else "",
         )
+        yield Check("NCCL", "ok", _nccl() or "none found; only GPUs need it")
         return
-    from fsdpc import _C
 
     count = torch.cuda.device_count()
     for i in range(count):
@@ -330,10 +411,19 @@ def gpus() -> Iterator[Check]:
             f"{len(alone)} pairs without" if alone else "all pairs",
             "these pairs copy through host memory" if alone else "",
         )
+    version = _nccl()
+    cure = "" if version else "install the torch build that brings NCCL"
+    yield Check("NCCL", "ok" if version else "error", version or "none found", cure)
+
+
+def _nccl() -> str:
+    """Its version and file, "" where there is none."""
+    from fsdpc import _C
+
     try:
-        yield Check("NCCL", "ok", _C.nccl_version())
-    except Exception as error:
-        yield Check("NCCL", "error", str(error), "install the torch build that brings NCCL")
+        return _C.nccl_version()
+    except (NotImplementedError, OSError):
+        return ""
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -395,11 +485,13 @@ def two_ranks() -> Iterator[Check]:
         return
     gather, total, copy = (max(float(out.split()[i]) for _, out in results) for i in range(3))
     rates = [ROUND_TRIP_BYTES / seconds / 1e9 for seconds in (gather, total, copy)]
+    slow = min(rates[:2]) < SLOW * rates[2]
     yield Check(
         "two ranks",
-        "ok",
+        "warning" if slow else "ok",
         f"values right; gather {rates[0]:.1f} GB/s, sum {rates[1]:.1f} "
         f"GB/s, plain copy {rates[2]:.1f} GB/s (64 MiB)",
+        "other programs may keep the processors busy: repeat on a quiet machine" if slow else "",
     )
 
 

@@ -184,7 +184,8 @@ def test_sigstop(phase):
     assert outcomes[VICTIM].stopped
     # A slot that the stopped rank holds is given up after a while: then the end of backward waits,
     # not a unit's gather.
-    check_survivors(outcomes, "last seen in", within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
+    expected = f"the cause: rank {VICTIM} (pid "
+    check_survivors(outcomes, expected, within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
 
 
 def interrupted(rank, world):

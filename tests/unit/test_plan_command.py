@@ -202,10 +202,11 @@ def test_ring_times_grow_with_hosts():
     assert collective_seconds(1e9, 1, setup, card) == 0
     made = planned("llama-3-8b", world=8, compute="bfloat16", sequence=8192)
     found = cost(made, card)
-    # Two gathers of every block and one of the root, and one sum: peers' arithmetic.
+    # Two gathers of every block but the last two, whose values are still in their slots, one of
+    # the root, and one sum: peers' arithmetic.
     blocks = sum(u.numel for u in made.model.units[1:])
-    root = made.model.units[0].numel
-    wire = (blocks * (2 * 2 + 4) + root * (2 + 4)) * 7 / 8
+    root, last = made.model.units[0].numel, made.model.units[-1].numel
+    wire = (blocks * (2 * 2 + 4) - 2 * last * 2 + root * (2 + 4)) * 7 / 8
     assert found.sent_bytes == pytest.approx(wire, rel=1e-3)
 
 
@@ -335,3 +336,23 @@ def test_commands_are_listed(capsys):
     assert "plan" in capsys.readouterr().out
     assert main(["no-such"]) == 2
     assert "no-such" in capsys.readouterr().err
+
+
+def test_simulate_up_to_a_hundred_thousand_ranks():
+    """405 B parameters, four strategies, eight worlds: in little time and memory."""
+    program = (
+        "import resource, sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
+        "code = main(['simulate', 'llama-3-405b', '--gpu', 'h100', '--json']);"
+        "print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,"
+        " code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    seconds, kilobytes, code = done.stderr.split()[-3:]
+    assert code == "0", done.stderr
+    assert float(seconds) < 2 and int(kilobytes) < 500_000
+    found = json.loads(done.stdout)
+    assert list(found) == ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+    for rows in found.values():
+        assert rows["worlds"][-1]["world"] == 100_000
+        assert rows["worlds"][-1]["efficiency"] < rows["worlds"][2]["efficiency"]
+    assert found["FULL_SHARD"]["stops_scaling"] < 100_000

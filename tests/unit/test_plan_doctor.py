@@ -12,6 +12,8 @@ from fsdpc._tools import doctor
 
 def test_this_machine(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "ROUND_TRIP_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "SLOW", 0.0)  # whatever else runs here
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 60.0)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["checks"]}
@@ -24,27 +26,34 @@ def test_this_machine(capsys, monkeypatch):
         "shared memory",
         "process watch",
         "open files",
+        "file size",
+        "processes",
+        "stall tables",
         "processors",
         "interfaces",
+        "NCCL",
         "two ranks",
     ):
         assert name in rows
     assert all(row["level"] in doctor.LEVELS for row in rows.values())
     assert all(row["cure"] for row in rows.values() if row["level"] != "ok")
+    assert "can be read" in rows["stall tables"]["value"]
     assert rows["two ranks"]["level"] == "ok" and "values right" in rows["two ranks"]["value"]
 
 
 def test_planted_faults_are_found(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib77")
     monkeypatch.setenv("FSDPC_TIMEOUT", "soon")
+    monkeypatch.setenv("FSDPC_STALL", "-1")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     rows = {row.name: row for row in doctor.checks(round_trip=False)}
     levels = {name: row.level for name, row in rows.items()}
-    assert levels["NCCL_SOCKET_IFNAME"] == levels["FSDPC_TIMEOUT"] == "error"
-    for name in ("TORCH_DISTRIBUTED_DEBUG", "threads", "open files", "address space"):
+    for name in ("NCCL_SOCKET_IFNAME", "FSDPC_TIMEOUT", "FSDPC_STALL"):
+        assert levels[name] == "error", name
+    for name in ("TORCH_DISTRIBUTED_DEBUG", "threads", "open files", "file size", "processes"):
         assert levels[name] == "warning", name
     assert main(["doctor", "--quick"]) == 1
     out = capsys.readouterr().out

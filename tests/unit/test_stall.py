@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdpc._comm import stall as _stall
-from fsdpc._comm.stall import Stall, spans, summary
+from fsdpc._comm.stall import Stall, summary
+from fsdpc._comm.table import spans
 
 
 class Rank:

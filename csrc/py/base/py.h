@@ -64,6 +64,7 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
     vectorcallfunc hook_call; /* of its objects */
+    PyObject *stalls;         /* what long waits call: py_stall.c */
     PyObject *name_is_conj;   /* interned str, as are the next */
     PyObject *field_names[FSDPC_PY_FIELDS];
     PyObject
@@ -108,6 +109,8 @@ PyObject *fsdpc_py_raise(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
+/* The last note of that exception (add_note), with a new line before it; "" without one. */
+void fsdpc_py_exception_note(char *buffer, size_t bytes);
 /* Calls a callable without arguments; the call may remove the callable from its owner. 0 or -1. */
 int fsdpc_py_call(PyObject *callable);
 /* For waits, without the GIL: runs Python's signal handlers (on the main thread; a no-op

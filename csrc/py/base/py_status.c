@@ -151,6 +151,26 @@ fsdpc_py_exception_text(char *buffer, size_t bytes)
     return buffer;
 }
 
+void
+fsdpc_py_exception_note(char *buffer, size_t bytes)
+{
+    buffer[0] = '\0';
+    PyObject *value = take_exception();
+    if (value == NULL) {
+        return;
+    }
+    PyObject *notes = PyObject_GetAttrString(value, "__notes__");
+    Py_ssize_t count = notes && PyList_Check(notes) ? PyList_GET_SIZE(notes) : 0;
+    const char *note = count > 0 ? PyUnicode_AsUTF8(PyList_GET_ITEM(notes, count - 1)) : NULL;
+    if (note != NULL) {
+        snprintf(buffer, bytes, "\n%s", note);
+    }
+    Py_XDECREF(notes);
+    PyErr_Clear();
+    PyErr_SetObject((PyObject *)Py_TYPE(value), value);
+    Py_DECREF(value);
+}
+
 int
 fsdpc_py_call(PyObject *callable)
 {

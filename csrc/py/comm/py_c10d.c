@@ -29,15 +29,16 @@ finish(PyObject *result, const char *method, const char *what)
         Py_DECREF(result);
         return FSDPC_OK;
     }
-    char text[512];
+    char text[512], table[FSDPC_ERROR_BYTES - 1024];
     fsdpc_py_exception_text(text, sizeof text);
+    fsdpc_py_exception_note(table, sizeof table);
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return fsdpc_error(FSDPC_E_INTERRUPT, "%s of %s: %s", method, what, text);
     }
     if (what[0] == '\0' || strcmp(what, method) == 0) {
-        return fsdpc_error(FSDPC_E_COMM, "%s: %s", method, text);
+        return fsdpc_error(FSDPC_E_COMM, "%s: %s%s", method, text, table);
     }
-    return fsdpc_error(FSDPC_E_COMM, "%s for %s: %s", method, what, text);
+    return fsdpc_error(FSDPC_E_COMM, "%s for %s: %s%s", method, what, text, table);
 }
 
 /* The memory as a NumPy array; NULL with an exception set. */

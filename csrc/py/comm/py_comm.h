@@ -21,6 +21,8 @@ PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbac
 PyObject *fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count,
                              PyObject *keywords);
 extern PyMethodDef fsdpc_py_nccl_methods[];
+/* The board and the reports of stalls (py_stall.c). */
+extern PyMethodDef fsdpc_py_stall_methods[];
 /* Comm.staged(device). */
 PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
 

@@ -1,0 +1,162 @@
+/* Reports of stalls: the board of this process, and the object that the waits of shared memory call.
+ */
+#include <string.h>
+
+#include "base/board.h"
+#include "base/deadline.h"
+#include "base/mem.h"
+#include "base/status.h"
+#include "py/comm/py_comm.h"
+
+/* --- what waits call ------------------------------------------------------------------------- */
+
+static fsdpc_shm_reports reports;
+
+/* A report is made beside an error or a wait, and must not replace either: its own exceptions are printed
+ * as those that nobody can catch. */
+static PyObject *
+consumed(PyObject *result, const char *method)
+{
+    if (result == NULL) {
+        PyObject *place = PyUnicode_FromString(method);
+        PyErr_WriteUnraisable(place);
+        Py_XDECREF(place);
+    }
+    return result;
+}
+
+static void
+linger(const char *group)
+{
+    fsdpc_py_entered state;
+    if (fsdpc_py_callback_enter(&state) != FSDPC_OK) {
+        return;
+    }
+    PyObject *object = fsdpc_py_current() ? fsdpc_py_current()->stalls : NULL;
+    if (object != NULL) {
+        Py_XDECREF(consumed(PyObject_CallMethod(object, "linger", "s", group), "linger"));
+    }
+    fsdpc_py_callback_leave(&state, FSDPC_OK);
+}
+
+static PyObject *
+numbers(const int *values, int count)
+{
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list != NULL && i < count; i++) {
+        PyList_SET_ITEM(list, i, PyLong_FromLong(values[i])); /* NULL is skipped by its reader */
+    }
+    return list;
+}
+
+/* (causes, text) into C; false for None, or for anything else. */
+static bool
+read_verdict(PyObject *found, int *causes, int *count, char *text, size_t bytes)
+{
+    PyObject *list = NULL;
+    const char *said = NULL;
+    if (!PyTuple_Check(found) || !PyArg_ParseTuple(found, "O!s", &PyList_Type, &list, &said)) {
+        PyErr_Clear();
+        return false;
+    }
+    int kept = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list) && kept < FSDPC_SHM_MAX_RANKS; i++) {
+        causes[kept++] = (int)PyLong_AsLong(PyList_GET_ITEM(list, i));
+    }
+    PyErr_Clear();
+    *count = kept;
+    const int written = snprintf(text, bytes, "%s", said);
+    return written >= 0;
+}
+
+static bool
+verdict(const char *group, bool gives_up, int *causes, int *count, char *text, size_t bytes)
+{
+    fsdpc_py_entered state;
+    fsdpc_kept_error kept;
+    bool known = false;
+    fsdpc_error_keep(&kept);
+    if (fsdpc_py_callback_enter(&state) == FSDPC_OK) {
+        PyObject *object = fsdpc_py_current() ? fsdpc_py_current()->stalls : NULL;
+        PyObject *late = object ? numbers(causes, *count) : NULL;
+        PyObject *found = late ? consumed(PyObject_CallMethod(object, "verdict", "sOO", group,
+                                                              gives_up ? Py_True : Py_False, late),
+                                          "verdict")
+                               : NULL;
+        known = found != NULL && read_verdict(found, causes, count, text, bytes);
+        Py_XDECREF(found);
+        Py_XDECREF(late);
+        PyErr_Clear();
+        fsdpc_py_callback_leave(&state, FSDPC_OK);
+    }
+    fsdpc_error_restore(&kept);
+    return known;
+}
+
+/* --- functions ------------------------------------------------------------------------------- */
+
+static PyObject *
+set_stalls(PyObject *module, PyObject *args)
+{
+    double seconds;
+    PyObject *object;
+    fsdpc_py_module_state *state = fsdpc_py_state(module);
+    if (!PyArg_ParseTuple(args, "dO:set_stalls", &seconds, &object)) {
+        return NULL;
+    }
+    if (!(seconds > 0)) {
+        return PyErr_Format(PyExc_ValueError, "set_stalls: the seconds must be above 0");
+    }
+    Py_XSETREF(state->stalls, Py_NewRef(object));
+    reports = (fsdpc_shm_reports){.after_s = seconds, .linger = linger, .verdict = verdict};
+    fsdpc_shm_reporter = &reports;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+board_open(PyObject *module, PyObject *unused)
+{
+    int fd, signal_number;
+    (void)module;
+    (void)unused;
+    const int status = fsdpc_board_open(&fd, &signal_number);
+    return status == FSDPC_OK ? Py_BuildValue("(ii)", fd, signal_number) : fsdpc_py_raise(status);
+}
+
+static PyObject *
+board_begin(PyObject *module, PyObject *what)
+{
+    (void)module;
+    const char *text = PyUnicode_AsUTF8(what);
+    if (text == NULL) {
+        return NULL;
+    }
+    fsdpc_board_begin(text, NULL, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+board_end(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    fsdpc_board_end();
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fsdpc_py_stall_methods[] = {
+    {"set_stalls", set_stalls, METH_VARARGS,
+     "set_stalls(seconds, reports, /)\n--\n\n"
+     "What waits over shared memory call: reports.linger(group) about once a second when a wait\n"
+     "has lasted so long, and reports.verdict(group, gives_up, causes) at its deadline, which\n"
+     "returns (causes, text) or None. Process wide."},
+    {"board_open", board_open, METH_NOARGS,
+     "board_open()\n--\n\n"
+     "(descriptor, signal) of this process's board, opened once: the page in which other\n"
+     "processes read what this one waits for, and the signal that asks for its Python line (0:\n"
+     "none is free)."},
+    {"board_begin", board_begin, METH_O,
+     "board_begin(what, /)\n--\n\nShows a wait for other ranks on the board, until board_end()."},
+    {"board_end", board_end, METH_NOARGS, "board_end()\n--\n\nEnds board_begin()."},
+    {NULL, NULL, 0, NULL},
+};

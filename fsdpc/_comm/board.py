@@ -1,0 +1,240 @@
+"""What the processes of this host do in fsdpc, and in which line of Python.
+
+Each process has a board: a memfd whose first page says what the process waits for
+(csrc/base/board.h). Another process of the same user opens the board through ``/proc/PID/fd``, also
+while the process is stopped or holds the interpreter's lock in C code. For the Python line it sends
+a real-time signal, for which faulthandler writes the main thread's frames behind that page: no lock
+is needed for that.
+
+The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before
+faulthandler's handler is installed, and a sender looks up the handler in ``/proc`` first, so the
+signal never ends a process. System calls that it interrupts are restarted; a sleep in C code may
+end early.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from fsdpc import _C
+
+PAGE, BOOK_BYTES = 4096, 65536  # of the board; of the verdicts behind it (stall.py)
+FRAMES_AT = PAGE + BOOK_BYTES
+TEXT = 192
+_MAGIC = 0x3164726163736466
+_LINE = struct.Struct(f"<q{TEXT}s")
+_HEAD = struct.Struct("<Qi4x")
+_FRAME = re.compile(r'^  File "(?P<file>[^\n]*)", line (?P<line>\d+) in (?P<name>[^\n]*)\n', re.M)
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (os.path.dirname(__file__), torch.__file__)
+)
+_STANDARD = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen")
+LOOK_S = 0.25  # over which a process's processor time is measured
+
+_opened_by: int | None = None
+
+
+def open_board() -> None:
+    """Open this process's board and install the handler of its signal, once. Local."""
+    global _opened_by
+    if _opened_by == os.getpid():
+        return
+    descriptor, number = _C.board_open()
+    os.lseek(descriptor, FRAMES_AT, os.SEEK_SET)
+    if number:
+        faulthandler.register(number, file=descriptor, all_threads=False, chain=False)
+    _opened_by = os.getpid()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told apart from later ones with the same number."""
+
+    pid: int
+    started: int  # in clock ticks after boot; 0: not on this host, or gone already
+
+    @staticmethod
+    def find(pid: int) -> Process:
+        stat = _stat(pid)
+        return Process(pid, int(stat[19]) if stat else 0)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a process does. ``state``: "runs", "sleeps", "stopped", "dead" or "in the kernel"."""
+
+    state: str
+    waits: str = ""  # in fsdpc, for other ranks
+    since: float = 0.0  # seconds, of that wait or of the last operation
+    seen: str = ""  # the last operation in fsdpc
+    line: str = ""  # of the user's Python: "train.py:41 in step"
+
+    @property
+    def gone(self) -> bool:
+        return self.state in ("stopped", "dead")
+
+
+def look(process: Process, patience: float) -> Look:
+    """What another process of this host does; at most ``patience`` seconds and a bit. Local."""
+    before = _stat(process.pid)
+    if before is None or int(before[19]) != process.started or before[0] in "ZX":
+        return Look("dead")
+    board = _board_of(process.pid)
+    if board is None:
+        return Look(_state(before, before, 0.0))
+    try:
+        words = read_board(board)
+        if before[0] in "Tt":
+            return Look("stopped", *words)
+        begun = time.monotonic()
+        line = _ask_line(process.pid, board, patience)
+        time.sleep(max(0.0, LOOK_S - (time.monotonic() - begun)))
+        after = _stat(process.pid)
+        if after is None:
+            return Look("dead", *words)
+        return Look(_state(before, after, time.monotonic() - begun), *words, line)
+    finally:
+        os.close(board)
+
+
+def look_here() -> Look:
+    """The same of this process, whose line is that of the main thread."""
+    descriptor, _ = _C.board_open()
+    words = read_board(descriptor)
+    return Look("runs", *words, own_line())
+
+
+def where() -> tuple[float, str]:
+    """Seconds for which this process has waited for other ranks, and where it is. Local."""
+    found = look_here()
+    at = f", at {found.line}" if found.line else ""
+    if found.waits:
+        return found.since, f"in {found.waits}{at}"
+    last = f", after {found.seen}" if found.seen else ""
+    return 0.0, f"in none of its collectives{last}{at}"
+
+
+def own_line() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return users_line(frames)
+
+
+def open_descriptor(pid: int) -> int | None:
+    """The board of another process, opened for reading and writing, to be closed by the caller."""
+    return _board_of(pid)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_board(descriptor: int) -> tuple[str, float, str]:
+    """(what it waits for or "", seconds of that or since the last operation, that operation)."""
+    page = os.pread(descriptor, PAGE, 0)
+    if len(page) < PAGE or _HEAD.unpack_from(page)[0] != _MAGIC:
+        return "", 0.0, ""
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    lines = [_LINE.unpack_from(page, _HEAD.size + i * _LINE.size) for i in range(3)]
+    (waited, wait), (acted, seen), (asked, device) = (
+        (at, text.partition(b"\0")[0].decode(errors="replace")) for at, text in lines
+    )
+    if waited or asked:
+        return wait if waited else device, (now - (waited or asked)) / 1e9, seen
+    return "", (now - acted) / 1e9 if acted else 0.0, seen
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the state on."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _state(before: list[str], after: list[str], seconds: float) -> str:
+    if after[0] in "ZX":
+        return "dead"
+    if after[0] in "Tt":
+        return "stopped"
+    if after[0] == "D":
+        return "in the kernel"
+    used = sum(int(n) for n in after[11:13]) - sum(int(n) for n in before[11:13])
+    busy = used / os.sysconf("SC_CLK_TCK") > 0.1 * seconds > 0
+    return "runs" if busy or after[0] == "R" else "sleeps"
+
+
+def _board_of(pid: int) -> int | None:
+    """None: the process is gone, has no board, or belongs to another user."""
+    with suppress(OSError):
+        folder = f"/proc/{pid}/fd"
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if os.readlink(f"{folder}/{name}").startswith("/memfd:fsdpc-board"):
+                    return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
+    return None
+
+
+# --- the Python line ------------------------------------------------------------------------------
+
+
+def _ask_line(pid: int, board: int, patience: float) -> str:
+    number = _HEAD.unpack(os.pread(board, _HEAD.size, 0))[1]
+    begin = max(FRAMES_AT, os.fstat(board).st_size)
+    if not number or not _handles(pid, number):
+        return ""
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return ""
+    until, text = time.monotonic() + patience, ""
+    while time.monotonic() < until:
+        time.sleep(0.01)
+        more = os.pread(board, 1 << 16, begin).decode(errors="replace")
+        if more and more == text:  # no more has come meanwhile
+            break
+        text = more
+    found = _FRAME.findall(text)
+    return users_line([(file, int(line), name) for file, line, name in found])
+
+
+def _handles(pid: int, number: int) -> bool:
+    """The process catches the signal, and does not block it: another one would be ended by it."""
+    masks = {}
+    with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        masks = dict(line.split(":", 1) for line in file)
+    caught = int(masks.get("SigCgt", "0"), 16) >> (number - 1) & 1
+    return bool(caught) and not int(masks.get("SigBlk", "0"), 16) >> (number - 1) & 1
+
+
+def users_line(frames: list[tuple[str, int, str]]) -> str:
+    """The innermost frame outside of fsdpc, torch and Python's library: ``train.py:41 in step``."""
+    for skipped in (_is_library, _is_ours_or_torch):
+        for file, line, name in frames:
+            if not skipped(file):
+                return f"{os.path.basename(file)}:{line} in {name}"
+    return ""
+
+
+def _is_ours_or_torch(file: str) -> bool:
+    return file.startswith(_LIBRARIES)
+
+
+def _is_library(file: str) -> bool:
+    """A package that users install is none: their trainer may be one."""
+    standard = file.startswith(_STANDARD) and f"{os.sep}site-packages{os.sep}" not in file
+    return standard or _is_ours_or_torch(file)

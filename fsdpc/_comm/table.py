@@ -1,0 +1,108 @@
+"""One table of all ranks of a group that stands still, and which rank is the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdpc._comm.board import Look
+
+TABLE_BYTES = 2800  # so that an error's text has room for the table
+_EACH = 8  # so many ranks have a line each; more are grouped by what they do
+_WHAT_TO_DO = {
+    "stopped": "is stopped (SIGSTOP or a debugger): kill -CONT {pid}",
+    "dead": "has ended",
+    "in the kernel": "is blocked in the kernel, mostly a disk or a network file system",
+    "runs": "computes outside of fsdpc's waits",
+    "sleeps": "sleeps or waits outside of fsdpc",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    rank: int
+    pid: int
+    look: Look
+
+    @property
+    def state(self) -> str:
+        return self.look.state if self.look.gone or not self.look.waits else "waits"
+
+    @property
+    def place(self) -> str:
+        if self.look.waits:
+            return self.look.waits
+        return f"after {self.look.seen}" if self.look.seen else ""
+
+
+def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
+    """The ranks that the others wait for: dead ones, else stopped ones, else those that do not wait
+    in fsdpc. If all wait, those that wait elsewhere than most; in one place, ``late``.
+    """
+    for kind in (["dead"], ["stopped"], ["runs", "sleeps", "in the kernel"]):
+        found = [row.rank for row in rows if row.state in kind]
+        if found:
+            return found
+    places: dict[str, list[int]] = {}
+    for row in rows:
+        places.setdefault(row.place, []).append(row.rank)
+    return min(places.values(), key=len) if len(places) > 1 else list(late)
+
+
+def report(rows: Sequence[Row], guilty: Sequence[int]) -> str:
+    """A sentence that names the cause, and the table. Starts with a new line."""
+    lines = [_sentence(rows, guilty), *_lines(rows, guilty)]
+    text = "".join(f"\n{line}".rstrip() for line in lines)
+    return text if len(text) <= TABLE_BYTES else text[: TABLE_BYTES - 4] + "\n..."
+
+
+def _sentence(rows: Sequence[Row], guilty: Sequence[int]) -> str:
+    named = [row for row in rows if row.rank in guilty]
+    if not named:
+        return "all ranks of this group wait in one place: the cause is outside of the group"
+    first = named[0]
+    who = f"rank {first.rank}" if len(named) == 1 else f"ranks {spans([r.rank for r in named])}"
+    verb = _WHAT_TO_DO.get(first.state, "waits elsewhere than the others").format(pid=first.pid)
+    if len(named) > 1:
+        verb = verb.replace("is ", "are ", 1).replace("has ", "have ", 1)
+    at = f", at {first.look.line}" if first.look.line else ""
+    return f"the cause: {who} (pid {first.pid}) {verb}{at}"
+
+
+def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        what = (row.state, row.place, row.look.line, row.rank in guilty)
+        groups.setdefault(row.rank if len(rows) <= _EACH else what, []).append(row)
+    cells = [("ranks" if len(rows) > _EACH else "rank", "pid", "state", "for", "where", "line")]
+    for members in groups.values():
+        row = members[0]
+        since = max(member.look.since for member in members)
+        cells.append(
+            (
+                ("* " if row.rank in guilty else "  ") + spans([m.rank for m in members]),
+                str(row.pid) + (" ..." if len(members) > 1 else ""),
+                row.state,
+                f"{since:.1f} s" if since else "",
+                row.place,
+                row.look.line,
+            )
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Increasing numbers as text: ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,253 @@
+"""Ranks of one host that stand still: warnings in every rank's log, one verdict at the
+deadline.
+
+The ranks of a group keep one book, behind the first rank's board. The first rank that waits longer
+than ``FSDPC_STALL`` seconds looks at all ranks and writes a table into the book; each rank's thread
+logs it. The first rank that reaches its deadline writes the verdict, under the file's lock, and
+every later one repeats that: a rank that has given up would otherwise look like the cause to the
+next one. The lock and the book need no process but those that use them, so a stopped first rank is
+no obstacle.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fsdpc import _C
+from fsdpc._comm import board
+from fsdpc._comm.board import BOOK_BYTES, PAGE, Process
+from fsdpc._comm.table import Row, causes, report
+
+DEFAULT_STALL_S = 30.0
+_LINE_S = 1.0  # patience for a Python line
+_LOCK_S = 15.0  # for another rank that looks at all ranks
+_EARLIEST_NEWS_S, _LATEST_NEWS_S = 0.1, 5.0
+_HEAD = struct.Struct("<QQ")  # the number of changes; bytes of the text
+
+
+def read_stall() -> float:
+    """Seconds without progress before a warning: ``FSDPC_STALL``, infinite for 0. Local."""
+    text = os.environ.get("FSDPC_STALL") or str(DEFAULT_STALL_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ValueError(
+            f"FSDPC_STALL must be a number of seconds, or 0 for no warnings, but is {text!r}"
+        )
+    return seconds or math.inf
+
+
+class Group:
+    """The ranks of a group on one host. ``name`` is equal on all of them.
+
+    ``OSError`` if the first rank's board cannot be opened (another user, or no procfs).
+    """
+
+    def __init__(self, name: str, rank: int, pids: Sequence[int], stall: float) -> None:
+        self.name, self.rank, self.stall = name, rank, stall
+        self.owner = os.getpid()
+        self.members = [Process.find(pid) for pid in pids]
+        descriptor = board.open_descriptor(pids[0])
+        if descriptor is None:
+            raise OSError(f"the board of process {pids[0]} cannot be opened")
+        self._book = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._mutex = threading.Lock()  # the file's lock is one for all threads of a process
+        self._changes = 0
+        self._logged = 0.0
+        self.text = ""  # of the last warning
+
+    # --- warnings ---------------------------------------------------------------------------------
+
+    def linger(self, waited: float) -> None:
+        """This rank has waited so many seconds: make the table, if none has been made for that."""
+        now = time.monotonic()
+        with self._open() as book:
+            warning = book.get("warning")
+            count = 0
+            if warning is not None and warning["at"] > now - waited:
+                count = warning["count"] + 1
+                if now < warning["at"] + self.stall * 2 ** warning["count"]:
+                    return
+            rows = self.look()
+            text = f"no progress for {waited:.0f} s{report(rows, causes(rows))}"
+            book["warning"] = {"at": time.monotonic(), "count": count, "text": text}
+
+    def news(self) -> None:
+        """Log a table that a rank of the group has made since the last call."""
+        changes, _ = _HEAD.unpack(os.pread(self._book, _HEAD.size, PAGE).ljust(_HEAD.size, b"\0"))
+        if changes == self._changes:
+            return
+        self._changes = changes
+        warning = self._read().get(self.name, {}).get("warning")
+        if warning is not None and warning["at"] != self._logged:
+            self._logged, self.text = warning["at"], warning["text"]
+            logging.getLogger("fsdpc").warning("rank %d: %s", self.rank, warning["text"])
+
+    # --- the deadline -----------------------------------------------------------------------------
+
+    def verdict(self, gives_up: bool, late: Sequence[int]) -> tuple[list[int], str] | None:
+        """(the ranks that are the cause, the table), the same on all ranks that ask. Local."""
+        if not gives_up:
+            found = self._read().get(self.name, {}).get("verdict")
+            return (found["causes"], found["text"]) if found else None
+        with self._open() as book:
+            if "verdict" not in book:
+                rows = self.look()
+                guilty = causes(rows, late)
+                book["verdict"] = {"causes": guilty, "text": report(rows, guilty)}
+            return book["verdict"]["causes"], book["verdict"]["text"]
+
+    def look(self) -> list[Row]:
+        """Every rank, looked at one after the other but for their waiting times."""
+        rows: list[Row | None] = [None] * len(self.members)
+
+        def one(rank: int) -> None:
+            process = self.members[rank]
+            here = process.pid == os.getpid()
+            found = board.look_here() if here else board.look(process, _LINE_S)
+            rows[rank] = Row(rank, process.pid, found)
+
+        others = [threading.Thread(target=one, args=[r]) for r in range(len(rows))]
+        for at in range(0, len(others), 16):
+            for thread in others[at : at + 16]:
+                thread.start()
+            for thread in others[at : at + 16]:
+                thread.join()
+        return [row for row in rows if row is not None]
+
+    # --- the book ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """This group's entry, which is written back. Without the lock after _LOCK_S: its holder may
+        have been stopped.
+        """
+        mine = self._mutex.acquire(timeout=_LOCK_S)
+        locked = self._lock()
+        try:
+            everything = self._read()
+            entry = everything.setdefault(self.name, {})
+            before = json.dumps(entry)
+            yield entry
+            if json.dumps(entry) != before:
+                self._write(everything)
+        finally:
+            if locked:
+                fcntl.flock(self._book, fcntl.LOCK_UN)
+            if mine:
+                self._mutex.release()
+
+    def _lock(self) -> bool:
+        until = time.monotonic() + _LOCK_S
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._book, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _read(self) -> dict[str, Any]:
+        data = os.pread(self._book, BOOK_BYTES, PAGE)
+        if len(data) < _HEAD.size:
+            return {}
+        _, size = _HEAD.unpack_from(data)
+        try:
+            return json.loads(data[_HEAD.size : _HEAD.size + size]) if size else {}
+        except ValueError:  # written by a rank that has not waited for the lock
+            return {}
+
+    def _write(self, everything: dict[str, Any]) -> None:
+        text = json.dumps(everything).encode()
+        while len(text) > BOOK_BYTES - _HEAD.size and len(everything) > 1:
+            everything.pop(next(name for name in everything if name != self.name))
+            text = json.dumps(everything).encode()
+        head = os.pread(self._book, _HEAD.size, PAGE).ljust(_HEAD.size, b"\0")
+        os.pwrite(self._book, _HEAD.pack(_HEAD.unpack(head)[0] + 1, len(text)) + text, PAGE)
+
+
+# --- all groups of this process -------------------------------------------------------------------
+
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_pollers: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread_pid: int | None = None
+
+
+def _own() -> list[Group]:
+    """None of those that a forked child has from its parent."""
+    return [group for group in list(_groups.values()) if group.owner == os.getpid()]
+
+
+class _Reports:
+    """What the waits over shared memory call."""
+
+    def linger(self, name: str) -> None:
+        for group in _own():
+            _linger(group)
+            group.news()
+
+    def verdict(self, name: str, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
+        group = _groups.get(name)
+        return None if group is None else group.verdict(gives_up, late)
+
+
+def follow(group: Group) -> None:
+    """Report stalls of a group for as long as it lives."""
+    _groups[group.name] = group
+    if group.stall < math.inf or group.name.startswith("fsdpc-"):
+        _C.set_stalls(group.stall, _Reports())
+    _start_thread(group.stall)
+
+
+def follow_remote(poller: Any, stall: float) -> None:
+    """Call ``poller.poll()`` periodically for as long as it lives."""
+    _pollers.add(poller)
+    _start_thread(stall)
+
+
+def waited() -> float:
+    """Seconds for which this process has waited for other ranks, 0.0 if it does not wait."""
+    descriptor, _ = _C.board_open()
+    waits, since, _ = board.read_board(descriptor)
+    return since if waits else 0.0
+
+
+def _linger(group: Group) -> None:
+    seconds = waited()
+    if seconds >= group.stall:
+        group.linger(seconds)
+
+
+def _start_thread(stall: float) -> None:
+    global _thread_pid
+    with _lock:
+        if _thread_pid != os.getpid() and stall < math.inf:
+            _thread_pid = os.getpid()
+            pause = min(_LATEST_NEWS_S, max(_EARLIEST_NEWS_S, stall / 6))
+            target: Callable[[float], None] = _look_around
+            threading.Thread(target=target, args=[pause], name="fsdpc-stall", daemon=True).start()
+
+
+def _look_around(pause: float) -> None:
+    while True:
+        time.sleep(pause)
+        with suppress(OSError):
+            for group in _own():
+                _linger(group)
+                group.news()
+        for poller in list(_pollers):
+            poller.poll()

@@ -1,0 +1,119 @@
+"""``python -m fsdpc simulate``: a step at many worlds, and where each strategy stops scaling.
+
+Layout and schedule are the engine's own for one rank, and all ranks are alike, so 100,000 of them
+cost no more than one. Times are those of cost.py's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdpc._plan import options, show
+from fsdpc._plan.cost import ASSUMED, scaling, stops_scaling
+from fsdpc._plan.ledger import plan
+
+COMPARED = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+MOST_RANKS = 100_000
+_HEAD = (
+    "ranks",
+    "peak",
+    "padding",
+    "collectives",
+    "sent",
+    "compute",
+    "wire",
+    "step",
+    "tokens/s/GPU",
+    "in compute",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Simulate a step at many worlds: bytes, padding, collectives and time of each strategy, "
+        "with the batch of a rank kept."
+    )
+    options.add_arguments(parser)
+    parser.add_argument("--worlds", help="numbers of ranks, with commas")
+    parser.add_argument(
+        "--strategies", default=",".join(COMPARED), help="with commas (default: all four)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--plain", action="store_true", help="plain text even on a terminal")
+    parser.set_defaults(suggest=False, simulate=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0; 2 for options that do not go together."""
+    try:
+        wanted = options.wanted(arguments)
+        return show_worlds(arguments, wanted, arguments.strategies.split(","))
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fsdpc simulate: {error}", file=sys.stderr)
+        return 2
+
+
+def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
+    """``ValueError`` for what is no list of numbers."""
+    return [int(part) for part in text.split(",")] if text else list(default)
+
+
+def show_worlds(
+    arguments: argparse.Namespace, wanted: options.Wanted, strategies: Sequence[str]
+) -> int:
+    """``plan --simulate`` has one strategy, and its JSON is the list of worlds alone."""
+    host = wanted.setup.ranks_per_host
+    default = [host * 4**i for i in range(7)]
+    worlds = worlds_of(arguments.worlds, [*default, MOST_RANKS // host * host])
+    found = {name: _rows(wanted, name, worlds) for name in strategies}
+    if arguments.json:
+        several = {name: _as_dict(rows) for name, rows in found.items()}
+        print(json.dumps(several if hasattr(arguments, "strategies") else found[strategies[0]]))
+        return 0
+    out = show.Printer(arguments.plain)
+    model = plan(wanted.build, wanted.setup).model.name
+    for name, rows in found.items():
+        out.table(f"{model}, {name}: a step at each world", _HEAD, [_cells(row) for row in rows])
+    for name, rows in found.items():
+        out.line(_verdict(name, rows))
+    out.line(f"note: {ASSUMED}")
+    return 0
+
+
+def _rows(wanted: options.Wanted, name: str, worlds: Sequence[int]) -> list[dict[str, float]]:
+    setup = wanted.setup
+    if name != setup.strategy:
+        setup = replace(setup, strategy=name, shard=0)
+    plans = [plan(wanted.build, options.at_world(setup, world)) for world in worlds]
+    return scaling(plans, wanted.card)
+
+
+def _as_dict(rows: list[dict[str, float]]) -> dict[str, object]:
+    return {"worlds": rows, "stops_scaling": stops_scaling(rows)}
+
+
+def _verdict(name: str, rows: list[dict[str, float]]) -> str:
+    end = stops_scaling(rows)
+    if end is None:
+        last = rows[-1]
+        return f"{name}: still {last['efficiency']:.0%} in compute at {last['world']:,.0f} ranks"
+    return f"{name}: stops scaling at {end:,.0f} ranks, where less than half of a step is compute"
+
+
+def _cells(row: dict[str, float]) -> tuple[str, ...]:
+    return (
+        f"{row['world']:,.0f}",
+        show.size(row["peak_bytes"]),
+        show.size(row["padding_bytes"]),
+        f"{row['collectives']:,.0f}",
+        show.size(row["sent_bytes"]),
+        show.seconds(row["compute_s"]),
+        show.seconds(row["wire_s"]),
+        show.seconds(row["step_s"]),
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['efficiency']:.0%}",
+    )

@@ -1,0 +1,121 @@
+"""Ranks that stand still: one table, one cause that every rank names, and warnings."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from harness import run_ranks, signal_rank
+from torch import nn
+from toys import Block, loss_of, tokens, toy, wrap_blocks
+
+VICTIM = 2
+ENVIRONMENT = {"FSDPC_TIMEOUT": "4", "FSDPC_STALL": "1"}
+MARK = "the cause: "
+
+
+class Trap(nn.Module):
+    """Calls `fatal` the second time that its block has run."""
+
+    def __init__(self, block: nn.Module, fatal) -> None:
+        super().__init__()
+        self.block, self.fatal, self.calls = block, fatal, 0
+
+    def forward(self, x):
+        x = self.block(x)
+        self.calls += 1
+        if self.calls == 2:
+            self.fatal()
+        return x
+
+
+def stop_here():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train(rank, world, fatal, group=None):
+    model = toy(blocks=3)
+    model.blocks[1] = Trap(model.blocks[1], fatal if rank == VICTIM else lambda: None)
+    options = {} if group is None else {"process_group": group}
+    sharded = wrap_blocks("fsdpc", model, Block, use_orig_params=True, **options)
+    for step in range(3):
+        loss_of(sharded, tokens(rank, step)).backward()
+
+
+def stopped(rank, world):
+    train(rank, world, lambda: (signal_rank(rank, signal.SIGSTOP), stop_here()))
+
+
+def stopped_over_gloo(rank, world):
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    fatal = lambda: (signal_rank(rank, signal.SIGSTOP), stop_here())  # noqa: E731
+    train(rank, world, fatal, group)
+
+
+def holding_the_lock(rank, world, path):
+    """The victim waits in C, with the interpreter's lock, for a file that rank 0 has locked."""
+    with open(path, "w") as file:
+        if rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        train(rank, world, lambda: ctypes.PyDLL(None).flock(file.fileno(), fcntl.LOCK_EX))
+
+
+def survivors(outcomes):
+    return [outcome for outcome in outcomes if outcome.rank != VICTIM]
+
+
+def check_one_cause(outcomes, expected):
+    """Every survivor's error has the same table, which names the victim as the cause."""
+    tables = []
+    for outcome in survivors(outcomes):
+        assert outcome.error, f"rank {outcome.rank} did not notice: {outcome.log}"
+        assert MARK in outcome.error, outcome.error
+        tables.append(outcome.error.partition(MARK)[2].split("\n\n")[0])
+    assert tables[0].startswith(f"rank {VICTIM} ("), tables[0]
+    assert expected in tables[0], tables[0]
+    lines = [text.splitlines()[: 2 + len(outcomes)] for text in tables]
+    assert all(each == lines[0] for each in lines), tables
+    return tables[0]
+
+
+def check_warnings(outcomes):
+    """Every rank that runs has logged a table before the deadline."""
+    for outcome in survivors(outcomes):
+        assert "no progress for" in outcome.log, outcome.log
+        assert f"{MARK}rank {VICTIM} (" in outcome.log, outcome.log
+
+
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_a_stopped_rank_is_the_cause_on_every_rank(kind):
+    function = stopped if kind == "shm" else stopped_over_gloo
+    outcomes = run_ranks(
+        function, 3, faults=True, env={**ENVIRONMENT, "FSDPC_COLLECTIVES": kind}, on_device=False
+    )
+    assert outcomes[VICTIM].stopped
+    table = check_one_cause(outcomes, "is stopped (SIGSTOP or a debugger)")
+    assert "kill -CONT" in table and ".py:" in table
+    check_warnings(outcomes)
+
+
+def test_the_line_of_a_rank_that_holds_the_interpreters_lock(tmp_path):
+    path = str(tmp_path / "file")
+    outcomes = run_ranks(holding_the_lock, 3, faults=True, env=ENVIRONMENT, path=path)
+    table = check_one_cause(outcomes, "sleeps or waits outside of fsdpc")
+    assert "test_stalls.py:" in table and " in <lambda>" in table, table
+    check_warnings(outcomes)
+
+
+def silent(rank, world):
+    train(rank, world, lambda: None)
+
+
+def test_no_warnings_without_a_stall():
+    outcomes = run_ranks(silent, 3, faults=True, env={"FSDPC_STALL": "30"})
+    assert all(outcome.returned for outcome in outcomes), outcomes
+    assert all("no progress" not in outcome.log for outcome in outcomes)
