@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from fsdpc._engine.compiled import not_traced
+from fsdpc._engine.shortage import explained
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
@@ -292,11 +293,12 @@ def fully_shard(  # type: ignore[misc]
         precision=mp_policy,
         offload=offload_policy,
     )
-    move_to(place.device, managed, ignored)
-    if place.device.type == "cpu":
-        _draws.install()
-    if infos:
-        state.make_unit(infos)
+    with explained("wrapping", what):
+        move_to(place.device, managed, ignored)
+        if place.device.type == "cpu":
+            _draws.install()
+        if infos:
+            state.make_unit(infos)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
