@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +31,10 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc._plan.live import LiveBytes
 from fsdpc._torch import tree_leaves
 from fsdpc._tools.profiled import Boundary, Key, Profile, Sample
-from fsdpc._tools.report import cache_line, planned_by_unit, state_tensors
+from fsdpc._tools.report import cache_line, optimizers_of, planned_by_unit, state_tensors
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds
 OTHER: Key = ("other", "")
 UPDATE: Key = ("update's temporaries", "")
 
@@ -51,10 +52,10 @@ class OwnedBytes(LiveBytes):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        fresh = [t for t in map(_local, tree_leaves(out)) if t is not None and self._is_new(t)]
+        results = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        fresh = [t for t in _tensors(results) if self._is_new(t)]
         if fresh:  # results in place or views of what was there before are not allocations
-            given = map(_local, tree_leaves((args, kwargs)))
-            old = {id(t.untyped_storage()) for t in given if t is not None}
+            old = {id(t.untyped_storage()) for t in _tensors((*args, *(kwargs or {}).values()))}
             for tensor in fresh:
                 if id(tensor.untyped_storage()) not in old:
                     self._see(tensor)
@@ -84,10 +85,17 @@ class OwnedBytes(LiveBytes):
             self._owners[key] = owner
 
 
-def _local(value: Any) -> Tensor | None:
-    if isinstance(value, DTensor):
-        return value.to_local()
-    return value if isinstance(value, Tensor) else None
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield _local(value)
+        elif isinstance(value, (list, tuple)):
+            yield from (_local(one) for one in value if isinstance(one, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
@@ -122,6 +130,7 @@ class profile_memory:  # noqa: N801: used like a function
         self._phase = "idle"
         self._profile = Profile()
         self._stepped = self._backward = False
+        self._asked, self._process = 0.0, 0
 
     def __enter__(self) -> Profile:
         from fsdpc import _C
@@ -136,6 +145,8 @@ class profile_memory:  # noqa: N801: used like a function
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._optimizers = optimizers_of([u for one in self._watched for u in one.tree.units])
+        self._count_states()
         self._begin = time.monotonic()
         if self._live is not None:
             self._live.__enter__()
@@ -225,6 +236,15 @@ class profile_memory:  # noqa: N801: used like a function
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not any(optimizer is one for one in self._optimizers):
             self._optimizers.append(optimizer)
+        self._count_states()
+        self._sample("step ends", type(optimizer).__name__, None)
+        self._phase = "idle"
+        if self._live is not None:
+            self._live.owner = OTHER
+        self._stepped = True
+        self._end_step()
+
+    def _count_states(self) -> None:
         self._states = Counter()
         for one in self._optimizers:
             for param, state in one.state.items():
@@ -234,12 +254,6 @@ class profile_memory:  # noqa: N801: used like a function
                     self._states[("optimizer states", name)] += tensor.nbytes
                     if self._live is not None:
                         self._live.assign(tensor, ("counted", ""))
-        self._sample("step ends", type(optimizer).__name__, None)
-        self._phase = "idle"
-        if self._live is not None:
-            self._live.owner = OTHER
-        self._stepped = True
-        self._end_step()
 
     def _end_step(self) -> None:
         kept: Counter[Key] = Counter()
@@ -249,22 +263,28 @@ class profile_memory:  # noqa: N801: used like a function
                 if count and unit.flat.reshards and unit.is_sharded:
                     kept[("gathered", unit.name or "(root)")] += size
         live = {**self._roles(), **kept}
-        self._profile.boundaries.append(Boundary(live, sum(process_bytes().values())))
+        now = time.monotonic()
+        if now - self._asked > PROCESS_S:
+            self._process, self._asked = sum(process_bytes().values()), now
+        self._profile.boundaries.append(Boundary(live, self._process))
 
     # --- samples ---
 
     def _roles(self) -> dict[Key, int]:
-        roles: Counter[Key] = Counter(self._states)
+        roles = dict(self._states)
         for watched in self._watched:
             if watched.tree.units[0].tree is not watched.tree:
                 continue  # its units belong to another tree now
             roles.update(watched.fixed)
             stats = watched.tree.memory_stats()
             for role, key in _SLOTS.items():
-                roles[(role, "")] += stats[key]
+                if stats[key]:
+                    roles[(role, "")] = roles.get((role, ""), 0) + stats[key]
         if self._live is not None:
-            roles.update({k: n for k, n in self._live.by.items() if k[0] != "counted"})
-        return {key: size for key, size in roles.items() if size}
+            for key, count in self._live.by.items():
+                if count and key[0] != "counted":
+                    roles[key] = count
+        return roles
 
     def _sample(self, event: str, unit: str, watched: _Watched | None) -> None:
         gathered = tuple(self._gathered())

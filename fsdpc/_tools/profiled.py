@@ -58,7 +58,9 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Growth:
-    """A role that grew in every step but the first. ``units``: the most of it, bytes per step."""
+    """A role that grew in every step but the first. ``units``: the most of it, bytes per step.
+    Of the role ``gathered``: what was gathered at the end of each step, in bytes.
+    """
 
     role: str
     bytes_per_step: int
@@ -66,6 +68,8 @@ class Growth:
 
     def __str__(self) -> str:
         units = ", ".join(f"{unit or 'all units'} {size(n)}" for unit, n in self.units)
+        if self.role == "gathered":
+            return f"units are still gathered when steps end: {units}. {_HINT['gathered']}"
         return f"{self.role} grow by {size(self.bytes_per_step)} a step: {units}. {_HINT[self.hint]}"
 
     @property
@@ -109,7 +113,7 @@ class Profile:
 
     def growth(self) -> list[Growth]:
         """Leaks: roles whose bytes at the end of a step rose in every step but the first, by 4 KiB
-        or more. Empty for fewer than four steps.
+        or more, and units that are gathered at each end. Empty for fewer than four steps.
         """
         ends = [b.live for b in self.boundaries[1:]]
         if len(ends) < LEAST_STEPS:
@@ -118,7 +122,9 @@ class Profile:
         for role in dict.fromkeys(role for live in ends for role, _ in live):
             totals = [sum(n for (r, _), n in live.items() if r == role) for live in ends]
             rises = [b - a for a, b in zip(totals, totals[1:], strict=False)]
-            if min(rises) >= LEAST_BYTES:
+            if role == "gathered" and min(totals) > 0:
+                found.append(_kept(ends[-1]))
+            elif min(rises) >= LEAST_BYTES:
                 found.append(_growth(role, ends))
         return sorted(found, key=lambda g: -g.bytes_per_step)
 
@@ -218,6 +224,11 @@ class Profile:
 
 # Roles of which each unit has its part at all times.
 _EVEN = ("shards", "gradient shards", "optimizer states")
+
+
+def _kept(live: dict[Key, int]) -> Growth:
+    units = sorted(((u, n) for (r, u), n in live.items() if r == "gathered"), key=lambda i: -i[1])
+    return Growth("gathered", sum(n for _, n in units), tuple(units[:NAMED]))
 
 
 def _growth(role: str, ends: Sequence[dict[Key, int]]) -> Growth:

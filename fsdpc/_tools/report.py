@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,6 +179,17 @@ def state_tensors(values: Any) -> list[torch.Tensor]:
     """The tensors in (a part of) an optimizer's state, each once; this rank's part of DTensors."""
     found = {id(leaf): leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)}
     return [t.to_local() if isinstance(t, DTensor) else t for t in found.values()]
+
+
+def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Those of the units' parameters, found among all objects: nothing keeps a list of them."""
+    owned = {id(param) for unit in units for param in unit.shard_params}
+    return [
+        one
+        for one in gc.get_objects()
+        if isinstance(one, torch.optim.Optimizer)
+        and any(id(p) in owned for group in one.param_groups for p in group["params"])
+    ]
 
 
 def _states(optimizer: Any) -> Line:

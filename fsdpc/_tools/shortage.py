@@ -6,7 +6,6 @@ planner's arithmetic; it allocates some hundred kilobytes.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import resource
@@ -27,7 +26,7 @@ from fsdpc._plan.ledger import Plan, plan
 from fsdpc._plan.model import Model, Moment, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
-from fsdpc._tools.report import ROLES, cache_line, reduced, setup_of, states_of
+from fsdpc._tools.report import ROLES, cache_line, optimizers_of, reduced, setup_of, states_of
 
 CHANGES = 3
 _SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
@@ -141,7 +140,7 @@ def _ledger(tree: Any) -> Ledger:
     ).stats
     if tree.core is None:  # the units exist, their slots do not
         actual = {key: planned[key] for key in ("master_bytes", "grad_bytes")}
-    states = sum(states_of(optimizer) for optimizer in _optimizers(tree))
+    states = sum(states_of(optimizer) for optimizer in optimizers_of(tree.units))
     known = sum(actual.get(key, 0) for key in (*ROLES.values(), "spare_bytes")) + states
     program = 0 if _on_gpu(tree) else getattr(tree, "program_bytes", 0)
     return Ledger(planned, actual, states, program, max(_held(tree) - known - program, 0))
@@ -291,20 +290,9 @@ def _most(values: Any) -> Any:
     return counted[0][0] if counted else None
 
 
-def _optimizers(tree: Any) -> list[torch.optim.Optimizer]:
-    """Those of the tree's parameters, found among all objects: nothing keeps a list of them."""
-    owned = {id(param) for unit in tree.units for param in unit.shard_params}
-    return [
-        one
-        for one in gc.get_objects()
-        if isinstance(one, torch.optim.Optimizer)
-        and any(id(p) in owned for group in one.param_groups for p in group["params"])
-    ]
-
-
 def _optimizer_name(tree: Any) -> str:
     """The planner's name of the optimizer; of one without states if there is none yet."""
-    for optimizer in _optimizers(tree):
+    for optimizer in optimizers_of(tree.units):
         name = _NAMED.get(type(optimizer).__name__)
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if name is not None:
