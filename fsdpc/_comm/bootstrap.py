@@ -35,6 +35,7 @@ import socket
 import sys
 import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
 from types import TracebackType

@@ -19,6 +19,7 @@ from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.shortage import explained
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
+from fsdpc._fsdp2 import planned as _planned
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
 
@@ -276,13 +277,16 @@ def fully_shard(  # type: ignore[misc]
         raise NotImplementedError(
             "fsdpc.fully_shard does not take dp_mesh_dims: pass the data-parallel submesh as mesh"
         )
-    mesh = _args.default_mesh() if mesh is None else mesh
-    _args.check_mesh(mesh)
-    place = _args.place_on(mesh)
     ignored = {id(param) for param in ignored_params or ()}
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
     infos = collect_infos(managed, ignored, what)
+    if _planned.is_planning():
+        _planned.note(_planned.Call(modules, infos, reshard_after_forward, mp_policy))
+        return module
+    mesh = _args.default_mesh() if mesh is None else mesh
+    _args.check_mesh(mesh)
+    place = _args.place_on(mesh)
     for info in infos:
         _args.check_placement(shard_placement_fn, info)
     state = State(

@@ -1,10 +1,10 @@
 """``fsdpc.profile_memory``: what is live through a step, by role and unit.
 
-The engine calls an observer after each of its hooks (a unit gathered, released, reduced; the end of
-a backward), and optimizers call one around their steps; without a profile neither exists. The
-engine's part is read from its own counters. Of torch's tensors a dispatch mode counts storages: each
-belongs to the unit whose forward or backward allocated it, until it is found to be a gradient or an
-optimizer's state.
+The engine calls an observer after each of its hooks (a unit gathered, released, reduced; the end
+of a backward), and optimizers call one around their steps; without a profile neither exists. The
+engine's part is read from its own counters. Of torch's tensors a dispatch mode counts storages:
+each belongs to the unit whose forward or backward allocated it, until it is found to be a gradient
+or an optimizer's state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fsdpc._engine.shortage import TREES, process_bytes
 from fsdpc._engine.tree import ON_TREE
 from fsdpc._engine.writeback import owner_of
 from fsdpc._plan.live import LiveBytes
-from fsdpc._torch import tree_leaves
 from fsdpc._tools.profiled import Boundary, Key, Profile, Sample
 from fsdpc._tools.report import cache_line, optimizers_of, planned_by_unit, state_tensors
+from fsdpc._torch import tree_leaves
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds
@@ -148,6 +148,7 @@ class profile_memory:  # noqa: N801: used like a function
         self._optimizers = optimizers_of([u for one in self._watched for u in one.tree.units])
         self._count_states()
         self._begin = time.monotonic()
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         if self._live is not None:
             self._live.__enter__()
         self._sample("begin", "", None)
@@ -162,6 +163,7 @@ class profile_memory:  # noqa: N801: used like a function
         for handle in self._handles:
             handle.remove()
         ON_TREE.remove(self._watch)
+        os.close(self._statm)
         profile_memory._active = None
         device = _gpu(self._watched)
         self._profile.end(str(device or "cpu"), cache_line(device) if device else "")
@@ -304,16 +306,14 @@ class profile_memory:  # noqa: N801: used like a function
                 live=self._roles(),
                 over=over,
                 gathered=gathered,
-                resident=_resident(),
+                resident=int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE,
                 device=_device_figures(_gpu(self._watched)),
             )
         )
 
     def _gathered(self) -> Iterator[str]:
         for watched in self._watched:
-            for unit, count in zip(
-                watched.tree.units, watched.tree.core.references(), strict=True
-            ):
+            for unit, count in zip(watched.tree.units, watched.tree.core.references(), strict=True):
                 if count:
                     yield unit.name or "(root)"
 
@@ -332,13 +332,6 @@ _SLOTS = {
     "no_sync gradients": "local_bytes",
     "spare memory": "spare_bytes",
 }
-
-
-def _resident() -> int:
-    """Anonymous and shared bytes of the process that are in memory; pages of files left out."""
-    with open("/proc/self/statm") as file:
-        _, resident, _, *_ = file.read().split()
-    return int(resident) * _PAGE
 
 
 def _gpu(watched: Sequence[_Watched]) -> torch.device | None:

@@ -70,7 +70,9 @@ class Growth:
         units = ", ".join(f"{unit or 'all units'} {size(n)}" for unit, n in self.units)
         if self.role == "gathered":
             return f"units are still gathered when steps end: {units}. {_HINT['gathered']}"
-        return f"{self.role} grow by {size(self.bytes_per_step)} a step: {units}. {_HINT[self.hint]}"
+        return (
+            f"{self.role} grow by {size(self.bytes_per_step)} a step: {units}. {_HINT[self.hint]}"
+        )
 
     @property
     def hint(self) -> str:

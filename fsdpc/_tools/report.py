@@ -121,7 +121,9 @@ def _planned(tree: Any, local: bool) -> dict[str, int]:
 
 def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
     """The footprint of each unit of a tree, in its order."""
-    found = {id(unit): f for units, m in _plans(tree, False) for unit, f in zip(units, m.by_unit)}
+    found: dict[int, dict[str, Any]] = {}
+    for units, memory in _plans(tree, False):
+        found.update(zip(map(id, units), memory.by_unit, strict=True))
     return [found[id(unit)] for unit in tree.units]
 
 
@@ -187,7 +189,7 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
     return [
         one
         for one in gc.get_objects()
-        if isinstance(one, torch.optim.Optimizer)
+        if issubclass(type(one), torch.optim.Optimizer)  # isinstance runs code of odd objects
         and any(id(p) in owned for group in one.param_groups for p in group["params"])
     ]
 

@@ -298,4 +298,3 @@ def _optimizer_name(tree: Any) -> str:
         if name is not None:
             return "adamw-fused" if fused and name == "adamw" else name
     return "sgd"
-

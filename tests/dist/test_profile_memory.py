@@ -42,7 +42,9 @@ def made(front: str):
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, 4))
     if front == "fsdp":
-        model = wrap("fsdpc", whole, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+        model = wrap(
+            "fsdpc", whole, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        )
     else:
         for block in whole[1:4]:
             fsdpc.fully_shard(block)
@@ -70,8 +72,13 @@ def test_what_is_live(rank, world, front):
         train(model, optimizer, 4)
     stats = fsdpc.memory_stats(model)
     last = by_role(profile.samples[-1])
-    for role, key in (("shards", "master_bytes"), ("gradient shards", "grad_bytes"),
-                      ("gather slots", "gather_bytes"), ("reduce slots", "reduce_bytes")):  # fmt: skip
+    engine = {
+        "shards": "master_bytes",
+        "gradient shards": "grad_bytes",
+        "gather slots": "gather_bytes",
+        "reduce slots": "reduce_bytes",
+    }
+    for role, key in engine.items():
         assert last[role] == stats[key], role
     states = sum(t.numel() for s in optimizer.state.values() for t in map(local, s.values()))
     assert last["optimizer states"] == 4 * states
@@ -80,7 +87,9 @@ def test_what_is_live(rank, world, front):
     # is its output, of 16 x 256; the input of down is the same; its own result is 16 x 64.
     after = [s for s in profile.samples if s.event == "post_forward" and s.unit == "2"]
     assert [s.live[("activations", "2")] for s in after] == [4 * 16 * (256 + 64)] * 4
-    assert all("2" in s.gathered for s in profile.samples if s.event == "pre_forward" and s.unit == "2")
+    assert all(
+        "2" in s.gathered for s in profile.samples if s.event == "pre_forward" and s.unit == "2"
+    )
     backward = [s for s in profile.samples if s.phase == "backward"]
     assert any(("unit gradients", "2") in s.live for s in backward)
     assert len(profile.boundaries) == 4 and profile.growth() == []
@@ -144,7 +153,7 @@ def test_files(rank, world, tmp_path_factory=None):
     found = json.loads((folder / "profile.json").read_text())
     assert found["schema"] == "fsdpc.profile/1" and len(found["samples"]) == len(profile.samples)
     picture = (folder / "profile.svg").read_text()
-    assert "<svg" in picture and "href=\"http" not in picture.replace("xlink:href=\"#", "")
+    assert "<svg" in picture and 'href="http' not in picture.replace('xlink:href="#', "")
     with open(folder / "profile.pickle", "rb") as file:
         snapshot = pickle.load(file)
     live = top = 0

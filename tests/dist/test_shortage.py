@@ -44,7 +44,9 @@ def model(front: str, width: int = 64):
     torch.manual_seed(0)
     whole = nn.Sequential(*(Block(width) for _ in range(3)), nn.Linear(width, 4))
     if front == "fsdp":
-        return wrap("fsdpc", whole, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+        return wrap(
+            "fsdpc", whole, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        )
     for block in whole[:3]:
         fsdpc.fully_shard(block)
     return fsdpc.fully_shard(whole)

@@ -297,16 +297,6 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     return (PyObject *)self;
 }
 
-int
-fsdpc_py_check_open(const fsdpc_py_tree *self)
-{
-    if (self->tree) {
-        return 0;
-    }
-    PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed");
-    return -1;
-}
-
 /* --- reports --------------------------------------------------------------------------------- */
 
 static PyObject *

@@ -6,6 +6,16 @@
 
 #include "base/mem.h"
 
+int
+fsdpc_py_check_open(const fsdpc_py_tree *self)
+{
+    if (self->tree) {
+        return 0;
+    }
+    PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed");
+    return -1;
+}
+
 PyObject *
 fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *unused)
 {

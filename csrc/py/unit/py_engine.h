@@ -185,13 +185,10 @@ void fsdpc_py_reopen_tree(fsdpc_py_tree *tree);
 bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
 bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
 
-/* --- py_tree.c ------------------------------------------------------------------------------- */
+/* --- py_tree_report.c ------------------------------------------------------------------------ */
 
 /* 0, or -1 with StateError after close(). */
 int fsdpc_py_check_open(const fsdpc_py_tree *self);
-
-/* --- py_tree_report.c ------------------------------------------------------------------------ */
-
 PyObject *fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *unused);
 PyObject *fsdpc_py_tree_trace(fsdpc_py_tree *self, PyObject *args);
 PyObject *fsdpc_py_tree_references(fsdpc_py_tree *self, PyObject *unused);
