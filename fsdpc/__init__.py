@@ -61,6 +61,7 @@ _HOME = {
     "mark_data_dependent": "fsdpc._engine.marks",
     "memory_report": "fsdpc._tools.report",
     "memory_stats": "fsdpc._engine.root",
+    "profile_memory": "fsdpc._tools.profile",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
@@ -102,6 +103,7 @@ __all__ = [
     "mark_data_dependent",
     "memory_report",
     "memory_stats",
+    "profile_memory",
     "register_fsdp_forward_method",
     "set_collectives",
     "share_comm_ctx",
@@ -128,6 +130,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fsdpc._install import install, uninstall
+    from fsdpc._tools.profile import profile_memory
     from fsdpc._tools.report import memory_report
     from fsdpc.api import (
         BackwardPrefetch,

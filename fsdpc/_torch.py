@@ -128,6 +128,12 @@ _find("torch.optim", f"Adam.{INIT_GROUP}")
 RNG_TRACKER = "_rng_tracker"
 dtensor_random = _find("torch.distributed.tensor", "_random")
 _find("torch.distributed.tensor._random", "_RNGStateTracker._distribute_region")
+# What every backward goes through, as torch.autograd's own functions name it; what puts hooks
+# around the step of a class of optimizers.
+RUN_BACKWARD = "_engine_run_backward"
+_find("torch.autograd", RUN_BACKWARD)
+PROFILE_STEP = "profile_hook_step"
+_find("torch.optim", f"Optimizer.{PROFILE_STEP}")
 # Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
 GET_FQNS = "_get_fqns"
 # The module with torch's wrapper for checkpointed modules (imported on demand).

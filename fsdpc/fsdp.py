@@ -28,6 +28,7 @@ from fsdpc._engine.compiled import call_untraced, not_traced
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.listeners import check_listeners
+from fsdpc._engine.shortage import explain, explained
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
@@ -141,11 +142,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             auto_wrap(module, auto_wrap_policy, self._ignored, inherited, FullyShardedDataParallel)
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
         self._show_options(options)
-        self._move(module, param_init_fn, device, chosen.shard.rank())
-        self._init_groups(chosen)
-        self._init_state()
-        self._fsdp_wrapped_module = module
-        self._init_unit()
+        with explained("wrapping", self._name):
+            self._move(module, param_init_fn, device, chosen.shard.rank())
+            self._init_groups(chosen)
+            self._init_state()
+            self._fsdp_wrapped_module = module
+            self._init_unit()
         _state_dict.register_hooks(self)
         _dcp.attach()
 
@@ -242,14 +244,19 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             return _eval.forward(self, args, kwargs)
         if self._summoned and (self._unit is None or self._unit.summoned):
             return _summon.forward(self, args, kwargs)
-        prepared = self._enter(self, args, kwargs)
+        try:
+            prepared = self._enter(self, args, kwargs)
+        except BaseException as error:
+            explain(error, "forward", host=self)
+            raise
         if prepared is not None:  # views of the arguments, with hooks of the engine
             args, kwargs = prepared
         try:
             if self._prepare_inputs is not None:
                 args, kwargs = self._prepare_inputs(args, kwargs)
             output = self._modules[FSDP_WRAPPED](*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
+            explain(error, "forward", host=self)
             unit = self._unit or self._pass_unit
             if unit is not None:
                 unit.forward_failed()

@@ -161,6 +161,9 @@ fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room)
     if (end - begin > trace->capacity) {
         begin = end - trace->capacity;
     }
+    if (end - begin > room) {
+        begin = end - room;
+    }
     size_t copied = 0;
     for (uint64_t number = begin; number < end && copied < room; number++) {
         if (read_place(place_of(trace, number), number, &out[copied])) {

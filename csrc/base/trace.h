@@ -61,7 +61,7 @@ void fsdpc_trace_free(fsdpc_trace *trace);
 /* Returns the time (CLOCK_MONOTONIC, ns). If `trace` is NULL nothing else is done. */
 int64_t fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
                         uint32_t step, int32_t unit, uint64_t bytes);
-/* Copies at most `room` of the entries that are still in the ring, oldest first; returns their number. */
+/* Copies the latest entries, at most `room`, oldest first; returns their number. */
 size_t fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room);
 void fsdpc_trace_clear(fsdpc_trace *trace);
 const char *fsdpc_trace_op_name(unsigned op);

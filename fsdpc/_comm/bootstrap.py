@@ -37,7 +37,7 @@ import socket
 import sys
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -502,6 +502,8 @@ class _Hosts:
 # --- the end of the process ----------------------------------------------------------------------
 
 _prepared_pid: int | None = None
+# Called with an exception that ends the process, before its peers and the user get the text.
+ON_UNCAUGHT: list[Callable[[BaseException], None]] = []
 
 
 def _prepare_end() -> None:
@@ -530,11 +532,19 @@ def _leave() -> None:
 
 
 def _abort(error: BaseException) -> None:
-    text = _one_line(error)
+    for call in ON_UNCAUGHT:
+        call(error)
+    text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
     for comm in _own_comms():
         comm.abort(text)
+
+
+def _last_words(error: BaseException) -> str:
+    """One line of the error, with the first line of its first note: the place of a shortage."""
+    notes = [line for note in getattr(error, "__notes__", []) for line in note.splitlines()[:1]]
+    return "; ".join([_one_line(error), *notes[:1]])
 
 
 def _chain_excepthook() -> None:

@@ -22,6 +22,7 @@ from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.marks import attach_marked, hosts
+from fsdpc._engine.shortage import explain
 from fsdpc._engine.tree import Tree
 
 logger = logging.getLogger("fsdpc")
@@ -52,7 +53,11 @@ def lazy_init(front: FrontEnd, root: Any) -> None:
     units = [(depth, member._unit) for _, depth, member in placed if member._unit is not None]
     if root._unit is None and units:
         units = [(0, front.pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
-    _attach_tree(front, root, units)
+    try:
+        _attach_tree(front, root, units)
+    except BaseException as error:
+        explain(error, "the first forward, making slots", placed=units)
+        raise
     root.precision_line = precision_line(root, [unit for _, unit in units])
     if root.rank == 0:
         logger.info(root.precision_line)

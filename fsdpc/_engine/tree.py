@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import trust_order
 from fsdpc._engine.interop import torch_functions
+from fsdpc._engine.shortage import TREES, process_bytes
 from fsdpc._engine.unit import Unit
 
+# Called with each tree that has been made.
+ON_TREE: list[Callable[[Any], None]] = []
 _PREFETCH = {None: 0, "pre": 1, "post": 2}
 
 
@@ -71,6 +75,13 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
+        TREES.add(self)
+        own = ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes")
+        stats = self.memory_stats()
+        # The host memory of everything else that the program had by then, for reports.
+        self.program_bytes = max(sum(process_bytes().values()) - sum(stats[k] for k in own), 0)
+        for call in ON_TREE:
+            call(self)
         weakref.finalize(self, self.core.close)  # gc alone would take several rounds
 
     @property
@@ -87,9 +98,11 @@ class Tree:
         """Bytes by role on this rank; gather slots on shared memory count once per host. Local."""
         return self.core.memory()
 
-    def trace(self) -> list[dict[str, Any]]:
-        """The latest events, oldest first: op, phase, step, unit, bytes, time_ns. Local."""
-        return self.core.trace()
+    def trace(self, last: int = 0) -> list[dict[str, Any]]:
+        """The latest events (at most ``last``, 0: all), oldest first: op, phase, step, unit, bytes,
+        time_ns. Local.
+        """
+        return self.core.trace(last)
 
     def clear_trace(self) -> None:
         """Delete all recorded events. Local."""

@@ -18,6 +18,7 @@ from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import computes, counted, dtype_name, over, version_counter
 from fsdpc._engine.released import ReleasedParameter
+from fsdpc._engine.shortage import watch
 from fsdpc._engine.whole import WholeValues
 
 # Called with each unit after its gradients were allocated.
@@ -83,6 +84,7 @@ class Unit(WholeValues):
         self.trainable = [self._trainable(info) for info in infos]
         self.summoned = False
         self.tree: Any = None
+        watch(self)
         specs = [self._spec(i) for i in range(len(infos))]
         text = self._describe(specs)
         groups.shard.agree(text, what=f"construction of unit {name}")

@@ -57,7 +57,7 @@ def default_mesh() -> DeviceMesh:
     """All ranks on one dimension, on the accelerator if there is one. Collective."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(),))
 

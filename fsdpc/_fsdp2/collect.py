@@ -45,9 +45,9 @@ def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def collect_infos(
-    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, place: Place
+    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, place: Place | None
 ) -> list[ParamInfo]:
-    """The call's parameters with all their sites.
+    """The call's parameters with all their sites. ``place``: None without process groups.
 
     torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
     is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
@@ -55,7 +55,8 @@ def collect_infos(
 
     def check(param: nn.Parameter, name: str) -> None:
         _check(param, name, what)
-        _check_mesh(param, name, place)
+        if place is not None:
+            _check_mesh(param, name, place)
 
     return collect(managed, lambda param: id(param) in ignored, check)
 

@@ -18,8 +18,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 
 from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine.compiled import not_traced
+from fsdpc._engine.shortage import explained
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
+from fsdpc._fsdp2 import planned as _planned
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
@@ -297,6 +299,13 @@ def fully_shard(  # type: ignore[misc]
             )
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
+    ignored = {id(param) for param in ignored_params or ()}
+    managed = managed_modules(modules)
+    what = ", ".join(type(one).__name__ for one in modules)
+    if _planned.is_planning():
+        infos = collect_infos(managed, ignored, what, None)
+        _planned.note(_planned.Call(modules, infos, reshard_after_forward, mp_policy))
+        return module
     mesh = _args.default_mesh() if mesh is None else mesh
     if dp_mesh_dims is None:
         _args.check_mesh(mesh)
@@ -305,9 +314,6 @@ def fully_shard(  # type: ignore[misc]
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
     place = _args.place_on(mesh, dp_mesh_dims)
-    ignored = {id(param) for param in ignored_params or ()}
-    managed = managed_modules(modules)
-    what = ", ".join(type(one).__name__ for one in modules)
     infos = collect_infos(managed, ignored, what, place)
     dims = [_args.dim_of(shard_placement_fn, info, place.shard_world) for info in infos]
     state = State(
@@ -318,13 +324,14 @@ def fully_shard(  # type: ignore[misc]
         precision=mp_policy,
         offload=offload_policy,
     )
-    move_to(place.device, managed, ignored)
-    if place.device.type == "cpu":
-        _draws.install()
     _stepping.install()
     _clip.install()
-    if infos:
-        state.make_unit(infos, dims)
+    with explained("wrapping", what):
+        move_to(place.device, managed, ignored)
+        if place.device.type == "cpu":
+            _draws.install()
+        if infos:
+            state.make_unit(infos, dims)
     state.watch_hooks(one for _, one in managed)
     for _, one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]

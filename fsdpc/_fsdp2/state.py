@@ -17,6 +17,7 @@ from fsdpc._engine.compiled import call_untraced, not_traced
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
+from fsdpc._engine.shortage import explain
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import Place
 from fsdpc._fsdp2.collect import state_of
@@ -165,7 +166,8 @@ class State:
         before = self._open
         try:
             return function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            explain(error, "forward", host=self)
             unit = self._unit or self._pass_unit
             while unit is not None and self._open > before:
                 self._open -= 1

@@ -31,26 +31,40 @@ SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 @dataclass(frozen=True)
-class Change:
-    """A switch's effect: bytes at the peak and seconds of a step, negative is less."""
+class Effect:
+    """What a switch does to the bytes at the peak; negative is less."""
 
     label: str
     bytes: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Change(Effect):
+    """With the seconds of a step."""
+
     seconds: float
     share: float  # of the step's seconds
-    plan: Plan
 
 
 def changes(build: Build, base: Plan, card: Card) -> list[Change]:
     """Every switch by itself, the one that frees most first; those without effect are left out."""
     before = cost(base, card).step
     found = []
+    for effect in effects(build, base):
+        seconds = cost(effect.plan, card).step - before
+        if effect.bytes or seconds:
+            share = seconds / before if before else 0.0
+            found.append(Change(effect.label, effect.bytes, effect.plan, seconds, share))
+    return found
+
+
+def effects(build: Build, base: Plan) -> list[Effect]:
+    """Every switch by itself, the one that frees most first."""
+    found = []
     for label, values in _switches(base.setup):
         other = plan(build, replace(base.setup, **values))  # type: ignore[arg-type]
-        delta = other.peak.bytes - base.peak.bytes
-        seconds = cost(other, card).step - before
-        if delta or seconds:
-            found.append(Change(label, delta, seconds, seconds / before if before else 0.0, other))
+        found.append(Effect(label, other.peak.bytes - base.peak.bytes, other))
     return sorted(found, key=lambda c: c.bytes)
 
 

@@ -61,7 +61,7 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if arguments.plot:
         _draw(arguments.plot, made, wanted)
     if arguments.snapshot:
-        snapshot.write(arguments.snapshot, made)
+        snapshot.write(arguments.snapshot, snapshot.snapshot(made))
     if arguments.json:
         print(json.dumps(_as_dict(made, wanted, known, found)))
         return 0

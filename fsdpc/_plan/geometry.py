@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 
@@ -295,3 +296,42 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
             again,
         )
     yield Moment("backward", "embedding", 0, -held - hidden, held)
+
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+}
+
+
+def geometry_of(config: dict[str, Any], name: str) -> Geometry:
+    """Of a transformers configuration as a dict. ``ValueError`` names the key that is missing."""
+    found: dict[str, int] = {}
+    for key, names in _NAMES.items():
+        value = next((config[n] for n in names if config.get(n) is not None), None)
+        if value is None:
+            raise ValueError(f"{name} has none of the keys {', '.join(names)}")
+        found[key] = int(value)
+    hidden, heads = found["hidden"], found["heads"]
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    ffn = config.get("moe_intermediate_size") if experts else None
+    ffn = ffn or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    note = ()
+    if "n_embd" in config:  # two matrices instead of three
+        ffn, note = round(ffn * 2 / 3), ("a plain MLP is counted as a gated one of 2/3 the width",)
+    return Geometry(
+        str(config.get("model_type", name)),
+        found["layers"],
+        hidden,
+        heads,
+        int(config.get("num_key_value_heads") or heads),
+        int(config.get("head_dim") or hidden // heads),
+        int(ffn),
+        found["vocab"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        top_k=int(config.get("num_experts_per_tok") or (2 if experts else 0)),
+        notes=note,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_mo
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import placed_units
 from fsdpc._fsdp1.wrap import apply_policy
+from fsdpc._fsdp2.planned import Call, planning
+from fsdpc._fsdp2.state import members
 from fsdpc._plan.engine import OWN
 from fsdpc._plan.model import Param, Unit
 from fsdpc.api import MixedPrecision
@@ -113,6 +115,43 @@ def _unit(
         reshard=None if params else True,
         compute=OWN if own else _name(mixed.param_dtype) or OWN,  # type: ignore[union-attr]
         reduce=OWN if own else _name(mixed.reduce_dtype) or OWN,  # type: ignore[union-attr]
+    )
+
+
+def units_of_calls(module: nn.Module, shard: Callable[[nn.Module], Any]) -> tuple[Unit, ...]:
+    """The units that ``shard(module)`` makes by calls of ``fsdpc.fully_shard``, in module order,
+    the root's first. Local; as ``units_of``. ``ValueError``: there are no calls, or none for
+    ``module`` itself.
+    """
+    with planning() as calls:
+        shard(module)
+        root = module.__dict__.get("_fsdpc_state")
+        if root is None:
+            raise ValueError(
+                f"shard made {len(calls)} calls of fsdpc.fully_shard, none of them with the model "
+                "itself: fully_shard(model) comes last"
+            )
+        placed = [(name, depth, call) for name, depth, call in members(root) if call._unit]
+        if root._unit is None:  # the tree of a root without parameters has an empty unit
+            placed = [(name, depth + 1, call) for name, depth, call in placed]
+        units = [_unit_of_call(name, depth, call, call is root) for name, depth, call in placed]
+        return (*(() if root._unit else (Unit("", 0, (), reshard=True),)), *units)
+
+
+def _unit_of_call(name: str, depth: int, call: Call, is_root: bool) -> Unit:
+    given = call.reshard_after_forward
+    params = tuple(
+        _param_of(info.name, param.shape, param.dtype, param.requires_grad, row_numel(param.shape))
+        for info, param in ((info, info.param) for info in call.infos)
+    )
+    reshard = not is_root if given is None else given is True or given > 1
+    return Unit(
+        name,
+        depth,
+        params,
+        reshard=reshard,
+        compute=_name(call.precision.param_dtype) or OWN,
+        reduce=_name(call.precision.reduce_dtype) or OWN,
     )
 
 

@@ -53,6 +53,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="blocks (default), embeddings (embedding and head are units, too), whole; "
         "for module:function also class names with commas between them",
     )
+    model.add_argument(
+        "--api",
+        choices=("FullyShardedDataParallel", "fully_shard"),
+        default="FullyShardedDataParallel",
+        help="how module:function is sharded, unless it returns a dict with 'shard'",
+    )
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +165,9 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
                     f"--{name.replace('_', '-')} is for plain numbers; what {options.model} "
                     "returns decides it"
                 )
-        return {options.wrap: _Traced(options.model, options.wrap)}
+        return {options.wrap: _Traced(options.model, options.wrap, options.api)}
+    if options.api == "fully_shard":
+        raise ValueError("--api fully_shard cuts between rows: give module:function, with shapes")
     if options.model and options.model.endswith(".json"):
         found = from_config(options.model)
     elif options.model:
@@ -193,16 +201,16 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
 class _Traced:
     """A model that is traced; the trace is kept for setups that it does not depend on."""
 
-    def __init__(self, text: str, wrap: str) -> None:
-        self.text, self.wrap = text, wrap
+    def __init__(self, text: str, wrap: str, api: str) -> None:
+        self.text, self.wrap, self.api = text, wrap, api
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, setup: Setup) -> Any:
         from fsdpc._plan.traced import build_traced, load
 
-        key = (setup.compute, setup.reduce, setup.checkpointing)
+        key = (setup.compute, setup.reduce, setup.checkpointing, setup.sequence, setup.micro_batch)
         if key not in self._kept:
-            self._kept[key] = build_traced(load(self.text), setup, self.wrap)
+            self._kept[key] = build_traced(load(self.text), setup, self.wrap, self.api)
         return self._kept[key]
 
 
@@ -217,45 +225,7 @@ def from_config(path: str) -> geometry.Geometry:
         config = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    return geometry_of(config, path)
-
-
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-}
-
-
-def geometry_of(config: dict[str, Any], name: str) -> geometry.Geometry:
-    found: dict[str, int] = {}
-    for key, names in _NAMES.items():
-        value = next((config[n] for n in names if config.get(n) is not None), None)
-        if value is None:
-            raise ValueError(f"{name} has none of the keys {', '.join(names)}")
-        found[key] = int(value)
-    hidden, heads = found["hidden"], found["heads"]
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
-    ffn = config.get("moe_intermediate_size") if experts else None
-    ffn = ffn or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    note = ()
-    if "n_embd" in config:  # two matrices instead of three
-        ffn, note = round(ffn * 2 / 3), ("a plain MLP is counted as a gated one of 2/3 the width",)
-    return geometry.Geometry(
-        str(config.get("model_type", name)),
-        found["layers"],
-        hidden,
-        heads,
-        int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or hidden // heads),
-        int(ffn),
-        found["vocab"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        top_k=int(config.get("num_experts_per_tok") or (2 if experts else 0)),
-        notes=note,
-    )
+    return geometry.geometry_of(config, path)
 
 
 def at_world(setup: Setup, world: int) -> Setup:

@@ -8,6 +8,7 @@ of protocol 4 at most, and needs the category ``unknown`` to exist.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpc._plan.ledger import Plan
@@ -17,59 +18,77 @@ ROOM = 1 << 44  # addresses between roles, more than any role is large
 STEP_US = 1000
 
 
+_NOTHING = ("alloc", "free_requested", "free_completed")  # so that one entry is unknown
+Key = tuple[str, str]  # role and unit; "" for the unit of the moment
+
+
 def snapshot(plan: Plan) -> dict[str, Any]:
-    """The snapshot as plain values: segments (what lives at rest) and one device's trace."""
-    trace: list[dict[str, Any]] = []
-    live: dict[str, int] = {}
-    rest = plan.timeline[0].roles
-    roles = list(dict.fromkeys(role for point in plan.timeline for role in point.roles))
-    address = {role: BASE + ROOM * i for i, role in enumerate(roles)}
-    for time, point in enumerate(plan.timeline):
-        changed = [r for r in roles if live.get(r, 0) != point.roles.get(r, 0)]
-        for role in changed:  # frees first, so that the highest point is the plan's
-            for action in ("free_requested", "free_completed") if live.get(role, 0) else ():
-                trace.append(_entry(action, address[role], live[role], role, point.unit, time))
-        for role in changed:
-            live[role] = point.roles.get(role, 0)
-            if live[role]:
-                trace.append(_entry("alloc", address[role], live[role], role, point.unit, time))
+    """The snapshot of a plan; what lives at rest is in segments."""
+    moments = [
+        (point.unit, {(role, ""): size for role, size in point.roles.items()})
+        for point in plan.timeline
+    ]
+    return snapshot_of(moments, moments[0][1])
+
+
+def snapshot_of(
+    moments: Sequence[tuple[str, Mapping[Key, int]]], kept: Mapping[Key, int]
+) -> dict[str, Any]:
+    """The snapshot as plain values, one device's trace. ``moments``: a unit and what is live then;
+    ``kept``: what the segments show.
+    """
+    known = ("other", "")
+    trace = [_entry(action, BASE - ROOM, 512, known, "", 0) for action in _NOTHING]
+    live: dict[Key, int] = {}
+    keys = list(dict.fromkeys(key for _, roles in moments for key in (*roles, *kept)))
+    address = {key: BASE + ROOM * i for i, key in enumerate(keys)}
+    for time, (unit, roles) in enumerate(moments):
+        changed = [k for k in keys if live.get(k, 0) != roles.get(k, 0)]
+        for key in changed:  # frees first, so that the highest point is that of the moments
+            for action in ("free_requested", "free_completed") if live.get(key, 0) else ():
+                trace.append(_entry(action, address[key], live[key], key, unit, time))
+        for key in changed:
+            live[key] = roles.get(key, 0)
+            if live[key]:
+                trace.append(_entry("alloc", address[key], live[key], key, unit, time))
     return {
-        "segments": [_segment(address[role], size, role) for role, size in rest.items() if size],
+        "segments": [_segment(address[key], size, key) for key, size in kept.items() if size],
         "device_traces": [trace],
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
-def write(path: str, plan: Plan) -> None:
-    """Writes the snapshot; open it at pytorch.org/memory_viz."""
+def write(path: str, found: dict[str, Any]) -> None:
+    """Writes a snapshot; open it at pytorch.org/memory_viz."""
     with open(path, "wb") as file:
-        pickle.dump(snapshot(plan), file, protocol=4)
+        pickle.dump(found, file, protocol=4)
 
 
-def _frames(role: str, unit: str) -> list[dict[str, Any]]:
-    return [{"filename": "plan", "line": 0, "name": f"{role} ({unit or 'all units'})"}]
+def _frames(key: Key, unit: str) -> list[dict[str, Any]]:
+    role, own = key
+    return [{"filename": "fsdpc", "line": 0, "name": f"{role} ({own or unit or 'all units'})"}]
 
 
-def _entry(action: str, address: int, size: int, role: str, unit: str, time: int) -> dict[str, Any]:
+def _entry(action: str, address: int, size: int, key: Key, unit: str, time: int) -> dict[str, Any]:
     return {
         "action": action,
         "addr": address,
         "size": size,
         "stream": 0,
         "time_us": time * STEP_US,
-        "frames": _frames(role, unit),
-        "category": role if role != "allocator" else "unknown",
+        "frames": _frames(key, unit),
+        "category": "unknown" if key[0] in ("allocator", "other") else key[0],
     }
 
 
-def _segment(address: int, size: int, role: str) -> dict[str, Any]:
+def _segment(address: int, size: int, key: Key) -> dict[str, Any]:
     block = {
         "address": address,
         "size": size,
         "requested_size": size,
         "state": "active_allocated",
-        "frames": _frames(role, ""),
+        "frames": _frames(key, ""),
     }
     return {
         "device": 0,

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
+from fsdpc._fsdp2.module import fully_shard
 from fsdpc._plan import trace as _trace
+from fsdpc._plan.geometry import build, geometry_of
 from fsdpc._plan.model import Model, Setup, Unit
-from fsdpc._plan.modules import units_of
+from fsdpc._plan.modules import units_of, units_of_calls
 from fsdpc._torch import fake_tensor_mode
-from fsdpc.api import MixedPrecision
+from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
 from fsdpc.wrap import ModuleWrapPolicy
 
 Factory = Callable[[], Any]
@@ -47,10 +49,13 @@ def load(text: str) -> Factory:
 
 def run_of(made: Any) -> _trace.Run:
     """What the user's function returned, as a step. ``TypeError``: something else."""
+    if isinstance(made, dict) and isinstance(made.get("model"), nn.Module):
+        return _trace.Run(made["model"], made.get("inputs"), made.get("loss"))
     parts = made if isinstance(made, tuple) else (made,)
     if not isinstance(parts[0], nn.Module) or len(parts) > 3:
         raise TypeError(
-            "the function must return a model, (model, inputs) or (model, inputs, loss), not "
+            "the function must return a model, (model, inputs), (model, inputs, loss) or a dict "
+            "with these keys and 'shard', not "
             f"{type(parts[0]).__name__}"
         )
     return _trace.Run(parts[0], *parts[1:]) if len(parts) > 1 else _trace.Run(parts[0], None)
@@ -60,36 +65,57 @@ def policy_for(module: nn.Module, wrap: str) -> Any:
     """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or
     class names with commas between them. ``ValueError``: no module of such a class.
     """
+    classes = classes_for(module, wrap)
+    return ModuleWrapPolicy(classes) if classes else None
+
+
+def fully_shard_by(wrap: str, precision: MixedPrecisionPolicy | None = None) -> Any:
+    """A function that calls ``fully_shard`` on the modules that ``policy_for`` would wrap, inner
+    ones first, and on the model. Collective, unless it is planned.
+    """
+
+    def shard(model: nn.Module) -> nn.Module:
+        options = {} if precision is None else {"mp_policy": precision}
+        classes = tuple(classes_for(model, wrap))
+        for module in reversed(list(model.modules())):
+            if module is not model and classes and isinstance(module, classes):
+                fully_shard(module, **options)
+        return fully_shard(model, **options)
+
+    return shard
+
+
+def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
+    """The classes of modules that ``policy_for`` wraps."""
     if wrap == "whole":
-        return None
+        return set()
     if wrap == "blocks":
-        classes = {
+        return {
             type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
         }
-        return ModuleWrapPolicy(classes) if classes else None
     wanted = set(wrap.split(","))
     classes = {type(m) for m in module.modules() if type(m).__name__ in wanted}
     missing = wanted - {c.__name__ for c in classes}
     if missing:
         raise ValueError(f"the model has no module of class {', '.join(sorted(missing))}")
-    return ModuleWrapPolicy(classes)
+    return classes
 
 
-def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
+def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:
     """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
-    policy. Without inputs there are no activations but a note.
+    policy; ``api``: ``fully_shard``, or the wrapper class. What the factory gives as ``shard`` is
+    planned instead of these. Without inputs there are no activations but a note.
     """
     with fake_tensor_mode()(allow_non_fake_inputs=True):
-        run = run_of(factory())
+        made = factory()
+        if hasattr(made, "model_type") and hasattr(made, "to_dict"):  # of transformers
+            found = geometry_of(made.to_dict(), made.model_type)
+            return build(found, setup, wrap=wrap if isinstance(wrap, str) else "blocks")
+        run = run_of(made)
         module = run.module
-        policy = policy_for(module, wrap) if isinstance(wrap, str) else wrap
-        mixed = None
-        if setup.compute or setup.reduce:
-            mixed = MixedPrecision(
-                param_dtype=_dtype(setup.compute), reduce_dtype=_dtype(setup.reduce)
-            )
-        units = units_of(module, policy, mixed_precision=mixed)
-        moments, notes, tokens = [], [], 0
+        shard = made.get("shard") if isinstance(made, dict) else None
+        units, notes = _units(module, setup, wrap, api, shard)
+        moments, tokens = [], 0
         if run.inputs is None:
             notes.append("no inputs were given, so activations are not in the plan")
         else:
@@ -113,6 +139,20 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks") -> Model:
             notes=tuple(notes),
             traced=True,
         )
+
+
+def _units(
+    module: nn.Module, setup: Setup, wrap: Any, api: str, shard: Any
+) -> tuple[tuple[Unit, ...], list[str]]:
+    if shard is not None:
+        return units_of_calls(module, shard), ["units as the function's shard makes them"]
+    types = {"param_dtype": _dtype(setup.compute), "reduce_dtype": _dtype(setup.reduce)}
+    if api == "fully_shard":
+        sharded = fully_shard_by(wrap, MixedPrecisionPolicy(**types))
+        return units_of_calls(module, sharded), ["units of fully_shard, cut between rows"]
+    policy = policy_for(module, wrap) if isinstance(wrap, str) else wrap
+    mixed = MixedPrecision(**types) if setup.compute or setup.reduce else None
+    return units_of(module, policy, mixed_precision=mixed), []
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks on this host's processors")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument(
+        "--api",
+        choices=("FullyShardedDataParallel", "fully_shard"),
+        default="FullyShardedDataParallel",
+        help="how the model is sharded, unless the function gives 'shard'",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds until ranks are ended"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
@@ -35,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world < 1 or arguments.steps < 1:
         print("fsdpc check: --world and --steps must be at least 1", file=sys.stderr)
         return 2
-    outcomes = run_ranks(arguments.training, arguments.world, arguments.steps, arguments.timeout)
+    options = (arguments.steps, arguments.api)
+    outcomes = run_ranks(arguments.training, arguments.world, options, arguments.timeout)
     failed = [(rank, out["failed"]) for rank, out in enumerate(outcomes) if "failed" in out]
     if failed:
         rank, text = min(failed, key=lambda item: outcomes[item[0]].get("at", float("inf")))
@@ -65,12 +72,16 @@ def show(outcomes: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
     return int(bad)
 
 
-def run_ranks(training: str, world: int, steps: int, timeout: float) -> list[dict[str, Any]]:
-    """Each rank's result, or ``{"failed": text}``. Ranks that are late are ended."""
+def run_ranks(
+    training: str, world: int, options: tuple[int, str], timeout: float
+) -> list[dict[str, Any]]:
+    """``options``: steps and api. Each rank's result, or ``{"failed": text}``. Ranks that are late
+    are ended.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fsdpc-check-") as folder:
         ranks = [
-            context.Process(target=_rank, args=(training, r, world, steps, folder), daemon=True)
+            context.Process(target=_rank, args=(training, r, world, options, folder), daemon=True)
             for r in range(world)
         ]
         for process in ranks:
@@ -100,9 +111,9 @@ def _outcome(path: Path, process: Any, timeout: float) -> dict[str, Any]:
     return {"failed": f"the process ended with code {process.exitcode} and no result"}
 
 
-def _rank(training: str, rank: int, world: int, steps: int, folder: str) -> None:
+def _rank(training: str, rank: int, world: int, options: Any, folder: str) -> None:
     try:
-        out = _compare(training, rank, world, steps, folder)
+        out = _compare(training, rank, world, options, folder)
     except BaseException:
         out = {"failed": traceback.format_exc(), "at": time.monotonic()}
     path = Path(folder) / f"{rank}.json"
@@ -112,7 +123,7 @@ def _rank(training: str, rank: int, world: int, steps: int, folder: str) -> None
     os._exit(1 if "failed" in out else 0)  # without handlers that wait for other ranks
 
 
-def _compare(training: str, rank: int, world: int, steps: int, folder: str) -> dict[str, Any]:
+def _compare(training: str, rank: int, world: int, options: Any, folder: str) -> dict[str, Any]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -123,6 +134,6 @@ def _compare(training: str, rank: int, world: int, steps: int, folder: str) -> d
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    result = compare(load(training), rank, world, steps).as_dict()
+    result = compare(load(training), rank, world, *options).as_dict()
     dist.barrier()
     return result

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdpc import FullyShardedDataParallel
 from fsdpc._comm.bootstrap import comm_for_group
 from fsdpc._comm.objects import exchange
-from fsdpc._fsdp1.collect import unit_modules
+from fsdpc._engine.marks import hosts
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._plan.trace import Run
-from fsdpc._plan.traced import policy_for
+from fsdpc._plan.traced import fully_shard_by, policy_for
 from fsdpc._torch import default_group, tree_leaves, tree_map_only
 
 LIMIT = 1e-5  # relative L2 difference in fp32
@@ -106,13 +107,18 @@ def make(factory: Callable[..., Any], rank: int) -> Training:
     return made
 
 
-def compare(factory: Callable[..., Any], rank: int, world: int, steps: int = 1) -> Result:
-    """Run and compare. Collective over the default process group."""
+def compare(
+    factory: Callable[..., Any], rank: int, world: int, steps: int = 1, api: str = ""
+) -> Result:
+    """Run and compare. ``api``: ``fully_shard`` where the training has no ``shard``, else the
+    wrapper class. Collective over the default process group.
+    """
     result = Result()
     made = make(factory, rank)
     plain = copy.deepcopy(made.model)
     before_wrap(made, result, world)
-    sharded = (made.shard or _shard)(made.model)
+    default = fully_shard_by("blocks") if api == "fully_shard" else _shard
+    sharded = (made.shard or default)(made.model)
     optimizer = made.optimizer
     optimizer = optimizer(sharded) if _is_function(optimizer) else optimizer
     own = optimizer or torch.optim.SGD(sharded.parameters(), lr=0.1)
@@ -211,8 +217,8 @@ def owners(sharded: nn.Module) -> dict[str, tuple[Any, Any, str]]:
     """The unit, its entry and the unit's module name for each name of a sharded parameter."""
     names = {id(m): clean_fqn(name) for name, m in sharded.named_modules()}
     found = {}
-    for module in unit_modules(sharded):
-        unit = module._unit
+    for host in hosts(sharded):
+        unit, module = host._unit, host if isinstance(host, nn.Module) else host.modules[0]
         for info in unit.infos if unit is not None else ():
             for owner, attribute in info.sites:
                 name = join(names.get(id(owner), ""), attribute)
@@ -265,7 +271,7 @@ def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
 
 
 def _units(sharded: nn.Module) -> Iterator[Any]:
-    return (m._unit for m in unit_modules(sharded) if m._unit is not None)
+    return (host._unit for host in hosts(sharded) if host._unit is not None)
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -365,10 +371,22 @@ def _limit(
 
 def _gather(sharded: nn.Module, grads: bool) -> dict[str, Tensor | None]:
     """Whole gradients or values by clean name. Collective."""
+    if any(unit.dtensors for unit in _units(sharded)):
+        return {
+            clean_fqn(name): _whole(p.grad if grads else p)
+            for name, p in sharded.named_parameters()
+        }
     with FullyShardedDataParallel.summon_full_params(sharded, writeback=False, with_grads=grads):
         return {
             clean_fqn(name): _copy(p.grad if grads else p) for name, p in sharded.named_parameters()
         }
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """Of a DTensor all rows. Collective: a gradient that this rank lacks others may have."""
+    if tensor is not None and isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
+    return _copy(tensor)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -426,20 +444,27 @@ def _tensors(
     result.add(
         what.replace(" ", "-"),
         f"{what} of {bad[0]} ({unit}) differs by {off:.2g} (limit {limit:.1g}; {len(bad)} of "
-        f"{len(rows)} differ): {fault(ratio, cosine)}",
+        f"{len(rows)} differ): {fault(ratio, cosine, what.startswith('clipped'))}",
         unit=unit,
         parameter=bad[0],
     )
 
 
-def fault(ratio: float, cosine: float) -> str:
-    """What a ratio of norms and a cosine tell about the kind of fault."""
+def fault(ratio: float, cosine: float, clipped: bool = False) -> str:
+    """What a ratio of norms and a cosine tell about the kind of fault. ``clipped``: the gradients
+    were equal before the training's ``clip``.
+    """
     if ratio < 1e-6:
         return "nothing arrives"
     if 1 - cosine < 1e-6:
         return (
             f"same direction, {ratio:.4g} times as long: a factor, such as a division by the "
             "world that is missing or made twice, or a local norm"
+        )
+    if clipped and cosine > 0.9:
+        return (
+            f"nearly the same direction (cosine {cosine:.4f}): each rank multiplies by a factor of "
+            "its own, as with a local norm"
         )
     if cosine > 0.98:
         return f"nearly the same direction (cosine {cosine:.4f}): rounding, or a part is missing"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
 from fsdpc._engine.marks import hosts
+from fsdpc._engine.shortage import process_bytes
 from fsdpc._engine.tree import _slots
-from fsdpc._plan.engine import engine_memory
+from fsdpc._plan.engine import EngineMemory, engine_memory
 from fsdpc._plan.model import CPU, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
+from fsdpc._torch import tree_leaves
 
 ROLES = {
     "shards": "master_bytes",
@@ -108,21 +112,34 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
 
 
 def _planned(tree: Any, local: bool) -> dict[str, int]:
-    """The plan of one tree: group by group, as their ranks may differ in number."""
     total: dict[str, int] = {}
+    for _, memory in _plans(tree, local):
+        for key, value in memory.stats.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
+    """The footprint of each unit of a tree, in its order."""
+    found: dict[int, dict[str, Any]] = {}
+    for units, memory in _plans(tree, False):
+        found.update(zip(map(id, units), memory.by_unit, strict=True))
+    return [found[id(unit)] for unit in tree.units]
+
+
+def _plans(tree: Any, local: bool) -> Iterator[tuple[list[Any], EngineMemory]]:
+    """The plan of one tree: group by group, as their ranks may differ in number."""
     units = list(zip(units_of_tree(tree), tree.units, strict=True))
     for group in dict.fromkeys(plan.group for plan, _ in units):
         members = [(plan, unit) for plan, unit in units if plan.group == group]
         groups = members[0][1].groups
         replicas = groups.replicate.world if groups.replicate is not None else 1
-        setup = _setup(groups.shard, replicas, local)
-        stats = engine_memory(tuple(_reduced(p, u, setup) for p, u in members), setup).stats
-        for key, value in stats.items():
-            total[key] = total.get(key, 0) + value
-    return total
+        setup = setup_of(groups.shard, replicas, local)
+        memory = engine_memory(tuple(reduced(p, u, setup) for p, u in members), setup)
+        yield [unit for _, unit in members], memory
 
 
-def _setup(comm: Any, replicas: int, local: bool) -> Setup:
+def setup_of(comm: Any, replicas: int, local: bool) -> Setup:
     world = comm.world * replicas
     strategy = "NO_SHARD" if comm.world == 1 else "HYBRID_SHARD" if replicas > 1 else "FULL_SHARD"
     where: dict[str, Any] = dict(CPU)
@@ -144,7 +161,7 @@ def _setup(comm: Any, replicas: int, local: bool) -> Setup:
     )
 
 
-def _reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
+def reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
     """With the dtype in which this run sends gradients where the user named none."""
     if unit.reduce_dtype is not None or setup.transport != "stream" or unit.param_dtype is None:
         return plan
@@ -155,14 +172,30 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def states_of(optimizer: Any) -> int:
+    """Bytes of all tensors in an optimizer's state, on this rank."""
+    return sum(_nbytes(t) for t in state_tensors(optimizer.state.values()))
+
+
+def state_tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in (a part of) an optimizer's state, each once; this rank's part of DTensors."""
+    found = {id(leaf): leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)}
+    return [t.to_local() if isinstance(t, DTensor) else t for t in found.values()]
+
+
+def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Those of the units' parameters, found among all objects: nothing keeps a list of them."""
+    owned = {id(param) for unit in units for param in unit.shard_params}
+    return [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.optim.Optimizer)  # isinstance runs code of odd objects
+        and any(id(p) in owned for group in one.param_groups for p in group["params"])
+    ]
+
+
 def _states(optimizer: Any) -> Line:
-    tensors = {
-        id(value): value
-        for state in optimizer.state.values()
-        for value in (state.values() if isinstance(state, dict) else ())
-        if isinstance(value, torch.Tensor)
-    }
-    actual = sum(_nbytes(t) for t in tensors.values())
+    actual = states_of(optimizer)
     name = type(optimizer).__name__
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not optimizer.state:
@@ -184,7 +217,7 @@ def _states(optimizer: Any) -> Line:
 
 def _notes(model: nn.Module) -> Iterator[str]:
     yield "gather slots on shared memory are counted once per host, not per rank"
-    figures = _process()
+    figures = process_bytes()
     if figures:
         yield (
             f"process: {size(figures['Pss_Anon'])} of its own, {size(figures['Pss_Shmem'])} its "
@@ -196,29 +229,36 @@ def _notes(model: nn.Module) -> Iterator[str]:
         if getattr(m, "compute_device", None) is not None and m.compute_device.type == "cuda"
     }
     for device in devices if torch.cuda.is_available() else ():
-        yield fragmentation(torch.cuda.memory_stats(device))
+        yield cache_line(device)
 
 
-def fragmentation(stats: dict[str, Any]) -> str:
-    """One sentence on torch's cache from ``torch.cuda.memory_stats``."""
+def cache_line(device: torch.device) -> str:
+    """``fragmentation`` of a GPU that torch can use."""
+    return fragmentation(torch.cuda.memory_stats(device), torch.cuda.memory_snapshot())
+
+
+def largest_free(segments: Sequence[dict[str, Any]]) -> int:
+    """The largest block that torch's cache could hand out without the driver, in bytes: of
+    ``torch.cuda.memory_snapshot()``.
+    """
+    blocks = (block for segment in segments for block in segment["blocks"])
+    return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
+
+
+def fragmentation(stats: dict[str, Any], segments: Sequence[dict[str, Any]] = ()) -> str:
+    """One sentence on torch's cache from ``torch.cuda.memory_stats`` and ``memory_snapshot``."""
     reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
     split = stats.get("inactive_split_bytes.all.current", 0)
     text = (
         f"torch's cache: {size(reserved)} reserved, {size(active)} active, {size(split)} in "
         "pieces between live blocks"
     )
+    free, largest = reserved - active, largest_free(segments)
+    if segments:
+        text += f", the largest free block {size(largest)} of {size(free)} free"
     if reserved and split > reserved / 4:
         return text + (
             ": more than a quarter is in pieces; PYTORCH_CUDA_ALLOC_CONF="
             "expandable_segments:True makes pieces usable"
         )
     return text + ": not fragmented"
-
-
-def _process() -> dict[str, int]:
-    try:
-        with open("/proc/self/smaps_rollup") as file:
-            rows = [line.split() for line in file if line.startswith("Pss_")]
-    except OSError:
-        return {}
-    return {name.rstrip(":"): int(value) * 1024 for name, value, *_ in rows}

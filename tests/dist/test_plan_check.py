@@ -179,6 +179,76 @@ def test_right_trainings_pass(rank, world):
             assert max(result.figures.values()) < 5e-6, result.figures
 
 
+def by_calls(model):
+    for block in model.blocks:
+        fsdpc.fully_shard(block)
+    return fsdpc.fully_shard(model)
+
+
+def local_clip_of_rows(rank):
+    def clip(model):
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for grad in grads:
+            grad.mul_(0.05 / norm)
+
+    return base(rank, clip=clip)
+
+
+def no_division(rank):
+    def shard(model):
+        model = by_calls(model)
+        model.blocks[1].set_gradient_divide_factor(1.0)
+        return model
+
+    return base(rank, shard=shard)
+
+
+def frozen_row(rank):
+    def shard(model):
+        model = by_calls(model)
+        model.blocks[2].up.weight.requires_grad_(False)
+        return model
+
+    return base(rank, shard=shard)
+
+
+def early_sgd(rank):
+    made = base(rank)
+    optimizer = torch.optim.SGD(made["model"].parameters(), lr=0.1)
+    return {**made, "shard": by_calls, "optimizer": optimizer}
+
+
+ROWS = [  # and the unit, the parameter, a part of the text
+    (no_division, "gradient", "blocks.1", "blocks.1", "2 times as long"),
+    (local_clip_of_rows, "clipped-gradient", "the root unit", "embed.weight", "local norm"),
+    (frozen_row, "frozen-after-wrap", "blocks.2", "blocks.2.up.weight", "freeze before wrapping"),
+    (early_sgd, "optimizer-before-wrap", "", "", "after wrapping"),
+    (other_values, "initial-values", "", "blocks.0.down.weight", "sync_module_states"),
+]
+
+
+@ranks(2)
+def test_fully_shard_too(rank, world):
+    for training, kind, unit, parameter, text in ROWS:
+        made = training(rank)
+        if "shard" not in made or made["shard"] is sharded:
+            made["shard"] = by_calls
+        result = compare(lambda rank, made=made: made, rank, world)
+        found = [f for f in result.findings if f.kind == kind]
+        assert found, (training.__name__, result.findings)
+        assert found[0].unit == unit and found[0].parameter.startswith(parameter), found
+        assert text in found[0].text, found
+
+    def plain(rank):
+        return {key: value for key, value in right(rank).items() if key != "shard"}
+
+    result = compare(plain, rank, world, 2, "fully_shard")
+    assert [f for f in result.findings if f.level == "error"] == [], result.findings
+    assert max(result.figures.values()) < 5e-6, result.figures
+
+
 def test_two_numbers_give_the_kind_of_fault():
     assert "factor" in fault(2.0, 1.0)
     assert "nothing" in fault(0.0, 0.0)

@@ -19,7 +19,7 @@ import fsdpc
 from fsdpc import _C
 from fsdpc._plan import engine
 from fsdpc._plan.model import CPU, Setup, check
-from fsdpc._plan.modules import units_of
+from fsdpc._plan.modules import units_of, units_of_calls
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
 KEYS = (
@@ -158,3 +158,62 @@ def test_a_planted_error_is_noticed(rank, world):
     setup = setup_for(world, STRATEGIES[0], PRECISIONS[0], gather_slots=3)
     with pytest.raises(AssertionError):
         run_one(rank, "blocks", setup, PRECISIONS[0], sharding_strategy=STRATEGIES[0])
+
+
+class Headless2(Headless):
+    """Like ``Headless``, sharded by calls."""
+
+
+ROWS = {
+    "blocks": (lambda: toy(blocks=4), {Block}, None),
+    "whole": (lambda: toy(blocks=3), set(), None),
+    "nested": (lambda: toy(blocks=3), {Block, nn.Linear}, True),
+    "headless": (Headless2, {Block, type(toy())}, None),
+    "kept": (lambda: toy(blocks=4), {Block}, False),
+}
+
+
+def shard_rows(classes, reshard, policy):
+    def shard(model):
+        for module in reversed(list(model.modules())):
+            if type(module) in classes and module is not model:
+                fsdpc.fully_shard(module, reshard_after_forward=reshard, mp_policy=policy)
+        return fsdpc.fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+
+    return shard
+
+
+@ranks(1, 2, 3)
+def test_fully_shard_equals_its_plan(rank, world):
+    """Units cut between rows, made by a function of the user's, to the byte."""
+    for kind, precision in subset(product(ROWS, PRECISIONS[:3])):
+        make, classes, reshard = ROWS[kind]
+        plain = make().to(precision.model)
+        policy = fsdpc.MixedPrecisionPolicy(precision.param, precision.reduce)
+        shard = shard_rows(classes, reshard, policy)
+        setup = setup_for(world, ShardingStrategy.FULL_SHARD, precision)
+        plan = engine.engine_memory(units_of_calls(plain, shard), setup).stats
+        assert not any("_fsdpc_state" in m.__dict__ for m in plain.modules())
+        model = shard(plain)
+        loss_of(model, tokens(rank, 0)).backward()
+        run = fsdpc.memory_stats(model)
+        assert {k: run[k] for k in KEYS} == {k: plan[k] for k in KEYS}, (kind, precision, world)
+    with pytest.raises(ValueError, match="comes last"):
+        units_of_calls(toy(), lambda model: fsdpc.fully_shard(model.head))
+
+
+@ranks(2)
+def test_a_list_of_modules_is_one_unit(rank, world):
+    def shard(model):
+        fsdpc.fully_shard([model.embed, model.head])
+        fsdpc.fully_shard([model.blocks[0], model.blocks[1]])
+        return fsdpc.fully_shard(model)
+
+    plain = toy(blocks=3)
+    setup = setup_for(world, ShardingStrategy.FULL_SHARD, PRECISIONS[0])
+    units = units_of_calls(plain, shard)
+    plan = engine.engine_memory(units, setup).stats
+    model = shard(plain)
+    loss_of(model, tokens(rank, 0)).backward()
+    run = fsdpc.memory_stats(model)
+    assert {k: run[k] for k in KEYS} == {k: plan[k] for k in KEYS}, units

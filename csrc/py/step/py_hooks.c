@@ -133,6 +133,24 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
     return result;
 }
 
+static const char *const kind_names[] = {"pre_forward", "post_forward", "pre_backward",
+                                         "input_done",  "grad",         "end"};
+
+/* After a hook has left its gates: the observer may call methods of units and trees. */
+static void
+call_observer(const fsdpc_py_hook *self)
+{
+    PyObject *owner = self->owner; /* NULL if a collection has cleared the hook */
+    const fsdpc_py_flat *flat = self->kind == FSDPC_HOOK_END ? NULL : (fsdpc_py_flat *)owner;
+    fsdpc_py_tree *tree = flat ? flat->tree : (fsdpc_py_tree *)owner;
+    if (!owner || !tree || !tree->observer) {
+        return;
+    }
+    Py_INCREF(tree);
+    fsdpc_py_observe(tree, kind_names[self->kind], flat ? flat->id : 0);
+    Py_DECREF(tree);
+}
+
 static PyObject *
 hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
 {
@@ -160,6 +178,7 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywo
         Py_XDECREF(out);
         return NULL;
     }
+    call_observer(self);
     return out ? out : Py_NewRef(Py_None);
 }
 
@@ -196,9 +215,7 @@ hook_dealloc(fsdpc_py_hook *self)
 static PyObject *
 hook_repr(fsdpc_py_hook *self)
 {
-    static const char *const names[] = {"pre_forward", "post_forward", "pre_backward",
-                                        "input_done",  "grad",         "end"};
-    return PyUnicode_FromFormat("<fsdpc %s hook>", names[self->kind]);
+    return PyUnicode_FromFormat("<fsdpc %s hook>", kind_names[self->kind]);
 }
 
 static PyMemberDef members[] = {

@@ -72,6 +72,8 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     if (fsdpc_py_begin_backward(tree) < 0) {
         return -1;
     }
+    tree->entered = flat->id;
+    tree->entered_done = false;
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || look_for_second(flat) < 0) {
@@ -173,7 +175,9 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0) {
         return -1;
     }
-    return sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+    int sent = sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+    tree->entered_done |= sent == 0 && tree->entered == flat->id;
+    return sent;
 }
 
 /* The order is not the expected one: hooks that are registered now still catch the gradients to

@@ -55,6 +55,7 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
         }
     }
     tree->backward++;
+    tree->entered = -1;
     tree->twice = false;
     tree->sums = fsdpc_py_any_sync(tree);
     int status;

@@ -178,6 +178,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->copy_outputs);
     Py_VISIT(self->before_end);
     Py_VISIT(self->on_thaw);
+    Py_VISIT(self->observer);
     return 0;
 }
 
@@ -240,6 +241,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->copy_outputs);
     Py_CLEAR(self->before_end);
     Py_CLEAR(self->on_thaw);
+    Py_CLEAR(self->observer);
     return 0;
 }
 
@@ -280,6 +282,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->gate.late = close_now;
+    self->entered = -1;
     if (parse_tree(self, args, keywords) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -292,17 +295,6 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     PyObject_GC_Track(self);
     return (PyObject *)self;
-}
-
-/* 0, or -1 with StateError after close(). */
-static int
-check_open(const fsdpc_py_tree *self)
-{
-    if (self->tree) {
-        return 0;
-    }
-    PyErr_SetString(fsdpc_py_current()->state_error, "the tree is closed");
-    return -1;
 }
 
 /* --- reports --------------------------------------------------------------------------------- */
@@ -345,66 +337,10 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
 }
 
 static PyObject *
-tree_memory(fsdpc_py_tree *self, PyObject *unused)
-{
-    (void)unused;
-    if (check_open(self) < 0) {
-        return NULL;
-    }
-    fsdpc_tree_memory memory;
-    fsdpc_tree_get_memory(self->tree, &memory);
-    return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i}", "gather_bytes",
-        (Py_ssize_t)memory.gather_bytes, "reduce_bytes", (Py_ssize_t)memory.reduce_bytes,
-        "master_bytes", (Py_ssize_t)memory.master_bytes, "grad_bytes",
-        (Py_ssize_t)memory.grad_bytes, "local_bytes", (Py_ssize_t)memory.local_bytes, "spare_bytes",
-        (Py_ssize_t)memory.spare_bytes, "spare_count", (unsigned long long)memory.spare_count,
-        "gather_slots", memory.gather_slots, "gather_slot_bytes",
-        (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots", memory.reduce_slots);
-}
-
-static PyObject *
-entry_dict(fsdpc_py_tree *self, const fsdpc_trace_entry *entry)
-{
-    PyObject *unit = entry->unit < 0
-                         ? Py_NewRef(Py_None)
-                         : PyUnicode_FromString(fsdpc_unit_name(self->units[entry->unit]->unit));
-    return Py_BuildValue("{s:s,s:s,s:I,s:N,s:K,s:L}", "op", fsdpc_trace_op_name(entry->op), "phase",
-                         fsdpc_phase_name(entry->phase), "step", entry->step, "unit", unit, "bytes",
-                         (unsigned long long)entry->bytes, "time_ns", (long long)entry->time_ns);
-}
-
-static PyObject *
-tree_trace(fsdpc_py_tree *self, PyObject *unused)
-{
-    (void)unused;
-    if (check_open(self) < 0) {
-        return NULL;
-    }
-    enum { ROOM = 1 << 14 };
-    fsdpc_trace_entry *entries = fsdpc_mem_calloc(ROOM, sizeof *entries);
-    if (!entries) {
-        return PyErr_NoMemory();
-    }
-    size_t count = fsdpc_trace_copy(fsdpc_tree_trace(self->tree), entries, ROOM);
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; list && i < count; i++) {
-        PyObject *item = entry_dict(self, &entries[i]);
-        if (!item) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-    }
-    fsdpc_mem_free(entries);
-    return list;
-}
-
-static PyObject *
 tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
-    if (check_open(self) < 0) {
+    if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
     fsdpc_trace_clear(fsdpc_tree_trace(self->tree));
@@ -415,14 +351,14 @@ static PyObject *
 tree_defer(fsdpc_py_tree *self, PyObject *unused)
 {
     (void)unused;
-    if (check_open(self) < 0) {
+    if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
     fsdpc_py_use use;
     if (fsdpc_py_use_tree(self, &use) < 0) {
         return NULL;
     }
-    int open = check_open(self);
+    int open = fsdpc_py_check_open(self);
     if (open == 0) {
         fsdpc_tree_defer_reduces(self->tree, true);
     }
@@ -434,7 +370,7 @@ static PyObject *
 get_phase(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
-    if (check_open(self) < 0) {
+    if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
     if (fsdpc_py_in_backward(self)) {
@@ -447,7 +383,7 @@ static PyObject *
 get_kind(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
-    if (check_open(self) < 0) {
+    if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
     return PyUnicode_FromString(fsdpc_tree_kind(self->tree));
@@ -457,10 +393,19 @@ static PyObject *
 get_backwards(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
-    if (check_open(self) < 0) {
+    if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(fsdpc_tree_backwards(self->tree));
+}
+
+static PyObject *
+get_entered(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return self->entered < 0
+               ? Py_NewRef(Py_None)
+               : Py_BuildValue("iO", self->entered, self->entered_done ? Py_True : Py_False);
 }
 
 static PyObject *
@@ -494,10 +439,25 @@ set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
 }
 
 static PyObject *
+get_observer(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->observer ? self->observer : Py_None);
+}
+
+static int
+set_observer(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->observer, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
 tree_announce(fsdpc_py_tree *self, PyObject *args)
 {
     int unit, param, status = FSDPC_OK;
-    if (check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
+    if (fsdpc_py_check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
         return NULL;
     }
     if (unit < 0 || unit >= self->count) {
@@ -509,7 +469,7 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
     if (fsdpc_py_use_tree(self, &use) < 0) {
         return NULL;
     }
-    const int open = check_open(self);
+    const int open = fsdpc_py_check_open(self);
     if (open == 0) {
         Py_BEGIN_ALLOW_THREADS
         status = fsdpc_tree_announce(self->tree, unit, param);
@@ -538,10 +498,13 @@ tree_close(fsdpc_py_tree *self, PyObject *unused)
 #define FAST(function) (PyCFunction)(void (*)(void)) function
 
 static PyMethodDef methods[] = {
-    {"memory", FAST(tree_memory), METH_NOARGS, "memory()\n--\n\nBytes by role, on this rank."},
-    {"trace", FAST(tree_trace), METH_NOARGS,
-     "trace()\n--\n\nThe latest events, oldest first: dicts with op, phase, step, unit, bytes, "
-     "time_ns."},
+    {"memory", FAST(fsdpc_py_tree_memory), METH_NOARGS,
+     "memory()\n--\n\nBytes by role, on this rank."},
+    {"trace", FAST(fsdpc_py_tree_trace), METH_VARARGS,
+     "trace(last=0)\n--\n\nThe latest events (at most `last`, 0: all), oldest first: dicts with "
+     "op, phase, step, unit, bytes, time_ns."},
+    {"references", FAST(fsdpc_py_tree_references), METH_NOARGS,
+     "references()\n--\n\nReferences to each unit's gathered values; 0: the unit is released."},
     {"clear_trace", FAST(tree_clear_trace), METH_NOARGS,
      "clear_trace()\n--\n\nDrops the events so far."},
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
@@ -570,6 +533,10 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"phase", (getter)get_phase, NULL, "'idle', 'forward' or 'backward'.", NULL},
+    {"entered", (getter)get_entered, NULL,
+     "Of the latest backward: index of the unit that it entered last, and whether that unit's "
+     "gradients are complete; None if it has entered none.",
+     NULL},
     {"kind", (getter)get_kind, NULL,
      "How ranks exchange: 'shared', 'wire', 'stream', 'mixed' (units differ) or 'none' (no units).",
      NULL},
@@ -578,6 +545,10 @@ static PyGetSetDef getset[] = {
     {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
      "Called when a pass begins and a parameter that was frozen is now trained: allocates its "
      "gradient and gives the units a new tree.",
+     NULL},
+    {"observer", (getter)get_observer, (setter)set_observer,
+     "Called as observer(kind, unit) after each hook of a step: kind as in a Hook's repr, unit an "
+     "index into the tree. What it raises goes to sys.unraisablehook.",
      NULL},
     {"backwards", (getter)get_backwards, NULL, "Number of synchronised backwards that have ended.",
      NULL},

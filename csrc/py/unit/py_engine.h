@@ -112,6 +112,8 @@ typedef struct fsdpc_py_tree {
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
     bool sums;             /* some unit's gradients of that backward are summed over the ranks */
     uint64_t backward;     /* number of that backward */
+    int entered;           /* the unit that the latest backward has entered last; -1: none */
+    bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyObject *listeners; /* calls the hooks of a list of parameters */
@@ -119,6 +121,7 @@ typedef struct fsdpc_py_tree {
     PyTypeObject *tensor_type, *param_type;
     PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */
+    PyObject *observer;   /* called after each hook, for memory profiles; mostly NULL */
     /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */
     PyObject *inputs, *input_hook;
 } fsdpc_py_tree;
@@ -182,6 +185,16 @@ void fsdpc_py_reopen_tree(fsdpc_py_tree *tree);
 /* True if a thread, perhaps this one, uses the unit or the tree. */
 bool fsdpc_py_flat_in_use(const fsdpc_py_flat *flat);
 bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
+
+/* --- py_tree_report.c ------------------------------------------------------------------------ */
+
+/* 0, or -1 with StateError after close(). */
+int fsdpc_py_check_open(const fsdpc_py_tree *self);
+PyObject *fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *unused);
+PyObject *fsdpc_py_tree_trace(fsdpc_py_tree *self, PyObject *args);
+PyObject *fsdpc_py_tree_references(fsdpc_py_tree *self, PyObject *unused);
+/* Calls the tree's observer, which must be set, with no gate entered. Errors are unraisable. */
+void fsdpc_py_observe(const fsdpc_py_tree *tree, const char *kind, int unit);
 
 /* --- py_clip.c ------------------------------------------------------------------------------- */
 

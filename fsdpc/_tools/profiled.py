@@ -1,0 +1,243 @@
+"""What a memory profile has recorded: samples, peaks, growth over steps; its files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdpc._plan.ledger import Point
+from fsdpc._plan.show import plain_table, size
+from fsdpc._plan.snapshot import Key, snapshot_of, write
+
+LEAST_STEPS = 3  # after the first, whose end has what stays
+LEAST_BYTES = 4096  # a step: less is a list of losses
+NAMED = 3  # units of a growth
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment. ``live``: bytes by (role, unit), "" for what units share; ``over``: bytes of
+    tensors that were live above that since the last sample; ``gathered``: units whose values could
+    be read; ``resident``: bytes of the process; ``device``: torch's allocator on a GPU.
+    """
+
+    step: int
+    phase: str
+    unit: str
+    event: str
+    seconds: float
+    live: dict[Key, int]
+    over: int
+    gathered: tuple[str, ...]
+    resident: int
+    device: dict[str, int]
+
+    @property
+    def point(self) -> Point:
+        """For pictures: by role, with what was over it as temporaries."""
+        roles: Counter[str] = Counter()
+        for (role, _), count in self.live.items():
+            roles[role] += count
+        roles["temporaries"] += self.over
+        return Point(self.phase, self.unit, dict(roles))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of a step. ``live``: as in samples, and what is still gathered; ``process``: the
+    process's part of the host's memory.
+    """
+
+    live: dict[Key, int]
+    process: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A role that grew in every step but the first. ``units``: the most of it, bytes per step.
+    Of the role ``gathered``: what was gathered at the end of each step, in bytes.
+    """
+
+    role: str
+    bytes_per_step: int
+    units: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        units = ", ".join(f"{unit or 'all units'} {size(n)}" for unit, n in self.units)
+        if self.role == "gathered":
+            return f"units are still gathered when steps end: {units}. {_HINT['gathered']}"
+        return (
+            f"{self.role} grow by {size(self.bytes_per_step)} a step: {units}. {_HINT[self.hint]}"
+        )
+
+    @property
+    def hint(self) -> str:
+        return self.role if self.role in _HINT else "other"
+
+
+_HINT = {
+    "activations": "Something keeps tensors of the forward after the step, such as outputs or "
+    "losses in a list (append loss.item()), or hidden states on an attribute.",
+    "gathered": "Units stay gathered after the step: call reshard() after unshard(), and "
+    "backward() without retain_graph.",
+    "optimizer states": "The optimizer keeps more with each step, such as a history per parameter.",
+    "spare memory": "Two units in use needed one slot: see FSDPC_GATHER_SLOTS.",
+    "other": "Tensors that were made outside of the model's passes stay.",
+}
+
+
+@dataclass
+class Profile:
+    """The record of ``profile_memory``; ``str()`` is a table of the peaks."""
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+    cache: str = ""
+    samples: list[Sample] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
+
+    def named(self, tree: Any) -> None:
+        comm = tree.units[0].groups.shard
+        self.rank, self.world = comm.rank, comm.world
+
+    def end(self, device: str, cache: str) -> None:
+        self.device, self.cache = device, cache
+
+    @property
+    def peak(self) -> Sample:
+        """The sample with most bytes."""
+        return max(self.samples, key=lambda s: sum(s.live.values()) + s.over)
+
+    def growth(self) -> list[Growth]:
+        """Leaks: roles whose bytes at the end of a step rose in every step but the first, by 4 KiB
+        or more, and units that are gathered at each end. Empty for fewer than four steps.
+        """
+        ends = [b.live for b in self.boundaries[1:]]
+        if len(ends) < LEAST_STEPS:
+            return []
+        found = []
+        for role in dict.fromkeys(role for live in ends for role, _ in live):
+            totals = [sum(n for (r, _), n in live.items() if r == role) for live in ends]
+            rises = [b - a for a, b in zip(totals, totals[1:], strict=False)]
+            if role == "gathered" and min(totals) > 0:
+                found.append(_kept(ends[-1]))
+            elif min(rises) >= LEAST_BYTES:
+                found.append(_growth(role, ends))
+        return sorted(found, key=lambda g: -g.bytes_per_step)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "schema": "fsdpc.profile/1",
+            "source": "run",
+            "rank": self.rank,
+            "world": self.world,
+            "device": self.device,
+            "fragmentation": self.cache,
+            "samples": [
+                {
+                    "step": s.step,
+                    "phase": s.phase,
+                    "unit": s.unit,
+                    "event": s.event,
+                    "seconds": s.seconds,
+                    "live": [[role, unit, n] for (role, unit), n in s.live.items()],
+                    "over_bytes": s.over,
+                    "gathered": list(s.gathered),
+                    "resident_bytes": s.resident,
+                    "device": s.device,
+                }
+                for s in self.samples
+            ],
+            "peaks": [
+                {"phase": s.phase, "unit": s.unit, "roles": s.point.roles} for s in self._tops()
+            ],
+            "process_bytes": [b.process for b in self.boundaries],
+            "growth": [
+                {"role": g.role, "bytes_per_step": g.bytes_per_step, "units": list(g.units)}
+                for g in self.growth()
+            ],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile: ``.json``, a picture (``.png``, ``.svg``, ``.pdf``; needs matplotlib),
+        or ``.pickle`` for torch's memory viewer. ``ValueError``: another suffix.
+        """
+        kind = Path(path).suffix
+        if kind == ".json":
+            Path(path).write_text(json.dumps(self.as_dict()))
+        elif kind == ".pickle":
+            write(str(path), self.snapshot())
+        elif kind in (".png", ".svg", ".pdf"):
+            from fsdpc._plan.picture import draw_profile
+
+            title = f"rank {self.rank} of {self.world}, {len(self.boundaries)} steps"
+            top = self.peak
+            steps = [s.step for s in self.samples]
+            draw_profile(
+                str(path),
+                title,
+                [s.point for s in self.samples],
+                steps,
+                [s.resident for s in self.samples],
+                {k: n for k, n in top.live.items() if k[1] and k[0] not in _EVEN},
+            )
+        else:
+            raise ValueError(f"{path}: use .json, .png, .svg, .pdf or .pickle")
+
+    def snapshot(self) -> dict[str, Any]:
+        """In the format of ``torch.cuda.memory._snapshot``."""
+        moments = []
+        for sample in self.samples:
+            over = {("temporaries", ""): sample.over} if sample.over else {}
+            live = {key: n for key, n in sample.live.items() if n > 0}
+            before = live.get(("temporaries", ""), 0)
+            if over:
+                over[("temporaries", "")] += before
+            moments.append((sample.unit, {**live, **over}))
+        last = {key: n for key, n in self.samples[-1].live.items() if n > 0}
+        return snapshot_of(moments, last)
+
+    def _tops(self) -> list[Sample]:
+        tops: dict[str, Sample] = {}
+        for sample in self.samples:
+            best = tops.get(sample.phase)
+            if best is None or sample.point.bytes > best.point.bytes:
+                tops[sample.phase] = sample
+        return list(tops.values())
+
+    def __str__(self) -> str:
+        tops = self._tops()
+        roles = list(dict.fromkeys(r for s in tops for r, n in s.point.roles.items() if n))
+        rows = [(role, *(size(s.point.roles.get(role, 0)) for s in tops)) for role in roles]
+        rows.append(("all", *(size(s.point.bytes) for s in tops)))
+        head = ("at the highest point of", *(s.phase for s in tops))
+        title = f"Memory of rank {self.rank} of {self.world} over {len(self.boundaries)} steps"
+        lines = [plain_table(title, head, rows)]
+        lines += [f"highest in {self.peak.phase} of unit {self.peak.unit or '-'}"]
+        lines += [self.cache] if self.cache else []
+        return "\n".join([*lines, *(f"LEAK: {growth}" for growth in self.growth())])
+
+
+# Roles of which each unit has its part at all times.
+_EVEN = ("shards", "gradient shards", "optimizer states")
+
+
+def _kept(live: dict[Key, int]) -> Growth:
+    units = sorted(((u, n) for (r, u), n in live.items() if r == "gathered"), key=lambda i: -i[1])
+    return Growth("gathered", sum(n for _, n in units), tuple(units[:NAMED]))
+
+
+def _growth(role: str, ends: Sequence[dict[Key, int]]) -> Growth:
+    steps = len(ends) - 1
+    rises = {
+        unit: ends[-1].get((role, unit), 0) - ends[0].get((role, unit), 0)
+        for unit in dict.fromkeys(u for live in ends for r, u in live if r == role)
+    }
+    most = sorted(((u, n // steps) for u, n in rises.items() if n > 0), key=lambda item: -item[1])
+    return Growth(role, sum(rises.values()) // steps, tuple(most[:NAMED]))

@@ -1,0 +1,300 @@
+"""The report of an allocation that failed: who asked for what, what is there, what would help.
+
+Made while memory is short: it reads counters of the engine and of the process, and repeats the
+planner's arithmetic; it allocates some hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fsdpc._engine.shortage import HEAD, TREES, UNITS, process_bytes
+from fsdpc._engine.writeback import owner_of
+from fsdpc._plan.advise import Effect, effects
+from fsdpc._plan.cards import bytes_of
+from fsdpc._plan.engine import OWN, engine_memory
+from fsdpc._plan.ledger import Plan, plan
+from fsdpc._plan.model import Model, Moment, Setup, Unit
+from fsdpc._plan.modules import units_of_tree
+from fsdpc._plan.show import plain_table, size
+from fsdpc._tools.report import ROLES, cache_line, optimizers_of, reduced, setup_of, states_of
+
+CHANGES = 3
+_SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
+# torch's optimizers by class, as the planner names them; others count as they are.
+_NAMED = {"AdamW": "adamw", "Adam": "adamw", "NAdam": "adamw", "RAdam": "adamw", "Lion": "lion"}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of this rank by role. ``rest``: activations and temporaries, as what the process (on a
+    GPU torch's allocator) has beside everything else; ``program``: what it had when slots were
+    made.
+    """
+
+    planned: dict[str, int]
+    actual: dict[str, int]
+    states: int
+    program: int
+    rest: int
+
+
+def report(
+    error: BaseException,
+    phase: str,
+    name: str,
+    placed: Sequence[tuple[int, Any]],
+    optimizer: Any,
+) -> str:
+    """The text; see ``fsdpc._engine.shortage.explain``. Local."""
+    if optimizer is not None:
+        units = {owner_of(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(units):
+            raise LookupError("no parameter of this optimizer is sharded")
+    tree = _tree(placed, optimizer)
+    if tree is None:
+        return "\n".join([_head(phase, name, None), *_asked(error)])
+    if phase == "backward" and not name:
+        name = _unit_of_backward(tree)
+    lines = [_head(phase, name, tree), *_asked(error)]
+    ledger = _ledger(tree)
+    model, base = _planned(tree, ledger, asked_bytes(error))
+    lines += [_table(ledger, base.row("optimizer states")), *_gathered(tree), *_limits(tree)]
+    return "\n".join([*lines, *_advice(model, base)])
+
+
+def _head(phase: str, name: str, tree: Any) -> str:
+    who = ""
+    if tree is not None and tree.units:
+        comm = tree.units[0].groups.shard
+        who = f" on rank {comm.rank} of {comm.world}"
+    return f"{HEAD}{who} in {phase}{f' of unit {name}' if name else ''}"
+
+
+def _asked(error: BaseException) -> Iterator[str]:
+    found = asked_bytes(error)
+    by = "torch" if "llocat" in str(error) and "fsdpc" not in type(error).__module__ else "fsdpc"
+    if isinstance(error, MemoryError) and not isinstance(error, torch.OutOfMemoryError):
+        by = "fsdpc's engine, or Python"
+    yield f"asked for: {size(found) if found else 'an unknown number of bytes'}, by {by}"
+
+
+def asked_bytes(error: BaseException) -> int:
+    """What the error's text says that was asked for; 0 if it does not say."""
+    match = _SAID.search(str(error))
+    if match is None:
+        return 0
+    text = next(part for part in match.groups() if part)
+    return bytes_of(text.replace(" ", ""))
+
+
+def _tree(placed: Sequence[tuple[int, Any]], optimizer: Any) -> Any:
+    """The tree concerned, or a stand-in for one that has no slots yet."""
+    if placed:
+        return SimpleNamespace(
+            units=[u for _, u in placed], depths=[d for d, _ in placed], core=None
+        )
+    trees = [tree for tree in TREES if tree.units]
+    if optimizer is not None:
+        owners = {id(owner_of(p)) for group in optimizer.param_groups for p in group["params"]}
+        trees = [tree for tree in trees if any(id(u) in owners for u in tree.units)] or trees
+    if trees:
+        return max(trees, key=_last_event)
+    units = [unit for unit in UNITS if hasattr(unit, "post_forward_hook")]  # complete
+    return SimpleNamespace(units=units, depths=[0] * len(units), core=None) if units else None
+
+
+def _last_event(tree: Any) -> int:
+    return max((entry["time_ns"] for entry in tree.trace(1)), default=0)
+
+
+def _unit_of_backward(tree: Any) -> str:
+    """The unit that the backward entered last, or what comes after it if it is done there."""
+    if tree.core is None or tree.core.entered is None:
+        return "(root)"
+    index, done = tree.core.entered
+    name = tree.units[index].name or "(root)"
+    return f"(root), after unit {name}" if done else name
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def _ledger(tree: Any) -> Ledger:
+    units = units_of_tree(tree)
+    groups = tree.units[0].groups
+    replicas = groups.replicate.world if groups.replicate is not None else 1
+    actual = {} if tree.core is None else dict(tree.memory_stats())
+    setup = setup_of(groups.shard, replicas, actual.get("local_bytes", 0) > 0)
+    planned = engine_memory(
+        tuple(reduced(p, u, setup) for p, u in zip(units, tree.units, strict=True)), setup
+    ).stats
+    if tree.core is None:  # the units exist, their slots do not
+        actual = {key: planned[key] for key in ("master_bytes", "grad_bytes")}
+    states = sum(states_of(optimizer) for optimizer in optimizers_of(tree.units))
+    known = sum(actual.get(key, 0) for key in (*ROLES.values(), "spare_bytes")) + states
+    program = 0 if _on_gpu(tree) else getattr(tree, "program_bytes", 0)
+    return Ledger(planned, actual, states, program, max(_held(tree) - known - program, 0))
+
+
+def _device(tree: Any) -> torch.device:
+    return tree.units[0].device
+
+
+def _on_gpu(tree: Any) -> bool:
+    """Whether torch's allocator of a GPU has the tree's memory."""
+    return _device(tree).type == "cuda" and torch.cuda.is_available()
+
+
+def _held(tree: Any) -> int:
+    """Bytes that the process holds: of torch's allocator and slots on a GPU, else its own part of
+    the host's memory.
+    """
+    if _on_gpu(tree):
+        stats = tree.memory_stats() if tree.core is not None else {}
+        slots = sum(stats.get(key, 0) for key in ("gather_bytes", "reduce_bytes", "spare_bytes"))
+        return torch.cuda.memory_allocated(_device(tree)) + slots
+    return sum(process_bytes().values())
+
+
+def _table(ledger: Ledger, states: int) -> str:
+    rows = []
+    for role, key in ROLES.items():
+        planned, actual = ledger.planned[key], ledger.actual.get(key, 0)
+        if planned or actual:
+            rows.append((role, size(planned), size(actual)))
+    if ledger.actual.get("spare_bytes"):
+        rows.append(("spare memory", size(0), size(ledger.actual["spare_bytes"])))
+    rows.append(("optimizer states", size(states) if states else "-", size(ledger.states)))
+    if ledger.program:
+        rows.append(("the program, before its first step", "-", size(ledger.program)))
+    rows.append(("activations and temporaries, about", "-", size(ledger.rest)))
+    return plain_table("memory of this rank at that moment", ("what", "planned", "actual"), rows)
+
+
+def _gathered(tree: Any) -> Iterator[str]:
+    if tree.core is None:
+        return
+    names = [
+        unit.name or "(root)"
+        for unit, count in zip(tree.units, tree.core.references(), strict=True)
+        if count
+    ]
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"gathered now: {', '.join(names[:4])}{more}"
+
+
+def _limits(tree: Any) -> Iterator[str]:
+    if _on_gpu(tree):
+        free, total = torch.cuda.mem_get_info(_device(tree))
+        yield f"device: {size(free)} of {size(total)} free"
+        yield cache_line(_device(tree))
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        yield f"address space: {size(used)} of {size(limit)} used (RLIMIT_AS, ulimit -v)"
+    with open("/proc/meminfo") as file:
+        rows = dict(line.split(":") for line in file)
+    yield f"host: {size(int(rows['MemAvailable'].split()[0]) * 1024)} available"
+
+
+# --- what would help ------------------------------------------------------------------------------
+
+
+def _planned(tree: Any, ledger: Ledger, asked: int) -> tuple[_Measured, Plan]:
+    """The plan of this run, whose activations are those measured and those asked for."""
+    groups = tree.units[0].groups
+    replicas = groups.replicate.world if groups.replicate is not None else 1
+    setup = setup_of(groups.shard, replicas, ledger.actual.get("local_bytes", 0) > 0)
+    units = tuple(
+        reduced(p, u, setup) for p, u in zip(units_of_tree(tree), tree.units, strict=True)
+    )
+    units, setup = _loosened(tree, units, setup)
+    model = _Measured(units, ledger.rest + asked)
+    return model, plan(model, setup)
+
+
+def _advice(model: _Measured, base: Plan) -> Iterator[str]:
+    found = [effect for effect in effects(model, base) if effect.bytes < 0][:CHANGES]
+    if not found:
+        return
+    yield "what would free most, by the plan (activations: at most, from what was measured):"
+    yield from (f"  {_described(effect)}" for effect in found)
+
+
+def _described(effect: Effect) -> str:
+    return f"{effect.label}: -{size(-effect.bytes)}"
+
+
+class _Measured:
+    """The planner's model of a run whose activations were measured, as a whole: checkpointing
+    leaves one block's of them, and the block inputs, which are not known, come on top.
+    """
+
+    def __init__(self, units: tuple[Unit, ...], activations: int) -> None:
+        self.units, self.activations = units, activations
+        self.blocks = max(sum(unit.depth > 0 for unit in units), 1)
+
+    def __call__(self, setup: Setup) -> Model:
+        live = self.activations * setup.micro_batch / 2
+        live *= 1 - setup.checkpointing * (1 - 1 / self.blocks)
+        moments = (
+            Moment("forward", "", round(live), round(live)),
+            Moment("backward", "", 0, -round(live)),
+        )
+        return Model("model", self.units, moments, blocks=self.blocks)
+
+
+def _loosened(tree: Any, units: tuple[Unit, ...], setup: Setup) -> tuple[tuple[Unit, ...], Setup]:
+    """What most units have in common as options of the setup, so that a switch changes them."""
+    storage = _most(p.dtype for unit in units for p in unit.params if p.trainable) or "float32"
+    compute = _most(unit.compute for unit in units)
+    reshard = _most(unit.reshard for unit in units)
+    strategy = setup.strategy
+    if setup.shards > 1 and setup.replicas == 1:
+        strategy = "FULL_SHARD" if reshard else "SHARD_GRAD_OP"
+    setup = replace(
+        setup,
+        storage=storage,
+        compute=None if compute in (None, OWN) else compute,
+        strategy=strategy,
+        optimizer=_optimizer_name(tree),
+        micro_batch=2,
+    )
+    loose = tuple(
+        replace(
+            unit,
+            params=tuple(replace(p, dtype=None) if p.dtype == storage else p for p in unit.params),
+            compute=None if unit.compute == compute else unit.compute,
+            reshard=None if unit.reshard == reshard else unit.reshard,
+        )
+        for unit in units
+    )
+    return loose, setup
+
+
+def _most(values: Any) -> Any:
+    counted = Counter(values).most_common(1)
+    return counted[0][0] if counted else None
+
+
+def _optimizer_name(tree: Any) -> str:
+    """The planner's name of the optimizer; of one without states if there is none yet."""
+    for optimizer in optimizers_of(tree.units):
+        name = _NAMED.get(type(optimizer).__name__)
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if name is not None:
+            return "adamw-fused" if fused and name == "adamw" else name
+    return "sgd"

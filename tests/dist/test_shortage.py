@@ -1,0 +1,190 @@
+"""An allocation that fails keeps its exception and gets one report; other ranks get the cause."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ranks, run_ranks
+from torch import nn
+from toys import wrap
+
+import fsdpc
+from fsdpc._engine import shortage
+from fsdpc.wrap import ModuleWrapPolicy
+
+sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
+import env
+
+LARGE = 1 << 26  # elements: 256 MiB in fp32, more than any allocator has at hand
+ROOM = 64 << 20
+
+
+class Block(nn.Module):
+    """Its parts allocate ``LARGE`` elements when asked to."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.asks = ""
+
+    def forward(self, x):
+        x = self.up(x)
+        if self.asks == "forward":
+            x = x + torch.ones(LARGE).sum()
+        if self.asks == "backward":  # index's backward makes the whole tensor, in torch's own code
+            x = x + x.flatten()[:1].expand(LARGE)[torch.tensor([0, 1])].sum()
+        return x
+
+
+def model(front: str, width: int = 64):
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Block(width) for _ in range(3)), nn.Linear(width, 4))
+    if front == "fsdp":
+        return wrap(
+            "fsdpc", whole, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        )
+    for block in whole[:3]:
+        fsdpc.fully_shard(block)
+    return fsdpc.fully_shard(whole)
+
+
+def blocks(sharded):
+    return [m for m in sharded.modules() if isinstance(m, Block)]
+
+
+def step(sharded, optimizer, width: int = 64) -> None:
+    sharded(torch.ones(2, width)).square().mean().backward()
+    optimizer.step()
+
+
+def limit(room: int = ROOM) -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+
+
+def unlimited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def note_of(caught) -> str:
+    unlimited()
+    notes = [note for note in caught.value.__notes__ if note.startswith(shortage.HEAD)]
+    assert len(notes) == 1, notes
+    return notes[0]
+
+
+@ranks(1)
+@pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
+def test_every_phase_is_reported(rank, world, front):
+    """Under a limit of the address space: type and text of the error stay, one note is added."""
+    sharded = model(front)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    step(sharded, optimizer)
+    for phase in ("forward", "backward"):
+        blocks(sharded)[1].asks = phase
+        limit()
+        with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate") as caught:
+            step(sharded, optimizer)
+        note = note_of(caught)
+        blocks(sharded)[1].asks = ""
+        assert f"on rank 0 of 1 in {phase} of unit 1" in note.splitlines()[0], note
+        assert "asked for: 0.25 GiB, by torch" in note or "0.50 GiB" in note, note
+        assert "shards" in note and "RLIMIT_AS" in note and "checkpoint every block: -" in note
+        step(sharded, optimizer)  # the program may go on
+
+
+@ranks(1)
+@pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
+def test_the_optimizers_step_and_wrapping_are_reported(rank, world, front):
+    sharded = model(front, 4096)  # 64 MiB a block
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    sharded(torch.ones(2, 4096)).square().mean().backward()
+    limit(40 << 20)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        optimizer.step()
+    note = note_of(caught)
+    assert "in an optimizer's step" in note and "asked for: 64.00 MiB, by torch" in note, note
+    assert "half" not in note.partition("would free")[0]
+    plain = nn.Linear(8192, 8192)
+    limit()
+    with pytest.raises(MemoryError) as wrapped:
+        if front == "fsdp":
+            wrap("fsdpc", plain)
+        else:
+            fsdpc.fully_shard(plain)
+    note = note_of(wrapped)
+    assert "in wrapping of unit Linear" in note and "by fsdpc's engine" in note, note
+
+
+def fails_alone(rank: int, world: int, front: str) -> None:
+    sharded = model(front)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    step(sharded, optimizer)
+    if rank == 1:
+        limit()
+        blocks(sharded)[1].asks = "backward"
+    step(sharded, optimizer)
+
+
+@pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
+def test_the_other_ranks_get_the_cause(front):
+    outcomes = run_ranks(fails_alone, 2, faults=True, front=front)
+    assert "DefaultCPUAllocator" in outcomes[1].error
+    assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[1].traceback
+    assert outcomes[0].error.startswith("PeerError: rank 1")
+    assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[0].error
+    assert shortage.HEAD not in outcomes[0].traceback.partition("its error")[0]
+    assert outcomes[0].finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
+
+
+@ranks(1)
+def test_a_report_that_fails_masks_nothing(rank, world):
+    sharded = model("fsdp")
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    step(sharded, optimizer)
+    blocks(sharded)[1].asks = "forward"
+    limit(0)  # nothing at all; the reserve is what the report has
+    with pytest.raises(RuntimeError, match="can't allocate") as caught:
+        step(sharded, optimizer)
+    assert "what would free most" in note_of(caught)
+    shortage.REPORT = "fsdpc.no_such_module"
+    limit()
+    with pytest.raises(RuntimeError, match="can't allocate") as caught:
+        step(sharded, optimizer)
+    assert "no report could be made: ModuleNotFoundError" in note_of(caught)
+    with pytest.raises(ValueError, match="other") as caught:
+        raise_in(sharded, ValueError("some other error"))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def raise_in(sharded, error: Exception) -> None:
+    def fails(*args):
+        raise error
+
+    blocks(sharded)[0].up.register_forward_hook(fails)
+    sharded(torch.ones(2, 64))
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(2, env=env.environment())
+def test_a_small_gpu(rank, world):
+    """The simulated GPU has no memory left for a unit, then none for slots."""
+    import simgpu
+
+    options = simgpu.cuda().simgpu_get_options().contents
+    sharded = model("fsdp", 256)
+    before = options.memory_bytes
+    options.memory_bytes = simgpu.count()["device_bytes"] + (64 << 10)
+    with pytest.raises(fsdpc.OutOfMemoryError) as caught:
+        sharded(torch.ones(2, 256))
+    note = note_of(caught)
+    assert "in the first forward, making slots" in note and "gather slots" in note, note
+    with pytest.raises(fsdpc.OutOfMemoryError) as wrapped:
+        wrap("fsdpc", nn.Linear(2048, 2048))
+    assert "in wrapping of unit Linear" in note_of(wrapped)
+    options.memory_bytes = before
