@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdpc import _C, checkpoint
-from fsdpc.checkpoint import cli, loading, saving, write
+from fsdpc.checkpoint import cli, folders, loading, saving, write
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
@@ -332,10 +332,11 @@ def test_a_target_that_exists_stays(saved: Path):
     checkpoint.save(saved, model, overwrite=True)
     assert not (saved / "optimizer").exists()
     checkpoint.load(saved, Net(3))
+    folders.finish_removing()
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("point", ["create", "write", "header", "manifest", "publish"])
+@pytest.mark.parametrize("point", ["create", "write", "sync", "header", "manifest", "publish"])
 def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypatch: Any):
     class Full(Exception):
         pass
