@@ -28,6 +28,8 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.optim._spanned import Blocks
 
 _MOST_SHOWN = 3
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
+_IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 
 
 @dataclass
@@ -489,6 +491,20 @@ def _options(
                 )
         result.append(options[places[0]] if places else {})
     return result
+
+
+def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """``ValueError``: the saved groups are those of an optimizer of another kind: each has options
+    that the other lacks, beside those that only choose an implementation.
+    """
+    theirs = {key for group in saved for key in group} - _IMPLEMENTATION
+    ours = {key for group in optimizer.param_groups for key in group} - _IMPLEMENTATION
+    if saved and theirs - ours and ours - theirs:
+        raise ValueError(
+            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options "
+            f"have {', '.join(sorted(theirs - ours))}, and not {', '.join(sorted(ours - theirs))} "
+            "(strict=False loads the state all the same)"
+        )
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

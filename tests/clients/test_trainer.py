@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,21 @@ def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def run(rank, world, kind, name, folder, resume=None, adapters=False, **options):
+def saved_by_fsdpc() -> type[Trainer]:
+    """The example's Trainer, whose checkpoints fsdpc writes."""
+    examples = str(Path(__file__).parents[2] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    from framework_checkpoints import CheckpointTrainer
+
+    return type("Saving", (Recording, CheckpointTrainer), {})
+
+
+def run(rank, world, kind, name, folder, resume=None, adapters=False, own=False, **options):
     args = arguments(kind, name, folder, **options)
     model = with_adapters(build(name)) if adapters else build(name)
-    trainer = Recording(model=model, args=args, train_dataset=data())
+    made = saved_by_fsdpc() if own else Recording
+    trainer = made(model=model, args=args, train_dataset=data())
     trainer.train(resume_from_checkpoint=resume)
     assert (type(trainer.model_wrapped) is fsdpc.FSDP) == (kind == "fsdpc")
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -124,12 +136,20 @@ def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
 
 
 @both_models
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "fsdpc"])
 def test_resuming_gives_the_same_losses(name, form, tmp_path: Path):
     """From the checkpoint of the middle, in new processes: the second half to the bit."""
     options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
+    if form == "fsdpc":
+        options |= {"own": True, "state_dict_type": "FULL_STATE_DICT"}
     whole = run_ranks(run, 2, **options)
     middle = tmp_path / f"checkpoint-{STEPS // 2}"
+    if form == "fsdpc":
+        assert sorted(path.name for path in middle.glob("fsdpc/*.safetensors*")) == [
+            "model-00001-of-00001.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert not list(middle.rglob("*.bin")) and not list(middle.rglob("*.distcp"))
     again = run_ranks(run, 2, resume=str(middle), **options)
     for (losses, norms), (expected, expected_norms) in zip(again, whole, strict=True):
         assert losses == expected[STEPS:]  # two micro-batches a step
