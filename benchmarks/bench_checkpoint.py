@@ -13,6 +13,10 @@ load          with checksums verified before the model is touched (the default),
               all
 blocking      of a save in the background: how long the call takes; then steps beside it
 
+parts         of a save on rank 0: the plan; "create" takes the space; "write" copies, digests and
+              writes this rank's ranges; "sync" makes them durable and waits for the other rank; the
+              rest is the manifest and the folder's name
+
 Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is the largest
 resident memory of a rank (VmHWM) above what it had before, from the first save or load after a
 warm-up.
@@ -96,6 +100,25 @@ class Bench:
         from fsdpc import checkpoint
 
         checkpoint.save(self.folder / "fsdpc", self.model, self.optimizer, overwrite=True)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each part of a save on this rank; the ranks wait for each other in "create",
+        "sync" and "publish".
+        """
+        from fsdpc.checkpoint.ranks import ranks_of
+        from fsdpc.checkpoint.saving import make_plan, write_plan
+
+        barrier()
+        marks = [("plan", time.perf_counter())]
+        ranks, target = ranks_of(None), self.folder / "fsdpc"
+        options: dict = {"dtype": None, "step": None, "overwrite": True}
+        plan = make_plan(target, ranks, self.model, self.optimizer, None, None, **options)
+        write_plan(plan, ranks, failpoint=lambda name: marks.append((name, time.perf_counter())))
+        marks.append(("end", time.perf_counter()))
+        found: dict[str, float] = {}
+        for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            found[name] = found.get(name, 0.0) + end - begin
+        return found
 
     def dcp_state(self) -> dict:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -265,6 +288,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
                 background.setdefault(name, []).append(figures)
         if turn:
             alone.append(step)
+    parts = [bench.phases() for _ in range(rounds)]
     peaks = {
         name: peak_of(call)
         for name, call in (
@@ -276,7 +300,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
     }
     if rank == 0:
         out.send({"bytes": bench.total, "seconds": seconds, "background": background,
-                  "step": alone, "peak_mb": peaks})  # fmt: skip
+                  "step": alone, "peak_mb": peaks, "phases": parts})  # fmt: skip
     end_rank()
 
 
@@ -288,6 +312,8 @@ def report(found: dict) -> dict:
         base = seconds["plain read" if "load" in name or "read" in name else "plain write"]
         ratios = [a / b for a, b in zip(values, base, strict=True)]
         result["cases"][name] = {"s": common.spread(values), "ratio": common.spread(ratios)}
+    names = found["phases"][0]
+    result["phases"] = {n: common.spread([row[n] for row in found["phases"]]) for n in names}
     result["step_s"] = common.spread(found["step"])
     result["background"] = {
         name: {
@@ -308,6 +334,8 @@ def print_report(result: dict) -> None:
         for name, case in result["cases"].items()
     ]
     common.print_table([f"{result['bytes'] / 1e9:.2f} GB", "s", "x plain", "peak MB"], rows)
+    rows = [[name, cell(values, 4)] for name, values in result["phases"].items()]
+    common.print_table(["parts of a save, rank 0", "s"], rows)
     rows = [
         [name, *(cell(part[p], 3) for p in ("blocking_s", "step_beside_s", "durable_s"))]
         for name, part in result["background"].items()

@@ -18,14 +18,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, flat, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.folders import Draft
-from fsdpc.checkpoint.layout import lay_out
+from fsdpc.checkpoint.folders import Draft, sync
+from fsdpc.checkpoint.layout import Layout, lay_out
 from fsdpc.checkpoint.loading import read_table
 from fsdpc.checkpoint.opened import Opened, StoredSet
+from fsdpc.checkpoint.saving import finish
 from fsdpc.checkpoint.values import dump, to_json
 from fsdpc.checkpoint.write import Job, rows_of, write_job
 
@@ -54,7 +55,7 @@ def convert(
     cast = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
         raise ValueError(f"--dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-    sets, files = _open(source, trust_pickle)
+    sets, files, step = _open(source, trust_pickle)
     if to == "dcp":
         if target.exists():
             raise FileExistsError(f"{target} exists: choose another name")
@@ -63,7 +64,7 @@ def convert(
             state = {name: _cast(name, value, cast) for name, value in state.items()}
         dcp.save(state, checkpoint_id=str(target), no_dist=True)
         return
-    _write(target, sets, files, cast)
+    _write(target, sets, files, cast, step)
 
 
 def _cast(name: str, value: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
@@ -72,42 +73,43 @@ def _cast(name: str, value: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
 
 
 def _write(
-    target: Path, sets: list[_Set], files: dict[str, bytes], cast: torch.dtype | None
+    target: Path,
+    sets: list[_Set],
+    files: dict[str, bytes],
+    cast: torch.dtype | None,
+    step: int | None,
 ) -> None:
     draft = Draft(target.absolute(), overwrite=False)
     try:
-        made = _manifest.Manifest()
-        for found in sets:
-            own = cast if found.folder == "" else None
-            layout = lay_out(found.entries, name=found.name, folder=found.folder, cast=own)
-            parts = []
-            for file in layout.files:
-                path = layout.path(file)
-                draft.create(path, file.nbytes)
-                for place in file.places:
-                    old = found.entries[place.index]
-                    memory = flat(found.fetch(place.name))
-                    span = whole_span(len(memory))
-                    entry = Entry(old.name, old.shape, old.dtype, memory, span)
-                    job = Job(draft.path / path, rows_of(place, entry, span), [memory])
-                    parts.append(write_job(job))
-                draft.write_header(path, file.header)
-            made.add_set(layout, combine([p for f in layout.files for p in f.places], parts))
-            files[layout.path(layout.index_name)] = layout.index()
-        for path, content in files.items():
-            draft.write_file(path, content)
-            made.add_file(path, content)
-        draft.write_file(_manifest.NAME, made.encode())
-        draft.publish()
+        done = [_write_set(draft, found, cast) for found in sets]
+        sync([draft.path / layout.path(file) for layout, _ in done for file in layout.files])
+        finish(draft, done, files, _manifest.Manifest(step))
     except BaseException:
         draft.discard()
         raise
 
 
+def _write_set(draft: Draft, found: _Set, cast: torch.dtype | None) -> tuple[Layout, list[Digest]]:
+    own = cast if found.folder == "" else None
+    layout = lay_out(found.entries, name=found.name, folder=found.folder, cast=own)
+    parts = []
+    for file in layout.files:
+        path = layout.path(file)
+        draft.create(path, file.nbytes, file.header)
+        for place in file.places:
+            old = found.entries[place.index]
+            memory = flat(found.fetch(place.name))
+            span = whole_span(len(memory))
+            entry = Entry(old.name, old.shape, old.dtype, memory, span)
+            parts.append(write_job(Job(draft.path / path, rows_of(place, entry, span), [memory])))
+    return layout, combine([place for file in layout.files for place in file.places], parts)
+
+
 # --- sources -------------------------------------------------------------------------------------
 
 
-def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes]]:
+def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes], int | None]:
+    """The sets, the small files to keep, and the step."""
     nothing = {
         "fsdpc/state.json": dump({"extra_state": to_json({}, ""), "scheduler": to_json(None, "")}),
         "fsdpc/extra.json": dump({"world": 0, "ranks": []}),
@@ -118,15 +120,15 @@ def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes
                 f"{source} is a folder of torch's distributed checkpoints, whose .metadata is a "
                 "pickle: it can run code when torch reads it. --trust-pickle reads it all the same"
             )
-        return [_open_dcp(source)], nothing
+        return [_open_dcp(source)], nothing, None
     if source.is_dir() or source.suffix == ".safetensors":
         return _open_safetensors(source, nothing)
-    return [_open_torch(source)], nothing
+    return [_open_torch(source)], nothing, None
 
 
 def _open_safetensors(
     source: Path, nothing: dict[str, bytes]
-) -> tuple[list[_Set], dict[str, bytes]]:
+) -> tuple[list[_Set], dict[str, bytes], int | None]:
     found = Opened(source)
     sets = []
     for name, stored in found.sets.items():
@@ -134,13 +136,13 @@ def _open_safetensors(
         folder = "" if name == "model" else name
         sets.append(_Set(name, folder, entries, _fetch_stored(found, stored)))
     if found.manifest is None:
-        return sets, nothing
+        return sets, nothing, None
     kept = {}
     for path in found.manifest.files:
         found.read_json(path)  # compares its checksum
         if not path.endswith(".index.json"):
             kept[path] = (source / path).read_bytes()
-    return sets, kept
+    return sets, kept, found.manifest.step
 
 
 def _outline(name: str, shape: Any, dtype: torch.dtype) -> Entry:

@@ -35,6 +35,7 @@ class Entry:
     replica: tuple[int, int] = (0, 1)
     first_writes: bool = False
     home: torch.Tensor | None = None  # ``memory`` is a copy of it: what is read goes there after
+    borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read; others write and verify
 
     @property
     def numel(self) -> int:

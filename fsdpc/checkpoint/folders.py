@@ -10,14 +10,19 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
 
 _NEW, _OLD = ".new-", ".old-"
+_LENGTH_BYTES = 8
+_SYNCS_AT_ONCE = 8
+_removing: list[threading.Thread] = []
 
 
 class Draft:
@@ -37,47 +42,52 @@ class Draft:
             if any(target.iterdir()):
                 raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
+        finish_removing()
         clean(target)
         self.path = target.parent / f"{_NEW}{target.name}-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
         self._lock = _lock(self.path)
 
-    def create(self, name: str, nbytes: int) -> None:
-        """An empty file of a size, its space taken now. ``OSError`` (ENOSPC): too little space."""
+    def create(self, name: str, nbytes: int, header: bytes) -> None:
+        """A file of a size, its space taken now, with its header but for the first eight bytes,
+        which no reader takes for a length while they are zero. ``OSError`` (ENOSPC): too little
+        space.
+        """
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _allocate(fd, nbytes, path)
+            _write(fd, header[_LENGTH_BYTES:], _LENGTH_BYTES)
         finally:
             os.close(fd)
 
-    def write_header(self, name: str, header: bytes) -> None:
-        """Write a header so that the file is worthless until all of it is durable: its first eight
-        bytes, which no reader takes for a length while they are zero, come last.
-        """
+    def write_length(self, name: str, header: bytes) -> None:
+        """The first eight bytes of a file, whose other bytes are durable. Not durable itself."""
         fd = os.open(self.path / name, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            _write(fd, header[8:], 8)
-            os.fsync(fd)
-            _write(fd, header[:8], 0)
-            os.fsync(fd)
+            _write(fd, header[:_LENGTH_BYTES], 0)
         finally:
             os.close(fd)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """A small file, durable."""
+        """A small file, not durable yet."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        write_durably(path, content)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _write(fd, content, 0)
+        finally:
+            os.close(fd)
 
     def publish(self) -> None:
-        """Give the folder its name, durably. What had the name before is removed afterwards."""
-        for folder, _, _ in os.walk(self.path):
-            sync_folder(Path(folder))
+        """Give the folder its name, durably. What had the name before is removed afterwards, by a
+        thread: to free its space takes as long as to write a part of it.
+        """
+        sync([Path(folder) for folder, _, _ in os.walk(self.path)])
         exchange = self.overwrite and os.path.lexists(self.target)
         _C.ckpt_rename(str(self.path), str(self.target), exchange=exchange)
-        sync_folder(self.target.parent)
+        sync([self.target.parent])
         if exchange:
             remove(self.path)
         self._unlock()
@@ -108,23 +118,46 @@ def replace_durably(path: Path, content: bytes) -> None:
     draft = path.with_name(f"{_NEW}{path.name}-{uuid.uuid4().hex[:8]}")
     write_durably(draft, content)
     os.replace(draft, path)
-    sync_folder(path.parent)
+    sync([path.parent])
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(paths: Sequence[Path]) -> None:
+    """Make files, and the names in folders, durable: together, so that a file system with a journal
+    writes it once.
+    """
+    if len(paths) == 1:
+        _sync_one(paths[0])
+    elif paths:
+        with ThreadPoolExecutor(min(_SYNCS_AT_ONCE, len(paths))) as pool:
+            list(pool.map(_sync_one, paths))
+
+
+def _sync_one(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: making {path} durable") from error
     finally:
         os.close(fd)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder: renamed first, so that a half-removed one is not taken for a checkpoint."""
+    """Remove a folder: renamed first, so that a half-removed one is not taken for a checkpoint,
+    then freed by a thread. What that leaves is cleaned by a later save.
+    """
     trash = path.parent / f"{_OLD}{path.name}-{uuid.uuid4().hex[:8]}"
     os.rename(path, trash)
-    shutil.rmtree(trash)
+    # Not a daemon: the interpreter waits for it at exit.
+    thread = threading.Thread(target=shutil.rmtree, args=(trash, True), name=f"removing {path}")
+    _removing.append(thread)
+    thread.start()
+
+
+def finish_removing() -> None:
+    """Wait until removed folders are gone and their space is free. Local."""
+    while _removing:
+        _removing.pop().join()
 
 
 def leftovers(target: Path) -> Iterator[Path]:

@@ -25,7 +25,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
 from fsdpc.checkpoint.opened import Opened, StoredFile
-from fsdpc.checkpoint.optimizer import NewState, held_params, make_state, names_of
+from fsdpc.checkpoint.optimizer import NewState, check_options, held_params, make_state, names_of
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
 from fsdpc.checkpoint.values import from_json
@@ -33,7 +33,7 @@ from fsdpc.checkpoint.write import in_host_memory, rows_of, waves
 
 Verify = Literal["before", "during", "no"]
 _FILES_AT_ONCE = 4
-_WAVE_BYTES = 1 << 30
+_WAVE_BYTES = 256 << 20  # read by one call, between two looks at signals
 _DEVICE_WAVE_BYTES = 64 << 20
 _COLUMNS = 6
 _MOST_NAMED = 20
@@ -149,7 +149,9 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
         else:
             problems.append(problem)
     if problems:
-        raise CheckpointError("; ".join(_shortened(problems)))
+        text = "; ".join(_shortened(problems))
+        hint = " (cast=True converts floats of 16, 32 and 64 bits)"
+        raise CheckpointError(text + (hint if "torch." in text and not cast else ""))
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known]
     return _Work(items), missing, unexpected
@@ -162,8 +164,7 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
         return None
     if cast and can_cast(entry.dtype) and can_cast(place.dtype):
         return None
-    how = "" if cast else " (cast=True converts floats of 16, 32 and 64 bits)"
-    return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here{how}"
+    return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here"
 
 
 def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -192,7 +193,7 @@ def _match_optimizer(
     shared = []
     for name, form in kinds.items():
         for key, kind in form.items():
-            if kind in ("cut", "whole"):
+            if kind in ("cut", "whole") or kind[0] == "blocks":
                 full = f"state.{name}.{key}"
                 if full not in found.optimizer.where:
                     raise CheckpointError(f"{found.path} has no tensor {full!r}")
@@ -208,6 +209,7 @@ def _match_optimizer(
         if saved != held:
             text = _difference(sorted(held - saved), sorted(saved - held))
             raise CheckpointError(f"parameters of the optimizer: {text}")
+        check_options(optimizer, groups)
     dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
     state = make_state(optimizer, target, kinds, groups, dtypes)
     items = [(entry, *where[entry.name]) for entry in state.entries]
@@ -269,7 +271,11 @@ def _compare_during(
 ) -> None:
     try:
         for work, told in zip(works, parts, strict=True):
-            _compare(work, found, [_without_doubles(told)])
+            rows, crcs = _without_doubles(told)
+            # A flat parameter's common number is read under its first name alone.
+            read = {int(index) for index in rows[:, 0]}
+            shared = [(file, place) for file, place in work.shared if place.index in read]
+            _compare(_Work(work.items, shared), found, [(rows, crcs)])
     except CheckpointError as error:
         raise CheckpointError(
             f"{what}: {error}; the model's values were overwritten and must not be used"
@@ -318,6 +324,9 @@ def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
         _, rows = tables.setdefault(file.name, (file.path, []))
         rows.append(rows_of(place, entry, entry.spans))
     found += _read_tables(tables)
+    for entry, file, place in work.items:
+        if len(entry.borrowed):  # few bytes, in the digests of the rank that owns them
+            read_table(file.path, rows_of(place, entry, entry.borrowed))
     for entry, _, _ in work.items:
         if entry.home is not None:
             entry.home.copy_(entry.memory.view(entry.home.shape))

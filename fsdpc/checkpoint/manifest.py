@@ -58,12 +58,13 @@ class Manifest:
                 for path, tensors in sorted(self.tensors.items())
             },
         }
-        body["crc32c"] = _hex(_C.ckpt_crc32c(_text(body)))
-        return _text(body)
+        return _signed(json.dumps(body, indent=1, ensure_ascii=False))
 
 
-def _text(body: dict[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
+def _signed(text: str) -> bytes:
+    """The text of a JSON object with its own digest as the last member."""
+    crc = _C.ckpt_crc32c((text + "\n").encode())
+    return f'{text[:-2]},\n "crc32c": "{_hex(crc)}"\n}}\n'.encode()
 
 
 def _hex(crc: int) -> str:
@@ -95,10 +96,8 @@ def _decode(text: bytes) -> Manifest:
         raise CheckpointError(
             f"{NAME} has version {body.get('version')!r}; this fsdpc reads version {_VERSION}"
         )
-    if _text(body) != text:
-        raise CheckpointError(f"{NAME} is damaged: it is not as fsdpc writes it")
-    crc = body.pop("crc32c", None)
-    if crc != _hex(_C.ckpt_crc32c(_text(body))):
+    body.pop("crc32c", None)
+    if _signed(json.dumps(body, indent=1, ensure_ascii=False)) != text:
         raise CheckpointError(f"{NAME} is damaged: its checksum differs")
     block = body["block_bytes"]
     if block != BLOCK_BYTES:

@@ -62,6 +62,8 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     ``RuntimeError``: inside ``summon_full_params``. ``TypeError``, ``ValueError``: a parameter
     whose elements this rank cannot tell, by name.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     found = Model(everyone)
     if unit_modules(model):
         _add_units(found, model)

@@ -2,7 +2,12 @@
 
 ``cut``: a tensor of the parameter's shape on each rank, one element per element of the parameter.
 ``whole``: any other tensor (Adam's 0-dim ``step``), equal on all ranks that hold elements of the
-parameter. ``value``: a number or text, in JSON.
+parameter. ``value``: a number or text, in JSON. ``blocks``: one element per block of so many
+consecutive elements of the whole parameter (``fsdpc.optim``'s scales and means); the rank that has
+a block's first element writes it, and every rank that has elements of it reads it.
+
+An optimizer with ``span_states`` (see ``fsdpc.optim._spanned``) has a state of its own for each
+whole parameter, also where a flat parameter covers several.
 """
 
 from __future__ import annotations
@@ -16,23 +21,38 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
-from fsdpc.checkpoint.entries import Entry, flat, whole_span
+from fsdpc.checkpoint.entries import NO_SPANS, Entry, flat, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model, Seen
 from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.optim._spanned import Blocks
 
 _MOST_SHOWN = 3
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
+_IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 
 
 @dataclass
 class State:
     """What a checkpoint holds of an optimizer. ``kinds``: parameter -> key -> ``"cut"``,
-    ``"whole"`` or ``["value", v]``; ``groups``: with names for parameters.
+    ``"whole"``, ``["value", v]`` or ``["blocks", elements]``; ``groups``: with names for
+    parameters.
     """
 
     entries: list[Entry] = field(default_factory=list)
     kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Held:
+    """Elements of whole parameters that have one state, and that state. ``shape``: of what has one
+    element per element.
+    """
+
+    covers: list[tuple[Entry, np.ndarray]]
+    shape: tuple[int, ...]
+    state: dict[str, Any]
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -55,7 +75,7 @@ def held_params(optimizer: torch.optim.Optimizer, model: Model) -> list[list[See
     return groups
 
 
-def names_of(seen: Seen) -> list[str]:
+def names_of(seen: Seen | Held) -> list[str]:
     return [entry.name for entry, _ in seen.covers]
 
 
@@ -67,33 +87,55 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     """
     groups = held_params(optimizer, model)
     with ranks.step("reading the optimizer's state") as step:
-        held = [seen for group in groups for seen in group]
-        mine = {id(seen.param): _tensors(optimizer, seen) for seen in held}
-        numbers = _numbers(held, mine)
-        step.value = [_outline(seen, mine[id(seen.param)], numbers) for seen in held]
+        held = [each for group in groups for seen in group for each in _held(optimizer, seen)]
+        numbers = _numbers(held)
+        step.value = [_outline(each, numbers) for each in held]
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         found.groups.append({**options, "params": [n for seen in members for n in names_of(seen)]})
-    merged = [_merge(seen, [told[i] for told in step.values]) for i, seen in enumerate(held)]
+    merged = [_merge(each, [told[i] for told in step.values]) for i, each in enumerate(held)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
-    for seen, (outline, first) in zip(held, merged, strict=True):
+    for each, (outline, first) in zip(held, merged, strict=True):
         for key, (kind, *rest) in outline.items():
-            for name in names_of(seen):
-                found.kinds.setdefault(name, {})[key] = (
-                    ["value", rest[0]] if kind == "value" else kind
-                )
+            value = each.state.get(key)
+            for name in names_of(each):
+                found.kinds.setdefault(name, {})[key] = _kind(kind, rest)
             if kind == "cut":
-                for entry in _cut_entries(seen, key, rest[0], mine[id(seen.param)].get(key)):
-                    rows.append((key, order[entry[0]], entry[1]))
+                made = _cut_entries(each, key, rest[0], value)
+            elif kind == "blocks":
+                made = [_block_entry(each, key, *rest, value)]
             elif kind == "whole":
-                value = mine[id(seen.param)].get(key)
-                for name in names_of(seen):
-                    entry = _whole_entry(name, key, rest, value, ranks.rank == first)
-                    rows.append((key, order[name], entry))
+                writes = ranks.rank == first
+                made = [(n, _whole_entry(n, key, rest, value, writes)) for n in names_of(each)]
+            else:
+                made = []
+            rows += [(key, order[name], entry) for name, entry in made]
     found.entries = [entry for _, _, entry in sorted(rows, key=lambda row: row[:2])]
     return found
+
+
+def _kind(kind: str, rest: list[Any]) -> Any:
+    """The form of a kind in JSON."""
+    return {"value": ["value", *rest], "blocks": ["blocks", *rest[1:]]}.get(kind, kind)
+
+
+def _held(optimizer: torch.optim.Optimizer, seen: Seen) -> list[Held]:
+    if not hasattr(optimizer, "span_states"):
+        return [Held(seen.covers, local_shape(seen.param), _tensors(optimizer, seen))]
+    states = optimizer.span_states(seen.param)
+    return [
+        Held([(entry, _from_zero(spans))], (int(spans[:, 2].sum()),), state)
+        for (entry, spans), state in zip(seen.covers, states, strict=True)
+    ]
+
+
+def _from_zero(spans: np.ndarray) -> np.ndarray:
+    """The spans in a memory of their own."""
+    moved = spans.copy()
+    moved[:, 1] = np.cumsum(spans[:, 2]) - spans[:, 2]
+    return moved
 
 
 def _tensors(optimizer: torch.optim.Optimizer, seen: Seen) -> dict[str, Any]:
@@ -112,28 +154,31 @@ def local_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(_local(param).shape)
 
 
-def _numbers(held: list[Seen], states: dict[int, dict[str, Any]]) -> set[str]:
+def _numbers(held: list[Held]) -> set[str]:
     """Keys with one number per parameter, found on parameters that have dimensions: the state of a
     0-dim parameter does not show whether it is a number or an element.
     """
     found = {"step"}
-    for seen in held:
-        if local_shape(seen.param) != ():
-            for key, value in states[id(seen.param)].items():
+    for each in held:
+        if each.shape != ():
+            for key, value in each.state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     found.add(key)
     return found
 
 
-def _outline(seen: Seen, state: dict[str, Any], numbers: set[str]) -> Any:
+def _outline(each: Held, numbers: set[str]) -> Any:
     """What this rank tells the others: its elements, and kind, dtype and form of each value."""
-    count = sum(int(spans[:, 2].sum()) for _, spans in seen.covers)
+    count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
-    for key, value in sorted(state.items()):
+    for key, value in sorted(each.state.items()):
+        if isinstance(value, Blocks):
+            form[key] = ["blocks", value.values.dtype, value.length]
+            continue
         if not isinstance(value, torch.Tensor):
             form[key] = ["value", value]
             continue
-        is_cut = tuple(value.shape) == local_shape(seen.param)
+        is_cut = tuple(value.shape) == each.shape
         if is_cut and (value.dim() > 0 or key not in numbers):
             form[key] = ["cut", value.dtype]
         else:
@@ -142,7 +187,7 @@ def _outline(seen: Seen, state: dict[str, Any], numbers: set[str]) -> Any:
     return [count, form]
 
 
-def _merge(seen: Seen, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
+def _merge(each: Held, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
     """The parameter's outline, and the first rank that has it. ``CheckpointError``: they differ."""
     ranks = [rank for rank, (count, _) in enumerate(told) if count > 0] or [0]
     first = ranks[0]
@@ -151,7 +196,7 @@ def _merge(seen: Seen, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
         other = told[rank][1]
         if other == outline:
             continue
-        names = names_of(seen)
+        names = names_of(each)
         shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "")
         if sorted(other) != sorted(outline):
             detail = f"{sorted(outline)} on rank {first} but {sorted(other)} on rank {rank}"
@@ -166,18 +211,42 @@ def _merge(seen: Seen, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
 
 
 def _cut_entries(
-    seen: Seen, key: str, dtype: torch.dtype, value: Any
+    each: Held, key: str, dtype: torch.dtype, value: Any
 ) -> Iterable[tuple[str, Entry]]:
     memory = (
         flat(value)
         if isinstance(value, torch.Tensor)
         else torch.empty(0, dtype=dtype, device="cpu")
     )
-    for entry, spans in seen.covers:
+    for entry, spans in each.covers:
         own = spans if len(memory) else spans[:0]
         name = state_name(entry.name, key)
         made = Entry(name, entry.shape, dtype, memory, own, entry.replica, entry.first_writes)
         yield entry.name, made
+
+
+def _block_entry(
+    each: Held, key: str, dtype: torch.dtype, length: int, value: Any
+) -> tuple[str, Entry]:
+    ((entry, spans),) = each.covers
+    held = isinstance(value, Blocks)
+    memory = flat(value.values) if held else torch.empty(0, dtype=dtype, device="cpu")
+    own, _ = _spans_of_blocks(spans if held else spans[:0], length)
+    name, shape = state_name(entry.name, key), (-(-entry.numel // length),)
+    return entry.name, Entry(name, shape, dtype, memory, own, entry.replica, entry.first_writes)
+
+
+def _spans_of_blocks(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Spans of the blocks that begin in a run of elements, and of the one that began before it. The
+    memory has all blocks that the run touches.
+    """
+    if not len(spans):
+        return NO_SPANS, NO_SPANS
+    ((first, _, count),) = spans.tolist()
+    low, begin, end = first // length, -(-first // length), -(-(first + count) // length)
+    own = np.array([[begin, begin - low, end - begin]], dtype=np.int64)
+    before = np.array([[low, 0, 1]], dtype=np.int64)
+    return own if end > begin else NO_SPANS, before if begin > low else NO_SPANS
 
 
 def _whole_entry(name: str, key: str, rest: list[Any], value: Any, writes: bool) -> Entry:
@@ -199,6 +268,7 @@ class NewState:
     everyone: tuple[int, int]
     entries: list[Entry] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    by_span: list[tuple[torch.Tensor, list[dict[str, Any]]]] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,6 +276,8 @@ class NewState:
         optimizer.state.clear()
         for param, state in self.states:
             optimizer.state[param] = state
+        for param, states in self.by_span:
+            optimizer.take_span_states(param, states)  # type: ignore[attr-defined]
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(options)
 
@@ -228,7 +300,10 @@ def make_state(
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
         for seen in members:
-            _make_one(made, optimizer, seen, by_name, dtypes, on_device)
+            if hasattr(optimizer, "span_states"):
+                _make_spans(made, optimizer, seen, by_name, dtypes)
+            else:
+                _make_one(made, optimizer, seen, by_name, dtypes, on_device)
     return made
 
 
@@ -259,9 +334,83 @@ def _make_one(
             state[key] = _cut_target(made, seen, key, dtypes, old.get(key))
         elif kind == "whole":
             state[key] = _whole_target(made, seen, first_name, key, dtypes, on_device)
+        elif kind[0] == "blocks":
+            raise ValueError(
+                f"{state_name(first_name, key)} has one value per {kind[1]} elements of "
+                f"{first_name!r}, which {type(optimizer).__name__} has not: load into an optimizer "
+                "of the class that was saved"
+            )
         else:
             state[key] = kind[1]
     made.states.append((seen.param, state))
+
+
+def _make_spans(
+    made: NewState,
+    optimizer: Any,
+    seen: Seen,
+    kinds: dict[str, dict[str, Any]],
+    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> None:
+    """As ``_make_one``, for an optimizer that has states by whole parameters."""
+    states: list[dict[str, Any]] = []
+    wanted = optimizer.span_forms(seen.param)
+    for (entry, spans), forms in zip(seen.covers, wanted, strict=True):
+        kind = kinds.get(entry.name, {})
+        states.append({})
+        if not kind:
+            continue
+        _check_forms(optimizer, entry, kind, forms, dtypes)
+        if not len(spans):
+            continue
+        for key, (dtype, length) in forms.items():
+            name = state_name(entry.name, key)
+            own, before = _spans_of_blocks(spans, length)
+            count = (
+                int(spans[0, 2]) if length == 1 else sum(int(s[:, 2].sum()) for s in (own, before))
+            )
+            memory = torch.zeros(count, dtype=dtype, device=_local(seen.param).device)
+            shape = dtypes[name][1]
+            made.entries.append(
+                Entry(name, shape, dtype, memory, own, entry.replica, borrowed=before)
+            )
+            states[-1][key] = memory
+        states[-1]["step"] = _whole_target(made, seen, entry.name, "step", dtypes, False)
+    if any(states):
+        made.by_span.append((seen.param, states))
+
+
+def _check_forms(
+    optimizer: Any,
+    entry: Entry,
+    kind: dict[str, Any],
+    forms: dict[str, tuple[torch.dtype, int]],
+    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> None:
+    """``ValueError``: the checkpoint has other tensors of a parameter than the optimizer."""
+    found = {}
+    for key, each in kind.items():
+        if each == "cut" or each[0] == "blocks":
+            length = 1 if each == "cut" else each[1]
+            dtype, shape = dtypes[state_name(entry.name, key)]
+            found[key] = (dtype, length)
+            expected = entry.shape if each == "cut" else (-(-entry.numel // length),)
+            if tuple(shape) != tuple(expected):
+                raise ValueError(f"{state_name(entry.name, key)} has shape {shape}, not {expected}")
+    if found != forms or kind.get("step") != "whole":
+        raise ValueError(
+            f"the state of {entry.name!r} is {_shown(found)} in the checkpoint, "
+            f"but {_shown(forms)} in {type(optimizer).__name__}: load into an optimizer of the "
+            "class and options that were saved; its state_dict() loads into this one"
+        )
+
+
+def _shown(forms: dict[str, tuple[torch.dtype, int]]) -> str:
+    parts = [
+        f"{key} {dtype}" + (f" per {length} elements" if length > 1 else "")
+        for key, (dtype, length) in sorted(forms.items())
+    ]
+    return ", ".join(parts) or "nothing"
 
 
 def _cut_target(
@@ -342,6 +491,20 @@ def _options(
                 )
         result.append(options[places[0]] if places else {})
     return result
+
+
+def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """``ValueError``: the saved groups are those of an optimizer of another kind: each has options
+    that the other lacks, beside those that only choose an implementation.
+    """
+    theirs = {key for group in saved for key in group} - _IMPLEMENTATION
+    ours = {key for group in optimizer.param_groups for key in group} - _IMPLEMENTATION
+    if saved and theirs - ours and ours - theirs:
+        raise ValueError(
+            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options "
+            f"have {', '.join(sorted(theirs - ours))}, and not {', '.join(sorted(ours - theirs))} "
+            "(strict=False loads the state all the same)"
+        )
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -7,7 +7,6 @@ itself. Only descriptions and digests travel. Each step ends well on all ranks o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, lay_out
 from fsdpc.checkpoint.model import read_model
 from fsdpc.checkpoint.optimizer import State, read_state
@@ -162,14 +161,15 @@ def write_plan(
                 draft = Draft(plan.target, plan.overwrite)
                 for layout, _ in plan.sets:
                     for file in layout.files:
-                        draft.create(layout.path(file), file.nbytes)
+                        draft.create(layout.path(file), file.nbytes, file.header)
                 created.value = str(draft.path)
         folder = Path(created.values[0])
         parts = _write_ranges(plan, ranks, folder, what, advance, reach)
         with ranks.step(what):
             reach("finish")
             if draft is not None:
-                _finish(plan, ranks, draft, parts, reach)
+                made = _manifest.Manifest(plan.step, ranks.world)
+                finish(draft, _digested(plan, parts), plan.files, made, reach)
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -196,7 +196,8 @@ def _write_ranges(
                 if advance is not None:
                     advance(int(job.rows[:, 2].sum()))
             own.append(_joined(found))
-            _sync(folder, layout)
+        reach("sync")
+        sync(_tensor_files(plan, folder))
         written.value = own
     if several:
         _write_edges_in_turns(plan, ranks, folder, what)
@@ -213,7 +214,7 @@ def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> 
                 for layout, entries in plan.sets:
                     for job in jobs(folder, layout, entries):
                         write_edges(job)
-                    _sync(folder, layout)
+                sync(_tensor_files(plan, folder))
 
 
 def _joined(
@@ -226,39 +227,46 @@ def _joined(
     return np.concatenate(rows), np.concatenate(crcs)
 
 
-def _sync(folder: Path, layout: Layout) -> None:
-    for file in layout.files:
-        fd = os.open(folder / layout.path(file), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _digested(
+    plan: Plan, parts: list[list[tuple[np.ndarray, np.ndarray]]]
+) -> list[tuple[Layout, list[Digest]]]:
+    return [
+        (layout, combine([place for file in layout.files for place in file.places], told))
+        for (layout, _), told in zip(plan.sets, parts, strict=True)
+    ]
 
 
-def _finish(
-    plan: Plan,
-    ranks: Ranks,
+def _tensor_files(plan: Plan, folder: Path) -> list[Path]:
+    return [folder / layout.path(file) for layout, _ in plan.sets for file in layout.files]
+
+
+def finish(
     draft: Draft,
-    parts: list[list[tuple[np.ndarray, np.ndarray]]],
-    reach: Callable[[str], object],
+    sets: Sequence[tuple[Layout, list[Digest]]],
+    files: dict[str, bytes],
+    made: _manifest.Manifest,
+    reach: Callable[[str], object] = lambda name: None,
 ) -> None:
-    """Headers, indexes and the manifest; then the folder gets its name. On rank 0."""
-    made = _manifest.Manifest(plan.step, ranks.world)
-    files = dict(plan.files)
-    for (layout, _), told in zip(plan.sets, parts, strict=True):
-        places = [place for file in layout.files for place in file.places]
-        made.add_set(layout, combine(places, told))
+    """Lengths of headers, indexes, small files and the manifest; then the folder gets its name.
+    Local: on the one rank that has the draft, when the tensors' bytes are durable.
+    """
+    files = dict(files)
+    written = []
+    for layout, digests in sets:
+        made.add_set(layout, digests)
         files[layout.path(layout.index_name)] = layout.index()
         for file in layout.files:
             reach("header")
-            draft.write_header(layout.path(file), file.header)
+            draft.write_length(layout.path(file), file.header)
+            written.append(draft.path / layout.path(file))
     for path, content in files.items():
         draft.write_file(path, content)
         made.add_file(path, content)
+        written.append(draft.path / path)
+    sync(written)
     reach("manifest")
-    text = made.encode()
-    _manifest.decode(text)
-    draft.write_file(_manifest.NAME, text)
+    draft.write_file(_manifest.NAME, made.encode())
+    sync([draft.path / _manifest.NAME])
     reach("publish")
     draft.publish()
     reach("end")

@@ -37,4 +37,4 @@ def from_json(form: Any, what: str) -> Any:
 
 def dump(body: dict[str, Any]) -> bytes:
     """The text of a JSON file."""
-    return (json.dumps(body, indent=1) + "\n").encode()
+    return (json.dumps(body) + "\n").encode()

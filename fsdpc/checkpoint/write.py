@@ -26,7 +26,7 @@ from fsdpc.checkpoint.layout import (
 )
 
 _COLUMNS = 7
-_WAVE_BYTES = 1 << 30  # written by one call, between two looks at signals
+_WAVE_BYTES = 256 << 20  # written by one call, between two looks at signals and steps of a bar
 _DEVICE_WAVE_BYTES = 64 << 20  # of a GPU's memory, copied to the host at a time
 _PAGE = 4096
 _SIZES = (4, 2, 2, 8, 1)  # of the engine's types

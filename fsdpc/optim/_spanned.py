@@ -21,8 +21,26 @@ class Piece(NamedTuple):
     grad: Tensor
 
 
+class Blocks(NamedTuple):
+    """State values of which each belongs to ``length`` consecutive elements of a whole parameter.
+    ``values``: 1-D, one per block that a span touches; equal on all ranks that share a block.
+    """
+
+    values: Tensor
+    length: int
+
+
 class SpannedOptimizer(FusedOptimizer):
-    """Steps span by span, see ``Span``."""
+    """Steps span by span, see ``Span``.
+
+    A class whose states are not tensors of the parameter's shape also has, for checkpoints,
+
+    - ``span_forms(param)``: for each of ``Place.every``, the dtype of every state tensor and how
+      many elements share a value, by name: the same on all ranks;
+    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, and ``Blocks`` where
+      more than one element shares a value; ``{}`` without elements here, or before the first step;
+    - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
+    """
 
     _known: dict[Tensor, Place] | None = None
     _order: dict[Tensor, int] | None = None

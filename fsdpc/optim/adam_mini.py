@@ -20,7 +20,7 @@ from fsdpc.optim._base import (
     step_counter,
 )
 from fsdpc.optim._places import Group, Slots, Span
-from fsdpc.optim._spanned import Piece, SpannedOptimizer, numel_of, part
+from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
 
 # The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
 # lower-cased name decides.
@@ -152,6 +152,42 @@ class AdamMini(SpannedOptimizer):
             part(value, span).view(-1).copy_(torch.repeat_interleave(means, counts))
         kept = {name: entry for name, entry in state.items() if name != "means"}
         return {**kept, "exp_avg_sq": value.requires_grad_(False)}
+
+    def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
+        """See ``SpannedOptimizer``. Local."""
+        return [
+            {
+                "exp_avg": (self._state_dtype(param), 1),
+                "exp_avg_sq.means": (torch.float32, self.block_length(param, span)),
+            }
+            for span in self._place(param).every
+        ]
+
+    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
+        """See ``SpannedOptimizer``. Local."""
+        state = self.state.get(param, {})
+        means = iter(state.get("means", []))
+        states: list[dict[str, Any]] = []
+        for span in self._place(param).every:
+            states.append({})
+            if state and span.length:
+                own = next(means)
+                length = self.block_length(param, span)
+                states[-1] = {
+                    "step": state["step"],
+                    "exp_avg": part(state["exp_avg"], span).view(-1),
+                    "exp_avg_sq.means": own if length == 1 else Blocks(own, length),
+                }
+        return states
+
+    def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
+        """See ``SpannedOptimizer``. Local."""
+        first = self._zeros(param)
+        held = [given for given in states if given]
+        for span, given in zip(self._place(param).spans, held, strict=True):
+            part(first, span).view(-1).copy_(given["exp_avg"])
+        means = [given["exp_avg_sq.means"] for given in held]
+        self.state[param] = {"step": held[0]["step"], "exp_avg": first, "means": means}
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         state = super()._loaded(param, saved)

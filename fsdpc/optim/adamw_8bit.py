@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdpc import _C
 from fsdpc.optim._base import Members, Scaling, check_number, step_counter
 from fsdpc.optim._places import Group, Slots, Span
-from fsdpc.optim._spanned import Piece, SpannedOptimizer, numel_of, part
+from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
 from fsdpc.optim.adam import AdamW
 
 BLOCK = 256
@@ -92,6 +92,55 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                     _C.optim_dequantise(which, to, span.first, codes, scales)
             expanded[name] = value.requires_grad_(False)
         return expanded
+
+    def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
+        """See ``SpannedOptimizer``. Local."""
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        wide = {
+            form: kind
+            for name in MOMENTS
+            for form, kind in (
+                (f"{name}.codes", (torch.uint8, 1)),
+                (f"{name}.scales", (torch.float32, BLOCK)),
+            )
+        }
+        small = {name: (torch.float32, 1) for name in MOMENTS}
+        return [wide if _is_8bit(group, span) else small for span in self._place(param).every]
+
+    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
+        """See ``SpannedOptimizer``. Local."""
+        state = self.state.get(param, {})
+        held = iter(state.get("spans", []))
+        states: list[dict[str, Any]] = []
+        for span in self._place(param).every:
+            states.append({})
+            if not state or not span.length:
+                continue
+            own = next(held)
+            states[-1]["step"] = state["step"]
+            for which, name in enumerate(MOMENTS):
+                if "values" in own:
+                    states[-1][name] = own["values"][which]
+                else:
+                    states[-1][f"{name}.codes"] = own["codes"][which]
+                    states[-1][f"{name}.scales"] = Blocks(own["scales"][which], BLOCK)
+        return states
+
+    def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
+        """See ``SpannedOptimizer``. Local."""
+        spans: list[dict[str, Any]] = []
+        for given in states:
+            if MOMENTS[0] in given:
+                spans.append({"values": [given[name] for name in MOMENTS]})
+            elif given:
+                spans.append(
+                    {
+                        kind: [given[f"{name}.{kind}"] for name in MOMENTS]
+                        for kind in ("codes", "scales")
+                    }
+                )
+        step = next(given["step"] for given in states if given)
+        self.state[param] = {"step": step, "spans": spans}
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32

@@ -49,3 +49,12 @@ def test_lightning():
     start, end = (float(word) for word in fall.split() if word[0].isdigit())
     assert end < start
     assert "from the checkpoint the same: True" in lines
+
+
+def test_checkpoints_in_frameworks():
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    lines = torchrun("framework_checkpoints.py").splitlines()
+    for door in ("FullyShardedDataParallel", "fully_shard"):
+        (line,) = (line for line in lines if line.startswith(f"{door}: losses"))
+        assert line.endswith("from the checkpoint the same: True")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,21 @@ def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def run(rank, world, kind, name, folder, resume=None, adapters=False, **options):
+def saved_by_fsdpc() -> type[Trainer]:
+    """The example's Trainer, whose checkpoints fsdpc writes."""
+    examples = str(Path(__file__).parents[2] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    from framework_checkpoints import CheckpointTrainer
+
+    return type("Saving", (Recording, CheckpointTrainer), {})
+
+
+def run(rank, world, kind, name, folder, resume=None, adapters=False, own=False, **options):
     args = arguments(kind, name, folder, **options)
     model = with_adapters(build(name)) if adapters else build(name)
-    trainer = Recording(model=model, args=args, train_dataset=data())
+    made = saved_by_fsdpc() if own else Recording
+    trainer = made(model=model, args=args, train_dataset=data())
     trainer.train(resume_from_checkpoint=resume)
     kinds = fsdpc.FSDPModule if options.get("version") == 2 else fsdpc.FSDP
     assert isinstance(trainer.model_wrapped, kinds) == (kind == "fsdpc")
@@ -135,14 +147,30 @@ def test_training_with_fully_shard_equals_ddp(name, tmp_path: Path):
 
 @both_models
 @pytest.mark.parametrize(
-    "version, form", [(1, "FULL_STATE_DICT"), (1, "SHARDED_STATE_DICT"), (2, "SHARDED_STATE_DICT")]
+    "version, form",
+    [
+        (1, "FULL_STATE_DICT"),
+        (1, "SHARDED_STATE_DICT"),
+        (1, "fsdpc"),
+        (2, "SHARDED_STATE_DICT"),
+        (2, "fsdpc"),
+    ],
 )
 def test_resuming_gives_the_same_losses(name, version, form, tmp_path: Path):
     """From the checkpoint of the middle, in new processes: the second half to the bit."""
     options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
     options["version"] = version
+    if form == "fsdpc":
+        form_of_torch = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
+        options |= {"own": True, "state_dict_type": form_of_torch}
     whole = run_ranks(run, 2, **options)
     middle = tmp_path / f"checkpoint-{STEPS // 2}"
+    if form == "fsdpc":
+        assert sorted(path.name for path in middle.glob("fsdpc/*.safetensors*")) == [
+            "model-00001-of-00001.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert not list(middle.rglob("*.bin")) and not list(middle.rglob("*.distcp"))
     again = run_ranks(run, 2, resume=str(middle), **options)
     for (losses, norms), (expected, expected_norms) in zip(again, whole, strict=True):
         assert losses == expected[STEPS:]  # two micro-batches a step

@@ -22,7 +22,7 @@ from fsdpc import checkpoint
 from fsdpc.checkpoint import folders, saving
 
 KILLS = int(os.environ.get("FSDPC_TEST_KILLS", "12"))
-POINTS = ("create", "write", "finish", "header", "manifest", "publish", "end")
+POINTS = ("create", "write", "sync", "finish", "header", "manifest", "publish", "end")
 
 
 def filled(value: float, kind: str = "fsdpc") -> nn.Module:
@@ -69,7 +69,7 @@ def save_until_killed(rank: int, world: int, path: str, first: int, victim: int,
 def cases() -> list[tuple[int, str]]:
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
     steps = [(victim, at) for at in POINTS for victim in (0, 1)]
-    steps = [(v, at) for v, at in steps if v == 0 or at in ("create", "write", "finish")]
+    steps = [(v, at) for v, at in steps if v == 0 or at in ("create", "write", "sync", "finish")]
     times = [(rng.randrange(2), f"{rng.uniform(0, 0.1):.4f}") for _ in range(KILLS - len(steps))]
     return steps[:KILLS] + times
 
@@ -87,6 +87,7 @@ def test_killed_ranks_leave_a_complete_checkpoint(tmp_path: Path):
         assert found >= int(value) + 1, (victim, at)
         value = found
     checkpoint.save(tmp_path / "a", build("plain"), overwrite=True)
+    folders.finish_removing()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]  # leftovers are gone
 
 

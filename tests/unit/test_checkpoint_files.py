@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdpc import _C, checkpoint
-from fsdpc.checkpoint import cli, loading, saving, write
+from fsdpc.checkpoint import cli, folders, loading, saving, write
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
@@ -306,6 +306,16 @@ def test_an_optimizer_of_other_parameters(saved: Path):
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_an_optimizer_of_another_kind(saved: Path):
+    model = Net(1)
+    other = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    with pytest.raises(checkpoint.CheckpointError, match="another optimizer than SGD: .* betas"):
+        checkpoint.load(saved, model, other)
+    assert other.param_groups[0]["lr"] == 0.25 and not other.state
+    with pytest.raises(checkpoint.CheckpointError, match="must be a torch.nn.Module, not Ordered"):
+        checkpoint.load(saved, model.state_dict())
+
+
 def test_state_that_was_not_saved_goes(tmp_path: Path):
     model, optimizer = trained()
     checkpoint.save(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
@@ -332,10 +342,11 @@ def test_a_target_that_exists_stays(saved: Path):
     checkpoint.save(saved, model, overwrite=True)
     assert not (saved / "optimizer").exists()
     checkpoint.load(saved, Net(3))
+    folders.finish_removing()
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("point", ["create", "write", "header", "manifest", "publish"])
+@pytest.mark.parametrize("point", ["create", "write", "sync", "header", "manifest", "publish"])
 def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypatch: Any):
     class Full(Exception):
         pass
@@ -486,6 +497,53 @@ def test_digests_do_not_depend_on_the_cut():
         crcs = np.array([_C.ckpt_crc32c(np.ascontiguousarray(p)) for p in parts], np.uint32)
         lengths = np.array([len(p) for p in parts], np.int64)
         assert _C.ckpt_combine(crcs, lengths) == whole
+
+
+MEMORY = """
+import gc, sys
+from pathlib import Path
+import torch
+from fsdpc import checkpoint
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":"))
+
+def peak(call):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes what there is
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+torch.set_num_threads(1)
+def make():
+    model = torch.nn.Linear(4096, 2048)  # 32 MB, and twice that of moments
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    return model, optimizer, torch.nn.Linear(2, 2)
+model, optimizer, small = make()
+checkpoint.save(sys.argv[1] + "/small", small)  # what is made on first use
+checkpoint.load(sys.argv[1] + "/small", small)
+saved = peak(lambda: checkpoint.save(sys.argv[1] + "/a", model, optimizer))
+loaded = peak(lambda: checkpoint.load(sys.argv[1] + "/a", model, optimizer))
+cast = peak(lambda: checkpoint.save(sys.argv[1] + "/b", model, dtype=torch.bfloat16))
+print(saved, loaded, cast)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path):
+    """96 MB are saved and loaded with the staging of 8 MB and little else."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("no high-water mark that can be reset")
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    peaks = [float(word) for word in ended.stdout.split()]
+    assert len(peaks) == 3 and all(peak < 20 for peak in peaks), peaks
+    assert peaks[0] > 4, "the staging does not show, so nothing was measured"
 
 
 # --- in the background, and folders of steps -----------------------------------------------------
