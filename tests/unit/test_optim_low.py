@@ -72,6 +72,39 @@ def test_rounding_is_unbiased_and_between_neighbours():
     assert (nearest == 1).all()
 
 
+def test_random_bits_do_not_correlate():
+    """Along the index, from step to step, between the parameter and both states, and with any bit of
+    the index: no correlation beyond 5 standard deviations of independent bits.
+    """
+    n = 1 << 18
+    rounded = []
+    param = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
+    optimizer = optim.AdamWBF16([param], lr=2**-9, weight_decay=0, betas=(0.5, 0.5))
+    for _ in range(3):
+        with torch.no_grad():
+            param.fill_(1)
+        param.grad = torch.full((n,), 1 + 2**-7, dtype=torch.bfloat16)
+        optimizer.state.clear()
+        optimizer.state[param].update(
+            step=torch.tensor(float(len(rounded) // 3)),
+            exp_avg=torch.ones(n, dtype=torch.bfloat16),
+            exp_avg_sq=torch.ones(n, dtype=torch.bfloat16),
+        )
+        optimizer.step()
+        state = optimizer.state[param]
+        for value in (param.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            bits = value.float()
+            assert len(bits.unique()) == 2
+            rounded.append((bits - bits.mean()) / bits.std())
+    index = torch.arange(n)
+    others = [(index >> k & 1).float() * 2 - 1 for k in range(18)]
+    for i, x in enumerate(rounded):
+        pairs = [(x, y) for y in rounded[:i] + others]
+        pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 3, 7, 16, 64, 256, 1024, 65536)]
+        for a, b in pairs:
+            assert abs((a * b).mean().item()) < 5 / len(a) ** 0.5
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"order": True}])
 def test_random_bits_depend_on_seed_and_parameter(change: dict[str, Any]):
     def trained(seed: int = 0, order: bool = False) -> torch.Tensor:
