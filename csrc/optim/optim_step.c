@@ -9,6 +9,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/mem.h"
 #include "base/status.h"
 #include "convert.h"
 
@@ -134,6 +135,7 @@ struct pass {
     const fsdpc_optim_loops *loops;
     const fsdpc_optim_rule *rule;
     const fsdpc_optim_tensor *tensors;
+    fsdpc_optim_numbers *numbers; /* one per tensor */
 };
 
 /* Each block's elements in [begin, begin + n) with the block's denominator. */
@@ -246,17 +248,14 @@ step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
-    fsdpc_optim_numbers k = fsdpc_optim_numbers_of(pass->rule, tensor);
-    if (pass->rule->stochastic) {
-        k.root = 1 / k.root;
-    }
+    const fsdpc_optim_numbers *k = &pass->numbers[index];
     for (int64_t tile = begin; tile < end; tile += FSDPC_OPTIM_TILE) {
         const int64_t left = end - tile;
         const int64_t n = left < FSDPC_OPTIM_TILE ? left : FSDPC_OPTIM_TILE;
         if (pass->rule->stochastic) {
-            step_tile_stochastic(pass, tensor, &k, tile, n);
-        } else if (!step_tile_low(pass, tensor, &k, tile, n)) {
-            step_tile(pass, tensor, &k, tile, n);
+            step_tile_stochastic(pass, tensor, k, tile, n);
+        } else if (!step_tile_low(pass, tensor, k, tile, n)) {
+            step_tile(pass, tensor, k, tile, n);
         }
     }
 }
@@ -290,6 +289,23 @@ check_types(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int 
     return FSDPC_OK;
 }
 
+/* Tensors of one optimizer are at the same step, as a rule: powers are computed once then. */
+static void
+fill_numbers(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+             fsdpc_optim_numbers *numbers)
+{
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && tensors[i].step == tensors[i - 1].step) {
+            numbers[i] = numbers[i - 1];
+            continue;
+        }
+        numbers[i] = fsdpc_optim_numbers_of(rule, &tensors[i]);
+        if (rule->stochastic) {
+            numbers[i].root = 1 / numbers[i].root;
+        }
+    }
+}
+
 int
 fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                  int threads)
@@ -299,5 +315,12 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
         FSDPC_TRY(check_types(rule, &tensors[i], i));
     }
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
-    return fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    pass.numbers = fsdpc_mem_calloc((size_t)count, sizeof *pass.numbers);
+    if (pass.numbers == NULL) {
+        return fsdpc_error(FSDPC_E_NOMEM, "a step of %d tensors", count);
+    }
+    fill_numbers(rule, tensors, count, pass.numbers);
+    const int status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    fsdpc_mem_free(pass.numbers);
+    return status;
 }

@@ -168,7 +168,8 @@ class FusedOptimizer(Optimizer):
     def _finish(self, found: Members, grads_changed: bool) -> None:
         for param, copy in found.copies:
             param.copy_(copy)
-        increment_version([*found.params, *found.values])
+        others = [v for p, v in zip(found.params, found.values, strict=True) if v is not p]
+        increment_version([*found.params, *others])
         if not grads_changed:
             return
         changed = []
