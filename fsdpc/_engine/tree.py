@@ -71,7 +71,19 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
+        self.set_steppers()
         weakref.finalize(self, self.core.close)  # gc alone would take several rounds
+
+    def set_steppers(self) -> None:
+        """Let units with a ``stepper`` step as soon as their gradients are summed. Local."""
+        units = self.units  # not self: a reference to it would keep the tree alive
+
+        def step(number: int) -> None:
+            stepper = units[number].stepper
+            if stepper is not None:
+                stepper(units[number])
+
+        self.core.step_unit = step if any(unit.stepper for unit in units) else None
 
     @property
     def training_state(self) -> str:

@@ -80,6 +80,7 @@ class Unit(WholeValues):
         self.trainable = [self._trainable(info) for info in infos]
         self.summoned = False
         self.tree: Any = None
+        self.stepper: Any = None  # steps the unit's parameters in backward
         specs = [self._spec(i) for i in range(len(infos))]
         text = self._describe(specs)
         groups.shard.agree(text, what=f"construction of unit {name}")

@@ -137,6 +137,17 @@ is_kept(const fsdpc_py_seen *seen)
     return Py_REFCNT(seen->shown) > (same ? 3 : 2) || (!same && Py_REFCNT(seen->grad) > 2);
 }
 
+bool
+fsdpc_py_keeps_grads(const fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->seen_count; i++) {
+        if (flat->seen[i].grad && is_kept(&flat->seen[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static int
 leave_kept(fsdpc_py_flat *flat, const fsdpc_py_seen *seen)
 {

@@ -170,7 +170,17 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0) {
         return -1;
     }
-    return flat->sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
+    if (!flat->sync && tree->step_unit) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "unit %s runs under no_sync, but its optimizer steps in backward "
+                     "(fsdpc.optim.in_backward): gradients cannot be accumulated then",
+                     fsdpc_unit_name(flat->unit));
+        return -1;
+    }
+    if (!flat->sync) {
+        return send_grads(flat, false);
+    }
+    return fsdpc_py_send_what_is_due(tree, false) < 0 ? -1 : fsdpc_py_step_summed(tree);
 }
 
 /* The order is not the expected one: hooks that are registered now still catch the gradients to
