@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C, optim
+from fsdpc._plan.states import optimizer as planned
 
 N = 3 * 4096 + 300  # the last block of 256 is not whole
 
@@ -284,6 +285,26 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def test_bytes_of_states(make: Any, expected: int):
     optimizer = make([one(n=65536)])
     run(optimizer, 1)
+    assert state_bytes(optimizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "dtype"),
+    [
+        ("adamw-fused", optim.AdamW, torch.float32),
+        ("adamw-fused", optim.AdamW, torch.bfloat16),
+        ("momentum", lambda p: optim.SGD(p, momentum=0.9), torch.float32),
+        ("sgd", lambda p: optim.SGD(p, lr=0.1), torch.float32),
+        ("lion", optim.Lion, torch.bfloat16),
+        ("adamw-bf16", optim.AdamWBF16, torch.float32),
+        ("adamw-bf16", optim.AdamWBF16, torch.bfloat16),
+        ("adamw8bit", optim.AdamW8bit, torch.bfloat16),
+    ],
+)
+def test_bytes_are_the_planners(name: str, make: Any, dtype: torch.dtype):
+    param = one(dtype, n=65536)
+    run(optimizer := make([param]), 1)
+    expected = planned(name).state_bytes(param.element_size()) * param.numel()
     assert state_bytes(optimizer) == expected
 
 
