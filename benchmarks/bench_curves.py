@@ -93,9 +93,7 @@ def train(
     peak, _, make = OPTIMIZERS[name]
     optimizer = make(model.named_parameters(), config.width // config.heads)
     losses = []
-    for step in tqdm(
-        range(options.steps), desc=name, disable=dist.get_rank() != 0, mininterval=10
-    ):
+    for step in tqdm(range(options.steps), desc=name, disable=dist.get_rank() != 0, mininterval=10):
         for group in optimizer.param_groups:
             group["lr"] = peak * rate(step / options.steps)
         loss = loss_of(model, draw())
@@ -216,7 +214,9 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--worlds", type=int, nargs="*", default=[], help="compare these to the bit")
+    parser.add_argument(
+        "--worlds", type=int, nargs="*", default=[], help="compare these to the bit"
+    )
     parser.add_argument("--only", default="", help="optimizers whose names contain this")
     parser.add_argument("--out", default="curves-out")
     parser.add_argument("--json", action="store_true")

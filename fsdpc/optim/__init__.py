@@ -3,11 +3,11 @@
 They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
 """
 
+from fsdpc.optim._in_backward import in_backward
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
 from fsdpc.optim.adamw_8bit import AdamW8bit
 from fsdpc.optim.adamw_bf16 import AdamWBF16
-from fsdpc.optim._in_backward import in_backward
 from fsdpc.optim.lion import Lion
 from fsdpc.optim.sgd import SGD
 
