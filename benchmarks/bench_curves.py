@@ -4,12 +4,12 @@ python benchmarks/bench_curves.py --json              # 10.9 million parameters,
 python benchmarks/bench_curves.py --layers 4 --width 192 --heads 6 --seq 128 --json
 python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 64 --heads 2
 
-The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer trains
-the same model from the same weights on the same batches; the figures are bits per byte of the last
-training steps (mean of 20) and of validation. Lion and SGD have learning rates of their own.
+The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
+trains the same model from the same weights on the same batches; the figures are bits per byte of
+the last training steps (mean of 20) and of validation. Lion and SGD have learning rates of their own.
 
 With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
-number of ranks, and the runs of the optimizers that store fewer bits must give equal weights to the bit.
+number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
 LAST = 20  # training steps whose mean is a figure
 Make = Callable[[Any, int], torch.optim.Optimizer]
-# Name, learning rate, dtype of the parameters, what makes it from named parameters and a head's size.
+# Name, learning rate, dtype of the parameters, what makes it from parameters and a head's size.
 OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     "torch AdamW fused": (
         1e-3,

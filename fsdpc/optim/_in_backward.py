@@ -30,8 +30,8 @@ def in_backward(
     What needs all gradients at once is refused: ``RuntimeError`` for clipping by a global norm
     (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
     backward before ``step``, and in backward for a unit that is needed again after its step.
-    ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no unit,
-    units with replicas or on a GPU, several optimizers of one unit, and optimizers whose steps
+    ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
+    unit, units with replicas or on a GPU, several optimizers of one unit, and optimizers whose steps
     communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
@@ -48,8 +48,8 @@ def in_backward(
             units[id(unit)] = unit
     if optimizer._communicates():
         raise NotImplementedError(
-            f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step at "
-            "different times in backward: step it after backward"
+            f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step "
+            "at different times in backward: step it after backward"
         )
     inside = _Inside(optimizer)
     for unit in units.values():

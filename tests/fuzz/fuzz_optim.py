@@ -1,11 +1,11 @@
-"""Random optimizers, shapes, dtypes, flags and gradients on plain tensors, against the formulas in float64.
+"""Random optimizers and gradients on plain tensors, against the formulas in float64.
 
 python tests/fuzz/fuzz_optim.py --cases 10000 --seed 1
 python tests/fuzz/fuzz_optim.py --seed 1 --only 77        # one case, and its description
 
-A case draws an optimizer with its flags, parameters (empty ones, one element, ends of blocks of 256,
-cut memory) and steps with gradients that may be missing, not contiguous, huge, zero or not finite,
-a resume through a state dict in the middle, and the instruction sets of the first and the second half.
+A case draws an optimizer with its flags, parameters (empty ones, one element, ends of blocks of
+256), steps with gradients that may be missing, not contiguous, huge, zero or not finite, and a
+resume through a state dict in the middle; it runs on every instruction set.
 Parameters must stay within rounding of the reference, be not finite where the reference is, and be
 equal to the bit on every instruction set.
 """

@@ -74,8 +74,8 @@ def test_rounding_is_unbiased_and_between_neighbours():
 
 
 def test_random_bits_do_not_correlate():
-    """Along the index, from step to step, between the parameter and both states, and with any bit of
-    the index: no correlation beyond 5 standard deviations of independent bits.
+    """Along the index, from step to step, between the parameter and both states, and with any bit
+    of the index: no correlation beyond 5 standard deviations of independent bits.
     """
     n = 1 << 18
     rounded = []
