@@ -6,7 +6,8 @@ python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 6
 
 The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
 trains the same model from the same weights on the same batches; the figures are bits per byte of
-the last training steps (mean of 20) and of validation. Lion and SGD have learning rates of their own.
+the last training steps (mean of 20) and of validation.
+Lion and SGD have learning rates of their own.
 
 With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
 number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.

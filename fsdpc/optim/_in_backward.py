@@ -31,8 +31,8 @@ def in_backward(
     (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
     backward before ``step``, and in backward for a unit that is needed again after its step.
     ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
-    unit, units with replicas or on a GPU, several optimizers of one unit, and optimizers whose steps
-    communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    unit, units with replicas or on a GPU, several optimizers of one unit, and optimizers whose
+    steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
