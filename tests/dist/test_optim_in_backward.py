@@ -82,6 +82,22 @@ def test_equals_steps_after_backward(rank, world, door, collectives):
         same(resumed, expected)
 
 
+@ranks(2)
+def test_checkpoint_on_disk(rank, world, tmp_path):
+    """Saved by an optimizer that steps in backward, loaded by one that steps after it."""
+    folder = str(tmp_path / "saved")
+    model = sharded("fully_shard", toy())
+    optimizer = optim.in_backward(model, MAKERS["AdamW"])
+    train(model, optimizer, rank)
+    fsdpc.checkpoint.save(folder, model, optimizer)
+    loaded = sharded("fully_shard", toy())
+    other = MAKERS["AdamW"](loaded.parameters())
+    fsdpc.checkpoint.load(folder, loaded, other)
+    for each, its in ((model, optimizer), (loaded, other)):
+        train(each, its, rank, range(STEPS, STEPS + 1))
+    same(loaded, model)
+
+
 @ranks(1)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_a_unit_steps_before_backward_ends(rank, world, door):
