@@ -300,6 +300,7 @@ class Tree:
     def backwards(self) -> int: ...
     @property
     def entered(self) -> tuple[int, bool] | None: ...
+    step_unit: Callable[[int], object] | None
     before_end: Callable[[], object] | None
     on_thaw: Callable[[], object] | None
     observer: Callable[[str, int], object] | None

@@ -52,6 +52,9 @@ int fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out);
 /* `bytes` as given to alloc. NULL is allowed. Host sync with this thread's current stream, the default
  * stream and the device's own streams. */
 void fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes);
+/* The values of a whole block of fsdpc_device_alloc are needed no more: its physical memory may go, and
+ * what is not written anew reads as anything. */
+int fsdpc_device_discard(fsdpc_device *device, void *block, size_t bytes);
 
 /* A foreign allocator (device_alloc.c): with torch's, one caching allocator serves the process. */
 typedef struct fsdpc_allocator {

@@ -207,3 +207,9 @@ fsdpc_device_free(fsdpc_device *device, void *block, size_t bytes)
         device->i->free(device->context, block, bytes);
     }
 }
+
+int
+fsdpc_device_discard(fsdpc_device *device, void *block, size_t bytes)
+{
+    return device->i->discard ? device->i->discard(device->context, block, bytes) : FSDPC_OK;
+}

@@ -90,6 +90,17 @@ cpu_free(void *context, void *block, size_t bytes)
     munmap(block, mapped_bytes(bytes));
 }
 
+/* Private pages that were given up read as zeros and come back when they are written. */
+static int
+cpu_discard(void *context, void *block, size_t bytes)
+{
+    (void)context;
+    if (madvise(block, mapped_bytes(bytes), MADV_DONTNEED) != 0) {
+        return fsdpc_error_errno(errno, "giving up %zu bytes of host memory", bytes);
+    }
+    return FSDPC_OK;
+}
+
 /* --- parallel loops ------------------------------------------------------------------------ */
 
 /* One kernel call; each task below reads the fields that its kernel has. */
@@ -374,6 +385,7 @@ static const fsdpc_device_i cpu_table = {
     .kernels_name = cpu_kernels_name,
     .alloc = cpu_alloc,
     .free = cpu_free,
+    .discard = cpu_discard,
     .cast = cpu_cast,
     .accumulate = cpu_accumulate,
     .reduce = cpu_reduce,

@@ -24,6 +24,7 @@ typedef struct fsdpc_device_i {
     /* bytes > 0. Zeroed. */
     int (*alloc)(void *context, size_t bytes, void **out);
     void (*free)(void *context, void *block, size_t bytes);
+    int (*discard)(void *context, void *block, size_t bytes); /* (optional) default: nothing */
 
     int (*cast)(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
                 fsdpc_dtype src_type, int64_t n, double scale);

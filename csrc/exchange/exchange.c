@@ -281,6 +281,12 @@ fsdpc_exchange_any_order(const fsdpc_exchange *x)
     return x->ops->any_order || (x->world == 1 && !x->in_turn);
 }
 
+bool
+fsdpc_exchange_is_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return x->ops->summed && !fsdpc_unit_has_local(unit) && x->ops->summed(x, unit);
+}
+
 int
 fsdpc_exchange_end(fsdpc_exchange *x)
 {

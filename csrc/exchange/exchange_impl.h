@@ -18,6 +18,8 @@ struct fsdpc_exchange_i {
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
+    /* (optional) default: false. See fsdpc_exchange_is_summed. */
+    bool (*summed)(fsdpc_exchange *x, const fsdpc_unit *unit);
     int (*end)(fsdpc_exchange *x);
     int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,

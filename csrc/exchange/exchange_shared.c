@@ -148,6 +148,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_shared = {
     .gather = fsdpc_shared_gather,
     .release = fsdpc_shared_release,
     .reduce = fsdpc_shared_reduce,
+    .summed = fsdpc_shared_summed,
     .end = fsdpc_shared_end,
     .announce = fsdpc_shared_announce,
 };

@@ -245,6 +245,19 @@ fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
                                              : fsdpc_grad_keep_local(unit, grads);
 }
 
+/* All ranks have posted the unit, so all are done with its values in this backward. */
+bool
+fsdpc_shared_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&fsdpc_shared_post(x, use->id, r)->round) != round_tag(x, 1)) {
+            return false;
+        }
+    }
+    return use->posted == 1 && use->consumed == 1;
+}
+
 /* --- the end of a backward ------------------------------------------------------------------- */
 
 static bool

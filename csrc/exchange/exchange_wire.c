@@ -310,6 +310,15 @@ end(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
+/* A reduction is a collective, which ends with the sum. */
+static bool
+summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    (void)x;
+    (void)unit;
+    return true;
+}
+
 const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .kind = "wire",
     .any_order = false,
@@ -319,6 +328,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .gather = gather,
     .release = release,
     .reduce = reduce,
+    .summed = summed,
     .end = end,
     .announce = announce,
 };

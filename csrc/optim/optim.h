@@ -16,6 +16,9 @@
  *              m = |w| < 0.5 ? fma(w, g - m, m) : fma(w - 1, g - m, g)
  *              v = fma(f(1 - beta2) * g, g, v * f(beta2)); with amsgrad x = max(x, v), else x = v
  *              p = p + (f(-lr / (1 - beta1^t)) * m) / (sqrt(x) / f(sqrt(1 - beta2^t)) + f(eps))
+ *   Adam with stochastic rounding, and with states of 8 bits: the same m and v, and
+ *              p = fma(p, f(1 - lr * weight_decay),
+ *                      (f(-lr / (1 - beta1^t)) * m) / fma(sqrt(v), f(1 / sqrt(1 - beta2^t)), f(eps)))
  *   SGD        b = g in the first step, then b = fma(f(1 - dampening), g, b * f(momentum))
  *              g = nesterov ? fma(b, f(momentum), g) : b; p = fma(g, f(-lr), p)
  *   Lion       p = p * f(1 - lr * weight_decay); u = sign(fma(f(1 - beta1), g, m * f(beta1)))
@@ -50,7 +53,7 @@ typedef struct fsdpc_optim_rule {
     double clip;       /* factor of all gradients */
     bool decoupled;    /* weight decay */
     bool maximize, nesterov;
-    bool stochastic; /* bfloat16 parameters and states are rounded stochastically */
+    bool stochastic; /* Adam: bfloat16 states and parameters are rounded stochastically */
     uint64_t seed;   /* of the stochastic rounding */
 } fsdpc_optim_rule;
 

@@ -29,19 +29,40 @@ typedef struct fsdpc_optim_rules {
                  const void *g, void *m);
 } fsdpc_optim_rules;
 
+/* The map of the codes of 8 bits, by decade; see optim_codes.inc. Lanes 8 to 15 repeat 0 to 7. */
+typedef struct fsdpc_optim_codes {
+    bool has_sign;
+    float zero, one;         /* at most this is the code of zero; above is the code of 1 */
+    float middle;            /* values above it are in decade 4 or higher */
+    float two[16], next[16]; /* the same limits of decade d + 2 and d + 1 */
+    float by[16], offset[16], low[16], high[16]; /* from a value to its cell */
+    float base[16], slope[16]; /* from a cell to its value; by the exponent of the cell's number */
+} fsdpc_optim_codes;
+
 typedef struct fsdpc_optim_loops {
     fsdpc_optim_rules f32, f64;
     void (*from_bf16)(float *out, const uint16_t *in, int64_t n);
     void (*to_bf16)(uint16_t *out, const float *in, int64_t n);
-    /* Up with the probability of the part that is cut off, by a hash of `key` and index + i. */
-    void (*to_bf16_stochastic)(uint16_t *out, const float *in, int64_t n, uint32_t key,
-                               uint32_t index);
+    /* Adam without amsgrad and with beta1 > 0.5 over bfloat16 memory, rounded to nearest. */
+    void (*adam_nearest)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m,
+                         void *v);
+    /* Adam with bfloat16 states that are rounded stochastically, by a hash of `key` and index + i.
+     * Parameters and gradients are bfloat16 if low_p and low_g, else float32; k->root is the
+     * reciprocal. */
+    void (*adam_stochastic)(const fsdpc_optim_numbers *k, int64_t n, void *p, bool low_p,
+                            const void *g, bool low_g, void *m, void *v, uint64_t key,
+                            uint32_t index);
+    /* Adam in float32 with the reciprocal in k->root. */
+    void (*adam_quick)(const fsdpc_optim_numbers *k, int64_t n, float *p, const float *g, float *m,
+                       float *v);
     /* The largest value and the largest negated value, both at least 0; infinity for what is not
      * finite. */
     void (*extremes)(const float *in, int64_t n, float *high, float *low);
-    void (*quantise_signed)(uint8_t *codes, const float *in, int64_t n, float scale);
-    void (*quantise_positive)(uint8_t *codes, const float *in, int64_t n, float scale);
-    void (*dequantise)(float *out, const uint8_t *codes, int64_t n, const float *map, float scale);
+    /* Codes of values whose block has this scale, neither 0 nor NaN, and back. */
+    void (*quantise)(const fsdpc_optim_codes *map, uint8_t *codes, const float *in, int64_t n,
+                     float scale);
+    void (*dequantise)(const fsdpc_optim_codes *map, float *out, const uint8_t *codes, int64_t n,
+                       float scale);
 } fsdpc_optim_loops;
 
 const fsdpc_optim_loops *fsdpc_optim_loops_plain(void);

@@ -26,32 +26,56 @@ enum { BLOCK = FSDPC_OPTIM_BLOCK, EDGE = FSDPC_OPTIM_EDGE };
 
 /* --- the map ----------------------------------------------------------------------------------- */
 
-static float map[2][256]; /* value of each code: of m, of v */
+static fsdpc_optim_codes map[2]; /* of m, of v */
+
+/* Cells of decade d are numbered from `cells` = 2^d (2^(d+1) without sign) on, so a cell's number has
+ * the decade in its exponent. The limit of two decades lies in the middle between two codes. */
+static void
+make_decade(fsdpc_optim_codes *out, int decade, const double *limits)
+{
+    const double size = pow(10, decade - 6), cells = (out->has_sign ? 1 : 2) << decade;
+    const int exponent = decade + (out->has_sign ? 127 : 128);
+    for (int lane = 0; lane < 16; lane += 8) {
+        const int d = lane + decade, by_exponent = lane + exponent % 8;
+        out->two[d] = decade + 2 < 7 ? (float)limits[decade + 2] : INFINITY;
+        out->next[d] = decade + 1 < 7 ? (float)limits[decade + 1] : INFINITY;
+        out->by[d] = (float)(cells / 0.9 / size);
+        out->offset[d] = (float)(cells - cells / 9);
+        out->low[d] = (float)cells;
+        out->high[d] = (float)(2 * cells - 1);
+        out->base[by_exponent] = (float)((0.1 + 0.45 / cells) * size);
+        out->slope[by_exponent] = (float)(0.9 / cells * size);
+    }
+}
 
 static void
 make_map(void)
 {
-    for (int decade = 0; decade < 7; decade++) {
-        const double size = pow(10, decade - 6);
-        const int signed_cells = 1 << decade, cells = 2 << decade;
-        for (int j = 0; j < signed_cells; j++) {
-            const double middle = (0.1 + 0.9 * (j + 0.5) / signed_cells) * size;
-            map[0][127 + signed_cells + j] = (float)middle;
-            map[0][127 - signed_cells - j] = -(float)middle;
+    for (int which = 0; which < 2; which++) {
+        double limits[7] = {0};
+        map[which].has_sign = which == 0;
+        for (int decade = 1; decade < 7; decade++) {
+            const double cells = (which == 0 ? 1 : 2) << decade;
+            limits[decade] = (0.1 + 0.18 / cells) * pow(10, decade - 6);
         }
-        for (int j = 0; j < cells; j++) {
-            map[1][cells - 1 + j] = (float)((0.1 + 0.9 * (j + 0.5) / cells) * size);
+        for (int decade = 0; decade < 7; decade++) {
+            make_decade(&map[which], decade, limits);
         }
+        map[which].middle = (float)limits[4];
+        map[which].zero = which == 0 ? 2.75e-7f : 0;
+        map[which].one = which == 0 ? 0.996484375f : 0.9982421875f;
+        /* The cell behind the last one stands for 1. */
+        const int last = (which == 0 ? 134 : 135) % 8;
+        map[which].base[last] = map[which].base[last + 8] = 1;
     }
-    map[0][255] = map[1][255] = 1;
 }
 
-static const float *
+static const fsdpc_optim_codes *
 map_of(int which)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, make_map);
-    return map[which];
+    return &map[which];
 }
 
 /* --- blocks ------------------------------------------------------------------------------------ */
@@ -104,10 +128,8 @@ quantise_block(const fsdpc_optim_loops *loops, int which, const float *values, i
     *scale = scale_of(loops, which, values, n, edge);
     if (*scale == 0 || isnan(*scale)) {
         memset(codes, which == 0 ? 127 : 0, (size_t)n);
-    } else if (which == 0) {
-        loops->quantise_signed(codes, values, n, *scale);
     } else {
-        loops->quantise_positive(codes, values, n, *scale);
+        loops->quantise(map_of(which), codes, values, n, *scale);
     }
 }
 
@@ -155,7 +177,7 @@ fsdpc_optim_dequantise(int which, const uint8_t *codes, const float *scales, int
     for (int64_t done = 0, count; done < n; done += count) {
         const int64_t index = first + done;
         count = block_length(index, n - done);
-        loops->dequantise(values + done, codes + done, count, map_of(which),
+        loops->dequantise(map_of(which), values + done, codes + done, count,
                           scales[index / BLOCK - first / BLOCK]);
     }
 }
@@ -182,6 +204,14 @@ struct block {
     float p[BLOCK], m[BLOCK], v[BLOCK];
 };
 
+static fsdpc_optim_numbers
+numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
+{
+    fsdpc_optim_numbers k = fsdpc_optim_numbers_of(rule, tensor);
+    k.root = 1 / k.root; /* as adam_quick wants it */
+    return k;
+}
+
 /* New values of one block, in buffers; returns where the parameter's are. */
 static float *
 compute_block(const struct pass *pass, const fsdpc_optim_tensor *tensor,
@@ -197,11 +227,11 @@ compute_block(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     }
     const void *g =
         fsdpc_optim_gradient(loops, pass->rule, tensor, begin, n, p, write, grad_buffer);
-    loops->dequantise(block->m, (const uint8_t *)tensor->states[0] + begin, n, map_of(0),
+    loops->dequantise(map_of(0), block->m, (const uint8_t *)tensor->states[0] + begin, n,
                       tensor->scales[0][scale]);
-    loops->dequantise(block->v, (const uint8_t *)tensor->states[1] + begin, n, map_of(1),
+    loops->dequantise(map_of(1), block->v, (const uint8_t *)tensor->states[1] + begin, n,
                       tensor->scales[1][scale]);
-    loops->f32.adam(k, n, p, g, block->m, block->v, NULL);
+    loops->adam_quick(k, n, p, g, block->m, block->v);
     return p;
 }
 
@@ -210,7 +240,7 @@ step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
-    const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(pass->rule, tensor);
+    const fsdpc_optim_numbers k = numbers_of(pass->rule, tensor);
     struct block block;
     for (int64_t done = begin, count; done < end; done += count) {
         const int64_t place = tensor->first + done;
@@ -261,7 +291,7 @@ fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tenso
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
     for (int i = 0; i < count; i++) {
         const fsdpc_optim_tensor *tensor = &tensors[i];
-        const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(rule, tensor);
+        const fsdpc_optim_numbers k = numbers_of(rule, tensor);
         const int64_t end = tensor->first + tensor->numel;
         if (tensor->numel == 0) {
             continue;

@@ -9,6 +9,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/mem.h"
 #include "base/status.h"
 #include "convert.h"
 
@@ -89,22 +90,14 @@ mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* A tile never holds both sides of a multiple of 2^32, because parts begin at multiples of theirs. */
-static void
-store_rounded(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
-              const fsdpc_optim_tensor *tensor, int which, void *memory, fsdpc_dtype type,
-              int64_t begin, int64_t n, const float *values)
+/* What the random bits of a tile depend on beside the low half of its elements' indices. A tile never
+ * holds both sides of a multiple of 2^32, because parts begin at multiples of theirs. */
+static uint64_t
+random_key(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, uint64_t index)
 {
-    if (!rule->stochastic || type != FSDPC_BF16) {
-        fsdpc_optim_store(loops, memory, type, begin, n, values);
-        return;
-    }
-    const uint64_t index = (uint64_t)(tensor->first + begin);
     uint64_t key = mix(rule->seed + 0x9e3779b97f4a7c15ull * (tensor->key + 1));
-    key = mix(key ^ (uint64_t)tensor->step << 2 ^ (uint64_t)which);
-    key = mix(key ^ (index >> 32) << 8);
-    loops->to_bf16_stochastic(at(memory, type, begin), values, n, (uint32_t)(key >> 32),
-                              (uint32_t)index);
+    key = mix(key ^ (uint64_t)tensor->step);
+    return mix(key ^ index >> 32);
 }
 
 const void *
@@ -142,6 +135,7 @@ struct pass {
     const fsdpc_optim_loops *loops;
     const fsdpc_optim_rule *rule;
     const fsdpc_optim_tensor *tensors;
+    fsdpc_optim_numbers *numbers; /* one per tensor */
 };
 
 /* Each block's elements in [begin, begin + n) with the block's denominator. */
@@ -195,11 +189,58 @@ step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc
         mini_blocks(rules, tensor, k, begin, n, p, g, states[0]);
         break;
     }
-    store_rounded(loops, pass->rule, tensor, 0, tensor->param, tensor->param_type, begin, n, p);
+    fsdpc_optim_store(loops, tensor->param, tensor->param_type, begin, n, p);
     for (int s = 0; s < held && states[s] != NULL; s++) {
-        store_rounded(loops, pass->rule, tensor, 1 + s, tensor->states[s], tensor->state_type,
-                      begin, n, states[s]);
+        fsdpc_optim_store(loops, tensor->states[s], tensor->state_type, begin, n, states[s]);
     }
+}
+
+/* True if the rule reads a tensor's gradients as they are. */
+static bool
+gradient_is_plain(const fsdpc_optim_rule *rule)
+{
+    return rule->grad_scale == 1 && rule->clip == 1 && !rule->maximize &&
+           (rule->decoupled || rule->weight_decay == 0);
+}
+
+/* A tile of Adam whose bfloat16 states are rounded stochastically. */
+static void
+step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
+                     const fsdpc_optim_numbers *k, int64_t begin, int64_t n)
+{
+    _Alignas(64) float grad_buffer[FSDPC_OPTIM_TILE], buffer[FSDPC_OPTIM_TILE];
+    const fsdpc_optim_loops *loops = pass->loops;
+    const bool low_p = tensor->param_type == FSDPC_BF16;
+    const bool low_g = tensor->grad_type == FSDPC_BF16 && gradient_is_plain(pass->rule);
+    const uint64_t index = (uint64_t)(tensor->first + begin);
+    float *values = fsdpc_optim_load(loops, tensor->param, tensor->param_type, begin, n, buffer);
+    void *p = low_p ? at(tensor->param, FSDPC_BF16, begin) : values;
+    const void *g = at(tensor->grad, tensor->grad_type, begin);
+    if (!low_g) {
+        g = fsdpc_optim_gradient(loops, pass->rule, tensor, begin, n, values, true, grad_buffer);
+    }
+    loops->adam_stochastic(k, n, p, low_p, g, low_g, at(tensor->states[0], FSDPC_BF16, begin),
+                           at(tensor->states[1], FSDPC_BF16, begin),
+                           random_key(pass->rule, tensor, index), (uint32_t)index);
+    if (!low_p) {
+        fsdpc_optim_store(loops, tensor->param, tensor->param_type, begin, n, values);
+    }
+}
+
+/* A tile of Adam over bfloat16 memory alone, or false if it is another case. */
+static bool
+step_tile_low(const struct pass *pass, const fsdpc_optim_tensor *tensor,
+              const fsdpc_optim_numbers *k, int64_t begin, int64_t n)
+{
+    if (pass->rule->kind != FSDPC_OPTIM_ADAM || tensor->param_type != FSDPC_BF16 ||
+        tensor->grad_type != FSDPC_BF16 || tensor->state_type != FSDPC_BF16 ||
+        tensor->states[2] != NULL || (float)k->weight1 >= 0.5f || !gradient_is_plain(pass->rule)) {
+        return false;
+    }
+    pass->loops->adam_nearest(
+        k, n, at(tensor->param, FSDPC_BF16, begin), at(tensor->grad, FSDPC_BF16, begin),
+        at(tensor->states[0], FSDPC_BF16, begin), at(tensor->states[1], FSDPC_BF16, begin));
+    return true;
 }
 
 static void
@@ -207,15 +248,20 @@ step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
-    const fsdpc_optim_numbers k = fsdpc_optim_numbers_of(pass->rule, tensor);
+    const fsdpc_optim_numbers *k = &pass->numbers[index];
     for (int64_t tile = begin; tile < end; tile += FSDPC_OPTIM_TILE) {
         const int64_t left = end - tile;
-        step_tile(pass, tensor, &k, tile, left < FSDPC_OPTIM_TILE ? left : FSDPC_OPTIM_TILE);
+        const int64_t n = left < FSDPC_OPTIM_TILE ? left : FSDPC_OPTIM_TILE;
+        if (pass->rule->stochastic) {
+            step_tile_stochastic(pass, tensor, k, tile, n);
+        } else if (!step_tile_low(pass, tensor, k, tile, n)) {
+            step_tile(pass, tensor, k, tile, n);
+        }
     }
 }
 
 static int
-check_types(const fsdpc_optim_tensor *tensor, int position)
+check_types(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position)
 {
     const fsdpc_dtype types[] = {tensor->param_type, tensor->grad_type, tensor->state_type};
     int doubles = 0;
@@ -233,7 +279,31 @@ check_types(const fsdpc_optim_tensor *tensor, int position)
                            position, fsdpc_dtype_name(types[0]), fsdpc_dtype_name(types[1]),
                            fsdpc_dtype_name(types[2]));
     }
+    if (rule->stochastic && (rule->kind != FSDPC_OPTIM_ADAM || tensor->states[2] != NULL ||
+                             tensor->state_type != FSDPC_BF16)) {
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "tensor %d of the step: stochastic rounding is for Adam with two "
+                           "bfloat16 states",
+                           position);
+    }
     return FSDPC_OK;
+}
+
+/* Tensors of one optimizer are at the same step, as a rule: powers are computed once then. */
+static void
+fill_numbers(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
+             fsdpc_optim_numbers *numbers)
+{
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && tensors[i].step == tensors[i - 1].step) {
+            numbers[i] = numbers[i - 1];
+            continue;
+        }
+        numbers[i] = fsdpc_optim_numbers_of(rule, &tensors[i]);
+        if (rule->stochastic) {
+            numbers[i].root = 1 / numbers[i].root;
+        }
+    }
 }
 
 int
@@ -242,8 +312,15 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
 {
     struct pass pass = {.rule = rule, .tensors = tensors};
     for (int i = 0; i < count; i++) {
-        FSDPC_TRY(check_types(&tensors[i], i));
+        FSDPC_TRY(check_types(rule, &tensors[i], i));
     }
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
-    return fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    pass.numbers = fsdpc_mem_calloc((size_t)count, sizeof *pass.numbers);
+    if (pass.numbers == NULL) {
+        return fsdpc_error(FSDPC_E_NOMEM, "a step of %d tensors", count);
+    }
+    fill_numbers(rule, tensors, count, pass.numbers);
+    const int status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    fsdpc_mem_free(pass.numbers);
+    return status;
 }

@@ -71,6 +71,13 @@ int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
 bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
+/* The next unit whose sum over all ranks is in its shard gradient before the backward has ended, or -1;
+ * each is named once. Units with replicas or a communication hook are not named. taken: it was named in
+ * the latest backward. With steps_inside, a unit that is needed again after its reduction in the same
+ * backward is FSDPC_E_STATE. */
+void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
+int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
+bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 /* A backward has failed: drops its references, so that peers need not wait for this rank. Local. */

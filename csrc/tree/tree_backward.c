@@ -22,6 +22,9 @@ fsdpc_tree_begin_backward(fsdpc_tree *tree)
         return FSDPC_OK;
     }
     tree->in_backward = true;
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].taken = false;
+    }
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_BACKWARD);
     /* Published again: a second backward may follow the first one without a forward. */
     return fsdpc_tree_publish_tag(tree);
@@ -41,10 +44,26 @@ prefetch_before(fsdpc_tree *tree, int unit)
     return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
 }
 
+/* A rank may have stepped the unit as soon as all have sent their gradients, also where this rank has
+ * not seen that yet. */
+static int
+check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node)
+{
+    if (!tree->steps_inside || !node->reduced) {
+        return FSDPC_OK;
+    }
+    return fsdpc_error(FSDPC_E_STATE,
+                       "unit %s is needed again in a backward in which its optimizer steps as soon "
+                       "as its gradients are sent (its module runs again, or a second gradient "
+                       "arrives): step such a model after backward, not in it",
+                       fsdpc_unit_name(node->unit));
+}
+
 int
 fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
+    FSDPC_TRY(check_not_stepped(tree, node));
     if (!node->held) {
         FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
         node->held = true;
@@ -147,8 +166,39 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     set_complete(tree, node, false);
+    FSDPC_TRY(check_not_stepped(tree, node));
     node->reduced = true;
     return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
+}
+
+int
+fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
+{
+    *unit = -1;
+    for (int i = 0; i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        if (node->reduced && !node->taken && !fsdpc_unit_replicate(node->unit) &&
+            !fsdpc_unit_is_hooked(node->unit) &&
+            fsdpc_exchange_is_summed(node->exchange, node->unit)) {
+            FSDPC_TRY(fsdpc_unit_finish_grad(node->unit));
+            node->taken = true;
+            *unit = i;
+            return FSDPC_OK;
+        }
+    }
+    return FSDPC_OK;
+}
+
+void
+fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside)
+{
+    tree->steps_inside = inside;
+}
+
+bool
+fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit)
+{
+    return tree->nodes[unit].taken;
 }
 
 bool
@@ -201,7 +251,9 @@ finish_sync(fsdpc_tree *tree)
         FSDPC_TRY(fsdpc_unit_reduce_replicas(tree->nodes[i].unit));
     }
     for (int i = 0; i < tree->count; i++) {
-        FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
+        if (!tree->nodes[i].taken) {
+            FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
+        }
     }
     tree->backwards++;
     tree->forwards = 0;

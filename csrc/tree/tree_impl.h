@@ -15,6 +15,7 @@ struct fsdpc_node {
     int running;   /* forwards of it that have begun and not ended */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
+    bool taken;    /* its sum was taken before the end of this backward: see next_summed */
     int order;     /* position in `order`, -1 */
 };
 
@@ -33,6 +34,7 @@ struct fsdpc_tree {
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
     bool in_backward, defer_reduces;
+    bool steps_inside;  /* units may be stepped before their backward has ended */
     int complete_count; /* nodes whose reduction is due or waits for its turn */
     bool takes_turns;   /* some unit needs one order on all ranks */
     enum fsdpc_phase phase;

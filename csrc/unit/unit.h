@@ -84,6 +84,8 @@ int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
 fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
 /* After a backward: casts the sums to the gradients that the optimizer sees, where those are narrower. */
 int fsdpc_unit_finish_grad(fsdpc_unit *unit);
+/* The shard gradient's values are needed no more: its memory goes back to the kernel until the next sum. */
+int fsdpc_unit_discard_grads(fsdpc_unit *unit);
 
 /* `place` says whether the caller's buffers are in device or host memory. On a device that queues, copies
  * within device memory are asynchronous, in the order of the current stream; all other copies end with a

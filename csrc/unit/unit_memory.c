@@ -82,3 +82,17 @@ fsdpc_unit_make_grads(fsdpc_unit *unit)
     }
     return FSDPC_OK;
 }
+
+int
+fsdpc_unit_discard_grads(fsdpc_unit *unit)
+{
+    if (unit->offload) { /* pinned memory stays */
+        return FSDPC_OK;
+    }
+    if (unit->grad) {
+        FSDPC_TRY(fsdpc_device_discard(unit->device, unit->grad, unit->footprint.grad_bytes));
+    }
+    return unit->grad_out
+               ? fsdpc_device_discard(unit->device, unit->grad_out, unit->footprint.grad_out_bytes)
+               : FSDPC_OK;
+}

@@ -75,6 +75,7 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
+        self.set_steppers()
         TREES.add(self)
         own = ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes")
         stats = self.memory_stats()
@@ -83,6 +84,17 @@ class Tree:
         for call in ON_TREE:
             call(self)
         weakref.finalize(self, self.core.close)  # gc alone would take several rounds
+
+    def set_steppers(self) -> None:
+        """Let units with a ``stepper`` step as soon as their gradients are summed. Local."""
+        units = self.units  # not self: a reference to it would keep the tree alive
+
+        def step(number: int) -> None:
+            stepper = units[number].stepper
+            if stepper is not None:
+                stepper(units[number])
+
+        self.core.step_unit = step if any(unit.stepper for unit in units) else None
 
     @property
     def training_state(self) -> str:

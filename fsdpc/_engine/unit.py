@@ -85,6 +85,7 @@ class Unit(WholeValues):
         self.summoned = False
         self.tree: Any = None
         watch(self)
+        self.stepper: Any = None  # steps the unit's parameters in backward
         specs = [self._spec(i) for i in range(len(infos))]
         text = self._describe(specs)
         groups.shard.agree(text, what=f"construction of unit {name}")

@@ -48,7 +48,7 @@ OPTIMIZERS = {
             "adamw8bit",
             0,
             2 + 8 / 256,
-            "bitsandbytes 0.44: two 1-byte moments, an fp32 scale per 256",
+            "fsdpc.optim.AdamW8bit, bitsandbytes: two 1-byte moments, an fp32 scale per 256",
             temporaries=0,
         ),
         Optimizer(
@@ -63,6 +63,13 @@ OPTIMIZERS = {
             0,
             4.0,
             "Adam-mini: one fp32 moment; one second moment per block; embedding and head keep two",
+            temporaries=0,
+        ),
+        Optimizer(
+            "adamw-bf16",
+            0,
+            4,
+            "fsdpc.optim.AdamWBF16: two bfloat16 moments, rounded stochastically",
             temporaries=0,
         ),
         Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype"),

@@ -5,7 +5,7 @@ loading.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,7 @@ class FusedOptimizer(Optimizer):
     ] = ()  # states of one value per element, in the order of the C code
 
     last_norm: Tensor | None = None  # of the last step that clipped
+    _inside: Any = None  # what steps units in backward, see _in_backward.py
 
     def _add_defaults(self, **options: Any) -> None:
         """Options of a subclass, for the groups that do not have them and for later ones."""
@@ -94,6 +95,8 @@ class FusedOptimizer(Optimizer):
         the class says otherwise. ``NotImplementedError``: a parameter that is not on the host.
         ``RuntimeError``: a sparse gradient. Nothing is changed then in the group at fault.
         """
+        if self._inside is not None:
+            return self._inside.end_step(closure, max_norm)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,17 +107,20 @@ class FusedOptimizer(Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         clip = 1.0
-        members = [self._members(group) for group in self.param_groups]
+        members = [self._members(group["params"]) for group in self.param_groups]
         if max_norm is not None:
             clip = self._clip_factor(members, float(max_norm), scale)
+        self._step_members(members, Scaling(scale, clip))
+        return loss
+
+    def _step_members(self, members: list[Members], scaling: Scaling) -> None:
         for group, found in zip(self.param_groups, members, strict=True):
             self._begin_group(group, found)
-        self._before_step(members, Scaling(scale, clip))
+        self._before_step(members, scaling)
         for group, found in zip(self.param_groups, members, strict=True):
             if found.params:
-                self._step_group(group, found, Scaling(scale, clip))
-                self._finish(found, scale != 1.0)
-        return loss
+                self._step_group(group, found, scaling)
+                self._finish(found, scaling.scale != 1.0)
 
     def step_and_clip(self, max_norm: float) -> Tensor:
         """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
@@ -135,9 +141,13 @@ class FusedOptimizer(Optimizer):
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         raise NotImplementedError
 
-    def _members(self, group: dict[str, Any]) -> Members:
+    def _communicates(self) -> bool:
+        """True if a step without clipping communicates with other ranks. Local."""
+        return False
+
+    def _members(self, candidates: Sequence[Tensor]) -> Members:
         params, values, grads, copies = [], [], [], []
-        for param in group["params"]:
+        for param in candidates:
             grad = param.grad
             if grad is None:
                 continue
@@ -168,7 +178,8 @@ class FusedOptimizer(Optimizer):
     def _finish(self, found: Members, grads_changed: bool) -> None:
         for param, copy in found.copies:
             param.copy_(copy)
-        increment_version([*found.params, *found.values])
+        others = [v for p, v in zip(found.params, found.values, strict=True) if v is not p]
+        increment_version([*found.params, *others])
         if not grads_changed:
             return
         changed = []

@@ -225,6 +225,10 @@ class AdamMini(SpannedOptimizer):
 
     # --- a step ----------------------------------------------------------------------------------
 
+    def _communicates(self) -> bool:
+        params = (p for group in self.param_groups for p in group["params"])
+        return any(self._place(p).group.world > 1 for p in params)
+
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """Sums of squares of all blocks, with those of other ranks."""
         factor = (scaling.clip / scaling.scale) ** 2

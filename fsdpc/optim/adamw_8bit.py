@@ -193,6 +193,9 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     # --- a step ----------------------------------------------------------------------------------
 
+    def _communicates(self) -> bool:
+        return bool(self._cut_blocks())
+
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """Exchange the extremes of the blocks that ranks share."""
         cut = self._cut_blocks()

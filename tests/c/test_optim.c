@@ -106,6 +106,33 @@ step_eight_bits(struct memory *memory, int threads)
     REQUIRE_OK(fsdpc_optim_step8(&rule, &t, 1, threads));
 }
 
+/* bfloat16 memory, in the arrays of floats: every mix of types, to nearest and stochastically. */
+static void
+step_low(struct memory *memory, int64_t cut, int threads)
+{
+    for (int mix = 0; mix < 5; mix++) {
+        fsdpc_optim_rule rule = rule_of(FSDPC_OPTIM_ADAM);
+        fsdpc_optim_tensor parts[2];
+        const bool low_p = mix % 2 == 0, low_g = mix != 1 && mix != 2;
+        rule.stochastic = mix < 4;
+        rule.grad_scale = rule.clip = 1;
+        for (int i = 0; i < 2; i++) {
+            const int64_t begin = i == 0 ? 0 : cut;
+            parts[i] = (fsdpc_optim_tensor){
+                .param = (char *)memory->p + begin * (low_p ? 2 : 4),
+                .grad = (char *)memory->g + begin * (low_g ? 2 : 4),
+                .states = {(uint16_t *)memory->s[0] + begin, (uint16_t *)memory->s[1] + begin},
+                .param_type = low_p ? FSDPC_BF16 : FSDPC_F32,
+                .grad_type = low_g ? FSDPC_BF16 : FSDPC_F32,
+                .state_type = FSDPC_BF16,
+                .numel = i == 0 ? cut : MOST - cut,
+                .first = 77 + begin,
+                .step = 3};
+        }
+        REQUIRE_OK(fsdpc_optim_step(&rule, parts, 2, threads));
+    }
+}
+
 static void
 pack_gradient(struct memory *memory)
 {
@@ -121,6 +148,7 @@ stepped(const char *simd, int64_t first, int64_t cut, int threads)
     setenv("FSDPC_SIMD", simd, 1);
     step_all(memory, first, cut, threads);
     step_eight_bits(memory, threads);
+    step_low(memory, cut + 1, threads);
     pack_gradient(memory);
     unsetenv("FSDPC_SIMD");
     return memory;

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C, optim
+from fsdpc._plan.states import optimizer as planned
 
 N = 3 * 4096 + 300  # the last block of 256 is not whole
 
@@ -70,6 +71,39 @@ def test_rounding_is_unbiased_and_between_neighbours():
     nearest.grad = torch.ones(n, dtype=torch.bfloat16)
     optim.AdamWBF16([nearest], lr=1e-3, weight_decay=0, stochastic_rounding=False).step()
     assert (nearest == 1).all()
+
+
+def test_random_bits_do_not_correlate():
+    """Along the index, from step to step, between the parameter and both states, and with any bit
+    of the index: no correlation beyond 5 standard deviations of independent bits.
+    """
+    n = 1 << 18
+    rounded = []
+    param = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
+    optimizer = optim.AdamWBF16([param], lr=2**-9, weight_decay=0, betas=(0.5, 0.5))
+    for _ in range(3):
+        with torch.no_grad():
+            param.fill_(1)
+        param.grad = torch.full((n,), 1 + 2**-7, dtype=torch.bfloat16)
+        optimizer.state.clear()
+        optimizer.state[param].update(
+            step=torch.tensor(float(len(rounded) // 3)),
+            exp_avg=torch.ones(n, dtype=torch.bfloat16),
+            exp_avg_sq=torch.ones(n, dtype=torch.bfloat16),
+        )
+        optimizer.step()
+        state = optimizer.state[param]
+        for value in (param.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            bits = value.float()
+            assert len(bits.unique()) == 2
+            rounded.append((bits - bits.mean()) / bits.std())
+    index = torch.arange(n)
+    others = [(index >> k & 1).float() * 2 - 1 for k in range(18)]
+    for i, x in enumerate(rounded):
+        pairs = [(x, y) for y in rounded[:i] + others]
+        pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 3, 7, 16, 64, 256, 1024, 65536)]
+        for a, b in pairs:
+            assert abs((a * b).mean().item()) < 5 / len(a) ** 0.5
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"order": True}])
@@ -251,6 +285,26 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def test_bytes_of_states(make: Any, expected: int):
     optimizer = make([one(n=65536)])
     run(optimizer, 1)
+    assert state_bytes(optimizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "dtype"),
+    [
+        ("adamw-fused", optim.AdamW, torch.float32),
+        ("adamw-fused", optim.AdamW, torch.bfloat16),
+        ("momentum", lambda p: optim.SGD(p, momentum=0.9), torch.float32),
+        ("sgd", lambda p: optim.SGD(p, lr=0.1), torch.float32),
+        ("lion", optim.Lion, torch.bfloat16),
+        ("adamw-bf16", optim.AdamWBF16, torch.float32),
+        ("adamw-bf16", optim.AdamWBF16, torch.bfloat16),
+        ("adamw8bit", optim.AdamW8bit, torch.bfloat16),
+    ],
+)
+def test_bytes_are_the_planners(name: str, make: Any, dtype: torch.dtype):
+    param = one(dtype, n=65536)
+    run(optimizer := make([param]), 1)
+    expected = planned(name).state_bytes(param.element_size()) * param.numel()
     assert state_bytes(optimizer) == expected
 
 

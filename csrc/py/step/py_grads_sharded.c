@@ -156,6 +156,17 @@ is_kept(const fsdpc_py_sharded *sharded)
     return Py_REFCNT(sharded->shown) > (same ? 3 : 2) || (!same && Py_REFCNT(sharded->grad) > 2);
 }
 
+bool
+fsdpc_py_keeps_grads(const fsdpc_py_flat *flat)
+{
+    for (int i = 0; i < flat->sharded_count; i++) {
+        if (flat->sharded[i].grad && is_kept(&flat->sharded[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static int
 leave_kept(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {

@@ -175,9 +175,16 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0) {
         return -1;
     }
+    if (!sync && tree->step_unit) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "unit %s runs under no_sync, but its optimizer steps in backward "
+                     "(fsdpc.optim.in_backward): gradients cannot be accumulated then",
+                     fsdpc_unit_name(flat->unit));
+        return -1;
+    }
     int sent = sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
     tree->entered_done |= sent == 0 && tree->entered == flat->id;
-    return sent;
+    return sent < 0 || !sync ? sent : fsdpc_py_step_summed(tree);
 }
 
 /* The order is not the expected one: hooks that are registered now still catch the gradients to

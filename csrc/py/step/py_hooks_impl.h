@@ -77,6 +77,10 @@ bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
 /* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
+/* Steps the units whose gradients are summed, if the optimizer steps in backward (py_hooks_step.c). */
+int fsdpc_py_step_summed(fsdpc_py_tree *tree);
+/* At the end of a backward: those that are left, whose gradients are shown. */
+int fsdpc_py_step_rest(fsdpc_py_tree *tree);
 /* Raises StateError: a gradient of this parameter was computed while the unit was not gathered.
  * -1. */
 int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);

@@ -176,6 +176,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->set_versions);
     Py_VISIT(self->alias_inputs);
     Py_VISIT(self->copy_outputs);
+    Py_VISIT(self->step_unit);
     Py_VISIT(self->before_end);
     Py_VISIT(self->on_thaw);
     Py_VISIT(self->observer);
@@ -239,6 +240,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->set_versions);
     Py_CLEAR(self->alias_inputs);
     Py_CLEAR(self->copy_outputs);
+    Py_CLEAR(self->step_unit);
     Py_CLEAR(self->before_end);
     Py_CLEAR(self->on_thaw);
     Py_CLEAR(self->observer);
@@ -409,6 +411,25 @@ get_entered(fsdpc_py_tree *self, void *closure)
 }
 
 static PyObject *
+get_step_unit(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->step_unit ? self->step_unit : Py_None);
+}
+
+static int
+set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    if (fsdpc_py_check_open(self) < 0) {
+        return -1;
+    }
+    Py_XSETREF(self->step_unit, value && value != Py_None ? Py_NewRef(value) : NULL);
+    fsdpc_tree_set_steps_inside(self->tree, self->step_unit != NULL);
+    return 0;
+}
+
+static PyObject *
 get_before_end(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
@@ -539,6 +560,11 @@ static PyGetSetDef getset[] = {
      NULL},
     {"kind", (getter)get_kind, NULL,
      "How ranks exchange: 'shared', 'wire', 'stream', 'mixed' (units differ) or 'none' (no units).",
+     NULL},
+    {"step_unit", (getter)get_step_unit, (setter)set_step_unit,
+     "Called with the number of each unit when its gradient is summed over all ranks, perhaps "
+     "before "
+     "backward has ended; the gradient's memory is given up afterwards.",
      NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
      "Called when a synchronised backward has sent all its reductions, before its end.", NULL},

@@ -119,7 +119,8 @@ typedef struct fsdpc_py_tree {
     PyObject *listeners; /* calls the hooks of a list of parameters */
     PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyTypeObject *tensor_type, *param_type;
-    PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
+    PyObject *on_thaw;   /* makes memory for gradients of parameters that are not frozen any more */
+    PyObject *step_unit; /* called with a unit's number when its gradient is summed */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */
     PyObject *observer;   /* called after each hook, for memory profiles; mostly NULL */
     /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */
@@ -347,6 +348,8 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 /* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
  * has listeners. */
 int fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list);
+/* The program refers to gradients of the unit beside .grad. */
+bool fsdpc_py_keeps_grads(const fsdpc_py_flat *flat);
 /* 1, 0, or -1 with an exception. */
 int fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded);
 /* Calls them; `list` may be NULL. */

@@ -1,0 +1,246 @@
+"""Training curves of every optimizer: a byte-level GPT, equal seeds, batches and schedule.
+
+python benchmarks/bench_curves.py --json              # 10.9 million parameters, 400 steps
+python benchmarks/bench_curves.py --layers 4 --width 192 --heads 6 --seq 128 --json
+python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 64 --heads 2
+
+The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
+trains the same model from the same weights on the same batches; the figures are bits per byte of
+the last training steps (mean of 20) and of validation.
+Lion and SGD have learning rates of their own.
+
+With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
+number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing import spawn
+from tqdm import tqdm
+
+sys.path.insert(0, str(common.HERE.parent / "examples"))
+from gpt import GPT, Block, GPTConfig  # noqa: E402
+from train_gpt import BITS, draw_batch, loss_of, read_corpus, validate  # noqa: E402
+
+from fsdpc import FullyShardedDataParallel, MixedPrecision, optim  # noqa: E402
+from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
+
+ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
+LAST = 20  # training steps whose mean is a figure
+Make = Callable[[Any, int], torch.optim.Optimizer]
+# Name, learning rate, dtype of the parameters, what makes it from parameters and a head's size.
+OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
+    "torch AdamW fused": (
+        1e-3,
+        torch.float32,
+        lambda p, _: torch.optim.AdamW(p, fused=True, **ADAM),
+    ),
+    "AdamW": (1e-3, torch.float32, lambda p, _: optim.AdamW(p, **ADAM)),
+    "AdamWBF16, fp32 parameters": (1e-3, torch.float32, lambda p, _: optim.AdamWBF16(p, **ADAM)),
+    "AdamWBF16, bf16 parameters": (1e-3, torch.bfloat16, lambda p, _: optim.AdamWBF16(p, **ADAM)),
+    "AdamW8bit": (1e-3, torch.float32, lambda p, _: optim.AdamW8bit(p, **ADAM)),
+    "AdamMini": (1e-3, torch.float32, lambda p, h: optim.AdamMini(p, head_dim=h, **ADAM)),
+    "Lion": (2e-4, torch.float32, lambda p, _: optim.Lion(p, **LION)),
+    "SGD": (1e-1, torch.float32, lambda p, _: optim.SGD(p, momentum=0.9, weight_decay=1e-4)),
+}
+EQUAL = ("AdamWBF16, fp32 parameters", "AdamWBF16, bf16 parameters", "AdamW8bit", "Lion")
+
+
+def rate(progress: float) -> float:
+    """The share of the learning rate: a linear rise over 5 % of the run, then a cosine to 5 %."""
+    rise = min(1.0, (progress + 1e-3) / 0.05)
+    return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def model_of(config: GPTConfig, name: str, low: torch.dtype) -> nn.Module:
+    """The model with its blocks as units; equal weights for every optimizer, but for rounding."""
+    torch.manual_seed(0)
+    model = GPT(config).to(OPTIMIZERS[name][1])
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={Block}
+        ),
+        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32),
+        use_orig_params=True,
+    )
+
+
+def train(
+    name: str, options: argparse.Namespace, draw: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[nn.Module, list[float]]:
+    """One run; the model and the loss of each step in bits per byte, the mean over the ranks."""
+    config = config_of(options)
+    low = torch.bfloat16 if options.worlds else OPTIMIZERS[name][1]
+    model = model_of(config, name, low)
+    peak, _, make = OPTIMIZERS[name]
+    optimizer = make(model.named_parameters(), config.width // config.heads)
+    losses = []
+    for step in tqdm(range(options.steps), desc=name, disable=dist.get_rank() != 0, mininterval=10):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * rate(step / options.steps)
+        loss = loss_of(model, draw())
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size() * BITS)
+    return model, losses
+
+
+def config_of(options: argparse.Namespace) -> GPTConfig:
+    """The model's sizes."""
+    return GPTConfig(options.layers, options.width, options.heads, options.seq)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One optimizer's curve and figures."""
+    data, held = read_corpus()
+    cpu = torch.device("cpu")
+    rng = torch.Generator().manual_seed(1000 + dist.get_rank())
+    start = time.perf_counter()
+    model, losses = train(
+        name, options, lambda: draw_batch(data, options.batch, options.seq, rng, cpu)
+    )
+    rng = torch.Generator().manual_seed(1)
+    batches = [draw_batch(held, options.batch, options.seq, rng, cpu) for _ in range(16)]
+    return {
+        "parameters": sum(p.numel() for p in GPT(config_of(options)).parameters()),
+        "bits_per_byte": losses,
+        "last": statistics.mean(losses[-LAST:]),
+        "validation": validate(model, batches) * BITS,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def digest(name: str, options: argparse.Namespace) -> str:
+    """A digest of the weights after a run in which all ranks see one batch."""
+    data, _ = read_corpus()
+    rng = torch.Generator().manual_seed(5)
+    cpu = torch.device("cpu")
+    model, _ = train(name, options, lambda: draw_batch(data, options.batch, options.seq, rng, cpu))
+    found = hashlib.sha256()
+    for key, value in model.state_dict().items():
+        found.update(key.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def rank_main(rank: int, world: int, port: int, options: argparse.Namespace, path: str) -> None:
+    """One rank; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    names = [name for name in OPTIMIZERS if options.only in name]
+    if options.worlds:
+        results = {name: digest(name, options) for name in names if name in EQUAL}
+    else:
+        results = {name: measure(name, options) for name in names}
+    if rank == 0:
+        torch.save(results, path)
+    dist.destroy_process_group()
+
+
+def run(world: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train on ``world`` ranks and return rank 0's results."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = Path(f"{options.out}.{world}")
+    spawn(rank_main, (world, port, options, str(path)), nprocs=world)
+    results = torch.load(path, weights_only=True)
+    path.unlink()
+    return results
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """The curves as an SVG: running means of the training loss over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for name, found in results.items():
+        smooth, mean = [], found["bits_per_byte"][0]
+        for value in found["bits_per_byte"]:
+            mean = 0.95 * mean + 0.05 * value
+            smooth.append(mean)
+        axes.plot(range(len(smooth)), smooth, label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print one table, relative to fsdpc's AdamW."""
+    base = results.get("AdamW")
+    rows = []
+    for name, found in results.items():
+        share = f"{100 * (found['validation'] / base['validation'] - 1):+.2f} %" if base else ""
+        rows.append([name, f"{found['last']:.4f}", f"{found['validation']:.4f}", share])
+    head = ["optimizer", f"last {LAST} steps", "validation", "against AdamW"]
+    common.print_table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument(
+        "--worlds", type=int, nargs="*", default=[], help="compare these to the bit"
+    )
+    parser.add_argument("--only", default="", help="optimizers whose names contain this")
+    parser.add_argument("--out", default="curves-out")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", default="", help="an SVG file")
+    options = parser.parse_args()
+    if options.worlds:
+        runs = {world: run(world, options) for world in options.worlds}
+        equal = all(found == runs[options.worlds[0]] for found in runs.values())
+        for world, found in runs.items():
+            for name, text in found.items():
+                print(f"{world} ranks, {name}: {text[:16]}")
+        raise SystemExit(0 if equal else "the runs differ")
+    described = common.describe_run()
+    results = run(options.world, options)
+    show(results)
+    if options.picture:
+        draw(results, Path(options.picture))
+    if options.json:
+        sizes = {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
+        common.write_json(
+            "curves.json", {"run": described, "ranks": options.world, **sizes, "cases": results}
+        )
+
+
+if __name__ == "__main__":
+    main()

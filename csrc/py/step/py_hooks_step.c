@@ -1,0 +1,67 @@
+/* An optimizer that steps in backward: each unit as soon as all ranks' gradients of it are summed.
+ *
+ * On shared memory that is when every rank has posted the unit, so every rank is done with its values; a
+ * rank that uses them again in the same backward gets an error from the tree. A unit that some rank
+ * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
+ */
+#include "py/step/py_hooks_impl.h"
+
+/* The gradient is used up: without other references its memory is given up. */
+static int
+step_unit(fsdpc_py_tree *tree, int unit)
+{
+    PyObject *result = PyObject_CallFunction(tree->step_unit, "i", unit);
+    fsdpc_py_flat *flat = tree->units[unit];
+    Py_XDECREF(result);
+    if (!result) {
+        return -1;
+    }
+    return fsdpc_py_keeps_grads(flat) ? 0 : fsdpc_py_checked(fsdpc_unit_discard_grads(flat->unit));
+}
+
+static int
+show_and_step(fsdpc_py_tree *tree, int unit)
+{
+    fsdpc_py_flat *flat = tree->units[unit];
+    PyObject *listened = NULL;
+    int result = fsdpc_py_show_grads(flat, true, &listened);
+    if (result == 0 && flat->after_backward) {
+        result = fsdpc_py_call(flat->after_backward);
+    }
+    if (result == 0) {
+        result = fsdpc_py_call_listeners(tree, listened);
+    }
+    Py_XDECREF(listened);
+    return result < 0 ? -1 : step_unit(tree, unit);
+}
+
+int
+fsdpc_py_step_summed(fsdpc_py_tree *tree)
+{
+    while (tree->step_unit && tree->tree) {
+        int unit;
+        if (fsdpc_py_checked(fsdpc_tree_next_summed(tree->tree, &unit)) < 0) {
+            return -1;
+        }
+        if (unit < 0) {
+            return 0;
+        }
+        if (show_and_step(tree, unit) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_step_rest(fsdpc_py_tree *tree)
+{
+    for (int i = 0; tree->step_unit && tree->tree && i < tree->count; i++) {
+        bool left =
+            !fsdpc_tree_was_taken(tree->tree, i) && !fsdpc_unit_withholds(tree->units[i]->unit);
+        if (left && step_unit(tree, i) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,135 @@
+"""Optimizers that step in backward, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpc._engine.writeback import owner_of
+from fsdpc.optim._base import FusedOptimizer, Scaling
+
+
+def in_backward(
+    model: nn.Module, make: Callable[[Iterator[tuple[str, nn.Parameter]]], FusedOptimizer]
+) -> FusedOptimizer:
+    """Step each unit of ``model`` in backward, as soon as the ranks' gradients of it are summed.
+
+    ``make(model.named_parameters())`` returns an optimizer of ``fsdpc.optim`` over parameters of
+    units; that optimizer is returned. A unit's gradients are gone after its step, and so is their
+    memory: ``.grad`` is None after backward, and 4 bytes per float32 parameter of a shard are free.
+    Steps equal those after backward to the bit. Call ``optimizer.step()`` after each backward as
+    usual: the call ends the step, and a second backward without it is an error. Units that a rank
+    did not run, or that have a communication hook, step when backward has ended.
+
+    Hyperparameters of ``param_groups`` may change between steps. ``state_dict`` and
+    ``load_state_dict`` are those of the optimizer. Local; all ranks of the units must call it.
+
+    What needs all gradients at once is refused: ``RuntimeError`` for clipping by a global norm
+    (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
+    backward before ``step``, and in backward for a unit that is needed again after its step.
+    ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
+    unit, units with replicas or on a GPU, several optimizers of one unit, and optimizers whose
+    steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    """
+    optimizer = make(model.named_parameters())
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"in_backward needs an optimizer of fsdpc.optim, got {type(optimizer).__name__}; for "
+            "torch's optimizers there is torch.distributed.optim._apply_optimizer_in_backward"
+        )
+    names = {id(param): name for name, param in model.named_parameters()}
+    units: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            unit = _unit_of(param, names.get(id(param), f"of shape {tuple(param.shape)}"))
+            units[id(unit)] = unit
+    if optimizer._communicates():
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step "
+            "at different times in backward: step it after backward"
+        )
+    inside = _Inside(optimizer)
+    for unit in units.values():
+        unit.stepper = inside
+    for unit in units.values():
+        if unit.tree is not None:
+            unit.tree.set_steppers()
+    optimizer._inside = inside
+    return optimizer
+
+
+def _unit_of(param: Tensor, name: str) -> Any:
+    unit = owner_of(param)
+    if unit is None:
+        raise NotImplementedError(
+            f"parameter {name} belongs to no unit of FullyShardedDataParallel or fully_shard: give "
+            "it an optimizer of its own"
+        )
+    where = f"unit {unit.name or '(root)'} of parameter {name}"
+    if unit.groups.replicate is not None:
+        raise NotImplementedError(f"{where} has replicas, whose gradients are summed at the end")
+    if unit.device.type != "cpu":
+        raise NotImplementedError(f"{where} is on {unit.device}: fsdpc.optim steps on processors")
+    if unit.stepper is not None:
+        raise NotImplementedError(f"{where} already has an optimizer that steps in backward")
+    return unit
+
+
+class _Inside:
+    """Steps the parameters of one unit at a time."""
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.stepped: set[str] = set()  # names of units, since the last step()
+        self._parts: dict[int, list[list[Tensor]]] = {}
+        self._known = -1  # the number of parameters that _parts is of
+
+    @torch.no_grad()
+    def __call__(self, unit: Any) -> None:
+        name = unit.name or "(root)"
+        if name in self.stepped:
+            raise RuntimeError(
+                f"unit {name} gets gradients of a second backward before optimizer.step(): an "
+                "optimizer that steps in backward cannot accumulate gradients. Call step() after "
+                "each backward"
+            )
+        parts = self._parts_of(unit)
+        members = [self.optimizer._members(params) for params in parts]
+        if not any(found.params for found in members):
+            return
+        self.stepped.add(name)
+        self.optimizer._step_members(members, Scaling())
+        for params in parts:
+            for param in params:
+                param.grad = None
+
+    def _parts_of(self, unit: Any) -> list[list[Tensor]]:
+        groups = self.optimizer.param_groups
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._known:
+            self._parts, self._known = {}, count
+            for number, group in enumerate(groups):
+                for param in group["params"]:
+                    empty: list[list[Tensor]] = [[] for _ in groups]
+                    found = self._parts.setdefault(id(owner_of(param)), empty)
+                    found[number].append(param)
+        return self._parts.get(id(unit), [[] for _ in groups])
+
+    def end_step(self, closure: Any, max_norm: float | None) -> None:
+        """What ``optimizer.step()`` does: the units have stepped."""
+        found = getattr(self.optimizer, "found_inf", None)
+        refused = {
+            "a closure": closure is not None,
+            "clipping by the norm of all gradients": max_norm is not None,
+            "GradScaler": found is not None or hasattr(self.optimizer, "grad_scale"),
+        }
+        for what, asked in refused.items():
+            if asked:
+                raise RuntimeError(
+                    f"{what}: not possible with an optimizer that steps in backward, unit by unit "
+                    "(fsdpc.optim.in_backward)"
+                )
+        self.stepped.clear()
