@@ -3,6 +3,7 @@
 They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
 """
 
+from fsdpc.optim._disk import Disk, DiskError
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
 from fsdpc.optim.adamw_8bit import AdamW8bit
@@ -10,4 +11,14 @@ from fsdpc.optim.adamw_bf16 import AdamWBF16
 from fsdpc.optim.lion import Lion
 from fsdpc.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamMini", "AdamW", "AdamW8bit", "AdamWBF16", "Lion"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamMini",
+    "AdamW",
+    "AdamW8bit",
+    "AdamWBF16",
+    "Disk",
+    "DiskError",
+    "Lion",
+]
