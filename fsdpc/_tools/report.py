@@ -19,6 +19,7 @@ from fsdpc._plan.engine import engine_memory
 from fsdpc._plan.model import CPU, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
+from fsdpc.optim._disk_layout import BUFFERS
 
 ROLES = {
     "shards": "master_bytes",
@@ -156,6 +157,11 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _states(optimizer: Any) -> Line:
+    store = getattr(optimizer, "_store", None)
+    if store is not None:
+        held = sum(len(buffer) for buffer in store.buffers)
+        note = f"buffers; {size(_C.disk_info(store.disk)['bytes'])} of states on a disk"
+        return Line("optimizer states", BUFFERS * store.options.chunk_bytes, held, note)
     tensors = {
         id(value): value
         for state in optimizer.state.values()

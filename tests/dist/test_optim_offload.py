@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ import torch.distributed as dist
 from harness import die, ranks, run_ranks
 from test_optim_steps import Model, alone, make, same, train
 from torch import nn
-from toys import full_parameters, wrap
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from toys import Block, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
-from fsdpc import checkpoint, fully_shard, optim
+from fsdpc import _C, checkpoint, fully_shard, optim
+from fsdpc._plan.ledger import plan
+from fsdpc._plan.model import CPU, Setup, check
+from fsdpc._plan.model import Model as Plain
+from fsdpc._plan.modules import units_of
 from fsdpc.optim import _disk
 
 STEPS = 3
@@ -78,6 +84,37 @@ def test_optimizer_state_dicts_gather_and_load(rank, world):
     wanted = full_parameters(other)
     for key, value in full_parameters(model).items():
         assert torch.equal(value, wanted[key])
+
+
+@ranks(2)
+def test_the_plan_equals_the_run(rank, world):
+    """Bytes of the file and of the buffers, with one parameter per unit and dtype."""
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (optim.AdamW, {}),
+        "lion": (optim.Lion, {}),
+        "momentum": (partial(optim.SGD, momentum=0.9), {}),
+        "adamw-master": (optim.AdamW, {"masters": True}),
+    }
+    for name, (kind, options) in cases.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            policy = ModuleWrapPolicy({Block})
+            plain = toy(blocks=3, width=64).to(dtype)
+            buffers = 500_000
+            storage = str(dtype).removeprefix("torch.")
+            setup = check(Setup(world, storage=storage, optimizer=name, disk=buffers, **CPU))
+            made = plan(Plain("toy", units_of(plain, policy)), setup)
+            model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
+            disk = optim.Disk(tempfile.mkdtemp(), buffers, **options)
+            optimizer = kind(model.parameters(), lr=0.1, offload=disk)
+            loss_of(model, tokens(rank, 0)).backward()
+            optimizer.step()
+            store = optimizer._store
+            assert made.row("optimizer states") == _C.disk_info(store.disk)["bytes"], (name, dtype)
+            assert made.row("buffers of states") == sum(map(len, store.buffers))
+            report = fsdpc.memory_report(model, optimizer)
+            line = next(line for line in report.lines if line.role == "optimizer states")
+            assert line.actual == line.planned == sum(map(len, store.buffers))
+            assert "of states on a disk" in line.note
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C, checkpoint, optim
 from fsdpc.optim import _disk
-from fsdpc.optim._disk import PAGE, Wanted, lay_out
+from fsdpc.optim._disk_layout import PAGE, Wanted, lay_out
 
 SHAPES = ((300, 401), (7,), (0, 3), (128, 64), (5,), (90000,))
 SMALL = 400_000  # bytes of buffers: the first parameter takes several chunks
