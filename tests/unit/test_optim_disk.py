@@ -22,6 +22,8 @@ from fsdpc import _C, checkpoint, optim
 from fsdpc.optim import _disk
 from fsdpc.optim._disk_layout import PAGE, Wanted, lay_out
 
+# Wherever pytest's folders are.
+pytestmark = pytest.mark.filterwarnings("ignore:.*keeps files in memory")
 SHAPES = ((300, 401), (7,), (0, 3), (128, 64), (5,), (90000,))
 SMALL = 400_000  # bytes of buffers: the first parameter takes several chunks
 MAKERS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
@@ -243,6 +245,14 @@ def test_a_full_disk(tmp_path: Path):
     train(optimizer.param_groups[0]["params"], optimizer, range(1))
     with pytest.raises(OSError, match="rank 0: making a file of states in /nowhere"):
         optim.AdamW([nn.Parameter(torch.ones(3))], offload=optim.Disk("/nowhere"))
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is no file system of its own")
+def test_a_folder_in_memory_is_pointed_out():
+    with pytest.warns(
+        UserWarning, match="/dev/shm lies in a file system that keeps files in memory"
+    ):
+        optim.AdamW(params_of(torch.float32), offload=optim.Disk("/dev/shm", SMALL))
 
 
 def test_damaged_bytes(tmp_path: Path):
