@@ -14,6 +14,7 @@
 #include "py/ckpt/py_ckpt.h"
 #include "py/comm/py_comm.h"
 #include "py/base/py_cuda.h"
+#include "py/disk/py_disk.h"
 #include "py/optim/py_optim.h"
 #include "py/unit/py_engine.h"
 #include "py/unit/py_layout.h"
@@ -109,10 +110,10 @@ static int
 add_parts(PyObject *module)
 {
     PyMethodDef *const functions[] = {
-        fsdpc_py_cuda_methods,        fsdpc_py_nccl_methods,      fsdpc_py_stall_methods,
-        fsdpc_py_alloc_methods,       fsdpc_py_thread_methods,    fsdpc_py_layout_methods,
-        fsdpc_py_plan_methods,        fsdpc_py_ckpt_methods,      fsdpc_py_optim_methods,
-        fsdpc_py_optim_value_methods, fsdpc_py_activation_methods};
+        fsdpc_py_cuda_methods,        fsdpc_py_nccl_methods,       fsdpc_py_stall_methods,
+        fsdpc_py_alloc_methods,       fsdpc_py_thread_methods,     fsdpc_py_layout_methods,
+        fsdpc_py_plan_methods,        fsdpc_py_ckpt_methods,       fsdpc_py_optim_methods,
+        fsdpc_py_optim_value_methods, fsdpc_py_activation_methods, fsdpc_py_disk_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

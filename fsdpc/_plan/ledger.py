@@ -10,7 +10,7 @@ from typing import Any
 from fsdpc import _C
 from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
-from fsdpc._plan.states import optimizer
+from fsdpc._plan.states import Optimizer, optimizer
 
 ALWAYS = ("rest", "forward", "backward", "step")
 Build = Callable[[Setup], Model]
@@ -30,7 +30,7 @@ SLACK_WHY = "torch's cache: 5 % of what torch allocates in a step, 10 % in the u
 @dataclass(frozen=True)
 class Row:
     """``exact``: equal to a run's figure to the byte; else by formula, trace or assumption.
-    ``where``: ``device`` or ``host``.
+    ``where``: ``device``, ``host`` or ``disk``.
     """
 
     role: str
@@ -200,6 +200,8 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     extra = 0.0
     if setup.optimizer == "adam-mini":
         extra = 4 * model.extra.get("embedding_share", 0.0)
+    if setup.disk:
+        return _disk_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) + extra for s in elements}
     where = "host" if _offloads(setup) else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -220,6 +222,45 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
             ("step",),
             f"{kind.name} over {how}",
             where=where,
+        ),
+    ]
+
+
+def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """States in files: one parameter per unit and storage dtype (``use_orig_params=False``)."""
+    # Here, because fsdpc.optim loads torch, which other plans do without.
+    from fsdpc.optim._disk_layout import BUFFERS, Wanted, chunk_bytes_of, lay_out
+
+    if kind.moments == 0 and not kind.master:
+        raise ValueError(f"{kind.name} has no states that fsdpc.optim keeps on a disk")
+    wanted = []
+    for unit in model.units:
+        for storage, numel in trained_pieces(unit, setup):
+            item = ITEM_BYTES[storage]
+            count = kind.moments
+            if kind.master:
+                count, item = (3 if item < 4 else 2), max(item, 4)
+            wanted.append(Wanted(numel, tuple((str(k), item) for k in range(count))))
+    chunk_bytes = chunk_bytes_of(setup.disk)
+    found = lay_out(wanted, chunk_bytes)
+    written = sum(part[1] for chunk in found.chunks for part in chunk.parts)
+    where = "host" if _offloads(setup) else "device"
+    return [
+        Row(
+            "optimizer states",
+            found.end,
+            ALWAYS,
+            f"a file of each rank; each step reads and writes {_gb(written)} of it",
+            True,
+            "disk",
+        ),
+        Row(
+            "buffers of states",
+            BUFFERS * chunk_bytes,
+            ALWAYS,
+            f"{BUFFERS} buffers between that file and the step",
+            True,
+            where,
         ),
     ]
 

@@ -110,6 +110,7 @@ class Setup:
     ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
+    ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
     """
 
     world: int = 8
@@ -120,6 +121,7 @@ class Setup:
     reduce: str | None = None
     optimizer: str = "adamw"
     offload: bool = False
+    disk: int = 0
     checkpointing: float = 0.0
     micro_batch: int = 1
     sequence: int = 2048
@@ -188,6 +190,8 @@ def check(setup: Setup) -> Setup:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
             )
+    if setup.disk and setup.transport == "stream" and not setup.offload:
+        raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
     for name in ("storage", "compute", "reduce"):
         if getattr(setup, name) is not None:
             setup = replace(setup, **{name: dtype_of(getattr(setup, name))})

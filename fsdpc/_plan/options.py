@@ -93,6 +93,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
     how.add_argument(
+        "--disk",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="optimizer states on a disk, with so much memory for buffers (fsdpc.optim.Disk)",
+    )
+    how.add_argument(
         "--checkpointing",
         type=float,
         default=0.0,
@@ -133,6 +140,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
             reduce=options.reduce,
             optimizer=options.optimizer,
             offload=options.offload,
+            disk=options.disk << 20,
             checkpointing=options.checkpointing,
             micro_batch=options.micro_batch,
             sequence=options.sequence,

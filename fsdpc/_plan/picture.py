@@ -14,6 +14,7 @@ ROLES = {
     "shards": "#1b4f72",
     "gradient shards": "#2e86c1",
     "optimizer states": "#85c1e9",
+    "buffers of states": "#5dade2",
     "gather slots": "#117a65",
     "reduce slots": "#45b39d",
     "no_sync gradients": "#a2d9ce",

@@ -105,7 +105,7 @@ def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -
                 size(at_peak) if at_peak else "",
                 " ".join(row.lifetime) if len(row.lifetime) < 4 else "always",
                 "exact" if row.exact else "",
-                row.why + (" [host]" if row.where == "host" else ""),
+                row.why + ("" if row.where == "device" else f" [{row.where}]"),
             )
         )
     out.table("Memory of each rank", ("what", "bytes", "at peak", "lives", "", "because"), rows)

@@ -23,6 +23,7 @@ from fsdpc._plan.model import CPU, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
 from fsdpc._torch import tree_leaves
+from fsdpc.optim._disk_layout import BUFFERS
 
 ROLES = {
     "shards": "master_bytes",
@@ -195,6 +196,11 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 
 def _states(optimizer: Any) -> Line:
+    store = getattr(optimizer, "_store", None)
+    if store is not None:
+        held = sum(len(buffer) for buffer in store.buffers)
+        note = f"buffers; {size(_C.disk_info(store.disk)['bytes'])} of states on a disk"
+        return Line("optimizer states", BUFFERS * store.options.chunk_bytes, held, note)
     actual = states_of(optimizer)
     name = type(optimizer).__name__
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -5,5 +5,6 @@ See docs/activations.md.
 
 from fsdpc.activations.checkpointing import checkpoint
 from fsdpc.activations.compression import compress
+from fsdpc.activations.offloading import offload
 
-__all__ = ["checkpoint", "compress"]
+__all__ = ["checkpoint", "compress", "offload"]

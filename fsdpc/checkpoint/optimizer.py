@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
@@ -276,6 +277,7 @@ class NewState:
         optimizer.state.clear()
         for param, state in self.states:
             optimizer.state[param] = state
+            increment_version([_local(v) for v in state.values() if isinstance(v, torch.Tensor)])
         for param, states in self.by_span:
             optimizer.take_span_states(param, states)  # type: ignore[attr-defined]
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):
@@ -327,11 +329,13 @@ def _make_one(
                 f"parameters {first_name!r} and {name!r} share a flat parameter but have "
                 f"different state: {form} and {other}. Wrap with use_orig_params=True"
             )
-    old = optimizer.state.get(seen.param, {})
+    old = dict.get(optimizer.state, seen.param, {})  # also of states that raise when they are used
+    place = getattr(optimizer, "state_memory", lambda param, name: None)  # fsdpc's, on a disk
     state: dict[str, Any] = {}
     for key, kind in form.items():
         if kind == "cut":
-            state[key] = _cut_target(made, seen, key, dtypes, old.get(key))
+            own = old.get(key) if key in old else place(seen.param, key)
+            state[key] = _cut_target(made, seen, key, dtypes, own)
         elif kind == "whole":
             state[key] = _whole_target(made, seen, first_name, key, dtypes, on_device)
         elif kind[0] == "blocks":

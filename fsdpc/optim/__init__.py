@@ -3,6 +3,7 @@
 They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
 """
 
+from fsdpc.optim._disk import Disk, DiskError
 from fsdpc.optim._in_backward import in_backward
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
@@ -11,4 +12,15 @@ from fsdpc.optim.adamw_bf16 import AdamWBF16
 from fsdpc.optim.lion import Lion
 from fsdpc.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamMini", "AdamW", "AdamW8bit", "AdamWBF16", "Lion", "in_backward"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamMini",
+    "AdamW",
+    "AdamW8bit",
+    "AdamWBF16",
+    "Disk",
+    "DiskError",
+    "Lion",
+    "in_backward",
+]

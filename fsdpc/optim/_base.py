@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
+from fsdpc.optim._disk import MASTER, NARROW, Disk, GuardedState, Pass, Store, step_chunks
 from fsdpc.optim._places import Group, by_group, group_of, local_of
 
 
@@ -67,6 +68,16 @@ class FusedOptimizer(Optimizer):
 
     last_norm: Tensor | None = None  # of the last step that clipped
     _inside: Any = None  # what steps units in backward, see _in_backward.py
+    _store: Store | None = None  # of states on a disk
+
+    def _offload(self, where: Disk | None) -> None:
+        """Keep states on a disk."""
+        if where is None:
+            return
+        if not isinstance(where, Disk):
+            raise TypeError(f"offload must be a fsdpc.optim.Disk or None, got {where!r}")
+        self._store = Store(where, type(self).__name__)
+        self.state = GuardedState(self.state)
 
     def _add_defaults(self, **options: Any) -> None:
         """Options of a subclass, for the groups that do not have them and for later ones."""
@@ -107,19 +118,26 @@ class FusedOptimizer(Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         clip = 1.0
+        self._check_states()
         members = [self._members(group["params"]) for group in self.param_groups]
+        reading = self._begin_step(members)
         if max_norm is not None:
             clip = self._clip_factor(members, float(max_norm), scale)
-        self._step_members(members, Scaling(scale, clip))
+        self._step_begun(members, reading, Scaling(scale, clip))
         return loss
 
     def _step_members(self, members: list[Members], scaling: Scaling) -> None:
-        for group, found in zip(self.param_groups, members, strict=True):
-            self._begin_group(group, found)
+        self._check_states()
+        self._step_begun(members, self._begin_step(members), scaling)
+
+    def _step_begun(self, members: list[Members], reading: Pass | None, scaling: Scaling) -> None:
         self._before_step(members, scaling)
+        if reading is not None:
+            step_chunks(self, reading, members, scaling)
         for group, found in zip(self.param_groups, members, strict=True):
-            if found.params:
+            if found.params and reading is None:
                 self._step_group(group, found, scaling)
+            if found.params:
                 self._finish(found, scaling.scale != 1.0)
 
     def step_and_clip(self, max_norm: float) -> Tensor:
@@ -130,6 +148,53 @@ class FusedOptimizer(Optimizer):
         self.step(max_norm=max_norm)
         assert self.last_norm is not None
         return self.last_norm
+
+    def _refuse_offload(self, where: Any) -> None:
+        if where is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} keeps its states in memory: blocks that ranks share are "
+                "read before each step. AdamW, Adam, SGD, Lion and AdamWBF16 take offload=Disk(...)"
+            )
+
+    def _check_states(self) -> None:
+        """``DiskError``: a step ended in the middle."""
+        if isinstance(self.state, GuardedState):
+            self.state.check()
+
+    def _begin_step(self, members: list[Members]) -> Pass | None:
+        """Make the states that do not exist yet; of states on a disk, begin to read."""
+        active = [param for found in members for param in found.params]
+        if self._store is not None:
+            self._place_on_disk({id(param) for param in active})
+        for group, found in zip(self.param_groups, members, strict=True):
+            self._begin_group(group, found)
+        return None if self._store is None else self._store.passes(active)
+
+    def _place_on_disk(self, which: set[int]) -> None:
+        assert self._store is not None
+        wanted = [
+            (param, self._disk_states(group, param))
+            for group in self.param_groups
+            for param in group["params"]
+            if id(param) in which
+        ]
+        self._store.reserve(wanted)
+        for param, _ in wanted:
+            if param in self.state:
+                self._store.adopt(param, self.state[param])
+
+    def _disk_states(self, group: dict[str, Any], param: Tensor) -> list[tuple[str, torch.dtype]]:
+        """Names and dtypes of a parameter's states, in the order of the file."""
+        states = [(name, self._state_dtype(param)) for name in self._names(group)]
+        return [*states, (MASTER, torch.float32)] if self._has_master(param) else states
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The states of one value per element that a group's parameters have."""
+        return self._state_names
+
+    def _has_master(self, param: Tensor) -> bool:
+        store = self._store
+        return store is not None and store.options.masters and param.dtype in NARROW
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Make the states that do not exist yet."""
@@ -222,6 +287,16 @@ class FusedOptimizer(Optimizer):
 
     # --- states ----------------------------------------------------------------------------------
 
+    def state_memory(self, param: Tensor, name: str) -> Tensor | None:
+        """Memory of a state on a disk that a checkpoint is about to fill; None: it has no place of
+        its own. Local.
+        """
+        if self._store is None:
+            return None
+        self._place_on_disk({id(param)})
+        own = self._store.held[param]
+        return self._store.tensor(param, name) if name in own else None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a loaded group does not have keep this optimizer's defaults."""
         super().__setstate__(state)
@@ -251,6 +326,9 @@ class FusedOptimizer(Optimizer):
         for number, param in zip(ids, params, strict=True):
             if number in given["state"]:
                 self.state[param] = self._loaded(param, given["state"][number])
+        if self._store is not None:
+            self.state = GuardedState(self.state)
+            self._place_on_disk({id(param) for param in self.state})
         self._after_load()
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +343,7 @@ class FusedOptimizer(Optimizer):
             )
         for name in self._state_names:
             value = state.get(name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and self._store is None:
                 dtype = self._state_dtype(param)
                 new = value.detach().to(param.device, dtype, copy=True)
                 state[name] = new.contiguous()
@@ -275,10 +353,12 @@ class FusedOptimizer(Optimizer):
         """Called when all parameters' states are loaded."""
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return param.dtype
+        return torch.float32 if self._has_master(param) else param.dtype
 
-    def _zeros(self, param: Tensor) -> Tensor:
+    def _zeros(self, param: Tensor, name: str) -> Tensor:
         """A state of zeros; a DTensor for a DTensor."""
+        if self._store is not None:
+            return self._store.zeros(param, name)
         dtype = self._state_dtype(param)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 

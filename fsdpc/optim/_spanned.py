@@ -58,10 +58,14 @@ class SpannedOptimizer(FusedOptimizer):
         return self._known[param]
 
     def _key(self, param: Tensor, span: Span) -> int:
+        return self._number(param) << 32 | span.key
+
+    def _number(self, param: Tensor) -> int:
+        """The parameter's position in the optimizer."""
         if self._order is None:
             all_params = (p for group in self.param_groups for p in group["params"])
             self._order = {p: number for number, p in enumerate(all_params)}
-        return self._order[param] << 32 | span.key
+        return self._order[param]
 
     def _pieces(
         self, params: Sequence[Tensor], values: Sequence[Tensor], grads: Sequence[Tensor]

@@ -18,6 +18,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._disk import Disk
 from fsdpc.optim._places import local_of
 
 
@@ -32,7 +33,7 @@ class Adam(FusedOptimizer):
     ``foreach``, ``fused`` and ``capturable`` are accepted and have no effect;
     ``differentiable=True`` is refused (``NotImplementedError``). States as torch's: ``step``,
     ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, all in the parameter's
-    dtype: 8 bytes per float32 parameter.
+    dtype: 8 bytes per float32 parameter. ``offload``: a ``Disk`` to keep the states on.
     """
 
     _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -52,6 +53,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        offload: Disk | None = None,
     ) -> None:
         check_lr(lr)
         check_number(eps, "epsilon value")
@@ -74,16 +76,20 @@ class Adam(FusedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults)
+        self._offload(offload)
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._state_names if group["amsgrad"] else self._state_names[:2]
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
             state = self.state[param]
             if not state:
                 state["step"] = step_counter()
-                state["exp_avg"] = self._zeros(param)
-                state["exp_avg_sq"] = self._zeros(param)
+                state["exp_avg"] = self._zeros(param, "exp_avg")
+                state["exp_avg_sq"] = self._zeros(param, "exp_avg_sq")
             if group["amsgrad"] and "max_exp_avg_sq" not in state:
-                state["max_exp_avg_sq"] = self._zeros(param)
+                state["max_exp_avg_sq"] = self._zeros(param, "max_exp_avg_sq")
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         beta1, beta2 = group["betas"]
@@ -101,7 +107,7 @@ class Adam(FusedOptimizer):
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         states = [self.state[param] for param in found.params]
-        names = self._state_names if group["amsgrad"] else self._state_names[:2]
+        names = self._names(group)
         _C.optim_step(
             "adam",
             tuple(self._rule(group, scaling)),
@@ -132,6 +138,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        offload: Disk | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -146,6 +153,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            offload=offload,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -63,7 +63,9 @@ class AdamMini(SpannedOptimizer):
         head_dim: int | None = None,
         block: Callable[[str, tuple[int, ...]], int | None] | None = None,
         maximize: bool = False,
+        offload: None = None,
     ) -> None:
+        self._refuse_offload(offload)
         check_lr(lr)
         check_number(eps, "epsilon value")
         check_number(weight_decay, "weight_decay value")
@@ -124,7 +126,9 @@ class AdamMini(SpannedOptimizer):
         for param in found.params:
             if not self.state[param]:
                 self.state[param].update(
-                    step=step_counter(), exp_avg=self._zeros(param), means=self._fresh(param)
+                    step=step_counter(),
+                    exp_avg=self._zeros(param, "exp_avg"),
+                    means=self._fresh(param),
                 )
 
     def _fresh(self, param: Tensor) -> list[Tensor]:

@@ -49,7 +49,9 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         *,
         maximize: bool = False,
         min_8bit_size: int = 4096,
+        offload: None = None,
     ) -> None:
+        self._refuse_offload(offload)
         check_number(min_8bit_size, "min_8bit_size")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
         self._add_defaults(min_8bit_size=min_8bit_size)

@@ -18,6 +18,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._disk import Disk
 from fsdpc.optim._places import local_of
 
 
@@ -29,7 +30,8 @@ class Lion(FusedOptimizer):
     than AdamW's and a weight decay 3 to 10 times larger. A difference in the last bit of a
     gradient may turn a sign: compare runs by their losses.
 
-    States ``step`` and ``exp_avg``, the latter in the parameter's dtype.
+    States ``step`` and ``exp_avg``, the latter in the parameter's dtype. ``offload``: a ``Disk``
+    to keep the latter on.
     """
 
     _state_names = ("exp_avg",)
@@ -42,6 +44,7 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
+        offload: Disk | None = None,
     ) -> None:
         check_lr(lr)
         check_number(weight_decay, "weight_decay value")
@@ -52,11 +55,12 @@ class Lion(FusedOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        self._offload(offload)
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
             if not self.state[param]:
-                self.state[param].update(step=step_counter(), exp_avg=self._zeros(param))
+                self.state[param].update(step=step_counter(), exp_avg=self._zeros(param, "exp_avg"))
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         beta1, beta2 = group["betas"]

@@ -17,6 +17,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._disk import Disk
 from fsdpc.optim._places import local_of
 
 
@@ -27,7 +28,8 @@ class SGD(FusedOptimizer):
     except a tensor's last ``numel % 16`` elements, which torch's kernel rounds in another way. (Its
     16-bit kernel leaves whole vectors of parameters unchanged in torch 2.13; this one does not.)
 
-    State ``momentum_buffer``, in the parameter's dtype, with ``momentum`` only. ``foreach`` and
+    State ``momentum_buffer``, in the parameter's dtype, with ``momentum`` only;
+    ``offload``: a ``Disk`` to keep the buffer on. ``foreach`` and
     ``fused`` are accepted and have no effect; ``differentiable=True`` is refused.
     """
 
@@ -46,6 +48,7 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        offload: Disk | None = None,
     ) -> None:
         check_lr(lr)
         check_number(momentum, "momentum value")
@@ -68,6 +71,10 @@ class SGD(FusedOptimizer):
             "fused": fused,
         }
         super().__init__(params, defaults)
+        self._offload(offload)
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._state_names if group["momentum"] != 0 else ()
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Buffers are made in the step, which must know which of them are new."""
@@ -93,7 +100,7 @@ class SGD(FusedOptimizer):
             for i, param in enumerate(found.params):
                 state = self.state[param]
                 if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = self._zeros(param)
+                    state["momentum_buffer"] = self._zeros(param, "momentum_buffer")
                 else:
                     steps[i] = later
                 buffers.append(local_of(state["momentum_buffer"]))

@@ -28,6 +28,7 @@ LAYERS = (
     "csrc/tree",
     "csrc/optim",
     "csrc/activation",
+    "csrc/disk",
     "csrc/py/base",
     "csrc/py/ckpt",
     "csrc/py/comm",
@@ -35,6 +36,7 @@ LAYERS = (
     "csrc/py/step",
     "csrc/py/optim",
     "csrc/py/activation",
+    "csrc/py/disk",
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}

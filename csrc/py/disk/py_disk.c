@@ -1,0 +1,283 @@
+/* A capsule around a file of states and the Python buffers that its transfers use. */
+#include "py/disk/py_disk.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "disk/disk.h"
+
+static const char capsule_name[] = "fsdpc._C.disk";
+
+struct holder {
+    fsdpc_disk *disk;
+    Py_buffer views[FSDPC_DISK_MAX_BUFFERS];
+    int count;
+};
+
+static void
+release(struct holder *holder)
+{
+    for (int i = 0; i < holder->count; i++) {
+        PyBuffer_Release(&holder->views[i]);
+    }
+    fsdpc_mem_free(holder);
+}
+
+/* Buffers that a transfer may still use are never released. */
+static void
+capsule_end(PyObject *capsule)
+{
+    struct holder *holder = PyCapsule_GetPointer(capsule, capsule_name);
+    bool ended;
+    Py_BEGIN_ALLOW_THREADS
+    ended = fsdpc_disk_close(holder->disk);
+    Py_END_ALLOW_THREADS
+    if (ended) {
+        release(holder);
+    }
+}
+
+static struct holder *
+holder_of(PyObject *object)
+{
+    return PyCapsule_GetPointer(object, capsule_name);
+}
+
+/* --- opening ----------------------------------------------------------------------------------- */
+
+static int
+take_buffers(PyObject *sequence, struct holder *holder)
+{
+    const Py_ssize_t count = PySequence_Size(sequence);
+    if (count < 1 || count > FSDPC_DISK_MAX_BUFFERS) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError, "1 to %d buffers are needed", FSDPC_DISK_MAX_BUFFERS);
+        }
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        const int failed =
+            item == NULL ||
+            PyObject_GetBuffer(item, &holder->views[i], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0;
+        Py_XDECREF(item);
+        if (failed) {
+            return -1;
+        }
+        holder->count++;
+        if (holder->views[i].len != holder->views[0].len) {
+            PyErr_SetString(PyExc_ValueError, "buffers of equal length are needed");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+parse_io(const char *text, fsdpc_disk_io *out)
+{
+    static const char *const names[] = {"auto", "io_uring", "threads"};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *out = (fsdpc_disk_io)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "io '%.40s': choose from auto, io_uring, threads", text);
+    return -1;
+}
+
+static PyObject *
+open_holder(struct holder *holder, fsdpc_disk_options *options)
+{
+    void *memory[FSDPC_DISK_MAX_BUFFERS];
+    for (int i = 0; i < holder->count; i++) {
+        memory[i] = holder->views[i].buf;
+    }
+    options->buffers = memory;
+    options->buffer_count = holder->count;
+    options->buffer_bytes = holder->views[0].len;
+    const int status = fsdpc_disk_open(options, &holder->disk);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    PyObject *capsule = PyCapsule_New(holder, capsule_name, capsule_end);
+    if (capsule == NULL) {
+        fsdpc_disk_close(holder->disk);
+    }
+    return capsule;
+}
+
+static PyObject *
+disk_open(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    fsdpc_disk_options options = {.direct = true};
+    PyObject *buffers;
+    const char *io = "auto";
+    int32_t rank;
+    const fsdpc_py_arg table[] = {
+        {"folder", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &options.folder},
+        {"rank", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &rank},
+        {"buffers", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &buffers},
+        {"io", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &io},
+        {"direct", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.direct},
+    };
+    (void)module;
+    if (fsdpc_py_args("disk_open", table, 5, args, count, keywords) < 0 ||
+        parse_io(io, &options.io) < 0) {
+        return NULL;
+    }
+    struct holder *holder = fsdpc_mem_calloc(1, sizeof *holder);
+    if (holder == NULL) {
+        return PyErr_NoMemory();
+    }
+    options.rank = rank;
+    PyObject *capsule = take_buffers(buffers, holder) < 0 ? NULL : open_holder(holder, &options);
+    if (capsule == NULL) {
+        release(holder);
+    }
+    return capsule;
+}
+
+/* --- using ------------------------------------------------------------------------------------- */
+
+static PyObject *
+disk_grow(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *object;
+    int64_t bytes;
+    int status;
+    const fsdpc_py_arg table[] = {
+        {"disk", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &bytes},
+    };
+    (void)module;
+    if (fsdpc_py_args("disk_grow", table, 2, args, count, keywords) < 0) {
+        return NULL;
+    }
+    struct holder *holder = holder_of(object);
+    if (holder == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_disk_grow(holder->disk, bytes);
+    Py_END_ALLOW_THREADS
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+static int
+read_parts(PyObject *tuple, fsdpc_disk_part *parts)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
+        long long offset, bytes, place;
+        PyObject *row = PyTuple_GET_ITEM(tuple, i);
+        if (!PyTuple_Check(row)) {
+            PyErr_SetString(PyExc_TypeError, "a part is a tuple (offset, bytes, place)");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(row, "LLL", &offset, &bytes, &place)) {
+            return -1;
+        }
+        parts[i] = (fsdpc_disk_part){offset, bytes, place};
+    }
+    return 0;
+}
+
+static PyObject *
+disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *object, *rows, *result = NULL;
+    bool write;
+    int32_t buffer;
+    const fsdpc_py_arg table[] = {
+        {"disk", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"write", FSDPC_PY_BOOL, FSDPC_PY_REQUIRED, &write},
+        {"buffer", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &buffer},
+        {"parts", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &rows},
+    };
+    (void)module;
+    if (fsdpc_py_args("disk_start", table, 4, args, count, keywords) < 0) {
+        return NULL;
+    }
+    struct holder *holder = holder_of(object);
+    PyObject *tuple = holder ? PySequence_Tuple(rows) : NULL;
+    if (tuple == NULL) {
+        return NULL;
+    }
+    const int parts_count = (int)PyTuple_GET_SIZE(tuple);
+    fsdpc_disk_part *parts = fsdpc_mem_calloc((size_t)parts_count + 1, sizeof *parts);
+    if (parts == NULL) {
+        PyErr_NoMemory();
+    } else if (read_parts(tuple, parts) == 0) {
+        int status;
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_disk_start(holder->disk, write, buffer, parts, parts_count);
+        Py_END_ALLOW_THREADS
+        result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    }
+    fsdpc_mem_free(parts);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *
+disk_wait(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *object;
+    int32_t buffer;
+    int status;
+    const fsdpc_py_arg table[] = {
+        {"disk", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"buffer", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &buffer},
+    };
+    (void)module;
+    if (fsdpc_py_args("disk_wait", table, 2, args, count, keywords) < 0) {
+        return NULL;
+    }
+    struct holder *holder = holder_of(object);
+    if (holder == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_disk_wait(holder->disk, buffer);
+    Py_END_ALLOW_THREADS
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+static PyObject *
+disk_info(PyObject *module, PyObject *object)
+{
+    fsdpc_disk_info info;
+    (void)module;
+    struct holder *holder = holder_of(object);
+    if (holder == NULL) {
+        return NULL;
+    }
+    fsdpc_disk_describe(holder->disk, &info);
+    return Py_BuildValue("{s:i,s:s,s:O,s:O,s:L,s:L,s:L}", "fd", info.fd, "io", info.io, "direct",
+                         info.direct ? Py_True : Py_False, "in_memory",
+                         info.in_memory ? Py_True : Py_False, "bytes", (long long)info.bytes,
+                         "read_bytes", (long long)info.read_bytes, "written_bytes",
+                         (long long)info.written_bytes);
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
+
+PyMethodDef fsdpc_py_disk_methods[] = {
+    {"disk_open", KEYWORDS(disk_open),
+     "disk_open(folder, rank, buffers, io='auto', direct=True)\n--\n\n"
+     "A file without a name in a folder, whose parts move to and from buffers of whole pages."},
+    {"disk_grow", KEYWORDS(disk_grow),
+     "disk_grow(disk, bytes)\n--\n\n"
+     "Make the file `bytes` long and reserve space for all of it. OSError: too little space."},
+    {"disk_start", KEYWORDS(disk_start),
+     "disk_start(disk, write, buffer, parts)\n--\n\n"
+     "Start to move parts, (offset in the file, bytes, place in the buffer), in whole pages."},
+    {"disk_wait", KEYWORDS(disk_wait),
+     "disk_wait(disk, buffer)\n--\n\n"
+     "Wait until the buffer's parts have moved. OSError: one has not."},
+    {"disk_info", disk_info, METH_O,
+     "disk_info(disk)\n--\n\n"
+     "fd, io, direct, in_memory, bytes of the file, read_bytes and written_bytes so far."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,171 @@
+/* A file of states: bytes there and back by both ways, in parts and in several buffers at a time; what
+ * is refused, what fails, and what a deadline that has passed leaves. */
+#include "test.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/deadline.h"
+#include "disk/disk.h"
+
+enum { PAGES = 700, BYTES = PAGES * FSDPC_DISK_PAGE, BUFFERS = 3 };
+
+static unsigned char *memory[BUFFERS];
+
+static fsdpc_disk_options
+options_of(fsdpc_disk_io io, bool direct)
+{
+    return (fsdpc_disk_options){.folder = ".",
+                                .rank = 3,
+                                .buffers = (void *const *)memory,
+                                .buffer_count = BUFFERS,
+                                .buffer_bytes = BYTES,
+                                .io = io,
+                                .direct = direct};
+}
+
+static void
+fill(int buffer, int version)
+{
+    for (int i = 0; i < BYTES; i++) {
+        memory[buffer][i] = (unsigned char)(i * 7 + i / 4096 * 13 + version);
+    }
+}
+
+/* The pages of a buffer in three parts that lie apart in the file, in another order. */
+static void
+parts_of(int buffer, fsdpc_disk_part parts[3])
+{
+    const int64_t page = FSDPC_DISK_PAGE, base = (int64_t)buffer * BYTES, first = 400 * page,
+                  second = 1 * page, third = BYTES - first - second;
+    parts[0] = (fsdpc_disk_part){base + second + third, first, 0};
+    parts[1] = (fsdpc_disk_part){base + third, second, first};
+    parts[2] = (fsdpc_disk_part){base, third, first + second};
+}
+
+static void
+bytes_come_back(fsdpc_disk_io io, bool direct)
+{
+    fsdpc_disk *disk;
+    fsdpc_disk_info info;
+    fsdpc_disk_part parts[3];
+    const fsdpc_disk_options options = options_of(io, direct);
+    REQUIRE_OK(fsdpc_disk_open(&options, &disk));
+    REQUIRE_OK(fsdpc_disk_grow(disk, (int64_t)BUFFERS * BYTES));
+    for (int b = 0; b < BUFFERS; b++) {
+        fill(b, b);
+        parts_of(b, parts);
+        CHECK_INT(fsdpc_disk_start(disk, true, b, parts, 3), FSDPC_OK);
+    }
+    for (int b = BUFFERS - 1; b >= 0; b--) {
+        CHECK_INT(fsdpc_disk_wait(disk, b), FSDPC_OK);
+        memset(memory[b], 0, BYTES);
+    }
+    for (int b = 0; b < BUFFERS; b++) { /* into the next buffer */
+        parts_of(b, parts);
+        CHECK_INT(fsdpc_disk_start(disk, false, (b + 1) % BUFFERS, parts, 3), FSDPC_OK);
+    }
+    for (int b = 0; b < BUFFERS; b++) {
+        const int to = (b + 1) % BUFFERS;
+        CHECK_INT(fsdpc_disk_wait(disk, to), FSDPC_OK);
+        int64_t wrong = 0;
+        for (int i = 0; i < BYTES; i++) {
+            wrong += memory[to][i] != (unsigned char)(i * 7 + i / 4096 * 13 + b);
+        }
+        CHECK_INT(wrong, 0);
+    }
+    fsdpc_disk_describe(disk, &info);
+    CHECK_INT(info.read_bytes, (int64_t)BUFFERS * BYTES);
+    CHECK_INT(info.written_bytes, (int64_t)BUFFERS * BYTES);
+    CHECK_INT(info.bytes, (int64_t)BUFFERS * BYTES);
+    CHECK(io == FSDPC_DISK_AUTO || strcmp(info.io, "threads") == 0);
+    CHECK(fsdpc_disk_close(disk));
+}
+
+static void
+faults_have_names(fsdpc_disk_io io)
+{
+    fsdpc_disk *disk;
+    fsdpc_disk_info info;
+    fsdpc_disk_part part = {0, 2 * FSDPC_DISK_PAGE, 0};
+    fsdpc_disk_options options = options_of(io, true);
+    REQUIRE_OK(fsdpc_disk_open(&options, &disk));
+    REQUIRE_OK(fsdpc_disk_grow(disk, 4 * FSDPC_DISK_PAGE));
+    REQUIRE_OK(fsdpc_disk_grow(disk, FSDPC_DISK_PAGE)); /* never shorter */
+    fsdpc_disk_describe(disk, &info);
+    CHECK_INT(info.bytes, 4 * FSDPC_DISK_PAGE);
+    CHECK_ERROR(fsdpc_disk_grow(disk, INT64_MAX / 2), FSDPC_E_IO, "rank 3: reserving");
+    part.offset = 3 * FSDPC_DISK_PAGE;
+    CHECK_ERROR(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_E_INVAL, "not valid");
+    part.offset = 0;
+    REQUIRE(ftruncate(info.fd, FSDPC_DISK_PAGE) == 0);
+    CHECK_INT(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_OK);
+    CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL, "not valid");
+    CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is told once */
+    CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "no buffer 7");
+    CHECK(fsdpc_disk_close(disk));
+    options.folder = "/nowhere";
+    CHECK_ERROR(fsdpc_disk_open(&options, &disk), FSDPC_E_IO, "rank 3: making a file of states");
+    options.folder = ".";
+    options.buffer_bytes = 100;
+    CHECK_ERROR(fsdpc_disk_open(&options, &disk), FSDPC_E_INVAL, "whole pages");
+    CHECK(fsdpc_disk_close(NULL));
+}
+
+/* Whatever the kernel has done by then, a wait ends, and so does closing. */
+static void
+waits_end(void)
+{
+    fsdpc_disk *disk;
+    fsdpc_disk_part parts[3];
+    const fsdpc_disk_options options = options_of(FSDPC_DISK_AUTO, true);
+    REQUIRE_OK(fsdpc_disk_open(&options, &disk));
+    REQUIRE_OK(fsdpc_disk_grow(disk, (int64_t)BUFFERS * BYTES));
+    parts_of(0, parts);
+    CHECK_INT(fsdpc_disk_start(disk, true, 0, parts, 3), FSDPC_OK);
+    fsdpc_set_timeout(1e-9);
+    const int status = fsdpc_disk_wait(disk, 0);
+    CHECK(status == FSDPC_OK || status == FSDPC_E_TIMEOUT);
+    fsdpc_set_timeout(FSDPC_DEFAULT_TIMEOUT_S);
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK);
+    CHECK_INT(fsdpc_disk_start(disk, false, 1, parts, 3), FSDPC_OK);
+    CHECK(fsdpc_disk_close(disk)); /* with a transfer on its way */
+}
+
+static int
+open_and_close(void *argument)
+{
+    fsdpc_disk *disk;
+    const fsdpc_disk_options options = options_of(*(fsdpc_disk_io *)argument, true);
+    FSDPC_TRY(fsdpc_disk_open(&options, &disk));
+    return fsdpc_disk_close(disk) ? FSDPC_OK : FSDPC_E_TIMEOUT;
+}
+
+int
+main(void)
+{
+    char folder[] = "/tmp/fsdpc-test-disk-XXXXXX";
+    fsdpc_disk_io threads = FSDPC_DISK_THREADS;
+    REQUIRE(mkdtemp(folder) != NULL && chdir(folder) == 0);
+    for (int b = 0; b < BUFFERS; b++) {
+        REQUIRE(posix_memalign((void **)&memory[b], FSDPC_DISK_PAGE, BYTES) == 0);
+    }
+    for (int direct = 0; direct < 2; direct++) {
+        bytes_come_back(FSDPC_DISK_AUTO, direct);
+        bytes_come_back(FSDPC_DISK_THREADS, direct);
+    }
+    faults_have_names(FSDPC_DISK_AUTO);
+    faults_have_names(FSDPC_DISK_THREADS);
+    waits_end();
+    test_alloc_sweep(open_and_close, &threads);
+    for (int b = 0; b < BUFFERS; b++) {
+        free(memory[b]);
+    }
+    CHECK(chdir("/") == 0 && rmdir(folder) == 0); /* nothing is left in it */
+    return test_result();
+}

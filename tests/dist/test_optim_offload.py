@@ -1,0 +1,213 @@
+"""fsdpc.optim with states on a disk, on shards: equal to the bit to states in memory, in bounded
+memory, after a kill, and in checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import die, ranks, run_ranks
+from test_optim_steps import Model, alone, make, same, train
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from toys import Block, full_parameters, loss_of, tokens, toy, wrap
+
+import fsdpc
+from fsdpc import _C, checkpoint, fully_shard, optim
+from fsdpc._plan.ledger import plan
+from fsdpc._plan.model import CPU, Setup, check
+from fsdpc._plan.model import Model as Plain
+from fsdpc._plan.modules import units_of
+from fsdpc.optim import _disk
+
+STEPS = 3
+SMALL = 400_000
+KINDS = {
+    "AdamW": ("units", "flat", "rows"),
+    "AdamWBF16": ("units", "rows"),  # flat parameters draw other random bits
+    "SGD": ("flat",),
+    "Lion": ("rows",),
+}
+
+
+@ranks(2)
+def test_shards_of_both_interfaces(rank, world):
+    folder = tempfile.mkdtemp()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for name, kinds in KINDS.items():
+        dtype = torch.bfloat16 if name == "AdamWBF16" else torch.float32
+        expected = dict(alone(name, dtype, clip=name == "AdamW")[0].named_parameters())
+        for kind in kinds:
+            model = Model(dtype)
+            if kind == "rows":
+                fully_shard(model, mesh=mesh)
+            else:
+                model = wrap("fsdpc", model, use_orig_params=kind == "units")
+            disk = optim.Disk(folder, SMALL, checksum=True)
+            optimizer = make(name, model, offload=disk)
+            train(model, optimizer, range(STEPS), name == "AdamW")
+            if kind == "rows":
+                found = {n: p.full_tensor() for n, p in model.named_parameters()}
+            else:
+                found = full_parameters(model)
+            for key, value in found.items():
+                same(name, value.detach(), expected[key].detach())
+    assert os.listdir(folder) == []
+
+
+@ranks(2)
+def test_optimizer_state_dicts_gather_and_load(rank, world):
+    folder = tempfile.mkdtemp()
+    disk = optim.Disk(folder, SMALL)
+    model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
+    other = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
+    one, two = make("AdamW", model, offload=disk), make("AdamW", other)
+    train(model, one, range(2), True)
+    train(other, two, range(2), True)
+    fsdp = fsdpc.FullyShardedDataParallel
+    states, expected = fsdp.optim_state_dict(model, one), fsdp.optim_state_dict(other, two)
+    for name, state in expected["state"].items():
+        for key, value in state.items():
+            assert torch.equal(states["state"][name][key], value), (name, key)
+    fresh = make("AdamW", model, offload=disk)
+    fresh.load_state_dict(fsdp.optim_state_dict_to_load(model, fresh, expected))
+    train(model, fresh, range(2, 4), True)
+    train(other, two, range(2, 4), True)
+    wanted = full_parameters(other)
+    for key, value in full_parameters(model).items():
+        assert torch.equal(value, wanted[key])
+
+
+@ranks(2)
+def test_the_plan_equals_the_run(rank, world):
+    """Bytes of the file and of the buffers, with one parameter per unit and dtype."""
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (optim.AdamW, {}),
+        "lion": (optim.Lion, {}),
+        "momentum": (partial(optim.SGD, momentum=0.9), {}),
+        "adamw-master": (optim.AdamW, {"masters": True}),
+    }
+    for name, (kind, options) in cases.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            policy = ModuleWrapPolicy({Block})
+            plain = toy(blocks=3, width=64).to(dtype)
+            buffers = 500_000
+            storage = str(dtype).removeprefix("torch.")
+            setup = check(Setup(world, storage=storage, optimizer=name, disk=buffers, **CPU))
+            made = plan(Plain("toy", units_of(plain, policy)), setup)
+            model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
+            disk = optim.Disk(tempfile.mkdtemp(), buffers, **options)
+            optimizer = kind(model.parameters(), lr=0.1, offload=disk)
+            loss_of(model, tokens(rank, 0)).backward()
+            optimizer.step()
+            store = optimizer._store
+            assert made.row("optimizer states") == _C.disk_info(store.disk)["bytes"], (name, dtype)
+            assert made.row("buffers of states") == sum(map(len, store.buffers))
+            report = fsdpc.memory_report(model, optimizer)
+            line = next(line for line in report.lines if line.role == "optimizer states")
+            assert line.actual == line.planned == sum(map(len, store.buffers))
+            assert "of states on a disk" in line.note
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def start() -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.full((1500, 1000), float(i))) for i in range(4)]
+    for i, param in enumerate(params):
+        param.grad = torch.arange(param.numel()).view_as(param) * (1e-3 * (i + 1))
+    return params
+
+
+def steps(params: list[nn.Parameter], **options: Any) -> optim.AdamW:
+    optimizer = optim.AdamW(params, lr=0.1, **options)
+    for _ in range(3):
+        optimizer.step_and_clip(1.0)
+    return optimizer
+
+
+def fits(params: list[nn.Parameter]) -> bool:
+    """Whether steps with states in memory are possible."""
+    try:
+        steps(params)
+    except (RuntimeError, MemoryError):
+        return False
+    return True
+
+
+@ranks(1)
+def test_memory_is_bounded(rank, world):
+    """States of 48 MB with 12 MB allowed by RLIMIT_DATA: trains on the disk, to the bits of a run
+    in memory, which the limit does not allow.
+    """
+    torch.set_num_threads(1)
+    one, other, third = start(), start(), start()
+    small = [nn.Parameter(torch.ones(3))]
+    small[0].grad = torch.ones(3)
+    steps(small)  # what is made at first use
+    data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+    limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + (12 << 20), limit[1]))
+    try:
+        kept = steps(one, offload=optim.Disk(tempfile.mkdtemp(), buffer_bytes=6 << 20))
+        allowed = fits(third)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limit)
+    assert not allowed
+    full = steps(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(kept.state[a]["exp_avg_sq"], full.state[b]["exp_avg_sq"])
+
+
+# --- kills ---------------------------------------------------------------------------------------
+
+
+def run_to(rank: int, world: int, folder: str, last: int, on_disk: bool, die_at: int = 0) -> Any:
+    """Steps up to `last`, from the checkpoint if there is one; saves after step 2. `die_at`: the
+    number of chunks after which rank 1 dies.
+    """
+    states = Path(folder) / "states"
+    model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
+    disk = optim.Disk(states, SMALL) if on_disk else None
+    optimizer = make("AdamW", model, offload=disk)
+    begin, written = 0, 0
+    if (Path(folder) / "saved").exists():
+        checkpoint.load(Path(folder) / "saved", model, optimizer)
+        begin = 2
+    real = _disk.Store.start
+
+    def counted(self: Any, write: bool, buffer: int, chunk: Any) -> None:
+        nonlocal written
+        real(self, write, buffer, chunk)
+        written += write
+        if written == die_at and rank == 1:
+            die()
+
+    if die_at:
+        _disk.Store.start = counted
+    train(model, optimizer, range(begin, min(2, last)), True)
+    if begin == 0 and on_disk:
+        checkpoint.save(Path(folder) / "saved", model, optimizer)
+    train(model, optimizer, range(max(begin, 2), last), True)
+    return {name: value.tolist() for name, value in full_parameters(model).items()}
+
+
+def test_killed_in_the_middle_of_a_step(tmp_path: Path):
+    (tmp_path / "states").mkdir()
+    arguments = {"folder": str(tmp_path), "last": 4}
+    expected = run_ranks(run_to, 2, on_disk=False, **arguments)
+    outcomes = run_ranks(run_to, 2, faults=True, on_disk=True, die_at=3, **arguments)
+    assert outcomes[1].exit_signal == signal.SIGKILL, outcomes[1].error
+    assert "PeerError" in (outcomes[0].error or ""), outcomes[0].error
+    assert os.listdir(tmp_path / "states") == []  # nothing that a run could mistake for its own
+    found = run_ranks(run_to, 2, on_disk=True, **arguments)
+    assert found == expected

@@ -1,0 +1,347 @@
+"""fsdpc.optim with states on a disk: equal to states in memory; what a full disk, an error in the
+middle of a step, damaged bytes and a fork do.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpc import _C, checkpoint, optim
+from fsdpc.optim import _disk
+from fsdpc.optim._disk_layout import PAGE, Wanted, lay_out
+
+# Wherever pytest's folders are.
+pytestmark = pytest.mark.filterwarnings("ignore:.*keeps files in memory")
+SHAPES = ((300, 401), (7,), (0, 3), (128, 64), (5,), (90000,))
+SMALL = 400_000  # bytes of buffers: the first parameter takes several chunks
+MAKERS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
+    "AdamW": (torch.float32, optim.AdamW),
+    "AdamW amsgrad": (torch.float64, lambda p, **k: optim.AdamW(p, amsgrad=True, **k)),
+    "Adam bf16": (torch.bfloat16, optim.Adam),
+    "SGD": (torch.float32, lambda p, **k: optim.SGD(p, lr=0.1, momentum=0.9, **k)),
+    "SGD alone": (torch.float32, lambda p, **k: optim.SGD(p, lr=0.1, **k)),
+    "Lion": (torch.float32, optim.Lion),
+    "AdamWBF16": (torch.bfloat16, optim.AdamWBF16),
+}
+
+
+def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def train(params: list[nn.Parameter], optimizer: Any, steps: range, **options: Any) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if step == 2:
+            params[1].grad = None
+        optimizer.step(**options)
+
+
+def same(one: Any, params: Any, other: Any, others: Any) -> None:
+    for a, b in zip(params, others, strict=True):
+        assert torch.equal(a, b)
+        assert one.state[a].keys() == other.state[b].keys()
+        for key, value in one.state[a].items():
+            assert value.shape == other.state[b][key].shape
+            assert torch.equal(value, other.state[b][key]), key
+
+
+@pytest.mark.parametrize("io", ["io_uring", "threads"])
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_equal_to_states_in_memory(name: str, io: str, tmp_path: Path):
+    dtype, make = MAKERS[name]
+    clip = {"max_norm": 1.0} if io == "threads" else {}
+    disk = optim.Disk(tmp_path, SMALL, checksum=True, io=io, direct=name != "Lion")
+    params, others = params_of(dtype), params_of(dtype)
+    try:
+        one = make(params, offload=disk)
+    except NotImplementedError as error:
+        pytest.skip(f"io_uring: {error}")
+    other = make(others)
+    train(params, one, range(4), **clip)
+    train(others, other, range(4), **clip)
+    same(one, params, other, others)
+    assert os.listdir(tmp_path) == []  # the file has no name
+
+
+def test_two_groups_gradient_scaler_and_late_parameters(tmp_path: Path):
+    ends = []
+    for offload in (None, optim.Disk(tmp_path, SMALL)):
+        params = params_of(torch.float32)
+        optimizer = optim.AdamW(
+            [{"params": params[:3], "lr": 1e-2}, {"params": params[3:4]}], offload=offload
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": params[4:], "weight_decay": 0.5})
+            for param in params[: 4 if step == 0 else 6]:
+                param.grad = torch.full_like(param, float(8 * (step + 1)))
+            if step == 2:
+                params[0].grad[0, 0] = float("inf")  # this step is skipped
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append((optimizer, params))
+    same(*ends[0], *ends[1])
+
+
+def test_state_dicts_from_and_to_torch(tmp_path: Path):
+    params, others = params_of(torch.float32), params_of(torch.float32)
+    one = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL))
+    other = torch.optim.AdamW(others, fused=True)
+    train(others, optim_first := optim.AdamW(others), range(2))
+    other.load_state_dict(optim_first.state_dict())
+    with torch.no_grad():
+        for a, b in zip(params, others, strict=True):
+            a.copy_(b)
+    one.load_state_dict(other.state_dict())
+    train(params, one, range(3, 4))
+    train(others, optim_first, range(3, 4))
+    same(one, params, optim_first, others)
+    resumed = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, checksum=True))
+    resumed.load_state_dict(copy.deepcopy(one.state_dict()))
+    train(params, resumed, range(4, 6))
+    train(others, optim_first, range(4, 6))
+    same(resumed, params, optim_first, others)
+    resumed.state.clear()  # as new: states begin at zero again
+    optim_first.state.clear()
+    train(params, resumed, range(6, 7))
+    train(others, optim_first, range(6, 7))
+    same(resumed, params, optim_first, others)
+
+
+def test_masters_of_narrow_parameters(tmp_path: Path):
+    params = params_of(torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    one = optim.AdamW(params, lr=1e-4, offload=optim.Disk(tmp_path, SMALL, masters=True))
+    other = optim.AdamW(wide, lr=1e-4)
+    for step in range(4):
+        for param, full in zip(params, wide, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+            full.grad = param.grad.float()
+        if step == 2:  # a value that the user sets is not undone by its master
+            with torch.no_grad():
+                params[0][0, :5] = 3.0
+                wide[0][0, :5] = 3.0
+        one.step()
+        other.step()
+    for param, full in zip(params, wide, strict=True):
+        assert torch.equal(param, full.bfloat16())
+        assert torch.equal(one.state[param]["master"], full)
+    with pytest.raises(ValueError, match="AdamWBF16 has no float32 masters"):
+        optim.AdamWBF16(params, offload=optim.Disk(tmp_path, masters=True))
+
+
+def test_layout_is_disjoint_in_whole_pages():
+    rng = random.Random(1)
+    for _ in range(200):
+        items = rng.choice([(4, 4), (8, 8, 8), (2,), (4, 4, 4), ()])
+        states = tuple((str(k), item) for k, item in enumerate(items))
+        wanted = [Wanted(rng.choice([0, 1, 63, 5000, 70000]), states) for _ in range(9)]
+        chunk_bytes = rng.choice([32, 33, 50]) * PAGE
+        found = lay_out(wanted, chunk_bytes, rng.choice([0, PAGE]))
+        taken: list[tuple[int, int]] = []
+        steps: dict[int, list[tuple[int, int]]] = {}
+        for chunk in found.chunks:
+            assert chunk.used <= chunk_bytes
+            for at, count, place in chunk.parts:
+                assert (at | count | place) % PAGE == 0 and count > 0
+                taken.append((at, at + count))
+            for piece in chunk.slices:
+                steps.setdefault(piece.number, []).append((piece.begin, piece.end))
+                for place, offset, item in zip(
+                    piece.places, found.offsets[piece.number], items, strict=True
+                ):  # what the buffer holds there is what the file holds there
+                    begin, end = (offset + k * item for k in (piece.begin, piece.end))
+                    assert begin == end or any(
+                        at <= begin and end <= at + count and place - to == begin - at
+                        for at, count, to in chunk.parts
+                    )
+        taken.sort()
+        assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:], strict=False))
+        assert not taken or taken[-1][1] <= found.end
+        for number, want in enumerate(wanted):
+            ends = sorted(steps[number])
+            assert ends[0][0] == 0 and ends[-1][1] == want.numel
+            assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_files() -> Iterator[Callable[[int], None]]:
+    """A function after which files cannot be written behind a byte."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("io", ["auto", "threads"])
+def test_an_error_in_the_middle_of_a_step(
+    tmp_path: Path, short_files: Callable[[int], None], io: str
+):
+    params, others = params_of(torch.float32), params_of(torch.float32)
+    disk = optim.Disk(tmp_path, SMALL, io=io)
+    one, other = optim.AdamW(params, offload=disk), optim.AdamW(others)
+    train(params, one, range(2))
+    train(others, other, range(2))
+    saved, states = [p.detach().clone() for p in params], copy.deepcopy(one.state_dict())
+    short_files(500_000)  # the third chunk's place
+    with pytest.raises(OSError, match=r"rank 0: writing \d+ bytes at byte \d+") as error:
+        train(params, one, range(2, 3))
+    assert error.value.errno == errno.EFBIG
+    short_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    for use in (lambda: train(params, one, range(3, 4)), one.state_dict, lambda: one.state.items()):
+        with pytest.raises(optim.DiskError, match="ended in the middle.*Load a checkpoint"):
+            use()
+    with torch.no_grad():
+        for param, value in zip(params, saved, strict=True):
+            param.copy_(value)
+    one.load_state_dict(states)
+    train(params, one, range(2, 4))
+    train(others, other, range(2, 4))
+    same(one, params, other, others)
+
+
+def test_an_error_before_the_first_write_changes_nothing(tmp_path: Path):
+    params = params_of(torch.float32)
+    optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL))
+    train(params, optimizer, range(1))
+    before = [p.detach().clone() for p in params]
+    store = optimizer._store
+    os.truncate(_C.disk_info(store.disk)["fd"], 0)
+    with pytest.raises(OSError, match="rank 0: reading .* at byte 0 .*, which ends there"):
+        train(params, optimizer, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    assert optimizer.state.broken is None
+
+
+def test_a_full_disk(tmp_path: Path):
+    optimizer = optim.AdamW(params_of(torch.float32), offload=optim.Disk(tmp_path))
+    free = os.statvfs(tmp_path)
+    bytes_needed = free.f_bavail * free.f_frsize + (1 << 40)
+    with pytest.raises(OSError, match=rf"rank 0: reserving {bytes_needed} bytes .*bytes are free"):
+        _C.disk_grow(optimizer._store.disk, bytes_needed)
+    train(optimizer.param_groups[0]["params"], optimizer, range(1))
+    with pytest.raises(OSError, match="rank 0: making a file of states in /nowhere"):
+        optim.AdamW([nn.Parameter(torch.ones(3))], offload=optim.Disk("/nowhere"))
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is no file system of its own")
+def test_a_folder_in_memory_is_pointed_out():
+    with pytest.warns(
+        UserWarning, match="/dev/shm lies in a file system that keeps files in memory"
+    ):
+        optim.AdamW(params_of(torch.float32), offload=optim.Disk("/dev/shm", SMALL))
+
+
+def test_damaged_bytes(tmp_path: Path):
+    params = params_of(torch.float32)
+    optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, checksum=True))
+    train(params, optimizer, range(2))
+    optimizer.state[params[0]]["exp_avg"].zero_()  # what the user sets is no damage
+    train(params, optimizer, range(2, 3))
+    os.pwrite(_C.disk_info(optimizer._store.disk)["fd"], b"\x01\x02\x03", PAGE)
+    with pytest.raises(optim.DiskError, match=r"are not what was written there \(checksum\)"):
+        train(params, optimizer, range(3, 4))
+
+
+def test_a_fork_cannot_use_the_file(tmp_path: Path):
+    params = params_of(torch.float32)
+    optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL))
+    train(params, optimizer, range(1))
+    child = os.fork()
+    if child == 0:
+        try:
+            train(params, optimizer, range(1, 2))
+        except _C.StateError as error:
+            os._exit(0 if "belongs to the process" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(params, optimizer, range(1, 2))
+
+
+def test_refused(tmp_path: Path):
+    params = params_of(torch.float32)
+    with pytest.raises(ValueError, match="buffer_bytes must be at least"):
+        optim.Disk(tmp_path, 1000)
+    with pytest.raises(ValueError, match="io must be"):
+        optim.Disk(tmp_path, io="aio")
+    with pytest.raises(TypeError, match="offload must be a fsdpc.optim.Disk"):
+        optim.AdamW(params, offload=str(tmp_path))
+    for name in ("AdamW8bit", "AdamMini"):
+        with pytest.raises(NotImplementedError, match=f"{name} keeps its states in memory"):
+            getattr(optim, name)(params, offload=optim.Disk(tmp_path))
+    optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL))
+    train(params, optimizer, range(1))
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="max_exp_avg_sq.*before the first step"):
+        train(params, optimizer, range(1, 2))
+
+
+def test_buffers_and_transfers_are_refused_by_the_extension(tmp_path: Path):
+    store = _disk.Store(optim.Disk(tmp_path, SMALL), "test")
+    _C.disk_grow(store.disk, 4 * PAGE)
+    for parts in ([(1, PAGE, 0)], [(0, PAGE, 1 << 40)], [(4 * PAGE, PAGE, 0)], [(0, 0, 0)]):
+        with pytest.raises(ValueError, match="parts of a file of states are not valid"):
+            _C.disk_start(store.disk, False, 0, parts)
+    with pytest.raises(ValueError, match="parts of a file"):
+        _C.disk_start(store.disk, False, 3, [])
+    for wrong in ([bytearray(PAGE + 1)], [bytearray(100)]):
+        with pytest.raises(ValueError, match="buffers of whole pages"):
+            _C.disk_open(str(tmp_path), 0, wrong)
+    with pytest.raises(ValueError, match="io 'x'"):
+        _C.disk_open(str(tmp_path), 0, store.buffers, "x")
+    with pytest.raises((ValueError, TypeError)):
+        _C.disk_wait(object(), 0)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_read_into_the_file(tmp_path: Path):
+    (tmp_path / "states").mkdir()
+    model = nn.Linear(300, 401)
+    one = optim.AdamW(model.parameters(), offload=optim.Disk(tmp_path / "states", SMALL))
+    params = list(model.parameters())
+
+    def grads(step: int) -> None:
+        for param in params:
+            param.grad = torch.full_like(param, float(step))
+
+    grads(1)
+    one.step()
+    checkpoint.save(tmp_path / "saved", model, one)
+    values: list[Tensor] = [p.detach().clone() for p in params]
+    grads(2)
+    one.step()
+    after = [p.detach().clone() for p in params]
+    other = optim.AdamW(params, offload=optim.Disk(tmp_path / "states", SMALL, checksum=True))
+    for _ in range(2):  # into a new optimizer, then into one with states
+        checkpoint.load(tmp_path / "saved", model, other)
+        assert all(torch.equal(a, b) for a, b in zip(params, values, strict=True))
+        own = other._store.held[params[0]]["exp_avg"]
+        assert other.state[params[0]]["exp_avg"].data_ptr() == own.data_ptr()
+        grads(2)
+        other.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, after, strict=True))
