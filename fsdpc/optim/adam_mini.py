@@ -186,7 +186,7 @@ class AdamMini(SpannedOptimizer):
 
     def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
         """See ``SpannedOptimizer``. Local."""
-        first = self._zeros(param)
+        first = self._zeros(param, "exp_avg")
         held = [given for given in states if given]
         for span, given in zip(self._place(param).spans, held, strict=True):
             part(first, span).view(-1).copy_(given["exp_avg"])

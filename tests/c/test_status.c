@@ -45,7 +45,7 @@ errno_is_kept_until_the_next_error(void)
 static void
 long_texts_are_cut(void)
 {
-    enum { LIMIT = 2048 };
+    enum { LIMIT = FSDPC_ERROR_BYTES };
     static char text[LIMIT + 8], prefix[LIMIT + 8];
     for (int length = LIMIT - 6; length < LIMIT + 6; length++) {
         memset(text, 'a', (size_t)length);
