@@ -51,7 +51,7 @@ def _place(spec: Any) -> int:
 
 def install() -> None:
     """Use ``Draws`` in this process unless there is a tracker or an accelerator. Local."""
-    if torch.accelerator.current_accelerator() is None and not _tracker():
+    if torch.accelerator.current_accelerator(check_available=True) is None and not _tracker():
         setattr(dtensor_random, RNG_TRACKER, Draws())
 
 
