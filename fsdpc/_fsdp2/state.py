@@ -188,7 +188,7 @@ class State:
         if unit is None or unit.tree is None:
             return
         with torch.enable_grad():
-            start = torch.zeros((), requires_grad=True)
+            start = torch.zeros((), requires_grad=True, device="cpu")
             end = start.clone()
             gather = unit.flat.hook("pre_backward")
             end.register_hook(lambda grad: gather(grad))

@@ -129,7 +129,7 @@ class Reference:
             self.m = g if self.t == 1 else o["momentum"] * self.m + dampened
             g = g + o["momentum"] * self.m if o["nesterov"] else self.m
         self.p = self.p - o["lr"] * g
-        self.most = max([self.most, *g.abs().tolist(), *self.m.abs().tolist()])
+        self.most = float(torch.cat([torch.tensor([self.most]), g.abs(), self.m.abs()]).max())
 
 
 def run(case: Case, simd: str) -> tuple[list[Tensor], list[Reference]]:

@@ -341,10 +341,11 @@ def test_commands_are_listed(capsys):
 def test_simulate_up_to_a_hundred_thousand_ranks():
     """405 B parameters, four strategies, eight worlds: in little time and memory."""
     program = (
-        "import resource, sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
+        "import sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
         "code = main(['simulate', 'llama-3-405b', '--gpu', 'h100', '--json']);"
-        "print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,"
-        " code, file=sys.stderr)"
+        "seconds = time.process_time() - begin;"
+        "peak = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'));"
+        "print(seconds, peak.split()[1], code, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     seconds, kilobytes, code = done.stderr.split()[-3:]

@@ -121,11 +121,24 @@ put_away(fsdpc_py_tree *tree, PyObject *touched)
     return 0;
 }
 
+/* Between the flags of now and those with which the broken backward began. */
+static void
+swap_sync_flags(fsdpc_py_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        fsdpc_py_flat *flat = tree->units[i];
+        bool now = fsdpc_unit_withholds(flat->unit);
+        fsdpc_unit_set_withholds(flat->unit, flat->withheld);
+        flat->withheld = now;
+    }
+}
+
 int
 fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
 {
     PyObject *touched = PyList_New(0);
     int result = -1, status;
+    swap_sync_flags(tree);
     if (!touched || put_away(tree, touched) < 0) {
         goto done;
     }
@@ -138,6 +151,7 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
         result = fsdpc_py_mark_all(tree);
     }
 done:
+    swap_sync_flags(tree);
     Py_XDECREF(touched);
     return result;
 }

@@ -72,6 +72,7 @@ typedef struct fsdpc_py_flat {
     bool marked;        /* as gathered */
     long gathered_version, released_version;
     bool hold_installed;
+    bool withheld;      /* fsdpc_unit_withholds when the backward began */
     bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
