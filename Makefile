@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test test-all pytest check format-check lint layering ctest ctest-run simgpu simgpu-run \
+.PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run simgpu simgpu-run \
         simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
