@@ -105,7 +105,10 @@ def run_again(path: Path) -> pytest.MarkDecorator:
 
 @functools.cache
 def kills_ranks(path: Path) -> bool:
-    return path.parent.name == "fault" or "faults=True" in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    return path.parent.name == "fault" or any(
+        w in text for w in ("faults=True", "SIGSTOP", ".kill(")
+    )
 
 
 def folder_order(path: Path) -> int:

@@ -98,7 +98,7 @@ def test_another_process_is_looked_at_while_it_runs_stopped_and_dead(child):
     process = Process.find(child.pid)
     found = look(process, 5.0)
     assert (found.state in ("sleeps", "runs"), found.waits) == (True, "gather of unit a")
-    assert found.line == "<string>:11 in <module>"
+    assert found.line in ("<string>:10 in <module>", "<string>:11 in <module>")  # still in print
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     stopped = look(process, 5.0)
@@ -111,13 +111,13 @@ def test_another_process_is_looked_at_while_it_runs_stopped_and_dead(child):
 @pytest.mark.parametrize("child", ["unhandled"], indirect=True)
 def test_a_process_without_a_handler_is_not_ended_by_the_signal(child):
     found = look(Process.find(child.pid), 5.0)
-    assert (found.state, found.line) == ("sleeps", "")
+    assert found.state in ("sleeps", "runs") and found.line == ""
     descriptor = board.open_descriptor(child.pid)
     assert descriptor is not None
     number = board._HEAD.unpack(os.pread(descriptor, board._HEAD.size, 0))[1]
     os.close(descriptor)
     os.kill(child.pid, number)  # ignored: even a signal that is on its way does no harm
-    assert look(Process.find(child.pid), 5.0).state == "sleeps"
+    assert look(Process.find(child.pid), 5.0).state in ("sleeps", "runs")
 
 
 def test_a_signal_that_the_user_has_is_left_alone():
