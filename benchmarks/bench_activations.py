@@ -75,8 +75,8 @@ class Peak(threading.Thread):
         return self.most
 
 
-def one(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Measure one choice in this process."""
+def built(name: str, options: argparse.Namespace) -> tuple[gpt.GPT, str | None]:
+    """The model with a choice's checkpointing, and how saved tensors are stored."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = gpt.GPTConfig(
@@ -86,6 +86,12 @@ def one(name: str, options: argparse.Namespace) -> dict[str, float]:
     how, dtype = CHOICES[name]
     if how is not None:
         checkpoint(model, blocks=gpt.Block, **how)
+    return model, dtype
+
+
+def one(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """Measure one choice in this process."""
+    model, dtype = built(name, options)
     tokens = torch.randint(256, (options.batch, options.seq))
     result: dict[str, float] = {}
     for _ in range(options.steps):
@@ -115,15 +121,7 @@ def losses(name: str, options: argparse.Namespace) -> list[float]:
     """The losses of a training run with a choice, one per step, in bits per byte."""
     import train_gpt
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = gpt.GPTConfig(
-        width=options.width, layers=options.blocks, heads=options.heads, context=options.seq
-    )
-    model = gpt.GPT(config)
-    how, dtype = CHOICES[name]
-    if how is not None:
-        checkpoint(model, blocks=gpt.Block, **how)
+    model, dtype = built(name, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     data, _ = train_gpt.read_corpus()
     rng = torch.Generator().manual_seed(1)

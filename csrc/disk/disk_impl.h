@@ -17,7 +17,7 @@ typedef struct fsdpc_disk_transfer {
 
 typedef struct fsdpc_disk_way {
     const char *name;
-    /* Starts a transfer; it belongs to the way until fsdpc_disk_way.reap returns it. */
+    /* Starts a transfer. The way owns the transfer until `reap` returns the same transfer. */
     int (*submit)(void *self, fsdpc_disk_transfer *transfer);
     /* Passes what was submitted on to the kernel. */
     int (*flush)(void *self);

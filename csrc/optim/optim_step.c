@@ -90,8 +90,8 @@ mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* What the random bits of a tile depend on beside the low half of its elements' indices. A tile never
- * holds both sides of a multiple of 2^32, because parts begin at multiples of theirs. */
+/* What the random bits of a tile depend on beside the low half of its elements' indices. The high
+ * half is one for the whole tile: see tile_length. */
 static uint64_t
 random_key(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, uint64_t index)
 {
@@ -243,15 +243,24 @@ step_tile_low(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     return true;
 }
 
+/* A tile ends where the high half of the index changes: random_key has one for the tile. */
+static int64_t
+tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end)
+{
+    const int64_t half = (int64_t)1 << 32;
+    int64_t most = half - (tensor->first + tile) % half;
+    most = most < FSDPC_OPTIM_TILE ? most : FSDPC_OPTIM_TILE;
+    return end - tile < most ? end - tile : most;
+}
+
 static void
 step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
     const fsdpc_optim_numbers *k = &pass->numbers[index];
-    for (int64_t tile = begin; tile < end; tile += FSDPC_OPTIM_TILE) {
-        const int64_t left = end - tile;
-        const int64_t n = left < FSDPC_OPTIM_TILE ? left : FSDPC_OPTIM_TILE;
+    for (int64_t tile = begin, n; tile < end; tile += n) {
+        n = tile_length(tensor, tile, end);
         if (pass->rule->stochastic) {
             step_tile_stochastic(pass, tensor, k, tile, n);
         } else if (!step_tile_low(pass, tensor, k, tile, n)) {
