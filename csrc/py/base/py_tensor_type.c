@@ -121,22 +121,30 @@ look_up(fsdpc_py_tensor_type *self, fsdpc_py_module_state *state)
     return 0;
 }
 
-/* NULL without an exception: ask by name. */
 static const fsdpc_py_tensor_type *
-functions_of(PyObject *tensor)
+renew_functions(PyTypeObject *type)
 {
-    fsdpc_py_module_state *state = fsdpc_py_current();
-    PyTypeObject *type = Py_TYPE(tensor);
     fsdpc_py_tensor_type *known = fsdpc_py_tensor_type_of(type);
-    if (known == NULL) {
-        return NULL;
-    }
-    if ((known->version == 0 || known->version != type->tp_version_tag) &&
-        look_up(known, state) < 0) {
+    if (known != NULL && look_up(known, fsdpc_py_current()) < 0) {
         PyErr_Clear();
         return NULL;
     }
     return known;
+}
+
+/* NULL without an exception: ask by name. */
+static inline const fsdpc_py_tensor_type *
+functions_of(PyObject *tensor)
+{
+    const fsdpc_py_tensor_type *known = fsdpc_py_current()->tensors;
+    const PyTypeObject *type = Py_TYPE(tensor);
+    for (int i = 0; i < FSDPC_PY_TENSOR_TYPES; i++) {
+        if (known[i].type == type && known[i].version == type->tp_version_tag &&
+            known[i].version != 0) {
+            return &known[i];
+        }
+    }
+    return renew_functions(Py_TYPE(tensor));
 }
 
 PyObject *

@@ -309,13 +309,13 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
  * of no_sync waits: the user discards that by clearing .grad. Listeners are called on every rank,
  * here with an empty gradient (fsdpc/_engine/listeners.py removes it). */
 static int
-show_nothing(fsdpc_py_sharded *sharded)
+show_nothing(fsdpc_py_sharded *sharded, PyObject **listened)
 {
-    int listened = fsdpc_py_has_listeners(sharded);
+    int some = fsdpc_py_note_listeners(sharded, listened);
     sharded->cleared = false;
-    return listened < 0 ? -1
-                        : fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD,
-                                             listened ? sharded->grad : Py_None);
+    return some < 0
+               ? -1
+               : fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, some ? sharded->grad : Py_None);
 }
 
 int
@@ -330,12 +330,14 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
             continue;
         }
         if (sync && sharded->holds_nothing) {
-            result = show_nothing(sharded);
-        } else if (sharded->cleared) {
+            result = show_nothing(sharded, listened);
+            continue;
+        }
+        if (sharded->cleared) {
             result = show_one(flat, sharded, sync);
         }
         if (result == 0 && sync) {
-            result = fsdpc_py_note_listeners(sharded, listened);
+            result = fsdpc_py_note_listeners(sharded, listened) < 0 ? -1 : 0;
         }
     }
     if (sync) {

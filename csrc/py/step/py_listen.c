@@ -16,8 +16,8 @@ has_own(PyObject *object, PyObject *key)
     return dict && *dict ? PyDict_Contains(*dict, key) : 0;
 }
 
-int
-fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded)
+static int
+has_listeners(const fsdpc_py_sharded *sharded)
 {
     int own = has_own(sharded->param, fsdpc_py_name.backward_optimizers);
     if (own != 0) {
@@ -32,14 +32,14 @@ fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded)
 int
 fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list)
 {
-    int some = fsdpc_py_has_listeners(sharded);
+    int some = has_listeners(sharded);
     if (some <= 0) {
         return some;
     }
     if (!*list) {
         *list = PyList_New(0);
     }
-    return *list ? PyList_Append(*list, sharded->param) : -1;
+    return *list && PyList_Append(*list, sharded->param) == 0 ? 1 : -1;
 }
 
 int

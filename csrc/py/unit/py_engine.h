@@ -347,12 +347,10 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 /* --- py_listen.c ----------------------------------------------------------------------------- */
 
 /* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
- * has listeners. */
+ * has listeners. 1: it has, 0, or -1 with an exception. */
 int fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list);
 /* The program refers to gradients of the unit beside .grad. */
 bool fsdpc_py_keeps_grads(const fsdpc_py_flat *flat);
-/* 1, 0, or -1 with an exception. */
-int fsdpc_py_has_listeners(const fsdpc_py_sharded *sharded);
 /* Calls them; `list` may be NULL. */
 int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 
