@@ -104,6 +104,7 @@ current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
+increment_version_counters = _find("torch._C", "_increment_version")
 # torch's current CUDA stream; only CUDA builds have this function.
 current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:

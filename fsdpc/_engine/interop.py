@@ -64,6 +64,7 @@ def torch_functions() -> tuple[Any, ...]:
         _torch.queue_callback,
         call_listeners,
         _torch.set_version_counters,
+        _torch.increment_version_counters,
         alias_arguments,
         copy_outputs,
     )

@@ -155,6 +155,7 @@ class Caller:
             self.rng.choice([lambda call: None, lambda call: call(), self.hostile()]),
             self.rng.choice([lambda params: None, self.hostile()]),
             self.rng.choice([lambda tensors, numbers: None, self.hostile()]),
+            self.rng.choice([lambda tensors: None, self.hostile()]),
             self.rng.choice([lambda args, kwargs: (args, kwargs or {}), self.hostile()]),
             self.rng.choice([lambda output, begin, end: output, self.hostile()]),
         )

@@ -86,8 +86,8 @@ class Stepped:
         return (
             torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, lambda: self.task,
             lambda end: self.ends.append(end), lambda params: None,
-            lambda tensors, numbers: None, lambda args, kwargs: (args, kwargs or {}),
-            lambda output, begin, end: output,
+            lambda tensors, numbers: None, lambda tensors: None,
+            lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output,
         )  # fmt: skip
 
     def rows(self) -> tuple[list[Any], ...]:

@@ -188,11 +188,17 @@ bind_all(fsdpc_py_flat *flat, PyObject *const rows[4], bool dtensors)
 static int
 bind_versions(fsdpc_py_flat *flat, PyObject *counter, bool by_gather)
 {
-    PyObject *versions = counter == Py_None ? NULL : PyTuple_Pack(1, counter);
-    if (counter != Py_None && !versions) {
-        return -1;
+    PyObject *once = NULL, *thrice = NULL;
+    if (counter != Py_None) {
+        once = PyTuple_Pack(1, counter);
+        thrice = once ? PyTuple_Pack(3, counter, counter, counter) : NULL;
+        if (!thrice) {
+            Py_XDECREF(once);
+            return -1;
+        }
     }
-    Py_XSETREF(flat->versions, versions);
+    Py_XSETREF(flat->versions, once);
+    Py_XSETREF(flat->versions_thrice, thrice);
     flat->by_gather = by_gather;
     flat->marked = false;
     flat->gathered_version = 2;
@@ -275,6 +281,7 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
     flat->site_count = flat->sharded_count = flat->expected = 0;
     flat->unbinds = flat->in_pass = false;
     Py_CLEAR(flat->versions);
+    Py_CLEAR(flat->versions_thrice);
     Py_CLEAR(flat->row_dims);
     fsdpc_mem_free(flat->watched);
     flat->watched = NULL;

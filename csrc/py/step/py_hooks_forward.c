@@ -69,7 +69,7 @@ begin_pass(fsdpc_py_tree *tree)
         int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_look_for_changes(flat) < 0
                         ? -1
                         : fsdpc_py_sync_flags(flat);
-        if (flags < 0 || fsdpc_py_look_for_step(flat) < 0) {
+        if (flags < 0 || fsdpc_py_look_for_step(flat, true) < 0) {
             return -1;
         }
         thaws |= flags;

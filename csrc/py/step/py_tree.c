@@ -97,19 +97,19 @@ static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *queue_callback, *listeners;
-    PyObject *set_versions, *alias_inputs, *copy_outputs;
+    PyObject *set_versions, *increment_versions, *alias_inputs, *copy_outputs;
     if (torch == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(torch)) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of nine items or None, not %.100s",
+                     "Tree: torch must be a tuple of ten items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
                           &grad_enabled, &graph_task, &queue_callback, &listeners, &set_versions,
-                          &alias_inputs, &copy_outputs)) {
+                          &increment_versions, &alias_inputs, &copy_outputs)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -119,6 +119,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->queue_callback = Py_NewRef(queue_callback);
     self->listeners = Py_NewRef(listeners);
     self->set_versions = Py_NewRef(set_versions);
+    self->increment_versions = Py_NewRef(increment_versions);
     self->alias_inputs = Py_NewRef(alias_inputs);
     self->copy_outputs = Py_NewRef(copy_outputs);
     return 0;
@@ -174,6 +175,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->listeners);
     Py_VISIT(self->set_versions);
+    Py_VISIT(self->increment_versions);
     Py_VISIT(self->alias_inputs);
     Py_VISIT(self->copy_outputs);
     Py_VISIT(self->step_unit);
@@ -238,6 +240,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->listeners);
     Py_CLEAR(self->set_versions);
+    Py_CLEAR(self->increment_versions);
     Py_CLEAR(self->alias_inputs);
     Py_CLEAR(self->copy_outputs);
     Py_CLEAR(self->step_unit);

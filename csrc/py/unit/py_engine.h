@@ -27,7 +27,7 @@ typedef struct fsdpc_py_sharded {
     PyObject *shown;        /* what param.grad is: `grad`, or a DTensor around that tensor */
     PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
-    long param_version; /* of `param`, when last read */
+    long param_version; /* of `param`, when last recorded: py_versions.c */
     long version;       /* of `grad` when the last backward ended, if it waits */
     long broken;        /* of `grad` when the last backward broke off, -1: not looked at */
     bool touched;       /* by the user since then */
@@ -68,8 +68,9 @@ typedef struct fsdpc_py_flat {
     /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
     bool by_gather;
     /* See [Note: versions] in py_versions.c. */
-    PyObject *versions; /* (a tensor that shares the gathered ones' counter,) */
-    bool marked;        /* as gathered */
+    /* (a tensor that shares the gathered ones' counter,), and with this tensor three times */
+    PyObject *versions, *versions_thrice;
+    bool marked; /* as gathered */
     long gathered_version, released_version;
     bool hold_installed;
     bool withheld;      /* fsdpc_unit_withholds when the backward began */
@@ -118,7 +119,8 @@ typedef struct fsdpc_py_tree {
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
     PyObject *listeners; /* calls the hooks of a list of parameters */
-    PyObject *set_versions, *alias_inputs, *copy_outputs; /* see fsdpc/_engine/interop.py */
+    PyObject *set_versions, *increment_versions, *alias_inputs,
+        *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyTypeObject *tensor_type, *param_type;
     PyObject *on_thaw;   /* makes memory for gradients of parameters that are not frozen any more */
     PyObject *step_unit; /* called with a unit's number when its gradient is summed */
@@ -293,9 +295,9 @@ PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
  * exception: StateError when the gathered values were written to. */
 int fsdpc_py_mark(fsdpc_py_flat *flat);
 int fsdpc_py_mark_all(fsdpc_py_tree *tree);
-/* To be called when a pass or a backward begins: tensors that autograd saved before the optimizer's
- * last step become stale. */
-int fsdpc_py_look_for_step(fsdpc_py_flat *flat);
+/* To be called when a pass (`pass_begins`) or a backward begins: tensors that autograd saved before the
+ * optimizer's last step become stale. */
+int fsdpc_py_look_for_step(fsdpc_py_flat *flat, bool pass_begins);
 
 /* --- py_grads_sharded.c ------------------------------------------------------------------------- */
 

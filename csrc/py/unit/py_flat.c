@@ -105,6 +105,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->on_changed);
     Py_VISIT(self->on_kept);
     Py_VISIT(self->versions);
+    Py_VISIT(self->versions_thrice);
     Py_VISIT((PyObject *)self->call);
     int count = self->unit ? fsdpc_unit_layout(self->unit)->param_count : 0;
     for (int i = 0; self->full && i < count; i++) {
