@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.sgd import sgd
 
 from fsdpc._engine.writeback import owner_of
+from fsdpc._fsdp2.unit import around
 from fsdpc._torch import INIT_GROUP
 
 # Exact classes: a subclass may compute something else.
@@ -82,14 +84,54 @@ def _collect(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
     """
     this = optimizer()
     result = getattr(type(this), INIT_GROUP)(this, group, *lists)
-    keeps_buffers = type(this) is torch.optim.SGD and group["momentum"] != 0  # by parameter
     scaled = isinstance(getattr(this, "found_inf", None), DTensor)
-    if keeps_buffers or scaled or group.get("differentiable"):
+    if scaled or group.get("differentiable"):
         return result
-    if all(_alike(lists[0], tensors) for tensors in lists[1:]):
+    if type(this) is torch.optim.SGD and group["momentum"] != 0:
+        _step_with_momentum(this, group, result, *lists)
+    elif all(_alike(lists[0], tensors) for tensors in lists[1:]):
         for tensors in lists:
-            tensors[:] = [t._local_tensor if type(t) is DTensor else t for t in tensors]
+            tensors[:] = _locals(tensors)
     return result
+
+
+def _locals(tensors: list[Any]) -> list[Any]:
+    return [t._local_tensor if type(t) is DTensor else t for t in tensors]
+
+
+def _step_with_momentum(
+    optimizer: Any,
+    group: dict[str, Any],
+    sparse: bool,
+    params: list[Any],
+    grads: list[Any],
+    buffers: list[Any],
+) -> None:
+    """A group's step of ``SGD``, which afterwards stores its buffers by the parameters that it has
+    collected: so these remain DTensors, and the step is made here. It then finds nothing to do.
+    """
+    kept = [(p, b) for p, b in zip(params, buffers, strict=True) if b is not None]
+    if not _alike(params, grads) or not _alike([p for p, _ in kept], [b for _, b in kept]):
+        return
+    moved = _locals(buffers)
+    options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    sgd(
+        _locals(params),
+        _locals(grads),
+        moved,
+        has_sparse_grad=sparse,
+        foreach=group["foreach"],
+        fused=group["fused"],
+        grad_scale=getattr(optimizer, "grad_scale", None),
+        found_inf=getattr(optimizer, "found_inf", None),
+        **{name: group[name] for name in options},
+    )
+    for param, old, new in zip(params, buffers, moved, strict=True):
+        if old is None:
+            made = around(new, param._spec) if type(param) is DTensor else new
+            optimizer.state[param]["momentum_buffer"] = made
+    for tensors in (params, grads, buffers):
+        tensors.clear()
 
 
 def _alike(params: list[Any], tensors: list[Any]) -> bool:

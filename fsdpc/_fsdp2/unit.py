@@ -76,7 +76,7 @@ class RowUnit(Unit):
         if spec is None:
             return full
         local = full.detach()
-        param: Any = nn.Parameter(_around(local, spec), requires_grad=self.trainable[i])
+        param: Any = nn.Parameter(around(local, spec), requires_grad=self.trainable[i])
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
@@ -108,7 +108,7 @@ class RowUnit(Unit):
 
     def distributed(self, local: Tensor, i: int) -> Tensor:
         """A DTensor of parameter ``i`` around this rank's rows, without a copy. Local."""
-        return _around(local, self.specs[i])
+        return around(local, self.specs[i])
 
     def _rows(self, i: int) -> torch.Size:
         shard = self.groups.shard
@@ -178,7 +178,7 @@ def _put_first(info: ParamInfo, dim: int) -> None:
     info.param = view
 
 
-def _around(local: Tensor, spec: Any) -> Tensor:
+def around(local: Tensor, spec: Any) -> Tensor:
     """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
     if spec.tensor_meta.dtype != local.dtype:
         meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
@@ -197,7 +197,7 @@ def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
         grad = grad.redistribute(placements=wanted)
     local = grad._local_tensor
     if isinstance(local, AsyncCollectiveTensor):
-        grad = _around(local.wait(), grad._spec)
+        grad = around(local.wait(), grad._spec)
     return grad
 
 
