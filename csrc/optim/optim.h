@@ -17,8 +17,10 @@
  *              v = fma(f(1 - beta2) * g, g, v * f(beta2)); with amsgrad x = max(x, v), else x = v
  *              p = p + (f(-lr / (1 - beta1^t)) * m) / (sqrt(x) / f(sqrt(1 - beta2^t)) + f(eps))
  *   Adam with stochastic rounding, and with states of 8 bits: the same m and v, and
- *              p = fma(p, f(1 - lr * weight_decay),
- *                      (f(-lr / (1 - beta1^t)) * m) / fma(sqrt(v), f(1 / sqrt(1 - beta2^t)), f(eps)))
+ *              p = fma(p, f(1 - lr * weight_decay), (f(lr / (1 - beta1^t)) * m) * r),
+ *              d = fma(sqrt(v), f(1 / sqrt(1 - beta2^t)), f(eps)), r = -1 / d within a unit in the last
+ *              place: r = pattern 0xfef311c7 - pattern of d, then twice e = fma(d, r, 1),
+ *              r = fma(fma(e, e, e), r, r)
  *   SGD        b = g in the first step, then b = fma(f(1 - dampening), g, b * f(momentum))
  *              g = nesterov ? fma(b, f(momentum), g) : b; p = fma(g, f(-lr), p)
  *   Lion       p = p * f(1 - lr * weight_decay); u = sign(fma(f(1 - beta1), g, m * f(beta1)))

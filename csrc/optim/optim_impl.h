@@ -47,12 +47,11 @@ typedef struct fsdpc_optim_loops {
     void (*adam_nearest)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m,
                          void *v);
     /* Adam with bfloat16 states that are rounded stochastically, by a hash of `key` and index + i.
-     * Parameters and gradients are bfloat16 if low_p and low_g, else float32; k->root is the
-     * reciprocal. */
+     * Parameters and gradients are bfloat16 if low_p and low_g, else float32. Quick numbers. */
     void (*adam_stochastic)(const fsdpc_optim_numbers *k, int64_t n, void *p, bool low_p,
                             const void *g, bool low_g, void *m, void *v, uint64_t key,
                             uint32_t index);
-    /* Adam in float32 with the reciprocal in k->root. */
+    /* Adam in float32, with quick numbers. */
     void (*adam_quick)(const fsdpc_optim_numbers *k, int64_t n, float *p, const float *g, float *m,
                        float *v);
     /* The largest value and the largest negated value, both at least 0; infinity for what is not
@@ -75,6 +74,8 @@ int fsdpc_optim_select(const fsdpc_optim_loops **out);
 /* The numbers of a rule for a tensor of its kind at its step. */
 fsdpc_optim_numbers fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule,
                                            const fsdpc_optim_tensor *tensor);
+/* For adam_stochastic and adam_quick: root becomes its reciprocal, size is negated. */
+void fsdpc_optim_make_quick(fsdpc_optim_numbers *numbers);
 
 /* Tensors cut into parts that begin at multiples of FSDPC_OPTIM_PART of the whole parameter. */
 enum { FSDPC_OPTIM_PART = 32768, FSDPC_OPTIM_TILE = 1024 };

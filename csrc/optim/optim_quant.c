@@ -208,7 +208,7 @@ static fsdpc_optim_numbers
 numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
     fsdpc_optim_numbers k = fsdpc_optim_numbers_of(rule, tensor);
-    k.root = 1 / k.root; /* as adam_quick wants it */
+    fsdpc_optim_make_quick(&k);
     return k;
 }
 

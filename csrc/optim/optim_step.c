@@ -41,6 +41,13 @@ fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *t
     return k;
 }
 
+void
+fsdpc_optim_make_quick(fsdpc_optim_numbers *k)
+{
+    k->root = 1 / k->root;
+    k->size = -k->size;
+}
+
 /* --- memory of any type ------------------------------------------------------------------------ */
 
 static void *
@@ -310,7 +317,7 @@ fill_numbers(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, in
         }
         numbers[i] = fsdpc_optim_numbers_of(rule, &tensors[i]);
         if (rule->stochastic) {
-            numbers[i].root = 1 / numbers[i].root;
+            fsdpc_optim_make_quick(&numbers[i]);
         }
     }
 }
