@@ -276,8 +276,8 @@ step_part(void *context, int index, int64_t begin, int64_t end)
     }
 }
 
-static int
-check_types(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position)
+int
+fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position)
 {
     const fsdpc_dtype types[] = {tensor->param_type, tensor->grad_type, tensor->state_type};
     int doubles = 0;
@@ -328,7 +328,7 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
 {
     struct pass pass = {.rule = rule, .tensors = tensors};
     for (int i = 0; i < count; i++) {
-        FSDPC_TRY(check_types(rule, &tensors[i], i));
+        FSDPC_TRY(fsdpc_optim_check(rule, &tensors[i], i));
     }
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
     pass.numbers = fsdpc_mem_calloc((size_t)count, sizeof *pass.numbers);
