@@ -28,6 +28,7 @@ fill_rates(fsdpc_step_entry *e, const fsdpc_step_rule &rule)
     }
     if (rule.kind >= FSDPC_STEP_STOCHASTIC) {
         e->root = 1 / e->root;
+        e->size = -e->size;
     }
 }
 
@@ -214,13 +215,16 @@ stochastic_quad(const tile<float> &own, const adam_numbers<float> &k, uint64_t k
 #pragma unroll
     for (int i = 0; i < QUAD; i++) {
         const uint32_t index = (uint32_t)(t.first + where.at + i);
-        const uint32_t random = fsdpc_random_bits(index, (uint32_t)key, (uint32_t)(key >> 32));
+        const uint32_t begun = fsdpc_random_begin(index / 2, (uint32_t)key);
+        const uint32_t hash = fsdpc_random_end(begun, (uint32_t)(key >> 32));
+        const bool odd = index % 2 == 1;
+        const fsdpc_random random = odd ? fsdpc_random_odd(hash) : fsdpc_random_even(hash);
         m[i] = fused(k.weight1, g[i] - m[i], m[i]);
         v[i] = k.next_v(g[i], v[i]);
         p[i] = k.quick(p[i], m[i], v[i]);
-        low_p[i] = rounded_bf16(p[i], random & 0xffffu);
-        low_m[i] = rounded_bf16(m[i], random >> 16);
-        low_v[i] = rounded_bf16(v[i], random * 0x9e3779b1u >> 16);
+        low_p[i] = rounded_bf16(p[i], random.p);
+        low_m[i] = rounded_bf16(m[i], random.m);
+        low_v[i] = rounded_bf16(v[i], random.v);
     }
     store_halves(t.states[0], low_m, where);
     store_halves(t.states[1], low_v, where);

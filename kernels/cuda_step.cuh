@@ -239,6 +239,17 @@ template <typename REAL> struct gradient_numbers {
     }
 };
 
+/* As minus_reciprocal of csrc/optim/optim_pairs.inc. */
+static __device__ __forceinline__ float
+minus_reciprocal(float d)
+{
+    const float guess = __uint_as_float(0xfef311c7u - __float_as_uint(d));
+    const float wrong = fused(d, guess, 1.0f);
+    const float near = fused(fused(wrong, wrong, wrong), guess, guess);
+    const float rest = fused(d, near, 1.0f);
+    return fused(fused(rest, rest, rest), near, near);
+}
+
 template <typename REAL> struct adam_numbers {
     REAL decay, beta2, weight1, weight2, root, eps, size;
 
@@ -265,10 +276,10 @@ template <typename REAL> struct adam_numbers {
         return sum(product(p, decay), quotient(product(size, m), divisor));
     }
 
-    /* root is the reciprocal here. */
+    /* root is the reciprocal and size is positive here. */
     __device__ __forceinline__ REAL quick(REAL p, REAL m, REAL v) const
     {
-        return fused(p, decay, quotient(product(size, m), fused(root_of(v), root, eps)));
+        return fused(p, decay, product(product(size, m), minus_reciprocal(fused(root_of(v), root, eps))));
     }
 };
 

@@ -36,15 +36,44 @@ fsdpc_random_key(uint64_t of_step, uint64_t index)
     return fsdpc_random_mix(of_step ^ index >> 32);
 }
 
-/* 32 random bits of an element: a hash of its index, with half of the key before and half between two
- * rounds of multiply and shift (constants of Wellons' search for hashes of low bias). */
+/* Where the hash of a pair of elements begins: `pair` is half the index of its even element. */
+#define FSDPC_RANDOM_STEP 0x9e3779b1u
 FSDPC_RANDOM uint32_t
-fsdpc_random_bits(uint32_t index, uint32_t before, uint32_t between)
+fsdpc_random_begin(uint32_t pair, uint32_t before)
 {
-    uint32_t h = index * 0x9e3779b1u + before;
+    return pair * FSDPC_RANDOM_STEP + before;
+}
+
+/* 32 random bits of a pair: half of the key lies before and half between two rounds of multiply and
+ * shift (constants of Wellons' search for hashes of low bias). */
+FSDPC_RANDOM uint32_t
+fsdpc_random_end(uint32_t h, uint32_t between)
+{
     h = (h ^ h >> 16) * 0x7feb352du;
     h = ((h ^ h >> 15) + between) * 0x846ca68bu;
     return h ^ h >> 16;
+}
+
+/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. Both
+ * elements of a pair share the halves of its hash: the sum and the difference have one bit in common. */
+typedef struct fsdpc_random {
+    uint32_t m, v, p;
+} fsdpc_random;
+
+FSDPC_RANDOM fsdpc_random
+fsdpc_random_even(uint32_t hash)
+{
+    const uint32_t low = hash & 0xffffu, high = hash >> 16;
+    const fsdpc_random bits = {low, high, (low + high) & 0xffffu};
+    return bits;
+}
+
+FSDPC_RANDOM fsdpc_random
+fsdpc_random_odd(uint32_t hash)
+{
+    const uint32_t low = hash & 0xffffu, high = hash >> 16;
+    const fsdpc_random bits = {high, low, (low - high) & 0xffffu};
+    return bits;
 }
 
 #endif

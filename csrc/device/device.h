@@ -252,7 +252,7 @@ typedef struct fsdpc_steps {
     const fsdpc_step_codes *codes; /* the maps of m and of v, for states of 8 bits; host memory */
     void *scratch;                 /* count * FSDPC_STEP_SCRATCH bytes, until the step is done */
 } fsdpc_steps;
-enum { FSDPC_STEP_SCRATCH = sizeof(fsdpc_step_entry) };
+enum { FSDPC_STEP_SCRATCH = 256 };
 /* One step of all tensors: a launch per 32 tensors for their numbers, and one for all elements (two where
  * float64 is among other types). Tensors without elements count their step. FSDPC_E_INVAL: memory that
  * is not aligned to its type. */

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+_Static_assert(sizeof(fsdpc_step_entry) <= FSDPC_STEP_SCRATCH, "as device.h says");
+
 static int
 check_aligned(const fsdpc_step_tensor *t, int kind)
 {
