@@ -24,6 +24,7 @@ static const int64_t firsts[] = {0,
                                  ((int64_t)1 << 33) + 7,
                                  ((int64_t)1 << 40) + 4096};
 static fsdpc_device *gpu;
+static double size = 1; /* of the numbers */
 static uint64_t state = 11;
 
 static int64_t
@@ -75,9 +76,10 @@ static double
 number(bool wild)
 {
     static const double corners[] = {0.0, -0.0, 1e-41, -1e-42, 3e38, INFINITY, NAN, 1e-7};
-    return wild && below(40) == 0
-               ? corners[below(8)]
-               : ((double)below(1 << 24) / (1 << 23) - 1.0) * exp2(-(double)below(9));
+    if (wild && below(40) == 0) {
+        return corners[below(8)];
+    }
+    return ((double)below(1 << 24) / (1 << 23) - 1.0) * exp2(-(double)below(9)) * size;
 }
 
 static void
@@ -353,8 +355,10 @@ states_of_8_bits(void)
         shape.tensors = 1 + below(4);
         shape.types[0] = types[round % 3];
         shape.types[1] = types[round / 3 % 3];
+        size = round % 4 == 2 ? 1e-38 : 1; /* scales without a reciprocal */
         try_shape(&shape);
     }
+    size = 1;
 }
 
 /* The scale and the clipping factor come from the device, where the host's rule has others. */
@@ -419,7 +423,9 @@ activations(void)
         struct block values = block_of(types[round % 3], n), codes = block_of(FSDPC_BYTES, n);
         struct block scales = block_of(FSDPC_F32, blocks), out = block_of(types[round % 3], n);
         struct block *const all[] = {&values, &codes, &scales, &out};
+        size = round % 12 == 6 ? 1e-38 : 1; /* float32 blocks whose scale has no reciprocal */
         fill(&values, round % 2, false);
+        size = 1;
         for (int i = 0; i < 4; i++) {
             to_device(all[i]);
         }
