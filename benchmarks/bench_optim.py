@@ -8,12 +8,15 @@ python benchmarks/bench_optim.py --only AdamW --numel 1000000
 A case has tensors of its own; all of them take turns round by round in one process, and a share is
 the quotient of one round. Time is the thread's processor time. Bytes are what a step must read and
 write at least: parameter, gradient and states once each (the gradients twice for a norm).
+bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
+torch.compile in its first step.
 The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,13 +48,33 @@ STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], bool]] = {
     "AdamW8bit": (16.06, F32, lambda p: optim.AdamW8bit(p), False),
     "AdamMini": (24, F32, lambda p: optim.AdamMini(p, block=lambda *_: 1024), False),
 }
-# Whose time each one is compared with.
+
+
+def peer(module: str, name: str) -> Callable[[Any], Any] | None:
+    """Another library's optimizer, or None where that is not installed or does not load."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+
+
+PEERS = {
+    "bitsandbytes AdamW8bit": peer("bitsandbytes.optim", "AdamW8bit"),
+    "torchao AdamW8bit": peer("torchao.optim", "AdamW8bit"),
+}
+STEPS |= {
+    name: (16.06, F32, lambda p, make=make: make(p), False)
+    for name, make in PEERS.items()
+    if make is not None
+}
+# Whose time each one is compared with, if that takes part.
 RIVALS = {
     "AdamW": "torch AdamW fused",
     "AdamW, clip": "torch AdamW fused, clip",
     "SGD momentum": "torch SGD fused",
     "AdamW bf16": "torch AdamW fused bf16",
     "AdamWBF16, bf16": "torch AdamW fused bf16",
+    "AdamW8bit": "bitsandbytes AdamW8bit",
 }
 
 
@@ -133,7 +156,7 @@ def show(title: str, results: dict[str, Any]) -> None:
     def text(entry: dict[str, Any], key: str) -> str:
         return f"{entry[key]['median']:.3f}" if key in entry else ""
 
-    head = ["step", "ns / parameter", "GB/s", "x triad", "time / torch's"]
+    head = ["step", "ns / parameter", "GB/s", "x triad", "time / other's"]
     rows = [
         [name, *(text(entry, key) for key in ("ns", "GB/s", "of_triad", "of_torch"))]
         for name, entry in results.items()
@@ -154,7 +177,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result = {"run": common.describe_run(), "kernels": _C.kernel_names()[-1], "threads": 1}
     names = [name for name in STEPS if options.only in name]
-    few = [name for name in names if "foreach" in name or name in RIVALS or "fused" in name]
+    few = [name for name in names if "torch " in name + RIVALS.get(name, "")]
     for title, chosen, count, numel in (
         ("big", names, 1, options.numel),
         ("small", few, options.tensors, options.small),

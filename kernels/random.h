@@ -36,12 +36,12 @@ fsdpc_random_key(uint64_t of_step, uint64_t index)
     return fsdpc_random_mix(of_step ^ index >> 32);
 }
 
-/* Where the hash of a pair of elements begins: `pair` is half the index of its even element. */
+/* Where the hash of a pair of elements begins: `number` is half the index of its even element. */
 #define FSDPC_RANDOM_STEP 0x9e3779b1u
 FSDPC_RANDOM uint32_t
-fsdpc_random_begin(uint32_t pair, uint32_t before)
+fsdpc_random_begin(uint32_t number, uint32_t before)
 {
-    return pair * FSDPC_RANDOM_STEP + before;
+    return number * FSDPC_RANDOM_STEP + before;
 }
 
 /* 32 random bits of a pair: half of the key lies before and half between two rounds of multiply and

@@ -62,14 +62,18 @@ def changes(build: Build, base: Plan, card: Card) -> list[Change]:
 def effects(build: Build, base: Plan) -> list[Effect]:
     """Every switch by itself, the one that frees most first."""
     found = []
-    for label, values in _switches(base.setup):
+    compresses = base.setup.transport != "stream" and not base.model.traced
+    extra = (("activations in int8", {"compress": "int8"}),) if compresses else ()
+    for label, values in _switches(base.setup, extra):
         other = plan(build, replace(base.setup, **values))  # type: ignore[arg-type]
         found.append(Effect(label, other.peak.bytes - base.peak.bytes, other))
     return sorted(found, key=lambda c: c.bytes)
 
 
-def _switches(setup: Setup) -> Iterator[tuple[str, dict[str, object]]]:
-    for label, values in SWITCHES:
+def _switches(
+    setup: Setup, extra: tuple[tuple[str, dict[str, object]], ...]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    for label, values in SWITCHES + extra:
         if any(getattr(setup, name) != value for name, value in values.items()):
             yield label, values
     if setup.micro_batch > 1:
@@ -163,6 +167,8 @@ def label_of(setup: Setup) -> str:
     ]
     if setup.checkpointing:
         parts.append(f"checkpointing {setup.checkpointing:.0%}")
+    if setup.compress:
+        parts.append(f"activations in {setup.compress}")
     if setup.offload:
         parts.append("CPU offload")
     if setup.gather_slots == 1:

@@ -191,22 +191,34 @@ def item_of(setup: Setup) -> int:
     return ITEM_BYTES[setup.compute or setup.storage]
 
 
-def attention_saved(g: Geometry, setup: Setup) -> int:
+def saved_item_of(setup: Setup) -> float:
+    """Bytes of a saved activation's element: fewer with ``compress``."""
+    if not setup.compress:
+        return item_of(setup)
+    # Here, because it loads torch, which other plans do without.
+    from fsdpc.activations.compression import bytes_per_element
+
+    return bytes_per_element(setup.compress, item_of(setup))
+
+
+def attention_saved(g: Geometry, setup: Setup) -> float:
     """Per token: rotated q and k, v, the output (kept once as the output projection's input);
-    flash saves a log-sum-exp per head in fp32, eager attention the probabilities.
+    flash saves a log-sum-exp per head in fp32, eager attention the probabilities. ``compress``
+    leaves what attention and softmax save as it is; what the operations beside them save of the
+    same tensors is compressed, and there are two of these then.
     """
-    c, q, kv = item_of(setup), g.heads * g.head_dim, g.kv_heads * g.head_dim
-    common = c * (2 * q + 2 * kv)
+    c, low = item_of(setup), saved_item_of(setup)
+    q, kv, twice = g.heads * g.head_dim, g.kv_heads * g.head_dim, bool(setup.compress)
     if setup.attention == "flash":
-        return common + 4 * g.heads
-    return common + c * g.heads * setup.sequence
+        return c * (2 * q + 2 * kv) + 4 * g.heads + twice * low * q
+    return low * (2 * q + 2 * kv) + (c + twice * low) * g.heads * setup.sequence
 
 
-def mlp_saved(g: Geometry, setup: Setup) -> int:
+def mlp_saved(g: Geometry, setup: Setup) -> float:
     """Per token: gate, up, silu(gate) and their product, each as wide as the MLP. Experts: the
     router's weights, and per token and expert ``expert_tensors`` of them.
     """
-    c = item_of(setup)
+    c = saved_item_of(setup)
     if not g.experts:
         return 4 * g.ffn * c
     slots = g.experts if g.dense_experts else g.top_k
@@ -217,8 +229,8 @@ def block_saved(g: Geometry, setup: Setup) -> int:
     """Bytes per token that a block's backward needs: the inputs of both norms and their results,
     attention and MLP, and both norms' 1/rms in fp32.
     """
-    norms = 4 * g.hidden * item_of(setup) + 8
-    return norms + attention_saved(g, setup) + mlp_saved(g, setup)
+    norms = 4 * g.hidden * saved_item_of(setup) + 8
+    return round(norms + attention_saved(g, setup) + mlp_saved(g, setup))
 
 
 def logit_bytes(setup: Setup) -> int:
@@ -265,10 +277,12 @@ def is_checkpointed(i: int, layers: int, ratio: float) -> bool:
 
 def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Iterator[Moment]:
     hidden, saved = tokens * g.hidden * c, tokens * block_saved(g, setup)
+    recomputed = tokens * block_saved(g, replace(setup, compress=""))  # one block, as it is
     inside = tokens * c * (3 * g.ffn * (g.top_k or 1) + 2 * g.hidden)
     grads = sum(p.numel for p in g.block()) * c
     chosen = [is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers)]
-    kept = [hidden if chosen[i] else saved for i in range(g.layers)]
+    inputs = round(tokens * g.hidden * saved_item_of(setup))
+    kept = [inputs if chosen[i] else saved for i in range(g.layers)]
     rows = tokens if setup.loss == "unfused" else min(tokens, FUSED_CHUNK)
     logits, tail = rows * g.vocab * logit_bytes(setup), 3 * hidden
     outside = sum(p.numel for p in g.outside()) * c
@@ -285,7 +299,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
         logits=logits,
     )
     for i in reversed(range(g.layers)):
-        again = saved if chosen[i] else 0
+        again = recomputed if chosen[i] else 0
         whole = grads if wrap != "whole" else 0
         yield Moment(
             "backward",

@@ -348,4 +348,9 @@ def _notes(setup: Setup) -> tuple[str, ...]:
         notes.append("gather slots on shared memory are paid for once per host, not per rank")
     if _offloads(setup):
         notes.append("offloaded: shards, gradient shards and optimizer states in host memory")
+    if setup.compress:
+        notes.append(
+            f"saved activations in {setup.compress} (fsdpc.activations.compress), but for what "
+            "attention, softmax and the loss save"
+        )
     return tuple(notes)

@@ -111,6 +111,7 @@ class Setup:
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
+    ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
     """
 
     world: int = 8
@@ -123,6 +124,7 @@ class Setup:
     offload: bool = False
     disk: int = 0
     checkpointing: float = 0.0
+    compress: str = ""
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1
@@ -190,6 +192,10 @@ def check(setup: Setup) -> Setup:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
             )
+    if setup.compress and setup.transport == "stream":
+        raise ValueError(
+            "compress keeps activations of processors only: use --cpu (transport shared or wire)"
+        )
     if setup.disk and setup.transport == "stream" and not setup.offload:
         raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
     for name in ("storage", "compute", "reduce"):
@@ -203,4 +209,5 @@ _CHOICES = {
     "sync": ("every", "last"),
     "attention": ("flash", "eager"),
     "loss": ("unfused", "fused"),
+    "compress": ("", "int8", "bf16"),
 }

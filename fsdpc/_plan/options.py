@@ -106,6 +106,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help="part of the blocks that is recomputed, 0 to 1",
     )
+    how.add_argument(
+        "--compress",
+        choices=("int8", "bf16"),
+        default="",
+        help="saved activations in fewer bits, with --cpu (fsdpc.activations.compress)",
+    )
     how.add_argument("--micro-batch", type=int, default=1, metavar="N")
     how.add_argument("--sequence", type=int, default=2048, metavar="N")
     how.add_argument("--accumulation", type=int, default=1, metavar="N")
@@ -142,6 +148,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
             offload=options.offload,
             disk=options.disk << 20,
             checkpointing=options.checkpointing,
+            compress=options.compress,
             micro_batch=options.micro_batch,
             sequence=options.sequence,
             accumulation=options.accumulation,

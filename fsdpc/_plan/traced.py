@@ -119,6 +119,11 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         if run.inputs is None:
             notes.append("no inputs were given, so activations are not in the plan")
         else:
+            if setup.compress:
+                raise ValueError(
+                    "compressed activations are planned by formula, not from a trace: give a "
+                    "preset or a transformers configuration, or leave --compress away"
+                )
             moments, short = _moments(run, units, setup)
             notes.append(
                 "activations traced on fake tensors"

@@ -33,6 +33,11 @@ _EXACT = {
 }
 
 
+def bytes_per_element(dtype: str, item: int) -> float:
+    """Bytes of a compressed element that had ``item`` bytes, with its part of a block's scale."""
+    return 1 + 4 / BLOCK if dtype == "int8" else min(item, 2)
+
+
 @contextmanager
 def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) -> Iterator[None]:
     """Compress the tensors that autograd saves inside the ``with`` block, for ``model``'s forward.

@@ -17,7 +17,7 @@ from fsdpc.optim._base import (
     step_counter,
 )
 from fsdpc.optim._disk import Disk
-from fsdpc.optim._places import local_of
+from fsdpc.optim._places import locals_of
 
 
 class Adam(FusedOptimizer):
@@ -80,13 +80,14 @@ class Adam(FusedOptimizer):
         return self._state_names if group["amsgrad"] else self._state_names[:2]
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        amsgrad = group["amsgrad"]
         for param in found.params:
             state = self.state[param]
             if not state:
                 state["step"] = step_counter(param)
                 state["exp_avg"] = self._zeros(param, "exp_avg")
                 state["exp_avg_sq"] = self._zeros(param, "exp_avg_sq")
-            if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            if amsgrad and "max_exp_avg_sq" not in state:
                 state["max_exp_avg_sq"] = self._zeros(param, "max_exp_avg_sq")
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
@@ -113,7 +114,7 @@ class Adam(FusedOptimizer):
             found.params,
             found.values,
             found.grads,
-            tuple([local_of(state[name]) for state in states] for name in names),
+            tuple(locals_of([state[name] for state in states]) for name in names),
             [state["step"] for state in states],
         )
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -78,6 +79,8 @@ def test_the_table_names_what_and_why(capsys):
         (["no_such_module:build"], "cannot import"),
         (["json:nothing"], "no function"),
         (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
+        (["gpt2", "--compress", "int8"], "use --cpu"),
+        (["plan_models:gpt", "--cpu", "--compress", "int8"], "by formula"),
         (["plan_models:gpt", "--micro-batch", "2"], "decides it"),
         (["plan_models:vit", "--suggest", "--gpu", "t4"], "no token ids"),
         (["gpt2", "--suggest", "--cpu"], "leave --cpu away"),
@@ -178,6 +181,28 @@ def test_everything_that_lives_is_given_back(wrap, ratio):
         live += moment.delta
         assert live >= 0, moment
     assert live <= 2 * 2**30
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_compressed_activations_are_priced_as_they_are_packed(dtype):
+    """By the bytes that a packed tensor has; q, k, v and the output stay whole for attention."""
+    from fsdpc.activations.compression import _Packed
+
+    g = geometry.PRESETS["llama-1b"]
+    whole = torch.zeros(512 * 256)
+    packed = _Packed(whole, dtype)
+    size = packed.low.nbytes + (packed.scales.nbytes if dtype == "int8" else 0)
+    q, kv, rate = g.heads * g.head_dim, g.kv_heads * g.head_dim, size / whole.numel()
+    by_hand = rate * (4 * g.hidden + q + 4 * g.ffn) + 4 * (2 * q + 2 * kv) + 4 * g.heads + 8
+    low, exact = Setup(compress=dtype, **CPU), Setup(**CPU)
+    assert geometry.block_saved(g, low) == round(by_hand)
+    assert (
+        planned("llama-1b", compress=dtype, **CPU).peak.bytes
+        < planned("llama-1b", **CPU).peak.bytes
+    )
+    every = [geometry.build(g, replace(s, checkpointing=1.0)) for s in (low, exact)]
+    backward = [next(m for m in made.moments if m.recomputed) for made in every]
+    assert backward[0].recomputed == backward[1].recomputed, "a block is computed again whole"
 
 
 def test_padding_is_counted_and_pieces_are_equal():
