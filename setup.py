@@ -40,7 +40,7 @@ def find(*endings: str, folders: tuple[str, ...] = ("csrc", "kernels")) -> list[
 SOURCES, HEADERS, KERNELS = find("c"), find("h", "inc"), find("cu", "cuh")
 PROBE, PROBE_SOURCES = "fsdpc._probe", find("c", folders=("tests/probe",))
 PROBE_HEADERS = find("h", folders=("tests/probe",))
-IMAGE_SOURCES = [*KERNELS, "kernels/cuda_params.h", "kernels/convert.h", "csrc/base/dtype.h"]
+IMAGE_SOURCES = [*KERNELS, *glob("kernels/*.h"), "csrc/base/dtype.h"]
 IMAGE_HOLDER = "csrc/device/cuda_image.c"
 GPU_CODES = ("sm_80", "sm_90", "sm_100")
 NVCC_ARGS = "-std=c++17 -O3 -fmad=false -fatbin -Icsrc -Ikernels --threads 0".split()

@@ -332,8 +332,11 @@ def optim_step(
     states: tuple[Sequence[_Array], ...],
     steps: Sequence[_Array],
     places: tuple[tuple[int, int, int], ...] | None = None,
-    edges: NDArray[np.float32] | None = None,
+    edges: NDArray[np.float32] | _Array | None = None,
     threads: int = 1,
+    device: int = -1,
+    control: tuple[_Array | None, _Array | None, _Array | None] | None = None,
+    scratch: _Array | None = None,
 ) -> None: ...
 def optim_sum_squares(tensors: Sequence[_Array], threads: int = 1) -> float: ...
 def optim_block_squares(
@@ -354,8 +357,8 @@ def optim_edges_of(which: int, values: _Array, first: int, edges: NDArray[np.flo
 
 # --- packed activations: see csrc/activation/activation.h ---
 
-def activation_pack(values: _Array, codes: _Array, scales: _Array) -> None: ...
-def activation_unpack(values: _Array, codes: _Array, scales: _Array) -> None: ...
+def activation_pack(values: _Array, codes: _Array, scales: _Array, device: int = -1) -> None: ...
+def activation_unpack(values: _Array, codes: _Array, scales: _Array, device: int = -1) -> None: ...
 
 # --- states on a disk: see csrc/disk/disk.h ---
 

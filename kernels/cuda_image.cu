@@ -3,3 +3,6 @@
 #include "cuda_add.cu"
 #include "cuda_reduce.cu"
 #include "cuda_refresh.cu"
+#include "cuda_step.cu"
+#include "cuda_step8.cu"
+#include "cuda_activation.cu"

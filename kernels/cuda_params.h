@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
+#include "steps.h"
 
 enum {
     FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */
@@ -23,19 +24,28 @@ enum {
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
     FSDPC_CUDA_VIEW_DIMS = 16,
     FSDPC_CUDA_SPANS = 128, /* of one launch */
+    FSDPC_CUDA_STEP_TENSORS = 32,
+    FSDPC_CUDA_STEP_TILE = 4096, /* elements of a tensor that one block steps */
+    FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
 };
 
 /* X(kernel, its struct) */
-#define FSDPC_CUDA_KERNELS(X)                          \
-    X(fsdpc_cuda_cast, fsdpc_cuda_cast_params)         \
-    X(fsdpc_cuda_scale, fsdpc_cuda_scale_params)       \
-    X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)         \
-    X(fsdpc_cuda_pack_add, fsdpc_cuda_pack_params)     \
-    X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)     \
-    X(fsdpc_cuda_refresh, fsdpc_cuda_refresh_params)   \
-    X(fsdpc_cuda_norm, fsdpc_cuda_norm_params)         \
-    X(fsdpc_cuda_norm_sum, fsdpc_cuda_norm_sum_params) \
-    X(fsdpc_cuda_clip, fsdpc_cuda_clip_params)
+#define FSDPC_CUDA_KERNELS(X)                              \
+    X(fsdpc_cuda_cast, fsdpc_cuda_cast_params)             \
+    X(fsdpc_cuda_scale, fsdpc_cuda_scale_params)           \
+    X(fsdpc_cuda_pack, fsdpc_cuda_pack_params)             \
+    X(fsdpc_cuda_pack_add, fsdpc_cuda_pack_params)         \
+    X(fsdpc_cuda_reduce, fsdpc_cuda_reduce_params)         \
+    X(fsdpc_cuda_refresh, fsdpc_cuda_refresh_params)       \
+    X(fsdpc_cuda_norm, fsdpc_cuda_norm_params)             \
+    X(fsdpc_cuda_norm_sum, fsdpc_cuda_norm_sum_params)     \
+    X(fsdpc_cuda_clip, fsdpc_cuda_clip_params)             \
+    X(fsdpc_cuda_step_begin, fsdpc_cuda_step_begin_params) \
+    X(fsdpc_cuda_step, fsdpc_cuda_step_params)             \
+    X(fsdpc_cuda_step_wide, fsdpc_cuda_step_params)        \
+    X(fsdpc_cuda_step8, fsdpc_cuda_step_params)            \
+    X(fsdpc_cuda_pack8, fsdpc_cuda_activation_params)      \
+    X(fsdpc_cuda_unpack8, fsdpc_cuda_activation_params)
 
 /* dst[i] = convert(src[i] * scale), and copies of bits. dst == src is allowed for equal types. */
 typedef struct fsdpc_cuda_cast_params {
@@ -162,5 +172,44 @@ typedef struct fsdpc_cuda_clip_params {
     double *norm, *factor;
     double p, max_norm, epsilon;
 } fsdpc_cuda_clip_params;
+
+/* --- optimizer steps (steps.h) ------------------------------------------------------------------- */
+
+/* Tiles of a tensor begin at multiples of FSDPC_CUDA_STEP_TILE of the whole parameter; a tensor without
+ * elements has one, which counts its step. */
+static inline int64_t
+fsdpc_cuda_step_tiles(int64_t first, int64_t n)
+{
+    const int64_t last = n > 0 ? first + n - 1 : first;
+    return last / FSDPC_CUDA_STEP_TILE - first / FSDPC_CUDA_STEP_TILE + 1;
+}
+
+/* One block, thread i: entries[i] = tensor[i] with the numbers of its step. */
+typedef struct fsdpc_cuda_step_begin_params {
+    fsdpc_step_rule rule;
+    fsdpc_step_control control;
+    fsdpc_step_entry *entries;
+    int64_t count;
+    fsdpc_step_tensor tensor[FSDPC_CUDA_STEP_TENSORS];
+} fsdpc_cuda_step_begin_params;
+
+/* One block per tile of all entries. */
+typedef struct fsdpc_cuda_step_params {
+    const fsdpc_step_entry *entries;
+    int64_t count;
+    int32_t kind, nesterov;
+    fsdpc_step_codes codes[2]; /* step8: of m, of v */
+} fsdpc_cuda_step_params;
+
+/* --- saved activations (csrc/activation/activation.h) --------------------------------------------- */
+
+/* Codes and one scale per FSDPC_STEP_BLOCK values, or back. */
+typedef struct fsdpc_cuda_activation_params {
+    void *values;
+    int8_t *codes;
+    float *scales;
+    int64_t n;
+    int32_t type, pad;
+} fsdpc_cuda_activation_params;
 
 #endif

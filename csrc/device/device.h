@@ -13,6 +13,7 @@
 
 #include "base/dtype.h"
 #include "kernels.h"
+#include "steps.h"
 
 typedef struct fsdpc_device fsdpc_device;
 /* The driver's own handle: torch's `stream.cuda_stream` is one. NULL is the default stream. */
@@ -237,5 +238,29 @@ int fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, 
 /* x[i] *= *factor, a double on the device; nothing is read or written where it is 1. Launches as above. */
 int fsdpc_device_scale_by(fsdpc_device *device, const fsdpc_stretch *list, int count,
                           const double *factor);
+
+/* --- optimizer steps and packed activations (device_steps.c) -----------------------------------------
+ *
+ * For devices that queue: FSDPC_E_UNAVAILABLE elsewhere. All memory is the device's; the host learns nothing
+ * and waits for nothing. csrc/optim/optim.h and csrc/activation/activation.h have the formulas.
+ */
+typedef struct fsdpc_steps {
+    fsdpc_step_rule rule;
+    fsdpc_step_control control;
+    const fsdpc_step_tensor *tensors; /* in host memory, read before the call returns */
+    int count;
+    const fsdpc_step_codes *codes; /* the maps of m and of v, for states of 8 bits; host memory */
+    void *scratch;                 /* count * FSDPC_STEP_SCRATCH bytes, until the step is done */
+} fsdpc_steps;
+enum { FSDPC_STEP_SCRATCH = 256 };
+/* One step of all tensors: a launch per 32 tensors for their numbers, and one for all elements (two where
+ * float64 is among other types). Tensors without elements count their step. FSDPC_E_INVAL: memory that
+ * is not aligned to its type. */
+int fsdpc_device_step(fsdpc_device *device, const fsdpc_steps *steps);
+/* n elements of F32, BF16 or F16 to codes and one scale per FSDPC_STEP_BLOCK, and back. */
+int fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype type, int64_t n,
+                       int8_t *codes, float *scales);
+int fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *scales, int64_t n,
+                         void *values, fsdpc_dtype type);
 
 #endif

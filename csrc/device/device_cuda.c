@@ -79,6 +79,8 @@ static const fsdpc_device_i cuda_table = {
     .norm_total = fsdpc_cuda_norm_total,
     .clip_factor = fsdpc_cuda_clip_factor,
     .scale_by = fsdpc_cuda_scale_by,
+    .step = fsdpc_cuda_step_all,
+    .activation = fsdpc_cuda_activation,
 };
 
 /* --- making one --------------------------------------------------------------------------------- */

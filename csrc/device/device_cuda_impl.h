@@ -144,6 +144,12 @@ int fsdpc_cuda_clip_factor(void *context, const void *total, double p, double ma
                            double *out);
 int fsdpc_cuda_scale_by(void *context, const fsdpc_stretch *list, int count, const double *factor);
 
+/* device_cuda_steps.c */
+
+int fsdpc_cuda_step_all(void *context, const fsdpc_steps *steps);
+int fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
+                          int8_t *codes, float *scales);
+
 /* device_cuda_pack.c */
 
 int fsdpc_cuda_pack_tensor(void *context, void *dst, fsdpc_dtype dst_type, const void *src,

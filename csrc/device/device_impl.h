@@ -81,6 +81,10 @@ typedef struct fsdpc_device_i {
     int (*norm_total)(void *context, const void *parts, int64_t count, bool add, void *total);
     int (*clip_factor)(void *context, const void *total, double p, double max_norm, double *out);
     int (*scale_by)(void *context, const fsdpc_stretch *list, int count, const double *factor);
+    int (*step)(void *context, const fsdpc_steps *steps);
+    /* Codes from values if `pack`, else the reverse. */
+    int (*activation)(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
+                      int8_t *codes, float *scales);
 } fsdpc_device_i;
 
 struct fsdpc_pack_plan {

@@ -37,6 +37,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
+#include "device/device.h"
 
 enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
 
@@ -86,6 +87,20 @@ int fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *te
 /* Fills each tensor's `edges` with this range's own values after the step to come. Changes nothing
  * else. */
 int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count);
+
+/* The same steps of tensors in a device's memory, queued on its current stream (optim_device.c): results
+ * equal those above, the payload of NaNs excepted. `steps`: where each tensor's number of steps done is,
+ * in the device's memory; several tensors may share one, each counts it once. tensor->step is not read. What
+ * `control` has no address for is taken from the rule. `scratch`: count * FSDPC_STEP_SCRATCH bytes of the
+ * device, in use until the step is done. */
+typedef enum fsdpc_optim_states {
+    FSDPC_OPTIM_WHOLE,
+    FSDPC_OPTIM_CODES8, /* as fsdpc_optim_step8 */
+    FSDPC_OPTIM_EDGES8  /* as fsdpc_optim_edges8; no step is counted */
+} fsdpc_optim_states;
+int fsdpc_optim_step_on(fsdpc_device *device, const fsdpc_optim_rule *rule, fsdpc_optim_states how,
+                        const fsdpc_step_control *control, const fsdpc_optim_tensor *tensors,
+                        float *const *steps, int count, void *scratch);
 
 /* Codes and scales of `n` float32 values whose first has the index `first`, and back. which: 0 for m,
  * 1 for v. `edges`: as above, of that moment (m: two values per block, v: the third), or NULL. */

@@ -98,4 +98,10 @@ float *fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtyp
 void fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
                        int64_t begin, int64_t n, const float *values);
 
+/* Whether a tensor's types go together; `position` is for the message. The second: for states of 8 bits. */
+int fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position);
+int fsdpc_optim_check8(const fsdpc_optim_tensor *tensor, int position);
+/* The map of m (0) or v (1) for a device. */
+void fsdpc_optim_map_of(int which, fsdpc_step_codes *out);
+
 #endif

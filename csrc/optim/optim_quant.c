@@ -78,6 +78,24 @@ map_of(int which)
     return &map[which];
 }
 
+void
+fsdpc_optim_map_of(int which, fsdpc_step_codes *out)
+{
+    const fsdpc_optim_codes *from = map_of(which);
+    const size_t bytes = sizeof out->two;
+    memcpy(out->two, from->two, bytes);
+    memcpy(out->next, from->next, bytes);
+    memcpy(out->by, from->by, bytes);
+    memcpy(out->offset, from->offset, bytes);
+    memcpy(out->low, from->low, bytes);
+    memcpy(out->high, from->high, bytes);
+    memcpy(out->base, from->base, bytes);
+    memcpy(out->slope, from->slope, bytes);
+    out->zero = from->zero;
+    out->one = from->one;
+    out->middle = from->middle;
+}
+
 /* --- blocks ------------------------------------------------------------------------------------ */
 
 /* Elements of the block that `index` lies in, from `index` on, at most `left`. */
@@ -256,18 +274,24 @@ step_part(void *context, int index, int64_t begin, int64_t end)
     }
 }
 
+int
+fsdpc_optim_check8(const fsdpc_optim_tensor *tensor, int position)
+{
+    if (tensor->param_type == FSDPC_F64 || tensor->grad_type == FSDPC_F64 ||
+        !fsdpc_dtype_is_float(tensor->param_type) || !fsdpc_dtype_is_float(tensor->grad_type)) {
+        return fsdpc_error(FSDPC_E_TYPE,
+                           "tensor %d of the step: states of 8 bits need float32, bfloat16 or "
+                           "float16 parameters and gradients",
+                           position);
+    }
+    return FSDPC_OK;
+}
+
 static int
 check(const fsdpc_optim_tensor *tensors, int count)
 {
     for (int i = 0; i < count; i++) {
-        if (tensors[i].param_type == FSDPC_F64 || tensors[i].grad_type == FSDPC_F64 ||
-            !fsdpc_dtype_is_float(tensors[i].param_type) ||
-            !fsdpc_dtype_is_float(tensors[i].grad_type)) {
-            return fsdpc_error(FSDPC_E_TYPE,
-                               "tensor %d of the step: states of 8 bits need float32, bfloat16 or "
-                               "float16 parameters and gradients",
-                               i);
-        }
+        FSDPC_TRY(fsdpc_optim_check8(&tensors[i], i));
     }
     return FSDPC_OK;
 }

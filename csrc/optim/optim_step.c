@@ -12,6 +12,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 #include "convert.h"
+#include "random.h"
 
 static const fsdpc_optim_rules *
 rules_of(const fsdpc_optim_loops *loops, const fsdpc_optim_tensor *tensor)
@@ -88,23 +89,12 @@ fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type
     }
 }
 
-/* The finisher of MurmurHash3 for 64 bits: every bit of the input changes half of the result's. */
-static uint64_t
-mix(uint64_t x)
-{
-    x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
-    x = (x ^ x >> 33) * 0xc4ceb9fe1a85ec53ull;
-    return x ^ x >> 33;
-}
-
 /* What the random bits of a tile depend on beside the low half of its elements' indices. The high
  * half is one for the whole tile: see tile_length. */
 static uint64_t
 random_key(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, uint64_t index)
 {
-    uint64_t key = mix(rule->seed + 0x9e3779b97f4a7c15ull * (tensor->key + 1));
-    key = mix(key ^ (uint64_t)tensor->step);
-    return mix(key ^ index >> 32);
+    return fsdpc_random_key(fsdpc_random_of_step(rule->seed, tensor->key, tensor->step), index);
 }
 
 const void *
@@ -276,8 +266,8 @@ step_part(void *context, int index, int64_t begin, int64_t end)
     }
 }
 
-static int
-check_types(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position)
+int
+fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position)
 {
     const fsdpc_dtype types[] = {tensor->param_type, tensor->grad_type, tensor->state_type};
     int doubles = 0;
@@ -328,7 +318,7 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
 {
     struct pass pass = {.rule = rule, .tensors = tensors};
     for (int i = 0; i < count; i++) {
-        FSDPC_TRY(check_types(rule, &tensors[i], i));
+        FSDPC_TRY(fsdpc_optim_check(rule, &tensors[i], i));
     }
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
     pass.numbers = fsdpc_mem_calloc((size_t)count, sizeof *pass.numbers);

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from fsdpc import _C
+from fsdpc._engine.device import engine_device
 
 BLOCK = 256
 MIN_BYTES = 4096
@@ -44,9 +45,10 @@ def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) 
     ``dtype``: "int8", 1.016 bytes per element: one byte each and a float32 scale (absmax / 127)
     per 256 elements; a value comes back within absmax / 254 and one rounding to its dtype. "bf16":
     2 bytes for float32 tensors; others stay. Values of float32, bfloat16 and float16 tensors on
-    the host are compressed, everything else is kept as it is: integers, masks, tensors below
-    ``min_bytes``, statistics of norms (a last dimension of 1), parameters and buffers, gathered
-    parameters of FSDP units, and all that attention, softmax and cross entropy save.
+    the host and on CUDA GPUs (by kernels on torch's current stream) are compressed, everything
+    else is kept as it is: integers, masks, tensors below ``min_bytes``, statistics of norms (a
+    last dimension of 1), parameters and buffers, gathered parameters of FSDP units, and all that
+    attention, softmax and cross entropy save.
 
     A tensor that is saved several times, also as a view, is compressed once, and memory is freed
     when nothing else holds the original. Of checkpointed blocks inside, the inputs are compressed,
@@ -110,16 +112,22 @@ class _Packed:
         if dtype == "bf16":
             self.low = whole.to(torch.bfloat16)
             return
-        self.low = torch.empty(whole.numel(), dtype=torch.int8, device="cpu")
-        self.scales = torch.empty(-(-whole.numel() // BLOCK), device="cpu")
-        _C.activation_pack(whole, self.low, self.scales)
+        self.low = torch.empty(whole.numel(), dtype=torch.int8, device=whole.device)
+        self.scales = torch.empty(-(-whole.numel() // BLOCK), device=whole.device)
+        _C.activation_pack(whole, self.low, self.scales, _ordinal(whole))
 
     def unpack(self) -> Tensor:
         if self.low.dtype == torch.bfloat16:
             return self.low.to(self.dtype)
-        whole = torch.empty(self.low.numel(), dtype=self.dtype, device="cpu")
-        _C.activation_unpack(whole, self.low, self.scales)
+        whole = torch.empty(self.low.numel(), dtype=self.dtype, device=self.low.device)
+        _C.activation_unpack(whole, self.low, self.scales, _ordinal(whole))
         return whole
+
+
+def _ordinal(tensor: Tensor) -> int:
+    """The GPU whose kernels pack a tensor, -1 for the processor."""
+    ordinal = engine_device(tensor.device)
+    return -1 if ordinal is None else ordinal
 
 
 class _View:
@@ -175,7 +183,11 @@ class _Table:
         if tensor.dtype not in floats or (self.dtype == "bf16" and tensor.dtype != torch.float32):
             return False
         nbytes = tensor.numel() * tensor.element_size()
-        if tensor.device.type != "cpu" or nbytes < self.min_bytes or tensor.shape[-1:] == (1,):
+        if (
+            tensor.device.type not in ("cpu", "cuda")
+            or nbytes < self.min_bytes
+            or tensor.shape[-1:] == (1,)
+        ):
             return False
         if tensor.is_neg() or nbytes > tensor.untyped_storage().nbytes():  # an expanded tensor
             return False

@@ -1,4 +1,5 @@
-"""Optimizers whose steps are one pass in C, on shards and on plain tensors in host memory.
+"""Optimizers whose steps are one pass, on shards and on plain tensors: in C in host memory, by
+kernels on a GPU.
 
 They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
 """

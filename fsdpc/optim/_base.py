@@ -16,15 +16,33 @@ from torch.optim import Optimizer
 
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
+from fsdpc.optim._device import (
+    Control,
+    norm_of_units,
+    only_gpu,
+    ordinal_of,
+    refuse_disk,
+    step_device,
+    step_on,
+    sum_squares,
+)
 from fsdpc.optim._disk import MASTER, NARROW, Disk, GuardedState, Pass, Store, step_chunks
 from fsdpc.optim._places import Group, by_group, group_of, local_of
 
 
 class Scaling(NamedTuple):
-    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``."""
+    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``; on a GPU by what
+    ``control`` has there.
+    """
 
     scale: float = 1.0
     clip: float = 1.0
+    control: Control = Control()
+
+    @property
+    def writes_grads(self) -> bool:
+        """True if gradients are divided by a scale, and so written."""
+        return self.scale != 1.0 or self.control.grad_scale is not None
 
 
 class Rule(NamedTuple):
@@ -48,13 +66,14 @@ class Members(NamedTuple):
     """The parameters of a group that have a gradient, with their memory."""
 
     params: list[Tensor]  # as the user passed them
-    values: list[Tensor]  # contiguous, on the host
+    values: list[Tensor]  # contiguous
     grads: list[Tensor]  # contiguous, in the same order of elements
     copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that replaces its values)
 
 
 class FusedOptimizer(Optimizer):
-    """Base class: one pass in C over parameters, gradients and states, on the host.
+    """Base class: one pass in C over parameters, gradients and states, on the host or by kernels on
+    a GPU.
 
     Subclasses step one group at a time in ``_step_group``. A step is local, except that clipping,
     and optimizers whose documentation says so, communicate: then all ranks of the parameters'
@@ -66,6 +85,7 @@ class FusedOptimizer(Optimizer):
         str, ...
     ] = ()  # states of one value per element, in the order of the C code
 
+    _reads_on_host = False  # the host takes part in steps of parameters on a GPU
     last_norm: Tensor | None = None  # of the last step that clipped
     _inside: Any = None  # what steps units in backward, see _in_backward.py
     _store: Store | None = None  # of states on a disk
@@ -103,8 +123,14 @@ class FusedOptimizer(Optimizer):
         multiplied. With ``torch.amp.GradScaler``: ``scaler.step(optimizer, max_norm=...)``.
 
         Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
-        the class says otherwise. ``NotImplementedError``: a parameter that is not on the host.
-        ``RuntimeError``: a sparse gradient. Nothing is changed then in the group at fault.
+        the class says otherwise. ``NotImplementedError``: a parameter neither on the host nor on a
+        CUDA GPU. ``RuntimeError``: a sparse gradient. Nothing is changed then in the group at
+        fault.
+
+        If all parameters are on one GPU, the step is queued on torch's current stream and the host
+        waits for nothing: loss scale, infinities found and clipping factor stay on the GPU, and so
+        does the state ``step``. With ``max_norm`` that holds for parameters of the units of one
+        model; of others the host reads the norm. A tensor ``lr`` is read by the host.
         """
         if self._inside is not None:
             return self._inside.end_step(closure, max_norm)
@@ -113,17 +139,22 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0:
-            return loss
         grad_scale = getattr(self, "grad_scale", None)
-        scale = 1.0 if grad_scale is None else float(grad_scale)
-        clip = 1.0
+        on_gpu = self._is_on_gpu()
+        if not on_gpu and found_inf is not None and float(found_inf) != 0:
+            return loss
         self._check_states()
         members = [self._members(group["params"]) for group in self.param_groups]
         reading = self._begin_step(members)
-        if max_norm is not None:
-            clip = self._clip_factor(members, float(max_norm), scale)
-        self._step_begun(members, reading, Scaling(scale, clip))
+        if on_gpu:
+            scaling = self._scaling_on_gpu(members, max_norm, grad_scale, found_inf)
+        else:
+            scale = 1.0 if grad_scale is None else float(grad_scale)
+            clip = 1.0
+            if max_norm is not None:
+                clip = self._clip_factor(members, float(max_norm), scale)
+            scaling = Scaling(scale, clip)
+        self._step_begun(members, reading, scaling)
         return loss
 
     def _step_members(self, members: list[Members], scaling: Scaling) -> None:
@@ -138,7 +169,7 @@ class FusedOptimizer(Optimizer):
             if found.params and reading is None:
                 self._step_group(group, found, scaling)
             if found.params:
-                self._finish(found, scaling.scale != 1.0)
+                self._finish(found, scaling.writes_grads)
 
     def step_and_clip(self, max_norm: float) -> Tensor:
         """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
@@ -165,6 +196,7 @@ class FusedOptimizer(Optimizer):
         """Make the states that do not exist yet; of states on a disk, begin to read."""
         active = [param for found in members for param in found.params]
         if self._store is not None:
+            refuse_disk(active)
             self._place_on_disk({id(param) for param in active})
         for group, found in zip(self.param_groups, members, strict=True):
             self._begin_group(group, found)
@@ -219,7 +251,7 @@ class FusedOptimizer(Optimizer):
             value = param
             if type(grad) is not Tensor:
                 value, grad = local_of(param), local_of(grad)
-            if grad.is_sparse or not value.is_cpu:
+            if grad.is_sparse or value.device.type not in ("cpu", "cuda"):
                 self._refuse(param)
             if not value.is_contiguous():
                 value = value.contiguous()
@@ -233,12 +265,47 @@ class FusedOptimizer(Optimizer):
         name = type(self).__name__
         if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(f"{name} does not support sparse gradients")
-        theirs = f"torch.optim.{name}(..., fused=True)" if hasattr(torch.optim, name) else "AdamW"
         raise NotImplementedError(
-            f"fsdpc.optim.{name} steps parameters in host memory; a parameter of shape "
-            f"{tuple(param.shape)} is on {param.device}. Use {theirs} there, or shard with "
-            "CPUOffload(offload_params=True), which keeps parameters on the host"
+            f"fsdpc.optim.{name} steps parameters in host memory and on CUDA GPUs; a parameter of "
+            f"shape {tuple(param.shape)} is on {param.device}: use torch's optimizers there"
         )
+
+    def _run(
+        self,
+        kind: Any,
+        rule: Rule,
+        control: Control,
+        params: Sequence[Tensor],
+        values: list[Tensor],
+        grads: list[Tensor],
+        states: tuple[list[Tensor], ...],
+        steps: list[Tensor],
+        places: tuple[tuple[int, int, int], ...] | None = None,
+        edges: np.ndarray | None = None,
+    ) -> None:
+        """``_C.optim_step`` where the tensors are; ``params`` are those that they belong to."""
+        wheres = [ordinal_of(param) for param in params]
+        for where in dict.fromkeys(wheres):
+            own = [i for i, each in enumerate(wheres) if each == where]
+
+            def of(items: Any, own: list[int] = own) -> Any:
+                return items if len(own) == len(params) else [items[i] for i in own]
+
+            arguments = (
+                of(values),
+                of(grads),
+                tuple(of(state) for state in states),
+                of(steps),
+                None if places is None else tuple(of(places)),
+            )
+            part = edges if edges is None or len(own) == len(params) else edges[own]
+            if where is not None:
+                step_on(where, kind, tuple(rule), control, *arguments, part)
+            else:
+                threads = torch.get_num_threads()
+                _C.optim_step(kind, tuple(rule), *arguments, part, threads=threads)
+            if part is not edges and edges is not None and part is not None:
+                edges[own] = part
 
     def _finish(self, found: Members, grads_changed: bool) -> None:
         for param, copy in found.copies:
@@ -263,6 +330,34 @@ class FusedOptimizer(Optimizer):
         factor = max_norm / (norm + 1e-6)
         return factor if math.isnan(factor) else min(factor, 1.0)
 
+    def _is_on_gpu(self) -> bool:
+        """True if a step needs nothing of the host. Equal on all ranks. Local."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return not self._reads_on_host and only_gpu(params) is not None
+
+    def _scaling_on_gpu(
+        self, members: list[Members], max_norm: float | None, grad_scale: Any, found_inf: Any
+    ) -> Scaling:
+        """What a step of parameters on one GPU reads there. Collective with ``max_norm``."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        device = params[0].device
+
+        def there(value: Any, dtype: torch.dtype) -> Tensor | None:
+            return None if value is None else torch.as_tensor(value).to(device, dtype)
+
+        scale = there(grad_scale, torch.float32)
+        clip = None
+        if max_norm is not None:
+            norm = norm_of_units(params)
+            if norm is None:
+                found = math.sqrt(self._sum_squares(members))
+                norm = torch.tensor(found, dtype=torch.float64, device=device)
+            if scale is not None:
+                norm = norm / scale.double()
+            self.last_norm = norm
+            clip = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        return Scaling(control=Control(scale, there(found_inf, torch.float32), clip))
+
     def _sum_squares(self, members: list[Members]) -> float:
         """Over all ranks. Ranks of a group hold different elements, replicas count once."""
         of: dict[int, list[Group]] = {}
@@ -277,9 +372,9 @@ class FusedOptimizer(Optimizer):
             for param, grad in zip(found.params, found.grads, strict=True):
                 groups = of[id(param)]
                 (shared[tuple(g.identity for g in groups)][1] if groups else alone).append(grad)
-        total = _C.optim_sum_squares(alone, torch.get_num_threads())
+        total = sum_squares(alone)
         for groups, grads in shared.values():
-            part = _C.optim_sum_squares(grads, torch.get_num_threads())
+            part = sum_squares(grads)
             for group in by_group(groups):
                 part = sum_over(group, part)
             total += part
@@ -335,12 +430,9 @@ class FusedOptimizer(Optimizer):
         """The state of one parameter from its entry in a state dict."""
         state = dict(saved)
         if "step" in state:
-            state["step"] = (
-                torch.as_tensor(state["step"], device="cpu")
-                .detach()
-                .to("cpu", torch.float32)
-                .clone()
-            )
+            step = state["step"]
+            step = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
+            state["step"] = step.detach().to(step_device(param), torch.float32, copy=True)
         for name in self._state_names:
             value = state.get(name)
             if isinstance(value, Tensor) and self._store is None:
@@ -363,9 +455,9 @@ class FusedOptimizer(Optimizer):
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def step_counter() -> Tensor:
-    """The state ``step`` of a parameter: float32, 0-dim, on the host."""
-    return torch.zeros((), dtype=torch.float32, device="cpu")
+def step_counter(param: Tensor) -> Tensor:
+    """The state ``step`` of a parameter: float32, 0-dim, on the host or on the parameter's GPU."""
+    return torch.zeros((), dtype=torch.float32, device=step_device(param))
 
 
 def sum_over(group: Group, part: float) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
+from fsdpc.optim._device import ordinal_of
 
 
 def in_backward(
@@ -71,8 +72,11 @@ def _unit_of(param: Tensor, name: str) -> Any:
     where = f"unit {unit.name or '(root)'} of parameter {name}"
     if unit.groups.replicate is not None:
         raise NotImplementedError(f"{where} has replicas, whose gradients are summed at the end")
-    if unit.device.type != "cpu":
-        raise NotImplementedError(f"{where} is on {unit.device}: fsdpc.optim steps on processors")
+    if ordinal_of(param) is not None:
+        raise NotImplementedError(
+            f"{where} is on a GPU, where its gradient is not reduced yet when the host is there: "
+            "call step() after backward"
+        )
     if unit.stepper is not None:
         raise NotImplementedError(f"{where} already has an optimizer that steps in backward")
     return unit

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsdpc import _C
 from fsdpc.optim._base import (
     FusedOptimizer,
     Members,
@@ -86,7 +84,7 @@ class Adam(FusedOptimizer):
         for param in found.params:
             state = self.state[param]
             if not state:
-                state["step"] = step_counter()
+                state["step"] = step_counter(param)
                 state["exp_avg"] = self._zeros(param, "exp_avg")
                 state["exp_avg_sq"] = self._zeros(param, "exp_avg_sq")
             if amsgrad and "max_exp_avg_sq" not in state:
@@ -109,14 +107,15 @@ class Adam(FusedOptimizer):
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         states = [self.state[param] for param in found.params]
         names = self._names(group)
-        _C.optim_step(
+        self._run(
             "adam",
-            tuple(self._rule(group, scaling)),
+            self._rule(group, scaling),
+            scaling.control,
+            found.params,
             found.values,
             found.grads,
             tuple(locals_of([state[name] for state in states]) for name in names),
             [state["step"] for state in states],
-            threads=torch.get_num_threads(),
         )
 
 

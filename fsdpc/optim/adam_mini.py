@@ -48,6 +48,7 @@ class AdamMini(SpannedOptimizer):
     """
 
     _state_names = ("exp_avg",)
+    _reads_on_host = True  # blocks' sums of squares
     _known_lengths: dict[int, int] | None = None
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
@@ -126,7 +127,7 @@ class AdamMini(SpannedOptimizer):
         for param in found.params:
             if not self.state[param]:
                 self.state[param].update(
-                    step=step_counter(),
+                    step=step_counter(param),
                     exp_avg=self._zeros(param, "exp_avg"),
                     means=self._fresh(param),
                 )
@@ -134,7 +135,8 @@ class AdamMini(SpannedOptimizer):
     def _fresh(self, param: Tensor) -> list[Tensor]:
         lengths = self._lengths(param)
         spans = self._place(param).spans
-        return [torch.zeros(_touched(span, lengths[id(span)]), device="cpu") for span in spans]
+        device = param.device
+        return [torch.zeros(_touched(span, lengths[id(span)]), device=device) for span in spans]
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict: ``exp_avg_sq`` has the parameter's shape, equal within blocks; 4
@@ -152,7 +154,7 @@ class AdamMini(SpannedOptimizer):
         value = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
         lengths = self._lengths(param)
         for span, means in zip(self._place(param).spans, state["means"], strict=True):
-            counts = torch.tensor(_counts(span, lengths[id(span)]), device="cpu")
+            counts = torch.tensor(_counts(span, lengths[id(span)]), device=means.device)
             part(value, span).view(-1).copy_(torch.repeat_interleave(means, counts))
         kept = {name: entry for name, entry in state.items() if name != "means"}
         return {**kept, "exp_avg_sq": value.requires_grad_(False)}
@@ -208,7 +210,9 @@ class AdamMini(SpannedOptimizer):
             spans = self._place(param).spans
             state.setdefault("means", [None] * len(spans))
             number = next(i for i, each in enumerate(spans) if each is span)
-            state["means"][number] = torch.from_numpy(total / _whole(span, length)).float()
+            state["means"][number] = torch.from_numpy(total / _whole(span, length)).to(
+                param.device, torch.float32
+            )
         for state in self.state.values():
             state.pop("exp_avg_sq", None)
             state.setdefault("means", [])
@@ -225,7 +229,7 @@ class AdamMini(SpannedOptimizer):
                     # Sums of up to 2^29 equal float32 values are exact in float64.
                     flat = part(value, span).reshape(-1).double()
                     counts = np.cumsum([0, *_counts(span, length)[:-1]])
-                    yield param, span, np.add.reduceat(flat.numpy(), counts), length
+                    yield param, span, np.add.reduceat(flat.cpu().numpy(), counts), length
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -245,15 +249,13 @@ class AdamMini(SpannedOptimizer):
         for found in members:
             for piece in self._pieces(found.params, found.values, found.grads):
                 length = self.block_length(piece.param, piece.span)
-                sums = np.zeros(_touched(piece.span, length))
-                _C.optim_block_squares(
-                    piece.grad,
-                    piece.span.first,
-                    length,
-                    torch.from_numpy(sums),
-                    torch.get_num_threads(),
-                )
-                yield piece.param, piece.span, sums, length
+                sums = torch.zeros(_touched(piece.span, length), dtype=torch.float64, device="cpu")
+                if piece.grad.is_cpu:
+                    threads = torch.get_num_threads()
+                    _C.optim_block_squares(piece.grad, piece.span.first, length, sums, threads)
+                else:
+                    sums = block_squares(piece.grad, _counts(piece.span, length)).cpu()
+                yield piece.param, piece.span, sums.numpy(), length
 
     def _sums(
         self, own: Iterator[tuple[Tensor, Span, np.ndarray, int]]
@@ -298,15 +300,18 @@ class AdamMini(SpannedOptimizer):
             beta2,
             group["eps"],
             float(group["weight_decay"]),
-            *scaling,
+            scaling.scale,
+            scaling.clip,
             True,
             group["maximize"],
         )
         pieces = list(self._pieces(found.params, found.values, found.grads))
         states = [self.state[piece.param] for piece in pieces]
-        _C.optim_step(
+        self._run(
             "mini",
-            tuple(rule),
+            rule,
+            scaling.control,
+            [piece.param for piece in pieces],
             [piece.value for piece in pieces],
             [piece.grad for piece in pieces],
             (
@@ -315,7 +320,6 @@ class AdamMini(SpannedOptimizer):
             ),
             [state["step"] for state in states],
             tuple((p.span.first, p.key, self.block_length(p.param, p.span)) for p in pieces),
-            threads=torch.get_num_threads(),
         )
 
     def _denominators(self, piece: Piece, beta2: float, eps: float) -> Tensor:
@@ -323,10 +327,16 @@ class AdamMini(SpannedOptimizer):
         spans = self._place(piece.param).spans
         number = next(i for i, span in enumerate(spans) if span is piece.span)
         means = state["means"][number]
-        new = torch.from_numpy(self._totals[id(piece.span)]).float()
+        new = torch.from_numpy(self._totals[id(piece.span)]).float().to(means.device)
         means.mul_(beta2).add_(new, alpha=1 - beta2)
         root = (1 - beta2 ** (float(state["step"]) + 1)) ** 0.5
         return means.sqrt().div_(root).add_(eps)
+
+
+def block_squares(values: Tensor, counts: list[int]) -> Tensor:
+    """The sum of squares of each of the blocks of ``counts`` elements, float64."""
+    lengths = torch.tensor(counts, device=values.device)
+    return torch.segment_reduce(values.reshape(-1).double().square(), "sum", lengths=lengths)
 
 
 def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> int:

@@ -64,8 +64,8 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         for param in found.params:
             if not self.state[param]:
                 spans = self._place(param).spans
-                made = [_fresh(span, _is_8bit(group, span)) for span in spans]
-                self.state[param].update(step=step_counter(), spans=made)
+                made = [_fresh(span, _is_8bit(group, span), param.device) for span in spans]
+                self.state[param].update(step=step_counter(param), spans=made)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call
@@ -90,8 +90,11 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 if "values" in held:
                     to.view(-1).copy_(held["values"][which])
                 else:
-                    codes, scales = held["codes"][which], held["scales"][which]
-                    _C.optim_dequantise(which, to, span.first, codes, scales)
+                    codes, scales = held["codes"][which].cpu(), held["scales"][which].cpu()
+                    values = to if to.is_cpu else torch.empty_like(to, device="cpu")
+                    _C.optim_dequantise(which, values, span.first, codes, scales)
+                    if values is not to:
+                        to.copy_(values)
             expanded[name] = value.requires_grad_(False)
         return expanded
 
@@ -160,20 +163,25 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                     value = state.pop(name)
                     spans = self._place(param).spans
                     if "spans" not in state:
-                        state["spans"] = [_fresh(s, _is_8bit(group, s)) for s in spans]
+                        state["spans"] = [
+                            _fresh(s, _is_8bit(group, s), param.device) for s in spans
+                        ]
                     for span, held in zip(spans, state["spans"], strict=True):
                         own = part(value, span).view(-1)
                         if "values" in held:
                             held["values"][which].copy_(own)
                             continue
+                        own = own.cpu()
                         edges = np.zeros((2, 3), dtype=np.float32)
                         _C.optim_edges_of(which, own, span.first, edges)
                         loaded.append((span, held, own, edges))
             edges = np.stack([e for *_, e in loaded]) if loaded else np.zeros((0, 2, 3), np.float32)
             places.exchange([span for span, *_ in loaded], edges)
             for (span, held, own, _), edge in zip(loaded, edges, strict=True):
-                codes, scales = held["codes"][which], held["scales"][which]
+                codes, scales = held["codes"][which].cpu(), held["scales"][which].cpu()
                 _C.optim_quantise(which, own, span.first, codes, scales, np.ascontiguousarray(edge))
+                held["codes"][which].copy_(codes)
+                held["scales"][which].copy_(scales)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -224,7 +232,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
             own = np.full((2, 3), -1, dtype=np.float32)
             shared = self._edges or {}
             edges = np.stack([shared.get(id(piece.span), own) for piece in wide])
-            self._call("adam8", group, wide, scaling, edges)
+            self._call("adam8", group, wide, scaling, edges if shared else None)
 
     def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Piece], list[Piece]]:
         """The pieces of 8 bits, and the others."""
@@ -247,14 +255,15 @@ class AdamW8bit(SpannedOptimizer, AdamW):
             step.clone() if id(piece.param) in wide else step
             for step, piece in zip(steps, pieces, strict=True)
         ]
-        _C.optim_step(
+        self._run(
             "adam",
-            tuple(self._rule(group, scaling)),
+            self._rule(group, scaling),
+            scaling.control,
+            [piece.param for piece in pieces],
             [piece.value for piece in pieces],
             [piece.grad for piece in pieces],
             ([values[0] for values in held], [values[1] for values in held]),
             steps,
-            threads=torch.get_num_threads(),
         )
 
     def _call(
@@ -263,12 +272,16 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         group: dict[str, Any],
         pieces: list[Piece],
         scaling: Scaling,
-        edges: np.ndarray,
+        edges: np.ndarray | None,
     ) -> None:
         held = [self._held(piece) for piece in pieces]
-        _C.optim_step(
+        if not pieces:
+            return
+        self._run(
             kind,
-            tuple(self._rule(group, scaling)),
+            self._rule(group, scaling),
+            scaling.control,
+            [piece.param for piece in pieces],
             [piece.value for piece in pieces],
             [piece.grad for piece in pieces],
             (
@@ -279,8 +292,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
             ),
             [self.state[piece.param]["step"] for piece in pieces],
             tuple((piece.span.first, piece.key, 1) for piece in pieces),
-            np.ascontiguousarray(edges),
-            threads=torch.get_num_threads(),
+            edges,
         )
 
 
@@ -332,13 +344,13 @@ def _is_8bit(group: dict[str, Any], span: Span) -> bool:
     return numel_of(span) >= group["min_8bit_size"]
 
 
-def _fresh(span: Span, eight_bits: bool) -> dict[str, Any]:
+def _fresh(span: Span, eight_bits: bool, device: torch.device) -> dict[str, Any]:
     if not eight_bits:
-        return {"values": [torch.zeros(span.length, device="cpu") for _ in MOMENTS]}
+        return {"values": [torch.zeros(span.length, device=device) for _ in MOMENTS]}
     blocks = (span.first + span.length - 1) // BLOCK - span.first // BLOCK + 1
     return {
         "codes": [
-            torch.full((span.length,), zero, dtype=torch.uint8, device="cpu") for zero in (127, 0)
+            torch.full((span.length,), zero, dtype=torch.uint8, device=device) for zero in (127, 0)
         ],
-        "scales": [torch.zeros(blocks, device="cpu") for _ in MOMENTS],
+        "scales": [torch.zeros(blocks, device=device) for _ in MOMENTS],
     }

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpc import _C
 from fsdpc.optim._base import Members, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._spanned import SpannedOptimizer, part
@@ -57,9 +56,11 @@ class AdamWBF16(SpannedOptimizer, AdamW):
             stochastic=group["stochastic_rounding"], seed=group["seed"]
         )
         states = [self.state[piece.param] for piece in pieces]
-        _C.optim_step(
+        self._run(
             "adam",
-            tuple(rule),
+            rule,
+            scaling.control,
+            [piece.param for piece in pieces],
             [piece.value for piece in pieces],
             [piece.grad for piece in pieces],
             tuple(
@@ -68,5 +69,4 @@ class AdamWBF16(SpannedOptimizer, AdamW):
             ),
             [state["step"] for state in states],
             tuple((piece.span.first, piece.key, 1) for piece in pieces),
-            threads=torch.get_num_threads(),
         )

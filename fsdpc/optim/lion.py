@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsdpc import _C
 from fsdpc.optim._base import (
     FusedOptimizer,
     Members,
@@ -60,19 +58,32 @@ class Lion(FusedOptimizer):
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
             if not self.state[param]:
-                self.state[param].update(step=step_counter(), exp_avg=self._zeros(param, "exp_avg"))
+                self.state[param].update(
+                    step=step_counter(param), exp_avg=self._zeros(param, "exp_avg")
+                )
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         beta1, beta2 = group["betas"]
         decay = float(group["weight_decay"])
-        rule = Rule(float(group["lr"]), beta1, beta2, 0.0, decay, *scaling, True, group["maximize"])
+        rule = Rule(
+            float(group["lr"]),
+            beta1,
+            beta2,
+            0.0,
+            decay,
+            scaling.scale,
+            scaling.clip,
+            True,
+            group["maximize"],
+        )
         states = [self.state[param] for param in found.params]
-        _C.optim_step(
+        self._run(
             "lion",
-            tuple(rule),
+            rule,
+            scaling.control,
+            found.params,
             found.values,
             found.grads,
             ([local_of(state["exp_avg"]) for state in states],),
             [state["step"] for state in states],
-            threads=torch.get_num_threads(),
         )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsdpc import _C
 from fsdpc.optim._base import (
     FusedOptimizer,
     Members,
@@ -17,6 +15,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._device import ordinal_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._places import local_of
 
@@ -34,6 +33,7 @@ class SGD(FusedOptimizer):
     """
 
     _state_names = ("momentum_buffer",)
+    _begun: dict[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -93,19 +93,38 @@ class SGD(FusedOptimizer):
             group["nesterov"],
         )
         states: list[list[Tensor]] = []
-        fresh, later = step_counter(), step_counter().fill_(1)
-        steps = [fresh] * len(found.params)
+        steps = [self._counter(param) for param in found.params]
         if group["momentum"] != 0:
             buffers = []
-            for i, param in enumerate(found.params):
+            for param in found.params:
                 state = self.state[param]
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = self._zeros(param, "momentum_buffer")
-                else:
-                    steps[i] = later
                 buffers.append(local_of(state["momentum_buffer"]))
             states = [buffers]
-        threads = torch.get_num_threads()
-        _C.optim_step(
-            "sgd", tuple(rule), found.values, found.grads, tuple(states), steps, threads=threads
+        self._run(
+            "sgd",
+            rule,
+            scaling.control,
+            found.params,
+            found.values,
+            found.grads,
+            tuple(states),
+            steps,
         )
+
+    def _counter(self, param: Tensor) -> Tensor:
+        """0 where the buffer has no value yet. On a GPU a first step may be skipped, which only the
+        GPU knows, so the counter is kept there.
+        """
+        has_buffer = self.state.get(param, {}).get("momentum_buffer") is not None
+        if ordinal_of(param) is None:
+            return step_counter(param).fill_(float(has_buffer))
+        if self._begun is None:
+            self._begun = {}
+        if not has_buffer or param not in self._begun:
+            self._begun[param] = step_counter(param).fill_(float(has_buffer))
+        return self._begun[param]
+
+    def _after_load(self) -> None:
+        self._begun = None

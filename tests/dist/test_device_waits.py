@@ -6,6 +6,8 @@ is left out once. The clocks must find every one, and nothing when none is left 
 
 from __future__ import annotations
 
+import importlib
+
 import env
 import pytest
 import torch
@@ -42,10 +44,12 @@ def model(precision: str, door: str = "FSDP") -> nn.Module:
 class Run:
     """Training on one rank."""
 
-    def __init__(self, rank: int, precision: str, door: str = "FSDP") -> None:
+    def __init__(
+        self, rank: int, precision: str, door: str = "FSDP", library: str = "torch.optim"
+    ) -> None:
         self.rank = rank
         self.model = model(precision, door)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = importlib.import_module(library).AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self, number: int) -> float:
         torch.manual_seed(100 * number + self.rank)
@@ -126,14 +130,14 @@ def name_memory(model: nn.Module) -> None:
 
 
 def leave_out_each_wait(
-    rank: int, world: int, precision: str, door: str
+    rank: int, world: int, precision: str, door: str, library: str = "torch.optim"
 ) -> list[tuple[str, list[str]]]:
     """What was found with no wait left out, then with each; rank 0 leaves them out."""
     import simgpu
 
     simgpu.policy("lazy")  # what nothing demands is late
     simgpu.options().quiet = True
-    run = Run(rank, precision, door)
+    run = Run(rank, precision, door, library)
     for i in range(2):
         run.step(i)
     name_memory(run.model)

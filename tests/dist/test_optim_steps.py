@@ -82,7 +82,9 @@ def alone(name: str, dtype: torch.dtype, clip: bool = False) -> tuple[Model, lis
 def test_shards_of_fsdp(rank, world):
     for use_orig_params in (True, False):
         for name in OPTIONS:
-            dtype = torch.bfloat16 if name == "AdamWBF16" else torch.float32
+            # A GPU's ranks send bfloat16 sums to each other: of three, they are not exact.
+            exact = world == 2 or not fsdpc._C.stand_in()
+            dtype = torch.bfloat16 if name == "AdamWBF16" and exact else torch.float32
             if name == "AdamWBF16" and not use_orig_params:
                 continue  # the parameter's position in the optimizer is another: other random bits
             model = wrap("fsdpc", Model(dtype), use_orig_params=use_orig_params)

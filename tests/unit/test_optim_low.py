@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdpc import _C, optim
 from fsdpc._plan.states import optimizer as planned
+from fsdpc.optim.adam_mini import block_squares
 
 N = 3 * 4096 + 300  # the last block of 256 is not whole
 
@@ -40,6 +41,15 @@ def run(optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> Non
         for i, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
             param.grad = values(10 * step + i, *param.shape).to(param.dtype)
         optimizer.step()
+
+
+def test_sums_of_squares_of_blocks_on_a_gpu_are_those_of_the_processor():
+    """The function has no device of its own: tensors on the host serve."""
+    values, first, length = torch.randn(1000), 37, 64
+    counts = [27, *[64] * 15, 13]
+    expected = torch.zeros(len(counts), dtype=torch.float64)
+    _C.optim_block_squares(values, first, length, expected)
+    torch.testing.assert_close(block_squares(values, counts), expected)
 
 
 def test_lion_equals_its_formula():

@@ -1,9 +1,11 @@
-/* activation_pack and activation_unpack, without the GIL while they run. */
+/* activation_pack and activation_unpack, without the GIL while they run; in host memory or on a GPU. */
 #include "py/activation/py_activation.h"
 
 #include "activation/activation.h"
+#include "device/device.h"
 
 struct request {
+    fsdpc_device *device; /* NULL: host memory */
     fsdpc_py_view values, codes, scales;
 };
 
@@ -25,38 +27,71 @@ check(const struct request *request)
 }
 
 static int
+open_device(int32_t ordinal, struct request *out)
+{
+    if (ordinal < 0) {
+        return 0;
+    }
+    const int status = fsdpc_device_cuda(ordinal, &out->device);
+    if (status != FSDPC_OK) {
+        (void)fsdpc_py_raise(status);
+        return -1;
+    }
+    return fsdpc_py_enter_device(out->device);
+}
+
+static int
 request_open(const char *function, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
              struct request *out)
 {
     PyObject *values, *codes, *scales;
+    int32_t device = -1;
     const fsdpc_py_arg table[] = {
         {"values", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &values},
         {"codes", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &codes},
         {"scales", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &scales},
+        {"device", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &device},
     };
-    if (fsdpc_py_args(function, table, 3, args, count, keywords) < 0 ||
-        fsdpc_py_torch_view(values, &out->values) < 0 ||
-        fsdpc_py_torch_view(codes, &out->codes) < 0 ||
-        fsdpc_py_torch_view(scales, &out->scales) < 0) {
+    if (fsdpc_py_args(function, table, 4, args, count, keywords) < 0 ||
+        open_device(device, out) < 0) {
+        return -1;
+    }
+    const fsdpc_py_place place = out->device ? fsdpc_py_place_of(out->device) : fsdpc_py_host;
+    if (fsdpc_py_torch_view_on(values, place, &out->values) < 0 ||
+        fsdpc_py_torch_view_on(codes, place, &out->codes) < 0 ||
+        fsdpc_py_torch_view_on(scales, place, &out->scales) < 0) {
         return -1;
     }
     return check(out);
 }
 
+static int
+run_request(bool pack, const struct request *r)
+{
+    const fsdpc_py_view *values = &r->values;
+    if (r->device) {
+        return pack ? fsdpc_device_pack8(r->device, values->data, values->dtype, values->numel,
+                                         r->codes.data, r->scales.data)
+                    : fsdpc_device_unpack8(r->device, r->codes.data, r->scales.data, values->numel,
+                                           values->data, values->dtype);
+    }
+    return pack ? fsdpc_activation_pack(values->data, values->dtype, values->numel, r->codes.data,
+                                        r->scales.data)
+                : fsdpc_activation_unpack(r->codes.data, r->scales.data, values->numel,
+                                          values->data, values->dtype);
+}
+
 static PyObject *
 run(bool pack, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    struct request r;
+    struct request r = {0};
     int status;
     if (request_open(pack ? "activation_pack" : "activation_unpack", args, count, keywords, &r) <
         0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = pack ? fsdpc_activation_pack(r.values.data, r.values.dtype, r.values.numel,
-                                          r.codes.data, r.scales.data)
-                  : fsdpc_activation_unpack(r.codes.data, r.scales.data, r.values.numel,
-                                            r.values.data, r.values.dtype);
+    status = run_request(pack, &r);
     Py_END_ALLOW_THREADS
     return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
@@ -79,10 +114,11 @@ activation_unpack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyO
 
 PyMethodDef fsdpc_py_activation_methods[] = {
     {"activation_pack", KEYWORDS(activation_pack),
-     "activation_pack(values, codes, scales)\n--\n\n"
-     "Codes of 8 bits (int8) and a float32 scale per 256 elements, of contiguous host memory."},
+     "activation_pack(values, codes, scales, device=-1)\n--\n\n"
+     "Codes of 8 bits (int8) and a float32 scale per 256 elements, of contiguous memory: the\n"
+     "host's, or that of the GPU with the ordinal `device`, on its current stream."},
     {"activation_unpack", KEYWORDS(activation_unpack),
-     "activation_unpack(values, codes, scales)\n--\n\n"
+     "activation_unpack(values, codes, scales, device=-1)\n--\n\n"
      "Writes the values of codes and scales into `values`."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,4 +1,4 @@
-/* optim_step: one step of many tensors, without the GIL.
+/* optim_step: one step of many tensors, without the GIL, in host memory or on a GPU's current stream.
  *
  * Everything is checked before the first byte is written: a step that raises has changed nothing.
  * The version counters of the tensors are raised by the caller, which knows torch.
@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "device/device.h"
 #include "optim/optim.h"
 #include "py/base/py_numpy.h"
 
@@ -16,13 +17,17 @@ enum { MAX_STATES = 4 };
 struct request {
     fsdpc_optim_rule rule;
     bool eight_bits, only_edges;
+    fsdpc_device *device; /* NULL: host memory */
+    fsdpc_py_place place; /* of all tensors */
+    fsdpc_step_control control;
+    void *scratch;
     PyObject *params, *grads, *steps, *places, *edges; /* owned tuples; borrowed: places, edges */
     PyObject *states[MAX_STATES];                      /* owned tuples */
     int state_count;
     int32_t threads;
     int count;
     fsdpc_optim_tensor *tensors; /* owned */
-    float **step_values;         /* owned: where each tensor's step is */
+    float **step_values;         /* owned: where each tensor's step is, in the tensors' memory */
 };
 
 static void
@@ -98,9 +103,10 @@ bad(int i, const char *what, const char *problem)
 }
 
 static int
-view_of(PyObject *tuple, int i, const char *what, int64_t numel, fsdpc_py_view *out)
+view_of(const struct request *request, PyObject *tuple, int i, const char *what, int64_t numel,
+        fsdpc_py_view *out)
 {
-    if (fsdpc_py_torch_view(PyTuple_GET_ITEM(tuple, i), out) < 0) {
+    if (fsdpc_py_torch_view_on(PyTuple_GET_ITEM(tuple, i), request->place, out) < 0) {
         return -1;
     }
     if (!out->contiguous) {
@@ -142,7 +148,7 @@ read_state8(struct request *request, int i, int s, fsdpc_optim_tensor *tensor)
 {
     fsdpc_py_view view;
     const int64_t expected = s < 2 ? tensor->numel : blocks_of(tensor, FSDPC_OPTIM_BLOCK);
-    if (view_of(request->states[s], i, s < 2 ? "codes" : "scales", expected, &view) < 0) {
+    if (view_of(request, request->states[s], i, s < 2 ? "codes" : "scales", expected, &view) < 0) {
         return -1;
     }
     if (view.itemsize != (s < 2 ? 1 : 4) || (s >= 2 && view.dtype != FSDPC_F32)) {
@@ -162,7 +168,7 @@ read_state(struct request *request, int i, int s, fsdpc_optim_tensor *tensor)
     fsdpc_py_view view;
     const bool shared = request->rule.kind == FSDPC_OPTIM_MINI && s == 1;
     const int64_t expected = shared ? blocks_of(tensor, tensor->block) : tensor->numel;
-    if (view_of(request->states[s], i, "state", expected, &view) < 0) {
+    if (view_of(request, request->states[s], i, "state", expected, &view) < 0) {
         return -1;
     }
     if (shared) {
@@ -184,9 +190,9 @@ read_tensor(struct request *request, int i)
     fsdpc_optim_tensor *tensor = &request->tensors[i];
     fsdpc_py_view param, grad, step;
     if (read_place(request, i, tensor) < 0 ||
-        view_of(request->params, i, "parameter", -1, &param) < 0 ||
-        view_of(request->grads, i, "gradient", param.numel, &grad) < 0 ||
-        view_of(request->steps, i, "step", 1, &step) < 0) {
+        view_of(request, request->params, i, "parameter", -1, &param) < 0 ||
+        view_of(request, request->grads, i, "gradient", param.numel, &grad) < 0 ||
+        view_of(request, request->steps, i, "step", 1, &step) < 0) {
         return -1;
     }
     if (step.dtype != FSDPC_F32) {
@@ -198,7 +204,7 @@ read_tensor(struct request *request, int i)
     tensor->grad_type = grad.dtype;
     tensor->numel = param.numel;
     request->step_values[i] = step.data;
-    tensor->step = (double)*request->step_values[i] + 1;
+    tensor->step = request->device ? 0 : (double)*request->step_values[i] + 1;
     for (int s = 0; s < request->state_count; s++) {
         if ((request->eight_bits ? read_state8 : read_state)(request, i, s, tensor) < 0) {
             return -1;
@@ -207,12 +213,23 @@ read_tensor(struct request *request, int i)
     return 0;
 }
 
+/* Of tensors on a GPU: a tensor there. */
 static int
-read_edges(struct request *request)
+find_edges(struct request *request, float **out)
 {
     const npy_intp shape[] = {request->count, 2, FSDPC_OPTIM_EDGE};
     PyArrayObject *array = (PyArrayObject *)request->edges;
-    if (request->edges == Py_None && !request->only_edges) {
+    fsdpc_py_view view;
+    if (request->device) {
+        if (fsdpc_py_torch_view_on(request->edges, request->place, &view) < 0) {
+            return -1;
+        }
+        if (!view.contiguous || view.dtype != FSDPC_F32 ||
+            view.numel != (int64_t)request->count * 2 * FSDPC_OPTIM_EDGE) {
+            PyErr_SetString(PyExc_ValueError, "optim_step: edges of another size or type");
+            return -1;
+        }
+        *out = view.data;
         return 0;
     }
     if (!PyArray_Check(request->edges) || PyArray_TYPE(array) != NPY_FLOAT32 ||
@@ -222,10 +239,88 @@ read_edges(struct request *request)
                      request->count, FSDPC_OPTIM_EDGE);
         return -1;
     }
+    *out = PyArray_DATA(array);
+    return 0;
+}
+
+static int
+read_edges(struct request *request)
+{
+    float *edges;
+    if (request->edges == Py_None && !request->only_edges) {
+        return 0;
+    }
+    if (find_edges(request, &edges) < 0) {
+        return -1;
+    }
     for (int i = 0; i < request->count; i++) {
-        request->tensors[i].edges = (float *)PyArray_DATA(array) + (size_t)i * 2 * FSDPC_OPTIM_EDGE;
+        request->tensors[i].edges = edges + (size_t)i * 2 * FSDPC_OPTIM_EDGE;
     }
     return 0;
+}
+
+/* --- a GPU ------------------------------------------------------------------------------------- */
+
+/* One value on the device, or nothing for None. */
+static int
+read_value(const struct request *request, PyObject *tensor, fsdpc_dtype type, const void **out)
+{
+    fsdpc_py_view view;
+    if (tensor == Py_None) {
+        return 0;
+    }
+    if (fsdpc_py_torch_view_on(tensor, request->place, &view) < 0) {
+        return -1;
+    }
+    if (view.numel != 1 || view.dtype != type) {
+        PyErr_Format(PyExc_ValueError, "optim_step: control needs single values, this one of %s",
+                     fsdpc_dtype_name(type));
+        return -1;
+    }
+    *out = view.data;
+    return 0;
+}
+
+static int
+read_device(struct request *request, int32_t ordinal, PyObject *control, PyObject *scratch)
+{
+    PyObject *scale, *found, *clip;
+    const void *values[3] = {NULL, NULL, NULL};
+    fsdpc_py_view view;
+    const int status = fsdpc_device_cuda(ordinal, &request->device);
+    if (status != FSDPC_OK) {
+        (void)fsdpc_py_raise(status);
+        return -1;
+    }
+    request->place = fsdpc_py_place_of(request->device);
+    if (!PyArg_ParseTuple(control, "OOO", &scale, &found, &clip) ||
+        read_value(request, scale, FSDPC_F32, &values[0]) < 0 ||
+        read_value(request, found, FSDPC_F32, &values[1]) < 0 ||
+        read_value(request, clip, FSDPC_F64, &values[2]) < 0 ||
+        fsdpc_py_torch_view_on(scratch, request->place, &view) < 0) {
+        return -1;
+    }
+    if ((uint64_t)view.numel * view.itemsize <
+            (uint64_t)PySequence_Size(request->params) * FSDPC_STEP_SCRATCH ||
+        (uintptr_t)view.data % 8 != 0) {
+        PyErr_Format(PyExc_ValueError, "optim_step: scratch needs %d bytes per tensor",
+                     FSDPC_STEP_SCRATCH);
+        return -1;
+    }
+    request->control = (fsdpc_step_control){values[0], values[1], values[2]};
+    request->scratch = view.data;
+    return fsdpc_py_enter_device(request->device);
+}
+
+static int
+run_on_device(const struct request *request)
+{
+    const fsdpc_optim_states how = request->only_edges   ? FSDPC_OPTIM_EDGES8
+                                   : request->eight_bits ? FSDPC_OPTIM_CODES8
+                                                         : FSDPC_OPTIM_WHOLE;
+    return fsdpc_optim_step_on(request->device, &request->rule, how, &request->control,
+                               request->tensors, request->step_values, request->count,
+                               request->scratch);
 }
 
 /* --- the call ---------------------------------------------------------------------------------- */
@@ -256,10 +351,11 @@ check_state_count(const struct request *request)
 
 static int
 request_open(struct request *request, PyObject *params, PyObject *grads, PyObject *states,
-             PyObject *steps)
+             PyObject *steps, int32_t device, PyObject *control, PyObject *scratch)
 {
     request->params = tuple_of(params, "parameters", -1);
-    if (request->params == NULL) {
+    if (request->params == NULL ||
+        (device >= 0 && read_device(request, device, control, scratch) < 0)) {
         return -1;
     }
     request->count = (int)PyTuple_GET_SIZE(request->params);
@@ -304,7 +400,9 @@ run(const struct request *request)
     const fsdpc_optim_tensor *tensors = request->tensors;
     int status;
     Py_BEGIN_ALLOW_THREADS
-    if (request->only_edges) {
+    if (request->device) {
+        status = run_on_device(request);
+    } else if (request->only_edges) {
         status = fsdpc_optim_edges8(&request->rule, tensors, request->count);
     } else if (request->eight_bits) {
         status = fsdpc_optim_step8(&request->rule, tensors, request->count, request->threads);
@@ -312,7 +410,8 @@ run(const struct request *request)
         status = fsdpc_optim_step(&request->rule, tensors, request->count, request->threads);
     }
     Py_END_ALLOW_THREADS
-    for (int i = 0; status == FSDPC_OK && !request->only_edges && i < request->count; i++) {
+    const bool counts = status == FSDPC_OK && !request->only_edges && !request->device;
+    for (int i = 0; counts && i < request->count; i++) {
         *request->step_values[i] = (float)tensors[i].step;
     }
     return status;
@@ -321,8 +420,11 @@ run(const struct request *request)
 static PyObject *
 optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    struct request request = {.places = Py_None, .edges = Py_None, .threads = 1};
+    struct request request = {
+        .places = Py_None, .edges = Py_None, .threads = 1, .place = fsdpc_py_host};
     PyObject *rule, *params, *grads, *states, *steps, *result = NULL;
+    PyObject *control = Py_None, *scratch = Py_None;
+    int32_t device = -1;
     const char *kind;
     const fsdpc_py_arg table[] = {
         {"kind", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &kind},
@@ -334,11 +436,14 @@ optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         {"places", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.places},
         {"edges", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.edges},
         {"threads", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &request.threads},
+        {"device", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &device},
+        {"control", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &control},
+        {"scratch", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &scratch},
     };
     (void)module;
-    if (fsdpc_py_args("optim_step", table, 9, args, count, keywords) == 0 &&
+    if (fsdpc_py_args("optim_step", table, 12, args, count, keywords) == 0 &&
         parse_kind(kind, &request) == 0 && parse_rule(rule, &request.rule) == 0 &&
-        request_open(&request, params, grads, states, steps) == 0) {
+        request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {
         const int status = run(&request);
         result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
     }
@@ -348,10 +453,14 @@ optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
 
 PyMethodDef fsdpc_py_optim_methods[] = {
     {"optim_step", (PyCFunction)(void (*)(void))optim_step, METH_FASTCALL | METH_KEYWORDS,
-     "optim_step(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1)\n"
+     "optim_step(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1,\n"
+     "           device=-1, control=None, scratch=None)\n"
      "--\n\n"
      "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
      "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
-     "seed). states: one list per state. places: (first, key, block) of each tensor."},
+     "seed). states: one list per state. places: (first, key, block) of each tensor.\n"
+     "device: the GPU's ordinal if all tensors, steps and edges are in its memory. Then the step\n"
+     "is queued on its current stream; control is (grad_scale, found_inf, clip), a tensor of one\n"
+     "value there or None each; scratch: 256 bytes there for each tensor."},
     {NULL, NULL, 0, NULL},
 };

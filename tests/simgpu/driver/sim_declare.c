@@ -174,6 +174,107 @@ declare_clip(simgpu_task *task, const void *params, const simgpu_launch *launch)
            simgpu_task_write(task, p->factor, sizeof *p->factor);
 }
 
+static bool
+declare_step_begin(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_step_begin_params *p = params;
+    const fsdpc_step_control *c = &p->control;
+    bool known = launch->grid[0] == 1 && p->count <= FSDPC_CUDA_STEP_TENSORS &&
+                 (!c->grad_scale || simgpu_task_read(task, c->grad_scale, sizeof *c->grad_scale)) &&
+                 (!c->found_inf || simgpu_task_read(task, c->found_inf, sizeof *c->found_inf)) &&
+                 (!c->clip || simgpu_task_read(task, c->clip, sizeof *c->clip)) &&
+                 simgpu_task_write(task, p->entries, (size_t)p->count * sizeof *p->entries);
+    for (int64_t i = 0; known && i < p->count; i++) {
+        known = simgpu_task_read(task, p->tensor[i].step, sizeof *p->tensor[i].step);
+    }
+    return known;
+}
+
+static bool
+declare_range(simgpu_task *task, void *data, size_t bytes, bool write)
+{
+    if (!data || !bytes) {
+        return true;
+    }
+    return write ? simgpu_task_write(task, data, bytes) : simgpu_task_read(task, data, bytes);
+}
+
+static bool
+declare_codes(simgpu_task *task, const fsdpc_step_tensor *t, bool write)
+{
+    const int64_t last = (t->first + t->n - 1) / FSDPC_STEP_BLOCK;
+    const size_t scales = (size_t)(last - t->first / FSDPC_STEP_BLOCK + 1) * sizeof(float);
+    bool known = true;
+    for (int s = 0; s < 2 && known && t->n > 0; s++) {
+        known = declare_range(task, t->states[s], (size_t)t->n, write) &&
+                declare_range(task, t->scales[s], scales, write);
+    }
+    return known;
+}
+
+static bool
+declare_states(simgpu_task *task, const fsdpc_step_tensor *t, int kind)
+{
+    const bool mini = kind == FSDPC_STEP_MINI;
+    bool known = true;
+    for (int s = 0; s < (mini ? 1 : 3) && known; s++) {
+        known = declare_range(task, t->states[s], bytes_of(t->n, t->state_type), true);
+    }
+    if (known && mini && t->n > 0) {
+        const int64_t blocks = (t->first + t->n - 1) / t->block - t->first / t->block + 1;
+        known = declare_range(task, t->states[1], (size_t)blocks * sizeof(float), false);
+    }
+    return known;
+}
+
+static bool
+declare_step(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    const fsdpc_cuda_step_params *p = params;
+    bool known = simgpu_task_read(task, p->entries, (size_t)p->count * sizeof *p->entries);
+    int64_t tiles = 0;
+    for (int64_t i = 0; known && i < p->count; i++) {
+        const fsdpc_step_entry *e = &p->entries[i];
+        const fsdpc_step_tensor *t = &e->tensor;
+        const bool eight = p->kind >= FSDPC_STEP_ADAM8, edges = p->kind == FSDPC_STEP_EDGES8;
+        known = e->tensor.first_tile == tiles;
+        tiles += fsdpc_cuda_step_tiles(t->first, t->n);
+        if (!known || e->idle) {
+            continue;
+        }
+        known = (edges || declare_range(task, t->step, sizeof *t->step, true)) &&
+                declare_range(task, t->param, bytes_of(t->n, t->param_type), !edges) &&
+                declare_range(task, t->grad, bytes_of(t->n, t->grad_type),
+                              !edges && e->grad_scale != 1) &&
+                declare_range(task, t->edges, t->n ? 6 * sizeof(float) : 0, edges) &&
+                (eight ? declare_codes(task, t, !edges) : declare_states(task, t, p->kind));
+    }
+    return known && launch->grid[0] == tiles;
+}
+
+static bool
+declare_activation(simgpu_task *task, const fsdpc_cuda_activation_params *p, bool pack)
+{
+    const size_t blocks = (size_t)((p->n + FSDPC_STEP_BLOCK - 1) / FSDPC_STEP_BLOCK);
+    return declare_range(task, p->values, bytes_of(p->n, p->type), !pack) &&
+           declare_range(task, p->codes, (size_t)p->n, pack) &&
+           declare_range(task, p->scales, blocks * sizeof(float), pack);
+}
+
+static bool
+declare_pack8(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    (void)launch;
+    return declare_activation(task, params, true);
+}
+
+static bool
+declare_unpack8(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    (void)launch;
+    return declare_activation(task, params, false);
+}
+
 static const sim_declared declared[] = {
     {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
     {"fsdpc_cuda_scale", sizeof(fsdpc_cuda_scale_params), declare_scale},
@@ -184,6 +285,12 @@ static const sim_declared declared[] = {
     {"fsdpc_cuda_norm", sizeof(fsdpc_cuda_norm_params), declare_norm},
     {"fsdpc_cuda_norm_sum", sizeof(fsdpc_cuda_norm_sum_params), declare_norm_sum},
     {"fsdpc_cuda_clip", sizeof(fsdpc_cuda_clip_params), declare_clip},
+    {"fsdpc_cuda_step_begin", sizeof(fsdpc_cuda_step_begin_params), declare_step_begin},
+    {"fsdpc_cuda_step", sizeof(fsdpc_cuda_step_params), declare_step},
+    {"fsdpc_cuda_step_wide", sizeof(fsdpc_cuda_step_params), declare_step},
+    {"fsdpc_cuda_step8", sizeof(fsdpc_cuda_step_params), declare_step},
+    {"fsdpc_cuda_pack8", sizeof(fsdpc_cuda_activation_params), declare_pack8},
+    {"fsdpc_cuda_unpack8", sizeof(fsdpc_cuda_activation_params), declare_unpack8},
     {NULL, 0, NULL},
 };
 

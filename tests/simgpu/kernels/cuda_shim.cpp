@@ -176,6 +176,25 @@ __syncthreads(void)
     swapcontext(&self->context, &here.scheduler);
 }
 
+int
+__reduce_max_sync(unsigned lanes, int value)
+{
+    enum { WARP = 32 };
+    static thread_local int held[MAX_THREADS];
+    const unsigned first = threadIdx.x / WARP * WARP;
+    if (lanes != 0xffffffffu) {
+        shim_stop("a reduction of a part of a warp");
+    }
+    held[threadIdx.x] = value;
+    __syncthreads();
+    int most = held[first];
+    for (unsigned i = first; i < first + WARP && i < here.threads; i++) {
+        most = held[i] > most ? held[i] : most;
+    }
+    __syncthreads();
+    return most;
+}
+
 void
 shim_launch(shim_kernel *kernel, const void *params, shim_grid grid)
 {

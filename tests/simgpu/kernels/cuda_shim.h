@@ -26,6 +26,9 @@
 struct shim_index {
     unsigned x, y, z;
 };
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
@@ -34,6 +37,9 @@ extern thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
 
 /* All threads of the block come here, or none: anything else ends the program. */
 void __syncthreads(void);
+
+/* The largest of a warp's values; here all threads of the block come as often, so that a barrier serves. */
+int __reduce_max_sync(unsigned lanes, int value);
 
 /* The bytes of all __shared__ variables, as this thread sees them. */
 struct shim_bytes {
@@ -76,6 +82,36 @@ static inline double
 __dadd_rn(double a, double b)
 {
     return a + b;
+}
+
+static inline float
+__fmaf_rn(float a, float b, float c)
+{
+    return std::fmaf(a, b, c);
+}
+
+static inline float
+__fsqrt_rn(float x)
+{
+    return std::sqrt(x);
+}
+
+static inline double
+__dsqrt_rn(double x)
+{
+    return std::sqrt(x);
+}
+
+static inline float
+__fdiv_rn(float a, float b)
+{
+    return a / b;
+}
+
+static inline double
+__ddiv_rn(double a, double b)
+{
+    return a / b;
 }
 
 static inline double

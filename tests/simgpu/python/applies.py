@@ -14,6 +14,8 @@ SKIPPED: dict[str, str] = {
         "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
     ),
     "dist/test_features_experts.py": UNMARKED + "; test_device_experts.py marks them",
+    "dist/test_optim_in_backward.py": "refused by name for units on a GPU: test_device_optim.py",
+    "dist/test_optim_offload.py": "states on a disk are refused by name for units on a GPU",
     "dist/test_with_collectives.py": "collectives of host memory, and fake process groups",
     "dist/test_hooks_comm.py::test_in_a_fake_process_group": "a process group without ranks",
     "dist/test_hooks_comm.py::test_units_that_run_by_data": UNMARKED,

@@ -1,0 +1,64 @@
+/* Optimizer steps and packed activations, for devices that queue. */
+#include "device/device_impl.h"
+
+#include "base/status.h"
+
+static int
+check_queues(const fsdpc_device *device, const char *what)
+{
+    return device->i->step
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_UNAVAILABLE,
+                             "device %s has no kernels for %s: its memory is the host's",
+                             device->i->name, what);
+}
+
+int
+fsdpc_device_step(fsdpc_device *device, const fsdpc_steps *steps)
+{
+    FSDPC_TRY(check_queues(device, "optimizer steps"));
+    if (steps->count < 0 || (steps->count > 0 && (!steps->tensors || !steps->scratch))) {
+        return fsdpc_error(FSDPC_E_INVAL, "step: %d tensors at %p, scratch memory at %p",
+                           steps->count, (const void *)steps->tensors, steps->scratch);
+    }
+    for (int i = 0; i < steps->count; i++) {
+        const fsdpc_step_tensor *t = &steps->tensors[i];
+        if (t->n < 0 || t->first < 0 || !t->step || (t->n > 0 && (!t->param || !t->grad))) {
+            return fsdpc_error(FSDPC_E_INVAL, "step: tensor %d of %lld elements has a NULL buffer",
+                               i, (long long)t->n);
+        }
+    }
+    return steps->count ? device->i->step(device->context, steps) : FSDPC_OK;
+}
+
+static int
+run_activation(fsdpc_device *device, bool pack, void *values, fsdpc_dtype type, int64_t n,
+               int8_t *codes, float *scales)
+{
+    FSDPC_TRY(check_queues(device, "packed activations"));
+    if (type != FSDPC_F32 && type != FSDPC_BF16 && type != FSDPC_F16) {
+        return fsdpc_error(FSDPC_E_TYPE, "activations of type %s cannot be packed",
+                           fsdpc_dtype_name(type));
+    }
+    if (n < 0 || (n > 0 && (!values || !codes || !scales))) {
+        return fsdpc_error(FSDPC_E_INVAL, "activations: %lld elements, or a NULL buffer",
+                           (long long)n);
+    }
+    return n ? device->i->activation(device->context, pack, values, type, n, codes, scales)
+             : FSDPC_OK;
+}
+
+int
+fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype type, int64_t n,
+                   int8_t *codes, float *scales)
+{
+    return run_activation(device, true, (void *)(uintptr_t)values, type, n, codes, scales);
+}
+
+int
+fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *scales, int64_t n,
+                     void *values, fsdpc_dtype type)
+{
+    return run_activation(device, false, values, type, n, (int8_t *)(uintptr_t)codes,
+                          (float *)(uintptr_t)scales);
+}

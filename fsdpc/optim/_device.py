@@ -1,0 +1,132 @@
+"""Steps of parameters in a GPU's memory: kernels on torch's current stream, without a host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdpc import _C
+from fsdpc._clip.device import norm_and_factor, tree_for
+from fsdpc._engine.device import CPU, engine_device, stand_in
+from fsdpc._engine.writeback import owner_of
+
+SCRATCH = 256  # bytes per tensor, see csrc/device/device.h
+
+
+class Control(NamedTuple):
+    """Tensors of one value on the GPU, which a step reads when it runs."""
+
+    grad_scale: Tensor | None = None  # float32
+    found_inf: Tensor | None = None  # float32
+    clip: Tensor | None = None  # float64
+
+
+def ordinal_of(param: Tensor) -> int | None:
+    """The GPU whose memory holds a parameter's values; None: host memory. Local.
+
+    On a simulated GPU that memory is the host's: the parameter's unit decides.
+    """
+    if param.device.type == "cuda":
+        return engine_device(param.device)
+    if not stand_in():
+        return None
+    unit = owner_of(param)
+    return None if unit is None or unit.flat.offloaded else unit.groups.shard.device
+
+
+def only_gpu(params: Sequence[Tensor]) -> int | None:
+    """The GPU that holds all parameters, None if there is no such. Equal on all ranks. Local."""
+    found = {ordinal_of(param) for param in params}
+    return found.pop() if len(found) == 1 else None
+
+
+def step_on(
+    ordinal: int,
+    kind: Any,
+    rule: tuple[Any, ...],
+    control: Control,
+    values: list[Tensor],
+    grads: list[Tensor],
+    states: tuple[list[Tensor], ...],
+    steps: list[Tensor],
+    places: tuple[tuple[int, int, int], ...] | None,
+    edges: Any,
+) -> None:
+    """``_C.optim_step`` of tensors on a GPU."""
+    device = values[0].device
+    # Freed at once: the allocator gives this memory to nobody but later work of the same stream.
+    scratch = torch.empty(len(values) * SCRATCH, dtype=torch.uint8, device=device)
+    shared = None if edges is None else torch.from_numpy(edges).to(device)
+    _C.optim_step(
+        kind,
+        rule,
+        values,
+        grads,
+        states,
+        steps,
+        places,
+        shared,
+        device=ordinal,
+        control=control,
+        scratch=scratch,
+    )
+    if kind == "edges8":
+        edges[...] = shared.cpu().numpy()
+
+
+def norm_of_units(params: Sequence[Tensor]) -> Tensor | None:
+    """The norm of these parameters' gradients over all ranks, float64 on the GPU, without a host
+    sync; None if they are not parameters of the units of one tree. Collective if not None.
+    """
+    units = {id(unit): unit for unit in map(owner_of, params)}
+    if None in units.values():
+        return None
+    found: list[Any] = list(units.values())
+    tree = tree_for(found, 2.0)
+    if tree is None:
+        return None
+    own = {id(param) for param in params}
+    masks = {unit: _mask(unit, own) for unit in found}
+    out = norm_and_factor(tree, masks, [], 2.0, 1.0, scale=False)
+    for unit in found:
+        unit.end_scaling()
+    return out[0]
+
+
+def _mask(unit: Any, own: set[int]) -> bytes:
+    """Which of a unit's parameters have a gradient and belong to the optimizer."""
+    mask = bytearray(unit.begin_scaling())
+    for param, _, covers in unit.optim_params:
+        if id(param) not in own:
+            for index in covers:
+                mask[index] = 0
+    return bytes(mask)
+
+
+def sum_squares(grads: list[Tensor]) -> float:
+    """Of this rank's gradients. A host sync if some are on a GPU."""
+    there = [grad for grad in grads if not grad.is_cpu]
+    total = _C.optim_sum_squares([g for g in grads if g.is_cpu], torch.get_num_threads())
+    if there:
+        norms = torch._foreach_norm(there, 2.0, dtype=torch.float64)
+        total += float(torch.stack(list(norms)).square().sum())
+    return total
+
+
+def step_device(param: Tensor) -> torch.device:
+    """Where the state ``step`` of a parameter is: on its GPU, or on the host. Local."""
+    return param.device if param.device.type == "cuda" else CPU
+
+
+def refuse_disk(params: Sequence[Tensor]) -> None:
+    """``NotImplementedError``: a parameter is on a GPU. Local."""
+    for param in params:
+        if ordinal_of(param) is not None:
+            raise NotImplementedError(
+                f"offload=Disk(...): a parameter of shape {tuple(param.shape)} is on a GPU, and "
+                "states on a disk are stepped in host memory: shard with "
+                "CPUOffload(offload_params=True)"
+            )

@@ -1,0 +1,77 @@
+/* What an optimizer's step on a device is made of: the rule, the numbers that the device holds, and one
+ * entry per tensor. Plain data, valid as C11 and as CUDA C++; csrc/optim/optim.h has the formulas.
+ */
+#ifndef FSDPC_STEPS_H
+#define FSDPC_STEPS_H
+
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+enum {
+    FSDPC_STEP_BLOCK = 256, /* elements of the whole parameter that share a scale of 8 bits */
+    FSDPC_STEP_CELLS = 8,   /* entries of each table of the map of 8 bits */
+};
+
+typedef enum fsdpc_step_kind {
+    FSDPC_STEP_ADAM,
+    FSDPC_STEP_SGD,
+    FSDPC_STEP_LION,
+    FSDPC_STEP_MINI,       /* states: m, denominators of blocks */
+    FSDPC_STEP_STOCHASTIC, /* Adam with bfloat16 states, rounded stochastically */
+    FSDPC_STEP_ADAM8,      /* Adam with states of 8 bits */
+    FSDPC_STEP_EDGES8,     /* changes only `edges`: the extremes of the next states' end blocks */
+} fsdpc_step_kind;
+
+typedef struct fsdpc_step_rule {
+    double lr, beta1, beta2, eps, weight_decay;
+    double grad_scale, clip; /* where the control has no address for them */
+    uint64_t seed;
+    int32_t kind;
+    int8_t decoupled, maximize, nesterov, pad;
+} fsdpc_step_rule;
+
+/* Device memory that the step reads when it runs, so that the host need not know the values; or NULL. */
+typedef struct fsdpc_step_control {
+    const float *grad_scale; /* gradients are divided by it */
+    const float *found_inf;  /* not 0: nothing changes in this step */
+    const double *clip;      /* factor of all gradients */
+} fsdpc_step_control;
+
+/* A range of a whole parameter in device memory, as fsdpc_optim_tensor. */
+typedef struct fsdpc_step_tensor {
+    void *param, *grad;
+    void *states[3];
+    float *scales[2];
+    float *edges;
+    float *step; /* the number of steps done; several ranges of a parameter may share it */
+    int64_t n, first, block;
+    uint64_t key;
+    int64_t first_tile; /* filled by the device */
+    int16_t param_type, grad_type, state_type, pad;
+} fsdpc_step_tensor;
+
+/* The map of the codes of 8 bits, by decade or by the exponent of a cell's number. */
+typedef struct fsdpc_step_codes {
+    float two[FSDPC_STEP_CELLS], next[FSDPC_STEP_CELLS], by[FSDPC_STEP_CELLS];
+    float offset[FSDPC_STEP_CELLS], low[FSDPC_STEP_CELLS], high[FSDPC_STEP_CELLS];
+    float base[FSDPC_STEP_CELLS], slope[FSDPC_STEP_CELLS];
+    float zero, one, middle, pad;
+} fsdpc_step_codes;
+
+/* A tensor's entry while a step runs, in device memory: what fsdpc_device_step's scratch holds. */
+typedef struct fsdpc_step_entry {
+    fsdpc_step_tensor tensor;
+    double decay;            /* factor of p */
+    double beta1, beta2;     /* factors of the states */
+    double weight1, weight2; /* factors of the gradient */
+    double root, eps; /* Adam: divisor of the square root (or its factor), term added to it */
+    double size;      /* factor of the update, negative */
+    double grad_scale, factor, coupled; /* of the gradient */
+    double step;                        /* the number of this step */
+    uint64_t random;
+    int32_t first; /* SGD: the buffer has no value yet */
+    int32_t idle;  /* nothing changes */
+} fsdpc_step_entry;
+
+#endif

@@ -1,0 +1,147 @@
+"""fsdpc's optimizers and packed activations on the simulated GPU: the processor's bits, no host
+sync, and each wait of a step that is left out is found.
+"""
+
+from __future__ import annotations
+
+import env
+import pytest
+import torch
+from harness import ranks, run_ranks
+from test_clip_gpu import Unread
+from test_device_waits import ON_GPU, Run, leave_out_each_wait
+from test_optim_steps import OPTIONS, Model, alone, make, same, train
+from toys import full_parameters, wrap
+
+from fsdpc import FullyShardedDataParallel as FSDP
+from fsdpc import ShardingStrategy, optim
+from fsdpc.activations import compress
+
+pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+
+
+def losses(rank: int, world: int, kind: str) -> list[float]:
+    run = Run(rank, "fp32", "FSDP")
+    run.optimizer = getattr(optim, kind)(run.model.parameters())
+    return [run.step(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "AdamWBF16"])
+def test_losses_equal_those_of_the_processor(kind: str):
+    """Ranks of one host without a GPU add gradients in the same order as two ranks on GPUs."""
+    found = [run_ranks(losses, 2, env=on, kind=kind) for on in (ON_GPU, {})]
+    assert found[0] == found[1]
+    assert found[0][0][-1] < found[0][0][0]
+
+
+@ranks(2, env=ON_GPU)
+def test_every_optimizer_steps_by_kernels(rank: int, world: int):
+    """The reference is a model in host memory, which the processor steps."""
+    import simgpu
+
+    for name in OPTIONS:
+        dtype = torch.bfloat16 if name == "AdamWBF16" else torch.float32
+        for use_orig_params in {True, name == "AdamWBF16"}:
+            model = wrap("fsdpc", Model(dtype), use_orig_params=use_orig_params)
+            optimizer = make(name, model)
+            train(model, optimizer, range(2), False)
+            optimizer.zero_grad()
+            model(2).backward()
+            with simgpu.counting() as cost:
+                optimizer.step()
+            assert cost["launches"] >= 2, name
+            expected = dict(alone(name, dtype)[0].named_parameters())
+            for key, value in full_parameters(model).items():
+                same(name, value, expected[key].detach())
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_a_step_needs_no_host_sync(rank: int, world: int):
+    import simgpu
+
+    run = Run(rank, "fp32", "FSDP", "fsdpc.optim")
+    for i in range(2):
+        run.step(i)
+    expected = None
+    for clip in (False, True, True):
+        with simgpu.counting() as cost, Unread():
+            norm = run.optimizer.step_and_clip(0.1) if clip else run.optimizer.step()
+        assert cost["host_syncs"] == 0 and cost["launches"] > 0
+        if clip:
+            expected = run.model.clip_grad_norm_(1e9)
+            torch.testing.assert_close(norm.float(), expected.float())
+
+
+@ranks(2, env=ON_GPU)
+def test_infinities_skip_a_step_on_the_gpu(rank: int, world: int):
+    """As ``GradScaler`` calls it: scale and flag are tensors that the host does not read."""
+    scaled, plain = (
+        Run(rank, "fp32", "FSDP", "fsdpc.optim"),
+        Run(rank, "fp32", "FSDP", "fsdpc.optim"),
+    )
+    for run in (scaled, plain):
+        run.step(0)
+    scale, flag = torch.tensor(4.0), torch.tensor(0.0)
+    for found in (1.0, 0.0):
+        before = [p.detach().clone() for p in scaled.model.parameters()]
+        for param in scaled.model.parameters():
+            if param.grad is not None and found:
+                param.grad.mul_(4.0)
+        scaled.optimizer.grad_scale, scaled.optimizer.found_inf = scale, flag.fill_(found)
+        with Unread():
+            scaled.optimizer.step()
+        after = [p.detach() for p in scaled.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == bool(found)
+    plain.optimizer.step()
+    for a, b in zip(scaled.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+    for state in scaled.optimizer.state.values():
+        assert state["step"] == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_wait_that_is_left_out_is_found(precision: str):
+    """Among them: the optimizer's stream waits for the last reduced gradient."""
+    options = {"precision": precision, "door": "FSDP", "library": "fsdpc.optim"}
+    found = run_ranks(leave_out_each_wait, 2, env=ON_GPU, **options)[0]
+    assert found[0][1] == [] and len(found) > 6
+    assert [which for which, reports in found[1:] if not reports] == []
+    assert any("fsdpc_cuda_step" in text for _, reports in found for text in reports), found
+
+
+@ranks(1, env=ON_GPU)
+def test_what_a_gpu_does_not_have_is_refused(rank: int, world: int):
+    run = Run(rank, "fp32", "FSDP")
+    with pytest.raises(NotImplementedError, match="is on a GPU.*call step.. after backward"):
+        optim.in_backward(run.model, optim.AdamW)
+    run.model(torch.ones(2, 16)).sum().backward()
+    stored = optim.AdamW(run.model.parameters(), offload=optim.Disk("/tmp"))
+    with pytest.raises(NotImplementedError, match=r"Disk.*is on a GPU.*CPUOffload"):
+        stored.step()
+
+
+@ranks(1, env=ON_GPU)
+def test_activations_are_packed_by_kernels(rank: int, world: int):
+    import simgpu
+
+    torch.manual_seed(0)
+    model = FSDP(torch.nn.Linear(64, 64), sharding_strategy=ShardingStrategy.NO_SHARD)
+    grads = []
+    for dtype in (None, "int8", "bf16"):
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with simgpu.counting() as cost:
+            if dtype is None:
+                model(x).square().sum().backward()
+            else:
+                with compress(model, dtype):
+                    loss = model(x).square().sum()
+                loss.backward()
+        grad = next(model.parameters()).grad
+        assert grad is not None
+        grads.append((cost["launches"], grad.clone()))
+        model.zero_grad()
+    assert grads[1][0] >= grads[0][0] + 2
+    for _, grad in grads[1:]:
+        limit = 0.05 * float(grads[0][1].abs().max())
+        torch.testing.assert_close(grad, grads[0][1], rtol=0, atol=limit)
