@@ -90,12 +90,19 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     with ranks.step("reading the optimizer's state") as step:
         held = [each for group in groups for seen in group for each in _held(optimizer, seen)]
         numbers = _numbers(held)
-        step.value = [_outline(each, numbers) for each in held]
+        step.value = _packed([_outline(each, numbers) for each in held])
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         found.groups.append({**options, "params": [n for seen in members for n in names_of(seen)]})
-    merged = [_merge(each, [told[i] for told in step.values]) for i, each in enumerate(held)]
+    everyone = [_unpacked(told) for told in step.values]
+    for rank, told in enumerate(everyone):
+        if len(told) != len(everyone[0]):
+            raise CheckpointError(
+                f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(told)} on "
+                f"rank {rank}"
+            )
+    merged = [_merge(each, [told[i] for told in everyone]) for i, each in enumerate(held)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
     for each, (outline, first) in zip(held, merged, strict=True):
@@ -168,8 +175,8 @@ def _numbers(held: list[Held]) -> set[str]:
     return found
 
 
-def _outline(each: Held, numbers: set[str]) -> Any:
-    """What this rank tells the others: its elements, and kind, dtype and form of each value."""
+def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
+    """This rank's elements, and kind, dtype and form of each value."""
     count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
     for key, value in sorted(each.state.items()):
@@ -185,7 +192,28 @@ def _outline(each: Held, numbers: set[str]) -> Any:
         else:
             raw = flat(value).view(torch.uint8).cpu().numpy()
             form[key] = ["whole", value.dtype, tuple(value.shape), _C.ckpt_crc32c(raw)]
-    return [count, form]
+    return count, form
+
+
+def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
+    """What this rank tells the others: most parameters have one and the same form."""
+    forms: list[dict[str, list[Any]]] = []
+    known: dict[Any, int] = {}
+    which = np.empty(len(outlines), dtype=np.int64)
+    for i, (_, form) in enumerate(outlines):
+        own = any(row[0] == "value" for row in form.values())  # 1, 1.0 and True are one key
+        parts = i if own else tuple((key, *row) for key, row in form.items())
+        number = known.setdefault(parts, len(forms))
+        if number == len(forms):
+            forms.append(form)
+        which[i] = number
+    counts = np.array([count for count, _ in outlines], dtype=np.int64)
+    return {"forms": forms, "which": which, "counts": counts}
+
+
+def _unpacked(told: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]]:
+    pairs = zip(told["counts"].tolist(), told["which"].tolist(), strict=True)
+    return [(count, told["forms"][number]) for count, number in pairs]
 
 
 def _merge(each: Held, told: list[Any]) -> tuple[dict[str, list[Any]], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -346,6 +348,30 @@ def test_a_target_that_exists_stays(saved: Path):
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
+def test_a_save_waits_for_what_is_removed_only_on_a_full_disk(saved: Path, monkeypatch: Any):
+    go, remove, allocate = threading.Event(), shutil.rmtree, os.posix_fallocate
+
+    def slow(path: Path, quiet: bool) -> None:
+        assert go.wait(60), "a save has waited"
+        remove(path, quiet)
+
+    def full(fd: int, at: int, nbytes: int) -> None:
+        if list(saved.parent.glob(".old-*")):
+            go.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, at, nbytes)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    for _ in range(2):
+        checkpoint.save(saved, Net(), overwrite=True)
+    assert len(list(saved.parent.glob(".old-*"))) == 2
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    checkpoint.save(saved, trained(2)[0], overwrite=True)
+    folders.finish_removing()
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    checkpoint.load(saved, Net(3))
+
+
 @pytest.mark.parametrize("point", ["create", "write", "sync", "header", "manifest", "publish"])
 def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypatch: Any):
     class Full(Exception):
@@ -496,7 +522,15 @@ def test_digests_do_not_depend_on_the_cut():
         parts = np.split(data, cuts)
         crcs = np.array([_C.ckpt_crc32c(np.ascontiguousarray(p)) for p in parts], np.uint32)
         lengths = np.array([len(p) for p in parts], np.int64)
-        assert _C.ckpt_combine(crcs, lengths) == whole
+        counts = np.array([1, 0, len(parts) - 1], np.int64)
+        digests = np.zeros(3, np.uint32)
+        _C.ckpt_combine(crcs, lengths, counts, digests)
+        assert (digests[0], digests[1]) == (crcs[0], 0)
+        _C.ckpt_combine(crcs, lengths, np.array([len(parts)]), digests[:1])
+        assert digests[0] == whole
+        assert digests[2] == _C.ckpt_crc32c(data[lengths[0] :])
+        with pytest.raises(ValueError, match="do not fit together"):
+            _C.ckpt_combine(crcs, lengths, counts[:2], digests[:2])
 
 
 MEMORY = """
