@@ -29,8 +29,8 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.optim._spanned import Blocks
 
 _MOST_SHOWN = 3
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
-_IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
+IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 
 
 @dataclass
@@ -324,7 +324,7 @@ def make_state(
     """
     made = NewState(model.everyone)
     groups = held_params(optimizer, model)
-    made.groups = _options(optimizer, groups, saved_groups)
+    made.groups = options_of(optimizer, groups, saved_groups)
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -501,7 +501,7 @@ def _whole_target(
     return target
 
 
-def _options(
+def options_of(
     optimizer: torch.optim.Optimizer, groups: list[list[Seen]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Per group of the optimizer, the saved options of its parameters, whatever group they were in.
@@ -529,8 +529,8 @@ def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]])
     """``ValueError``: the saved groups are those of an optimizer of another kind: each has options
     that the other lacks, beside those that only choose an implementation.
     """
-    theirs = {key for group in saved for key in group} - _IMPLEMENTATION
-    ours = {key for group in optimizer.param_groups for key in group} - _IMPLEMENTATION
+    theirs = {key for group in saved for key in group} - IMPLEMENTATION
+    ours = {key for group in optimizer.param_groups for key in group} - IMPLEMENTATION
     if saved and theirs - ours and ours - theirs:
         raise ValueError(
             f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options "

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fsdpc.optim
 from fsdpc import _C, checkpoint
 from fsdpc.checkpoint import cli, folders, loading, saving, write
 from fsdpc.checkpoint.opened import Opened
@@ -316,6 +317,62 @@ def test_an_optimizer_of_another_kind(saved: Path):
     assert other.param_groups[0]["lr"] == 0.25 and not other.state
     with pytest.raises(checkpoint.CheckpointError, match="must be a torch.nn.Module, not Ordered"):
         checkpoint.load(saved, model.state_dict())
+
+
+STATES = {
+    "AdamW": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "Adamax": torch.optim.Adamax,
+    "Adam": fsdpc.optim.Adam,
+    "Lion": fsdpc.optim.Lion,
+    "SGD": lambda params: fsdpc.optim.SGD(params, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "text"),
+    [
+        ("Adam", "Lion", "does not fit Lion: it has exp_avg_sq, which is not used"),
+        ("Lion", "Adam", "does not fit Adam: it lacks exp_avg_sq;"),
+        ("AdamW", "Adamax", "fit Adamax: it lacks exp_inf and has exp_avg_sq, max_exp_avg_sq, wh"),
+        ("AdamW", "Adam", None),  # the option is loaded, too
+        ("SGD", "Adam", "another optimizer than Adam: its options have dampening"),
+        ("Adam", "SGD", "another optimizer than SGD: its options have amsgrad"),
+    ],
+)
+def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, text: str | None):
+    model = Net()
+    model.one(torch.ones(2, 7)).sum().backward()
+    optimizer = STATES[saved](model.parameters())
+    optimizer.step()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    fresh = Net(1)
+    into = STATES[other](fresh.parameters())
+    before = values(fresh)
+    if text is None:
+        checkpoint.load(tmp_path / "a", fresh, into)
+        assert "max_exp_avg_sq" in into.state[fresh.one.weight]
+        return
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(tmp_path / "a", fresh, into)
+    assert same(values(fresh), before) and not into.state
+
+
+def test_only_dtypes_that_can_be_cast_are_said_to_be(tmp_path: Path):
+    class One(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.register_buffer("torch", torch.zeros(3, dtype=dtype))
+
+    checkpoint.save(tmp_path / "a", One(torch.float32))
+    for dtype, hint in ((torch.bfloat16, True), (torch.int64, False)):
+        with pytest.raises(checkpoint.CheckpointError, match="torch.float32 in") as raised:
+            checkpoint.load(tmp_path / "a", One(dtype))
+        assert ("cast=True" in str(raised.value)) is hint
+    other = nn.Module()
+    other.register_buffer("torch", torch.zeros(4))
+    with pytest.raises(checkpoint.CheckpointError, match="has shape") as raised:
+        checkpoint.load(tmp_path / "a", other)
+    assert "cast=True" not in str(raised.value)
 
 
 def test_state_that_was_not_saved_goes(tmp_path: Path):
