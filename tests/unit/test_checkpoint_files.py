@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import platform
 import random
 import shutil
 import struct
@@ -24,11 +26,12 @@ from torch import nn
 
 import fsdpc.optim
 from fsdpc import _C, checkpoint
-from fsdpc.checkpoint import cli, folders, loading, saving, write
+from fsdpc.checkpoint import background, cli, folders, loading, priority, saving, write
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
 FUZZ_SECONDS = 3.0
+LIBC = ctypes.CDLL(None)
 
 
 class Net(nn.Module):
@@ -654,6 +657,21 @@ def test_background_saves_hold_the_values_of_their_step(tmp_path: Path):
     model, optimizer = trained(1)
     checkpoint.load(tmp_path / "a", model, optimizer)
     assert same(values(model, optimizer), expected)
+
+
+def test_a_save_in_the_background_has_the_lowest_priority(tmp_path: Path, monkeypatch: Any):
+    found = []
+
+    def look(*arguments: Any, **options: Any) -> None:
+        tid = threading.get_native_id()
+        call = priority._IOPRIO_SET[platform.machine()] + 1  # ioprio_get
+        found.append((os.getpriority(os.PRIO_PROCESS, tid), LIBC.syscall(call, 1, tid)))
+
+    monkeypatch.setattr(background, "write_plan", look)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    checkpoint.save(tmp_path / "a", Net(), async_=True).wait()
+    assert found == [(19, 2 << 13 | 7)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_an_error_in_the_background_comes_out_at_the_next_call(tmp_path: Path):
