@@ -17,9 +17,11 @@ parts         of a save on rank 0: the plan; "create" takes the space; "write" c
               writes this rank's ranges; "sync" makes them durable and waits for the other rank; the
               rest is the manifest and the folder's name
 
-Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is the largest
-resident memory of a rank (VmHWM) above what it had before, from the first save or load after a
-warm-up.
+Files are dropped from the page cache (posix_fadvise) before they are read. "peak" is by how much a
+rank's memory grows in a save or load after a warm-up, the larger of two measures: resident memory
+(VmHWM), in which a page that both ranks map counts whole in each, and PSS, in which it counts half,
+read every few milliseconds. A save in the background keeps its staging ("staging"), one copy of the
+rank's part, which is there before "peak" begins.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import common
-from bench_step import end_rank, run_ranks, start_rank
+from bench_step import SAMPLE_SECONDS, end_rank, pss_mb, run_ranks, start_rank
 
 MODELS = {"10m": (6, 384), "85m": (12, 768)}
 WRITE_STEP, READ_STEP = 4 << 20, 1 << 20
@@ -179,6 +182,13 @@ class Bench:
         handle.wait()
         return blocked, step, time.perf_counter() - begin
 
+    def fsdpc_background(self) -> None:
+        from fsdpc import checkpoint
+
+        target = self.folder / "fsdpc"
+        handle = checkpoint.save(target, self.model, self.optimizer, overwrite=True, async_=True)
+        handle.wait()
+
     def dcp_async(self) -> tuple[float, float, float]:
         import torch.distributed.checkpoint as dcp
 
@@ -229,12 +239,22 @@ def forget(folder: Path) -> None:
 
 
 def peak_of(call: Callable[[], object]) -> float:
-    """MB by which the rank's resident memory grows in the call, at most; the larger rank's."""
+    """MB by which the rank's memory grows in the call, at most; the larger rank's."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
-    before = memory("VmRSS")
+    resident, shared = memory("VmRSS"), pss_mb("self")
+    seen, done = [shared], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            seen.append(pss_mb("self"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     call()
-    return reduced((memory("VmHWM") - before) / 1e6, "MAX")
+    done.set()
+    watcher.join()
+    return reduced(max((memory("VmHWM") - resident) / 1e6, max(seen) - shared), "MAX")
 
 
 def memory(name: str) -> float:
@@ -293,21 +313,26 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
         name: peak_of(call)
         for name, call in (
             ("fsdpc save", bench.fsdpc_save),
+            ("fsdpc save in the background", bench.fsdpc_background),
             ("fsdpc load", lambda: bench.fsdpc_load("before")),
+            ("fsdpc load, verified meanwhile", lambda: bench.fsdpc_load("during")),
+            ("fsdpc load, not verified", lambda: bench.fsdpc_load("no")),
             ("dcp save", bench.dcp_save),
             ("dcp load", bench.dcp_load),
         )
     }
     if rank == 0:
-        out.send({"bytes": bench.total, "seconds": seconds, "background": background,
-                  "step": alone, "peak_mb": peaks, "phases": parts})  # fmt: skip
+        out.send({
+            "bytes": bench.total, "staging_mb": bench.own / 1e6, "seconds": seconds,
+            "background": background, "step": alone, "peak_mb": peaks, "phases": parts,
+        })  # fmt: skip
     end_rank()
 
 
 def report(found: dict) -> dict:
     """Medians and quartiles; ratios are taken within a round."""
     seconds = found["seconds"]
-    result: dict = {"bytes": found["bytes"], "peak_mb": found["peak_mb"], "cases": {}}
+    result: dict = {key: found[key] for key in ("bytes", "staging_mb", "peak_mb")} | {"cases": {}}
     for name, values in seconds.items():
         base = seconds["plain read" if "load" in name or "read" in name else "plain write"]
         ratios = [a / b for a, b in zip(values, base, strict=True)]
@@ -342,6 +367,8 @@ def print_report(result: dict) -> None:
     ]
     rows.append(["no save", "", cell(result["step_s"], 3), ""])
     common.print_table(["in the background", "blocking s", "step s", "durable s"], rows)
+    peak = result["peak_mb"]["fsdpc save in the background"]
+    print(f"peak of a save in the background: {peak:.0f} MB; staging {result['staging_mb']:.0f} MB")
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,5 +1,6 @@
-/* Writing: the caller's thread fills chunks (copy or cast, digest), a helper thread writes them, so
- * that neither waits for the other as long as there is a chunk left.
+/* Writing: the caller's thread fills chunks (copy or cast, digest), helper threads write them, so
+ * that neither waits for the other as long as there is a chunk left. There are two helpers: while one
+ * waits for the file's lock, to write a part of a page, the disk still has work.
  *
  * A chunk is a run of the file. It lies in its buffer at the same place of a page as in the file;
  * its whole pages go past the page cache, where the file's lock does not make several writers wait
@@ -17,13 +18,16 @@
 #include "ckpt/range_io.h"
 #include "kernels.h"
 
-enum { CHUNKS = 2, SCRATCH_BYTES = 1 << 16, SHORTEST_DIRECT = 1 << 16 };
+enum { CHUNKS = 3, HELPERS = 2, SCRATCH_BYTES = 1 << 16, SHORTEST_DIRECT = 1 << 16 };
+enum { MEMORY_BYTES = CHUNKS * (FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES };
 
 typedef struct io_chunk {
     unsigned char *buffer; /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE, on a page */
     int64_t offset;        /* in the file, of the first byte */
     int64_t bytes;
-    bool full; /* handed over to the helper */
+    bool full, taken; /* handed over to the helpers; one of them writes */
+    fsdpc_write_result written;
+    int64_t errplace; /* where writing failed */
 } io_chunk;
 
 typedef struct writer {
@@ -35,31 +39,32 @@ typedef struct writer {
     unsigned char *memory; /* of all chunks */
     unsigned char *scratch;
     io_chunk chunks[CHUNKS];
-    int filling;
+    int filling, writing; /* the next chunk to fill, and to be written */
 
-    pthread_t helper;
-    bool helper_runs;
+    pthread_t helpers[HELPERS];
+    int running;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     bool ended; /* no chunk will follow */
-    int errnum; /* of the helper's first error, and where it was */
+    int errnum; /* of the helpers' first error, and where it was */
     int64_t errplace;
 } writer;
 
-/* --- the helper ------------------------------------------------------------------------------ */
+/* --- the helpers ----------------------------------------------------------------------------- */
 
-/* The helper's functions return an errno, 0 without an error. */
+/* The helpers' functions return an errno, 0 without an error. */
 static int
-write_cached(writer *self, const unsigned char *from, int64_t bytes, int64_t offset)
+write_cached(const writer *self, io_chunk *chunk, const unsigned char *from, int64_t bytes,
+             int64_t offset)
 {
-    self->result.cached_bytes += bytes;
+    chunk->written.cached_bytes += bytes;
     while (bytes > 0) {
         const ssize_t put = pwrite(self->cached_fd, from, (size_t)bytes, offset);
         if (put < 0 && errno == EINTR) {
             continue;
         }
         if (put <= 0) {
-            self->errplace = offset;
+            chunk->errplace = offset;
             return put == 0 ? EIO : errno;
         }
         from += put;
@@ -72,7 +77,8 @@ write_cached(writer *self, const unsigned char *from, int64_t bytes, int64_t off
 /* Whole pages past the cache. What a short write leaves may no longer begin on a page, and some file
  * systems refuse such writes altogether: the rest goes through the cache. */
 static int
-write_pages(writer *self, const unsigned char *from, int64_t bytes, int64_t offset)
+write_pages(const writer *self, io_chunk *chunk, const unsigned char *from, int64_t bytes,
+            int64_t offset)
 {
     while (bytes > 0 && self->direct_fd >= 0) {
         const ssize_t put = pwrite(self->direct_fd, from, (size_t)bytes, offset);
@@ -80,22 +86,22 @@ write_pages(writer *self, const unsigned char *from, int64_t bytes, int64_t offs
             continue;
         }
         if (put < 0 && errno != EINVAL) {
-            self->errplace = offset;
+            chunk->errplace = offset;
             return errno;
         }
         if (put <= 0 || put % FSDPC_IO_PAGE != 0) {
             break;
         }
-        self->result.direct_bytes += put;
+        chunk->written.direct_bytes += put;
         from += put;
         bytes -= put;
         offset += put;
     }
-    return write_cached(self, from, bytes, offset);
+    return write_cached(self, chunk, from, bytes, offset);
 }
 
 static int
-write_chunk(writer *self, const io_chunk *chunk)
+write_chunk(const writer *self, io_chunk *chunk)
 {
     const int64_t page = FSDPC_IO_PAGE, end = chunk->offset + chunk->bytes;
     const unsigned char *data = chunk->buffer + chunk->offset % page;
@@ -106,37 +112,42 @@ write_chunk(writer *self, const io_chunk *chunk)
     const unsigned char *whole = data + (first - chunk->offset),
                         *tail = data + (last - chunk->offset);
     if (self->options.skip_edges) {
-        return write_pages(self, whole, last - first, first);
+        return write_pages(self, chunk, whole, last - first, first);
     }
     if (self->direct_fd < 0 || last - first < SHORTEST_DIRECT) {
-        return write_cached(self, data, chunk->bytes, chunk->offset);
+        return write_cached(self, chunk, data, chunk->bytes, chunk->offset);
     }
-    int errnum = write_cached(self, data, first - chunk->offset, chunk->offset);
-    errnum = errnum ? errnum : write_pages(self, whole, last - first, first);
-    return errnum ? errnum : write_cached(self, tail, end - last, last);
+    int errnum = write_cached(self, chunk, data, first - chunk->offset, chunk->offset);
+    errnum = errnum ? errnum : write_pages(self, chunk, whole, last - first, first);
+    return errnum ? errnum : write_cached(self, chunk, tail, end - last, last);
 }
 
 static void *
 help(void *argument)
 {
     writer *self = argument;
-    int next = 0;
     pthread_mutex_lock(&self->lock);
     for (;;) {
-        io_chunk *chunk = &self->chunks[next];
-        while (!chunk->full && !self->ended) {
+        io_chunk *chunk = &self->chunks[self->writing];
+        if (!chunk->full || chunk->taken) {
+            if (self->ended) {
+                break;
+            }
             pthread_cond_wait(&self->changed, &self->lock);
+            continue;
         }
-        if (!chunk->full) {
-            break;
-        }
+        chunk->taken = true;
+        self->writing = (self->writing + 1) % CHUNKS;
+        const bool failed = self->errnum != 0;
         pthread_mutex_unlock(&self->lock);
-        const int errnum = self->errnum ? self->errnum : write_chunk(self, chunk);
+        const int errnum = failed ? 0 : write_chunk(self, chunk);
         pthread_mutex_lock(&self->lock);
-        self->errnum = errnum;
-        chunk->full = false;
+        if (errnum != 0 && self->errnum == 0) {
+            self->errnum = errnum;
+            self->errplace = chunk->errplace;
+        }
+        chunk->full = chunk->taken = false;
         pthread_cond_broadcast(&self->changed);
-        next = (next + 1) % CHUNKS;
     }
     pthread_mutex_unlock(&self->lock);
     return NULL;
@@ -144,7 +155,7 @@ help(void *argument)
 
 /* --- the caller's thread --------------------------------------------------------------------- */
 
-/* Hands the chunk over and waits for the next one to be free. False after an error of the helper's. */
+/* Hands the chunk over and waits for the next one to be free. False after an error of a helper's. */
 static bool
 submit(writer *self)
 {
@@ -263,35 +274,41 @@ begin(writer *self, const char *path, const fsdpc_write_options *options)
             return fsdpc_file_error(errno, "opening", path, -1);
         }
     }
-    void *memory = mmap(NULL, CHUNKS * each + SCRATCH_BYTES, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory =
+        mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return fsdpc_error_errno(errno, "memory to write %s", path);
     }
+    (void)madvise(memory, MEMORY_BYTES, MADV_HUGEPAGE); /* thousands of page faults less */
     self->memory = memory;
     for (size_t i = 0; i < CHUNKS; i++) {
         self->chunks[i].buffer = self->memory + i * each;
     }
     self->scratch = self->memory + CHUNKS * each;
-    const int failed = pthread_create(&self->helper, NULL, help, self);
-    if (failed) {
-        return fsdpc_error_errno(failed, "a thread to write %s", path);
+    while (self->running < HELPERS) {
+        const int failed = pthread_create(&self->helpers[self->running], NULL, help, self);
+        if (failed) {
+            return fsdpc_error_errno(failed, "a thread to write %s", path);
+        }
+        self->running++;
     }
-    self->helper_runs = true;
     return FSDPC_OK;
 }
 
-/* Waits for the helper; its error, if it has one. */
+/* Waits for the helpers; their error, if they have one. */
 static int
 join(writer *self)
 {
-    if (self->helper_runs) {
-        pthread_mutex_lock(&self->lock);
-        self->ended = true;
-        pthread_cond_broadcast(&self->changed);
-        pthread_mutex_unlock(&self->lock);
-        pthread_join(self->helper, NULL);
-        self->helper_runs = false;
+    pthread_mutex_lock(&self->lock);
+    self->ended = true;
+    pthread_cond_broadcast(&self->changed);
+    pthread_mutex_unlock(&self->lock);
+    while (self->running > 0) {
+        pthread_join(self->helpers[--self->running], NULL);
+    }
+    for (int i = 0; i < CHUNKS; i++) {
+        self->result.direct_bytes += self->chunks[i].written.direct_bytes;
+        self->result.cached_bytes += self->chunks[i].written.cached_bytes;
     }
     return self->errnum ? fsdpc_file_error(self->errnum, "writing", self->path, self->errplace)
                         : FSDPC_OK;
@@ -339,7 +356,7 @@ done:
     status = close_file(&self, self.direct_fd, status);
     status = close_file(&self, self.cached_fd, status);
     if (self.memory != NULL) {
-        munmap(self.memory, CHUNKS * (size_t)(FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES);
+        munmap(self.memory, MEMORY_BYTES);
     }
     *result = self.result;
     return status;

@@ -7,7 +7,6 @@ at the memory's speed then.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fsdpc.checkpoint import priority
 from fsdpc.checkpoint.entries import NO_SPANS, Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Layout
@@ -23,7 +23,6 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
 
 _ALIGNED = 64
-_NICE = 10
 
 _staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 _running: list[SaveHandle] = []
@@ -87,10 +86,7 @@ def start(
     handle = SaveHandle(plan.target)
 
     def write() -> None:
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        except OSError:
-            pass  # no right to: the save then runs at the training's priority
+        priority.lower()
         try:
             write_plan(plan, ranks, advance=advance, failpoint=failpoint)
             if after is not None:

@@ -37,33 +37,47 @@ def combine(
     crcs = np.concatenate([crcs for _, crcs in parts])
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     rows, crcs = rows[order], crcs[order]
-    limits = np.searchsorted(rows[:, 0], [place.index for place in places] + [1 << 62])
-    ends = np.searchsorted(rows[:, 0], [place.index for place in places], side="right")
-    return [
-        _digest(place, rows[low:high], crcs[low:high], block_bytes)
-        for place, low, high in zip(places, limits, ends, strict=False)
-    ]
-
-
-def _digest(place: Place, rows: np.ndarray, crcs: np.ndarray, block_bytes: int) -> Digest:
-    begins, lengths = rows[:, 1], rows[:, 2]
-    expected = np.cumsum(lengths) - lengths
-    if int(lengths.sum()) != place.nbytes or not np.array_equal(begins, expected):
-        raise CheckpointError(
-            f"tensor {place.name!r}: the ranks' parts cover {int(lengths.sum())} of its "
-            f"{place.nbytes} bytes, or some of them twice: do all ranks of the model take part, "
-            "and no others (group=)?"
-        )
-    blocks = []
+    indices = [place.index for place in places]
+    low = np.searchsorted(rows[:, 0], indices)
+    counts = np.searchsorted(rows[:, 0], indices, side="right") - low
+    chosen = np.repeat(low - _before(counts), counts) + np.arange(counts.sum())
+    begins, lengths, crcs = rows[chosen, 1], rows[chosen, 2], crcs[chosen]
+    _check_cover(places, counts, begins, lengths)
     starts = np.flatnonzero(begins % block_bytes == 0)
-    for low, high in zip(starts, [*starts[1:], len(rows)], strict=True):
-        blocks.append(
-            int(crcs[low])
-            if high == low + 1
-            else _C.ckpt_combine(crcs[low:high].copy(), lengths[low:high].copy())
-        )
+    blocks = _combined(crcs, lengths, np.diff(starts, append=len(begins)))
+    nbytes = np.array([place.nbytes for place in places], dtype=np.int64)
+    per_tensor = -(-nbytes // block_bytes)
     sizes = np.full(len(blocks), block_bytes, dtype=np.int64)
-    if len(blocks):
-        sizes[-1] = place.nbytes - block_bytes * (len(blocks) - 1)
-    whole = _C.ckpt_combine(np.array(blocks, dtype=np.uint32), sizes)
-    return Digest(whole, tuple(blocks))
+    ends, some = np.cumsum(per_tensor), per_tensor > 0
+    sizes[ends[some] - 1] = (nbytes - block_bytes * (per_tensor - 1))[some]
+    wholes = _combined(blocks, sizes, per_tensor)
+    cut = [tuple(part.tolist()) for part in np.split(blocks, ends[:-1])] if places else []
+    return [Digest(whole, part) for whole, part in zip(wholes.tolist(), cut, strict=True)]
+
+
+def _before(counts: np.ndarray) -> np.ndarray:
+    return np.cumsum(counts) - counts
+
+
+def _combined(crcs: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    digests = np.empty(len(counts), dtype=np.uint32)
+    parts, sizes = np.ascontiguousarray(crcs), np.ascontiguousarray(lengths)
+    _C.ckpt_combine(parts, sizes, counts.astype(np.int64), digests)
+    return digests
+
+
+def _check_cover(
+    places: Sequence[Place], counts: np.ndarray, begins: np.ndarray, lengths: np.ndarray
+) -> None:
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    first = _before(counts)
+    held = ends[first + counts] - ends[first]
+    gaps = begins != ends[:-1] - np.repeat(ends[first], counts)
+    wrong = set(np.repeat(np.arange(len(places)), counts)[gaps].tolist())
+    for i, place in enumerate(places):
+        if held[i] != place.nbytes or i in wrong:
+            raise CheckpointError(
+                f"tensor {place.name!r}: the ranks' parts cover {int(held[i])} of its "
+                f"{place.nbytes} bytes, or some of them twice: do all ranks of the model take "
+                "part, and no others (group=)?"
+            )

@@ -22,7 +22,8 @@ from fsdpc.checkpoint import manifest as _manifest
 _NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _SYNCS_AT_ONCE = 8
-_removing: list[threading.Thread] = []
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_removing: dict[Path, threading.Thread] = {}
 
 
 class Draft:
@@ -42,7 +43,6 @@ class Draft:
             if any(target.iterdir()):
                 raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
-        finish_removing()
         clean(target)
         self.path = target.parent / f"{_NEW}{target.name}-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
@@ -50,8 +50,8 @@ class Draft:
 
     def create(self, name: str, nbytes: int, header: bytes) -> None:
         """A file of a size, its space taken now, with its header but for the first eight bytes,
-        which no reader takes for a length while they are zero. ``OSError`` (ENOSPC): too little
-        space.
+        which no reader takes for a length while they are zero. A full disk waits until what was
+        removed is gone. ``OSError`` (ENOSPC): too little space.
         """
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
@@ -80,11 +80,12 @@ class Draft:
         finally:
             os.close(fd)
 
-    def publish(self) -> None:
-        """Give the folder its name, durably. What had the name before is removed afterwards, by a
-        thread: to free its space takes as long as to write a part of it.
+    def publish(self, written: Sequence[Path] = ()) -> None:
+        """Make files and the folder durable, then give the folder its name, durably. What had the
+        name before is removed afterwards, by a thread: to free its space takes as long as to write
+        a part of it.
         """
-        sync([Path(folder) for folder, _, _ in os.walk(self.path)])
+        sync([*written, *(Path(folder) for folder, _, _ in os.walk(self.path))])
         exchange = self.overwrite and os.path.lexists(self.target)
         _C.ckpt_rename(str(self.path), str(self.target), exchange=exchange)
         sync([self.target.parent])
@@ -150,21 +151,27 @@ def remove(path: Path) -> None:
     os.rename(path, trash)
     # Not a daemon: the interpreter waits for it at exit.
     thread = threading.Thread(target=shutil.rmtree, args=(trash, True), name=f"removing {path}")
-    _removing.append(thread)
+    for gone in [path for path, thread in _removing.items() if not thread.is_alive()]:
+        del _removing[gone]
+    _removing[trash] = thread
     thread.start()
 
 
-def finish_removing() -> None:
-    """Wait until removed folders are gone and their space is free. Local."""
-    while _removing:
-        _removing.pop().join()
+def finish_removing() -> bool:
+    """Wait until removed folders are gone and their space is free; False: there are none. Local."""
+    threads = list(_removing.values())
+    _removing.clear()
+    for thread in threads:
+        thread.join()
+    return bool(threads)
 
 
 def leftovers(target: Path) -> Iterator[Path]:
     """Temporary folders and files of saves of ``target`` that no process works on any more."""
     names = (f"{_NEW}{target.name}-", f"{_OLD}{target.name}-", f"{_OLD}{_NEW}{target.name}-")
     for path in sorted(target.parent.iterdir()):
-        if path.name.startswith(names) and not path.is_symlink():
+        removed = path in _removing and _removing[path].is_alive()
+        if path.name.startswith(names) and not path.is_symlink() and not removed:
             lock = _lock(path)
             if lock is not None:
                 os.close(lock)
@@ -199,6 +206,8 @@ def _allocate(fd: int, nbytes: int, path: Path) -> None:
         if nbytes:
             os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
+        if error.errno in _FULL and finish_removing():
+            return _allocate(fd, nbytes, path)
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise OSError(error.errno, f"{error.strerror}: {nbytes} bytes for {path}") from error
         os.ftruncate(fd, nbytes)
@@ -207,5 +216,10 @@ def _allocate(fd: int, nbytes: int, path: Path) -> None:
 def _write(fd: int, content: bytes, offset: int) -> None:
     view = memoryview(content)
     while view:
-        put = os.pwrite(fd, view, offset)
+        try:
+            put = os.pwrite(fd, view, offset)
+        except OSError as error:
+            if error.errno in _FULL and finish_removing():
+                continue
+            raise
         view, offset = view[put:], offset + put

@@ -6,6 +6,7 @@ entries, without gaps; data begin on a page, behind a header that is padded with
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdpc import _C
 from fsdpc.checkpoint.dtypes import can_cast, name_of
 from fsdpc.checkpoint.entries import Entry
 
@@ -49,12 +51,20 @@ class File:
 
 @dataclass
 class Layout:
-    """The files of a set. ``folder``: below the checkpoint's, "" for the model."""
+    """The files of a set, not to be changed. ``folder``: in the checkpoint's, "" for the model."""
 
     folder: str
     index_name: str
     files: list[File]
     aliases: dict[str, str]
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A digest of all names, dtypes, shapes and places."""
+        crc = 0
+        for file in self.files:
+            crc = _C.ckpt_crc32c(file.name.encode() + file.header, crc)
+        return crc
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +74,7 @@ class Layout:
         name = file if isinstance(file, str) else file.name
         return f"{self.folder}/{name}" if self.folder else name
 
+    @functools.cached_property
     def index(self) -> bytes:
         """The index as Hugging Face's libraries write it."""
         places = [place for file in self.files for place in file.places]
@@ -95,18 +106,29 @@ def lay_out(
     """Lay entries out in files of at most ``file_bytes`` (a larger tensor has a file of its own),
     named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name.
     """
+    tensors = tuple((entry.name, file_dtype(entry, cast), tuple(entry.shape)) for entry in entries)
+    return _laid_out(tensors, name, folder, file_bytes, tuple((aliases or {}).items()))
+
+
+@functools.lru_cache(maxsize=2)  # a training saves one model and one optimizer, again and again
+def _laid_out(
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...],
+    name: str,
+    folder: str,
+    file_bytes: int,
+    renamed: tuple[tuple[str, str], ...],
+) -> Layout:
     groups: list[list[Place]] = [[]]
     used = 0
-    for index, entry in enumerate(entries):
-        dtype = file_dtype(entry, cast)
-        name_of(dtype, entry.name)
-        nbytes = entry.numel * dtype.itemsize
+    for index, (tensor, dtype, shape) in enumerate(tensors):
+        name_of(dtype, tensor)
+        nbytes = math.prod(shape) * dtype.itemsize
         if groups[-1] and used + nbytes > file_bytes:
             groups.append([])
             used = 0
-        groups[-1].append(Place(entry.name, dtype, entry.shape, used, nbytes, index))
+        groups[-1].append(Place(tensor, dtype, shape, used, nbytes, index))
         used += nbytes
-    aliases = aliases or {}
+    aliases = dict(renamed)
     groups = groups if groups[-1] else []  # no tensors, no file
     files = [
         _file(f"{name}-{number:05d}-of-{len(groups):05d}.safetensors", places, aliases)

@@ -28,6 +28,7 @@ from fsdpc.checkpoint.opened import Opened, StoredFile
 from fsdpc.checkpoint.optimizer import NewState, check_options, held_params, make_state, names_of
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.state_keys import check_keys
 from fsdpc.checkpoint.values import from_json
 from fsdpc.checkpoint.write import in_host_memory, rows_of, waves
 
@@ -136,7 +137,7 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
     for alias, name in target.aliases.items():
         names[name].append(alias)
     where = found.model.where
-    items, missing, problems = [], [], []
+    items, missing, problems, castable = [], [], [], False
     for entry in target.entries:
         name = next((name for name in names[entry.name] if name in where), None)
         if name is None:
@@ -148,10 +149,11 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
             items.append((entry, file, place))
         else:
             problems.append(problem)
+            castable |= _problem(entry, place, True) is None
     if problems:
         text = "; ".join(_shortened(problems))
-        hint = " (cast=True converts floats of 16, 32 and 64 bits)"
-        raise CheckpointError(text + (hint if "torch." in text and not cast else ""))
+        hint = " (cast=True converts floats of 16, 32 and 64 bits)" if castable else ""
+        raise CheckpointError(text + hint)
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known]
     return _Work(items), missing, unexpected
@@ -210,6 +212,7 @@ def _match_optimizer(
             text = _difference(sorted(held - saved), sorted(saved - held))
             raise CheckpointError(f"parameters of the optimizer: {text}")
         check_options(optimizer, groups)
+        check_keys(optimizer, target, kinds, groups)
     dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
     state = make_state(optimizer, target, kinds, groups, dtypes)
     items = [(entry, *where[entry.name]) for entry in state.entries]

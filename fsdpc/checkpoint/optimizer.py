@@ -29,8 +29,8 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.optim._spanned import Blocks
 
 _MOST_SHOWN = 3
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
-_IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
+IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 
 
 @dataclass
@@ -90,12 +90,19 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     with ranks.step("reading the optimizer's state") as step:
         held = [each for group in groups for seen in group for each in _held(optimizer, seen)]
         numbers = _numbers(held)
-        step.value = [_outline(each, numbers) for each in held]
+        step.value = _packed([_outline(each, numbers) for each in held])
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         found.groups.append({**options, "params": [n for seen in members for n in names_of(seen)]})
-    merged = [_merge(each, [told[i] for told in step.values]) for i, each in enumerate(held)]
+    everyone = [_unpacked(told) for told in step.values]
+    for rank, told in enumerate(everyone):
+        if len(told) != len(everyone[0]):
+            raise CheckpointError(
+                f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(told)} on "
+                f"rank {rank}"
+            )
+    merged = [_merge(each, [told[i] for told in everyone]) for i, each in enumerate(held)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
     for each, (outline, first) in zip(held, merged, strict=True):
@@ -168,8 +175,8 @@ def _numbers(held: list[Held]) -> set[str]:
     return found
 
 
-def _outline(each: Held, numbers: set[str]) -> Any:
-    """What this rank tells the others: its elements, and kind, dtype and form of each value."""
+def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
+    """This rank's elements, and kind, dtype and form of each value."""
     count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
     for key, value in sorted(each.state.items()):
@@ -185,7 +192,28 @@ def _outline(each: Held, numbers: set[str]) -> Any:
         else:
             raw = flat(value).view(torch.uint8).cpu().numpy()
             form[key] = ["whole", value.dtype, tuple(value.shape), _C.ckpt_crc32c(raw)]
-    return [count, form]
+    return count, form
+
+
+def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
+    """What this rank tells the others: most parameters have one and the same form."""
+    forms: list[dict[str, list[Any]]] = []
+    known: dict[Any, int] = {}
+    which = np.empty(len(outlines), dtype=np.int64)
+    for i, (_, form) in enumerate(outlines):
+        own = any(row[0] == "value" for row in form.values())  # 1, 1.0 and True are one key
+        parts = i if own else tuple((key, *row) for key, row in form.items())
+        number = known.setdefault(parts, len(forms))
+        if number == len(forms):
+            forms.append(form)
+        which[i] = number
+    counts = np.array([count for count, _ in outlines], dtype=np.int64)
+    return {"forms": forms, "which": which, "counts": counts}
+
+
+def _unpacked(told: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]]:
+    pairs = zip(told["counts"].tolist(), told["which"].tolist(), strict=True)
+    return [(count, told["forms"][number]) for count, number in pairs]
 
 
 def _merge(each: Held, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
@@ -296,7 +324,7 @@ def make_state(
     """
     made = NewState(model.everyone)
     groups = held_params(optimizer, model)
-    made.groups = _options(optimizer, groups, saved_groups)
+    made.groups = options_of(optimizer, groups, saved_groups)
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -473,7 +501,7 @@ def _whole_target(
     return target
 
 
-def _options(
+def options_of(
     optimizer: torch.optim.Optimizer, groups: list[list[Seen]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Per group of the optimizer, the saved options of its parameters, whatever group they were in.
@@ -501,8 +529,8 @@ def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]])
     """``ValueError``: the saved groups are those of an optimizer of another kind: each has options
     that the other lacks, beside those that only choose an implementation.
     """
-    theirs = {key for group in saved for key in group} - _IMPLEMENTATION
-    ours = {key for group in optimizer.param_groups for key in group} - _IMPLEMENTATION
+    theirs = {key for group in saved for key in group} - IMPLEMENTATION
+    ours = {key for group in optimizer.param_groups for key in group} - IMPLEMENTATION
     if saved and theirs - ours and ours - theirs:
         raise ValueError(
             f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its options "

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry
@@ -98,11 +97,8 @@ def make_plan(
 
 
 def _fingerprint(layouts: Sequence[Layout]) -> str:
-    crc = 0
-    for layout in layouts:
-        for file in layout.files:
-            crc = _C.ckpt_crc32c(file.name.encode() + file.header, crc)
-    return f"{crc:08x} {sum(len(file.places) for layout in layouts for file in layout.files)}"
+    crcs = " ".join(f"{layout.fingerprint:08x}" for layout in layouts)
+    return f"{crcs} {sum(len(file.places) for layout in layouts for file in layout.files)}"
 
 
 def _check_equal(what: str, told: list[dict[str, Any]]) -> None:
@@ -254,7 +250,7 @@ def finish(
     written = []
     for layout, digests in sets:
         made.add_set(layout, digests)
-        files[layout.path(layout.index_name)] = layout.index()
+        files[layout.path(layout.index_name)] = layout.index
         for file in layout.files:
             reach("header")
             draft.write_length(layout.path(file), file.header)
@@ -263,10 +259,8 @@ def finish(
         draft.write_file(path, content)
         made.add_file(path, content)
         written.append(draft.path / path)
-    sync(written)
     reach("manifest")
     draft.write_file(_manifest.NAME, made.encode())
-    sync([draft.path / _manifest.NAME])
     reach("publish")
-    draft.publish()
+    draft.publish([*written, draft.path / _manifest.NAME])
     reach("end")

@@ -71,22 +71,30 @@ def write_rows(place: Place, entry: Entry) -> np.ndarray:
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
     """Ranges of spans of one tensor; ``memory``: 0 for none, default the entry's memory."""
     item, own = place.dtype.itemsize, entry.dtype.itemsize
-    table = np.zeros((len(spans), _COLUMNS), dtype=np.int64)
-    if memory is None:
-        table[:, MEMORY] = entry.memory.data_ptr() + spans[:, 1] * own
+    types = codes(entry.dtype, place.dtype)
+    base = entry.memory.data_ptr() if memory is None else memory
+    if memory == 0:
+        own, types = 0, (types[1], types[1])
+    table = np.empty((len(spans), _COLUMNS), dtype=np.int64)
+    if len(spans) == 1:  # nearly always: a unit's tensors on a rank
+        begin, at, count = spans[0].tolist()
+        begin *= item
+        table[0] = base + at * own, place.offset + begin, count * item, begin, *types, place.index
+        return table
+    table[:, MEMORY] = base + spans[:, 1] * own
     table[:, OFFSET] = place.offset + spans[:, 0] * item
     table[:, NBYTES] = spans[:, 2] * item
     table[:, IN_TENSOR] = spans[:, 0] * item
-    table[:, MEMORY_TYPE], table[:, FILE_TYPE] = codes(entry.dtype, place.dtype)
+    table[:, MEMORY_TYPE], table[:, FILE_TYPE] = types
     table[:, -1] = place.index
-    if memory == 0:
-        table[:, MEMORY_TYPE] = table[:, FILE_TYPE]
     return table
 
 
 def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
     """The table in parts of about ``most`` bytes; long ranges are cut at pages of the file."""
-    if not len(rows):
+    if rows[:, NBYTES].sum() <= most:
+        if len(rows):
+            yield rows
         return
     part: list[np.ndarray] = []
     used = 0

@@ -1,4 +1,7 @@
-/* Digests, headers from anyone, and ranges of files. */
+/* Digests, headers from anyone, and ranges of files.
+ *
+ *     build/c/address-undefined/test_ckpt [headers [seed]]    more mutated headers, other ones
+ */
 #include "test.h"
 
 #include <fcntl.h>
@@ -128,6 +131,142 @@ headers_are_checked(void)
     CHECK_INT(fsdpc_mem_live(), 0);
 }
 
+/* --- mutated headers ------------------------------------------------------------------------- */
+
+enum { MUTANT_BYTES = 1024, MUTANTS = 50000, VALID = 9 };
+
+static uint64_t random_state;
+
+static uint64_t
+draw(uint64_t below)
+{
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state % below;
+}
+
+/* Replaces `cut` bytes at `at` by others. */
+static size_t
+replace(char *json, size_t bytes, size_t at, size_t cut, const char *by, size_t count)
+{
+    if (bytes - cut + count > MUTANT_BYTES) {
+        return bytes;
+    }
+    memmove(json + at + count, json + at + cut, bytes - at - cut);
+    memcpy(json + at, by, count);
+    return bytes - cut + count;
+}
+
+static size_t
+mutate(char *json, size_t bytes)
+{
+    static const char *const words[] = {"\"",
+                                        "{",
+                                        "}",
+                                        "[",
+                                        "]",
+                                        ",",
+                                        ":",
+                                        "\\u0000",
+                                        "\\ud83d\\ude00",
+                                        "-",
+                                        "null",
+                                        "\\",
+                                        "\0",
+                                        "18446744073709551615",
+                                        "\xf0\x9f",
+                                        "9223372036854775807",
+                                        "[[[[[[[[",
+                                        "{\"a\":",
+                                        "__metadata__",
+                                        "F32",
+                                        "BOOL",
+                                        "data_offsets",
+                                        "1e9",
+                                        " ",
+                                        "0",
+                                        "8"};
+    const size_t at = draw(bytes + 1), rest = bytes - at, cut = draw(rest < 9 ? rest + 1 : 9);
+    const char *word = words[draw(sizeof words / sizeof *words)];
+    const char byte = (char)draw(256);
+    char copy[32];
+    const size_t from = draw(bytes + 1), left = bytes - from, count = left < 32 ? left : draw(32);
+    memcpy(copy, json + from, count);
+    switch (draw(4)) {
+    case 0:
+        return replace(json, bytes, at, cut < 2 ? cut : 1, &byte, 1);
+    case 1:
+        return replace(json, bytes, at, cut, "", 0);
+    case 2:
+        return replace(json, bytes, at, cut, word, *word ? strlen(word) : 1);
+    default:
+        return replace(json, bytes, at, cut, copy, count);
+    }
+}
+
+/* What was accepted covers the data, and every text can be read. */
+static void
+check_accepted(const fsdpc_header *header, int64_t data_bytes)
+{
+    int64_t end = 0;
+    unsigned char sum = 0;
+    for (size_t i = 0; i < header->tensor_count; i++) {
+        const fsdpc_header_tensor *tensor = &header->tensors[i];
+        CHECK_INT(tensor->begin, end);
+        CHECK(tensor->end >= tensor->begin && strlen(tensor->dtype) > 1);
+        end = tensor->end;
+        for (int j = 0; j < tensor->ndim; j++) {
+            CHECK(header->dims[tensor->first_dim + (size_t)j] >= 0);
+        }
+        for (size_t j = 0; j < tensor->name.bytes; j++) {
+            sum ^= (unsigned char)tensor->name.text[j];
+        }
+    }
+    for (size_t i = 0; i < 2 * header->metadata_count; i++) {
+        for (size_t j = 0; j < header->metadata[i].bytes; j++) {
+            sum ^= (unsigned char)header->metadata[i].text[j];
+        }
+    }
+    static volatile unsigned char seen;
+    seen = sum;
+    (void)seen;
+    CHECK_INT(end, data_bytes);
+}
+
+static void
+mutated_headers_are_refused_or_right(long count, uint64_t seed)
+{
+    long accepted = 0;
+    random_state = seed * 2 + 1;
+    for (long i = 0; i < count; i++) {
+        const size_t which = draw(draw(2) ? VALID : sizeof headers / sizeof *headers);
+        char json[MUTANT_BYTES];
+        size_t bytes = strlen(headers[which].json);
+        memcpy(json, headers[which].json, bytes);
+        for (uint64_t rounds = 1 + draw(4); rounds > 0; rounds--) {
+            bytes = mutate(json, bytes);
+        }
+        char *exact = malloc(bytes ? bytes : 1);
+        memcpy(exact, json, bytes);
+        const int64_t data_bytes = draw(8) ? headers[which].data_bytes : (int64_t)draw(64);
+        fsdpc_header header;
+        const int status = fsdpc_header_parse(exact, bytes, data_bytes, &header);
+        free(exact); /* what was parsed does not point into it */
+        if (status == FSDPC_OK) {
+            check_accepted(&header, data_bytes);
+            fsdpc_header_clear(&header);
+            accepted++;
+        } else {
+            CHECK_INT(status, FSDPC_E_INVAL);
+        }
+    }
+    printf("%ld mutated headers from seed %llu, %ld of them valid\n", count,
+           (unsigned long long)seed, accepted);
+    CHECK(accepted > 0 && accepted < count);
+    CHECK_INT(fsdpc_mem_live(), 0);
+}
+
 static int
 parse_big(void *unused)
 {
@@ -244,13 +383,15 @@ faults_name_the_file(void)
 }
 
 int
-main(void)
+main(int argc, char **argv)
 {
+    const long mutants = argc > 1 ? atol(argv[1]) : MUTANTS;
     int fd = mkstemp(path);
     REQUIRE(fd >= 0);
     digests_are_crc32c();
     parts_combine_for_any_cut();
     headers_are_checked();
+    mutated_headers_are_refused_or_right(mutants, argc > 2 ? strtoull(argv[2], NULL, 10) : 1);
     test_alloc_sweep(parse_big, NULL);
     check_round_trip(true, FSDPC_F32, 4096);
     check_round_trip(true, FSDPC_BF16, 4095);

@@ -97,7 +97,11 @@ def save_low(rank: int, world: int, path: str) -> None:
 
 def load_low(rank: int, world: int, path: str) -> None:
     for saved, other, text in (
-        ("AdamW8bit", "AdamW", r"'a'.*exp_avg.codes torch.uint8|one value per 256 elements of 'a'"),
+        (
+            "AdamW8bit",
+            "AdamW",
+            r"'a' .* does not fit AdamW: it lacks exp_avg, .* has exp_avg.codes",
+        ),
         ("AdamW", "AdamW8bit", r"state of 'a' is exp_avg torch.float32.*but exp_avg.codes"),
         ("AdamW8bit", "AdamMini", r"state of 'a' is exp_avg.codes.*scales .* per 256 elements"),
     ):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
+import platform
 import random
 import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fsdpc.optim
 from fsdpc import _C, checkpoint
-from fsdpc.checkpoint import cli, folders, loading, saving, write
+from fsdpc.checkpoint import background, cli, folders, loading, priority, saving, write
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
 FUZZ_SECONDS = 3.0
+LIBC = ctypes.CDLL(None)
 
 
 class Net(nn.Module):
@@ -316,6 +322,62 @@ def test_an_optimizer_of_another_kind(saved: Path):
         checkpoint.load(saved, model.state_dict())
 
 
+STATES = {
+    "AdamW": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "Adamax": torch.optim.Adamax,
+    "Adam": fsdpc.optim.Adam,
+    "Lion": fsdpc.optim.Lion,
+    "SGD": lambda params: fsdpc.optim.SGD(params, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "text"),
+    [
+        ("Adam", "Lion", "does not fit Lion: it has exp_avg_sq, which is not used"),
+        ("Lion", "Adam", "does not fit Adam: it lacks exp_avg_sq;"),
+        ("AdamW", "Adamax", "fit Adamax: it lacks exp_inf and has exp_avg_sq, max_exp_avg_sq, wh"),
+        ("AdamW", "Adam", None),  # the option is loaded, too
+        ("SGD", "Adam", "another optimizer than Adam: its options have dampening"),
+        ("Adam", "SGD", "another optimizer than SGD: its options have amsgrad"),
+    ],
+)
+def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, text: str | None):
+    model = Net()
+    model.one(torch.ones(2, 7)).sum().backward()
+    optimizer = STATES[saved](model.parameters())
+    optimizer.step()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    fresh = Net(1)
+    into = STATES[other](fresh.parameters())
+    before = values(fresh)
+    if text is None:
+        checkpoint.load(tmp_path / "a", fresh, into)
+        assert "max_exp_avg_sq" in into.state[fresh.one.weight]
+        return
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(tmp_path / "a", fresh, into)
+    assert same(values(fresh), before) and not into.state
+
+
+def test_only_dtypes_that_can_be_cast_are_said_to_be(tmp_path: Path):
+    class One(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.register_buffer("torch", torch.zeros(3, dtype=dtype))
+
+    checkpoint.save(tmp_path / "a", One(torch.float32))
+    for dtype, hint in ((torch.bfloat16, True), (torch.int64, False)):
+        with pytest.raises(checkpoint.CheckpointError, match="torch.float32 in") as raised:
+            checkpoint.load(tmp_path / "a", One(dtype))
+        assert ("cast=True" in str(raised.value)) is hint
+    other = nn.Module()
+    other.register_buffer("torch", torch.zeros(4))
+    with pytest.raises(checkpoint.CheckpointError, match="has shape") as raised:
+        checkpoint.load(tmp_path / "a", other)
+    assert "cast=True" not in str(raised.value)
+
+
 def test_state_that_was_not_saved_goes(tmp_path: Path):
     model, optimizer = trained()
     checkpoint.save(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
@@ -344,6 +406,30 @@ def test_a_target_that_exists_stays(saved: Path):
     checkpoint.load(saved, Net(3))
     folders.finish_removing()
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+def test_a_save_waits_for_what_is_removed_only_on_a_full_disk(saved: Path, monkeypatch: Any):
+    go, remove, allocate = threading.Event(), shutil.rmtree, os.posix_fallocate
+
+    def slow(path: Path, quiet: bool) -> None:
+        assert go.wait(60), "a save has waited"
+        remove(path, quiet)
+
+    def full(fd: int, at: int, nbytes: int) -> None:
+        if list(saved.parent.glob(".old-*")):
+            go.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, at, nbytes)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    for _ in range(2):
+        checkpoint.save(saved, Net(), overwrite=True)
+    assert len(list(saved.parent.glob(".old-*"))) == 2
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    checkpoint.save(saved, trained(2)[0], overwrite=True)
+    folders.finish_removing()
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    checkpoint.load(saved, Net(3))
 
 
 @pytest.mark.parametrize("point", ["create", "write", "sync", "header", "manifest", "publish"])
@@ -496,7 +582,15 @@ def test_digests_do_not_depend_on_the_cut():
         parts = np.split(data, cuts)
         crcs = np.array([_C.ckpt_crc32c(np.ascontiguousarray(p)) for p in parts], np.uint32)
         lengths = np.array([len(p) for p in parts], np.int64)
-        assert _C.ckpt_combine(crcs, lengths) == whole
+        counts = np.array([1, 0, len(parts) - 1], np.int64)
+        digests = np.zeros(3, np.uint32)
+        _C.ckpt_combine(crcs, lengths, counts, digests)
+        assert (digests[0], digests[1]) == (crcs[0], 0)
+        _C.ckpt_combine(crcs, lengths, np.array([len(parts)]), digests[:1])
+        assert digests[0] == whole
+        assert digests[2] == _C.ckpt_crc32c(data[lengths[0] :])
+        with pytest.raises(ValueError, match="do not fit together"):
+            _C.ckpt_combine(crcs, lengths, counts[:2], digests[:2])
 
 
 MEMORY = """
@@ -563,6 +657,21 @@ def test_background_saves_hold_the_values_of_their_step(tmp_path: Path):
     model, optimizer = trained(1)
     checkpoint.load(tmp_path / "a", model, optimizer)
     assert same(values(model, optimizer), expected)
+
+
+def test_a_save_in_the_background_has_the_lowest_priority(tmp_path: Path, monkeypatch: Any):
+    found = []
+
+    def look(*arguments: Any, **options: Any) -> None:
+        tid = threading.get_native_id()
+        call = priority._IOPRIO_SET[platform.machine()] + 1  # ioprio_get
+        found.append((os.getpriority(os.PRIO_PROCESS, tid), LIBC.syscall(call, 1, tid)))
+
+    monkeypatch.setattr(background, "write_plan", look)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    checkpoint.save(tmp_path / "a", Net(), async_=True).wait()
+    assert found == [(19, 2 << 13 | 7)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_an_error_in_the_background_comes_out_at_the_next_call(tmp_path: Path):

@@ -55,40 +55,74 @@ open_items(PyObject *object, const char *what, Py_ssize_t itemsize, bool writabl
     return 0;
 }
 
+typedef struct combine_job {
+    Py_buffer crcs, lengths, counts, digests;
+    int opened;
+} combine_job;
+
+/* False with a Python error unless the groups take up all parts. */
+static bool
+combine_fits(const combine_job *job)
+{
+    const int64_t *count = job->counts.buf;
+    const int64_t parts = job->crcs.len / 4, groups = job->counts.len / 8;
+    int64_t rest = parts;
+    for (int64_t i = 0; i < groups && rest >= 0; i++) {
+        rest = count[i] < 0 || count[i] > rest ? -1 : rest - count[i];
+    }
+    if (parts != job->lengths.len / 8 || groups != job->digests.len / 4 || rest != 0) {
+        PyErr_SetString(PyExc_ValueError, "crcs, lengths, counts and digests do not fit together");
+        return false;
+    }
+    return true;
+}
+
+static void
+combine_run(const combine_job *job)
+{
+    const uint32_t *crc = job->crcs.buf;
+    const int64_t *length = job->lengths.buf, *count = job->counts.buf;
+    uint32_t *digest = job->digests.buf;
+    for (Py_ssize_t group = 0; group < job->counts.len / 8; group++) {
+        uint32_t whole = 0;
+        for (int64_t i = 0; i < count[group]; i++, crc++, length++) {
+            whole = whole == 0 ? *crc : fsdpc_crc32c_combine(whole, *crc, (uint64_t)*length);
+        }
+        digest[group] = whole;
+    }
+}
+
 static PyObject *
 ckpt_combine(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    PyObject *crcs = NULL, *lengths = NULL;
+    PyObject *objects[4] = {NULL};
     const fsdpc_py_arg table[] = {
-        {"crcs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &crcs},
-        {"lengths", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &lengths},
+        {"crcs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &objects[0]},
+        {"lengths", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &objects[1]},
+        {"counts", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &objects[2]},
+        {"digests", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &objects[3]},
     };
-    Py_buffer crc_view, length_view;
+    combine_job job;
+    Py_buffer *views[] = {&job.crcs, &job.lengths, &job.counts, &job.digests};
+    const Py_ssize_t sizes[] = {4, 8, 8, 4};
     (void)module;
-    if (fsdpc_py_args("ckpt_combine", table, 2, args, count, keywords) < 0 ||
-        open_items(crcs, "crcs", 4, false, &crc_view) < 0) {
+    if (fsdpc_py_args("ckpt_combine", table, 4, args, count, keywords) < 0) {
         return NULL;
     }
-    if (open_items(lengths, "lengths", 8, false, &length_view) < 0) {
-        PyBuffer_Release(&crc_view);
-        return NULL;
-    }
-    PyObject *result = NULL;
-    const uint32_t *crc = crc_view.buf;
-    const int64_t *length = length_view.buf;
-    const Py_ssize_t parts = crc_view.len / 4;
-    if (parts != length_view.len / 8) {
-        PyErr_SetString(PyExc_ValueError, "crcs and lengths differ in length");
-    } else {
-        uint32_t whole = 0;
-        for (Py_ssize_t i = 0; i < parts; i++) {
-            whole = fsdpc_crc32c_combine(whole, crc[i], (uint64_t)length[i]);
+    for (job.opened = 0; job.opened < 4; job.opened++) {
+        const int i = job.opened;
+        if (open_items(objects[i], table[i].name, sizes[i], i == 3, views[i]) < 0) {
+            break;
         }
-        result = PyLong_FromUnsignedLong(whole);
     }
-    PyBuffer_Release(&crc_view);
-    PyBuffer_Release(&length_view);
-    return result;
+    const bool good = job.opened == 4 && combine_fits(&job);
+    if (good) {
+        combine_run(&job);
+    }
+    while (job.opened > 0) {
+        PyBuffer_Release(views[--job.opened]);
+    }
+    return good ? Py_NewRef(Py_None) : NULL;
 }
 
 /* --- headers --------------------------------------------------------------------------------- */
@@ -352,9 +386,10 @@ PyDoc_STRVAR(crc32c_doc,
              "CRC-32C of what `crc` covers followed by a buffer; `plain`: without the processor's\n"
              "instruction.");
 PyDoc_STRVAR(combine_doc,
-             "ckpt_combine($module, /, crcs, lengths)\n--\n\n"
-             "CRC-32C of parts one behind the other, from theirs (uint32) and their lengths in\n"
-             "bytes (int64).");
+             "ckpt_combine($module, /, crcs, lengths, counts, digests)\n--\n\n"
+             "CRC-32C of groups of parts, one behind the other, from theirs (uint32) and their\n"
+             "lengths in bytes (int64); `counts` (int64): parts of each group. Fills `digests`\n"
+             "(uint32), one a group; 0 for no parts. ValueError.");
 PyDoc_STRVAR(header_doc,
              "ckpt_header($module, /, json, data_bytes)\n--\n\n"
              "A safetensors header, without its length field, of a file with so many bytes behind\n"

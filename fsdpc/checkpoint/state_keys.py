@@ -1,0 +1,67 @@
+"""Which states an optimizer has of a parameter, compared with those of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdpc.checkpoint.model import Model
+from fsdpc.checkpoint.optimizer import IMPLEMENTATION, held_params, names_of, options_of
+from fsdpc.optim._base import FusedOptimizer
+from fsdpc.optim._disk import MASTER
+
+
+def check_keys(
+    optimizer: torch.optim.Optimizer,
+    model: Model,
+    kinds: dict[str, dict[str, Any]],
+    saved_groups: list[dict[str, Any]],
+) -> None:
+    """``ValueError`` names the states that the checkpoint lacks or that the optimizer does not use,
+    by parameter. An optimizer of a class that neither torch nor fsdpc has is known by the state it
+    has, if any. Local.
+    """
+    groups = held_params(optimizer, model)
+    saved = options_of(optimizer, groups, saved_groups)
+    for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
+        usual = _usual({**group, **options}, optimizer)
+        for seen in members:
+            wanted = usual
+            if wanted is None:
+                wanted = set(dict.get(optimizer.state, seen.param, {})) or None
+            for name in names_of(seen):
+                found = set(kinds.get(name, {}))
+                if found and wanted is not None:
+                    _compare(name, found, wanted, type(optimizer).__name__)
+
+
+def _compare(name: str, found: set[str], wanted: set[str], optimizer: str) -> None:
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted - {MASTER, "step"})
+    if missing or unexpected:
+        texts = [f"lacks {', '.join(missing)}"] if missing else []
+        texts += [f"has {', '.join(unexpected)}, which is not used"] if unexpected else []
+        raise ValueError(
+            f"the state of {name!r} in the checkpoint does not fit {optimizer}: it "
+            f"{' and '.join(texts)}; load into an optimizer of the class that was saved, or "
+            "without optimizer= (strict=False loads the state all the same)"
+        )
+
+
+def _usual(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """The states that a step makes with these options; ``None``: not known here."""
+    if hasattr(optimizer, "span_states"):
+        return None
+    if isinstance(optimizer, FusedOptimizer):
+        return set(optimizer._names(group))
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        return None
+    param = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
+    param.grad = torch.zeros_like(param)
+    options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+    try:
+        tried: Any = type(optimizer)([{**options, "params": [param]}])
+        tried.step()
+    except Exception:  # noqa: BLE001  a closure or a sparse gradient is needed
+        return None
+    return {key for key, value in tried.state[param].items() if value is not None}
