@@ -30,6 +30,7 @@ from fsdpc._comm.stall import Place, Stall
 WATCH_S = 0.5
 _VERSION = "the version of NCCL"
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[_C.Comm, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,17 @@ class _Start:
     def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
         rank, world = self.meeting.rank, self.meeting.world
         how = (self.device, self.name, self.timeout, self.channel)
-        return _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+        free, _ = _C.cuda_memory(self.device)
+        comm = _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+        _held[comm] = max(free - _C.cuda_memory(self.device)[0], 0)
+        return comm
+
+
+def held_bytes(comm: _C.Comm) -> int:
+    """Device memory that a communicator's start took, 0 for those without NCCL: the GPU's free
+    bytes before and after, so that other processes on that GPU at that moment count, too. Local.
+    """
+    return _held.get(comm, 0)
 
 
 def _sharing(everyone: list[_Hello]) -> str:
