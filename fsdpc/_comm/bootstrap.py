@@ -55,7 +55,7 @@ from fsdpc._comm import board as _board
 from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
-from fsdpc._comm.error_file import write_error_file
+from fsdpc._comm.error_file import follows, write_error_file
 from fsdpc._comm.stall import Place, Stall
 from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import gather_texts
@@ -447,13 +447,14 @@ class _Collectives:
 
     def _why(self) -> str:
         """What is known of a collective that another rank has ended."""
-        texts = []
         with suppress(RuntimeError):  # the store may be gone
-            texts.append(self._channel.for_watching().failure() if self._channel else None)
+            failure = self._channel.for_watching().failure() if self._channel else None
+            if failure:
+                return failure
         with suppress(OSError):
             found = self.stalls.verdict(True, []) if self.stalls else None
-            texts.append(found[1].lstrip("\n") if found else None)
-        return "\n".join(text for text in texts if text)
+            return found[1].lstrip("\n") if found else ""
+        return ""
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
@@ -584,7 +585,8 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
-    for wire in list(_wires) if _prepared_pid == os.getpid() else []:
+    wires = [] if follows(error) or _prepared_pid != os.getpid() else list(_wires)
+    for wire in wires:  # a rank that fails because of another one is no cause
         wire.publish(text)
     for comm in _own_comms():
         comm.abort(text)

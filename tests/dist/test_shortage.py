@@ -158,7 +158,6 @@ def test_the_other_ranks_get_the_cause_over_a_wire(hosts):
     for other in (outcomes[0], outcomes[2]):
         assert other.error.startswith("CommError: ") and "rank 1 gave up: " in other.error
         assert said in other.error, other.error
-        assert "the cause: rank 1 (pid" in other.error, other.error
         assert other.finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
 
 
