@@ -21,7 +21,9 @@ host    Forward and backward without communication and waiting; what the plain m
         sums of its collectives are still in the figure. `fsdpc-alone` is fsdpc on a group of one
         rank: every hook, swap and gradient copy, but nobody to talk to. `fsdpc-c10d` is fsdpc on
         the fake group, where it calls torch.distributed for each collective. `-flat` has
-        `use_orig_params=False`, and `fsdpc2` is fsdpc behind `fully_shard`.
+        `use_orig_params=False`, and `fsdpc2` is fsdpc behind `fully_shard`. `fsdpc-events` and
+        `fsdpc-tensors` (part `time`) train inside fsdpc.profile_memory, without and with
+        tensors.
 """
 
 from __future__ import annotations
@@ -174,11 +176,12 @@ def time_round(training: object, work: object, turn: int) -> tuple[float, float]
 
     batch = random_batch(work, 1000 * turn + dist.get_rank())
     dist.barrier()
-    begin, begin_cpu = time.perf_counter(), time.process_time()
-    for _ in range(work.steps):
-        training.step(batch)
-    elapsed = torch.tensor(time.perf_counter() - begin)
-    used = torch.tensor(time.process_time() - begin_cpu)
+    with training.around():
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        for _ in range(work.steps):
+            training.step(batch)
+        elapsed = torch.tensor(time.perf_counter() - begin)
+        used = torch.tensor(time.process_time() - begin_cpu)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     dist.all_reduce(used)
     return elapsed.item() / work.steps, used.item() / work.steps / dist.get_world_size()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     before_forward: Callable[[], None] = nothing
     after_backward: Callable[[], None] = nothing
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the steps of a round
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Runs forward and backward on int64 [batch, length] (inputs, targets); returns loss."""
@@ -166,6 +168,15 @@ def fsdpc(work: Workload, **options: object) -> Training:
     return wrapper(work, fsdpc, wrap, **options)
 
 
+def profiled(work: Workload, **options: bool) -> Training:
+    """fsdpc whose rounds run inside fsdpc.profile_memory, with these options of it."""
+    import fsdpc as library
+
+    training = fsdpc(work)
+    training.around = lambda: library.profile_memory(training.model, **options)
+    return training
+
+
 def fsdp2(work: Workload) -> Training:
     """torch.distributed.fsdp.fully_shard, on gloo."""
     from torch.distributed.fsdp import fully_shard
@@ -204,6 +215,8 @@ ENGINES: dict[str, Callable[[Workload], Training]] = {
     "fsdp2": fsdp2,
     "fsdpc": fsdpc,
     "fsdpc2": fsdpc2,
+    "fsdpc-events": functools.partial(profiled, tensors=False),
+    "fsdpc-tensors": profiled,
 }
 
 

@@ -132,6 +132,8 @@ int fsdpc_device_poll(fsdpc_device *device, fsdpc_event *event, bool *done);
 int fsdpc_device_finish(fsdpc_device *device, fsdpc_event *event, double timeout, const char *what);
 /* Number of host syncs so far, by finish and within other calls: no profiler shows them, as they poll. */
 int64_t fsdpc_device_waits(const fsdpc_device *device);
+/* Bytes of the GPU that no process uses, and all of them; both 0 for the processor. */
+int fsdpc_device_free_bytes(fsdpc_device *device, size_t *free_bytes, size_t *total);
 
 /* --- host memory and copies (device_memory.c) ------------------------------------------------------ */
 

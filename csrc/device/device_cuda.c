@@ -58,6 +58,7 @@ static const fsdpc_device_i cuda_table = {
     .poll = fsdpc_cuda_poll,
     .finish = fsdpc_cuda_finish,
     .waits = fsdpc_cuda_waits,
+    .free_bytes = fsdpc_cuda_free_bytes,
     .drain = drain,
     .host_alloc = fsdpc_cuda_host_alloc,
     .host_free = fsdpc_cuda_host_free,

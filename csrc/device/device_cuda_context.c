@@ -12,3 +12,12 @@ fsdpc_cuda_enter(const struct fsdpc_cuda *cuda)
     return fsdpc_cuda_check(cuda->driver, cuda->driver->ctx_set_current(cuda->context),
                             "setting the thread's CUDA context");
 }
+
+int
+fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total)
+{
+    struct fsdpc_cuda *cuda = context;
+    FSDPC_TRY(fsdpc_cuda_enter(cuda));
+    FSDPC_CU(cuda, mem_info(free_bytes, total), "the GPU's free memory");
+    return FSDPC_OK;
+}

@@ -83,6 +83,7 @@ int fsdpc_cuda_wait(void *context, fsdpc_event *event);
 int fsdpc_cuda_poll(void *context, fsdpc_event *event, bool *done);
 int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const char *what);
 int64_t fsdpc_cuda_waits(void *context);
+int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
 /* The host waits for what has been queued on the current stream; for set-up and for results. */
 int fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what);
 /* The same for all own streams, the current and the default one: before memory is taken away. */

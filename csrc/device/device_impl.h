@@ -58,6 +58,7 @@ typedef struct fsdpc_device_i {
     int (*poll)(void *context, fsdpc_event *event, bool *done);
     int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
     int64_t (*waits)(void *context); /* NULL: the host never waits */
+    int (*free_bytes)(void *context, size_t *free_bytes, size_t *total); /* NULL: unknown */
     /* The host waits for all streams that free names. */
     int (*drain)(void *context, const char *what);
     int (*host_alloc)(void *context, size_t bytes, void **out);

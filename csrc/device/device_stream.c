@@ -83,3 +83,11 @@ fsdpc_device_waits(const fsdpc_device *device)
 {
     return device->i->waits ? device->i->waits(device->context) : 0;
 }
+
+int
+fsdpc_device_free_bytes(fsdpc_device *device, size_t *free_bytes, size_t *total)
+{
+    *free_bytes = *total = 0;
+    return device->i->free_bytes ? device->i->free_bytes(device->context, free_bytes, total)
+                                 : FSDPC_OK;
+}

@@ -115,16 +115,6 @@ def look_here() -> Look:
     return Look("runs", *words, own_line())
 
 
-def where() -> tuple[float, str]:
-    """Seconds for which this process has waited for other ranks, and where it is. Local."""
-    found = look_here()
-    at = f", at {found.line}" if found.line else ""
-    if found.waits:
-        return found.since, f"in {found.waits}{at}"
-    last = f", after {found.seen}" if found.seen else ""
-    return 0.0, f"in none of its collectives{last}{at}"
-
-
 def own_line() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = []

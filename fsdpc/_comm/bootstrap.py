@@ -35,6 +35,7 @@ import math
 import os
 import socket
 import sys
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,8 +55,9 @@ from fsdpc._comm import board as _board
 from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
-from fsdpc._comm.error_file import write_error_file
-from fsdpc._comm.stall import Stall
+from fsdpc._comm.error_file import follows, write_error_file
+from fsdpc._comm.stall import Place, Stall
+from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import gather_texts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
@@ -246,12 +248,14 @@ def _connect(
         )
     name = f"fsdpc-{everyone[0].name}"
     if wanted == "c10d" or stranger is not None:
-        collectives = _Collectives(pg)
+        channel = _channel_of(pg, name, float(mine.timeout))
+        collectives = _Collectives(pg, channel)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, everyone)
-        else:
-            collectives.stalls = _follow_hosts(pg, name, float(mine.timeout))
+        elif channel is not None:
+            places = [Place(each.host, int(each.pid)) for each in everyone]
+            collectives.stalls = _follow_hosts(channel, places)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
@@ -273,13 +277,17 @@ def _follow(comm: _C.Comm, rank: int, name: str, everyone: list[_Offer]) -> _ver
     return group
 
 
-def _follow_hosts(pg: dist.ProcessGroup, name: str, timeout: float) -> _Hosts | None:
-    store, stall = store_of(pg), _verdict.read_stall()
+def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | None:
+    store = store_of(pg)
     if store is None:
         return None
-    channel = Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
-    hosts = _Hosts(channel, min(stall, timeout / 2))
-    _verdict.follow_remote(hosts, stall)
+    return Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
+
+
+def _follow_hosts(channel: Channel, places: list[Place]) -> _Hosts:
+    patience = min(_verdict.read_stall(), channel.timeout / 2)
+    hosts = _Hosts(channel, patience, places)
+    _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))
     return hosts
 
 
@@ -394,7 +402,7 @@ def _host() -> str:
             boot = file.read().strip()
         spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
     except OSError:  # no Linux procfs: no other process counts as being on this host
-        return f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
+        return f"{socket.gethostname()} process {os.getpid()} {uuid.uuid4().hex}"
     return " ".join([socket.gethostname(), boot, *spaces])
 
 
@@ -415,13 +423,38 @@ _REDUCE_SCATTER = (
 _LOST = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "refused")
 
 
+# Of the thread that watches the other hosts; what a table may take beyond the answers' time.
+_LONGEST_PAUSE_S, _SPARE_S = 1.0, 5.0
+
+
+_wires: weakref.WeakSet[_Collectives] = weakref.WeakSet()
+
+
 class _Collectives:
     """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
+    def __init__(self, pg: dist.ProcessGroup, channel: Channel | None = None) -> None:
         self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
         self._rank = pg.rank()
+        self._channel = channel  # by which a rank that fails says why
         self.stalls: _verdict.Group | _Hosts | None = None
+        _wires.add(self)
+
+    def publish(self, text: str) -> None:
+        """This rank's failure, for the errors of the others. Local; never raises."""
+        if self._channel is not None:
+            self._channel.publish(f"rank {self._rank} gave up: {text}")
+
+    def _why(self) -> str:
+        """What is known of a collective that another rank has ended."""
+        with suppress(RuntimeError):  # the store may be gone
+            failure = self._channel.for_watching().failure() if self._channel else None
+            if failure:
+                return failure
+        with suppress(OSError):
+            found = self.stalls.verdict(True, []) if self.stalls else None
+            return found[1].lstrip("\n") if found else ""
+        return ""
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
@@ -430,11 +463,10 @@ class _Collectives:
         try:
             yield
         except Exception as error:
-            lost = any(word in str(error).lower() for word in _LOST)
-            with suppress(OSError):
-                found = self.stalls.verdict(True, []) if lost and self.stalls else None
-                if found:
-                    error.add_note(found[1].lstrip("\n"))
+            if any(word in str(error).lower() for word in _LOST):
+                note = self._why()
+                if note:
+                    error.add_note(note)
             raise
         finally:
             _C.board_end()
@@ -475,20 +507,18 @@ class _Collectives:
 
 
 class _Hosts:
-    """Stalls of ranks on several hosts, which answer each other through the group's store."""
+    """Stalls of ranks on several hosts, which look at each other through the group's store."""
 
-    def __init__(self, channel: Channel, patience: float) -> None:
+    def __init__(self, channel: Channel, patience: float, places: list[Place]) -> None:
         asking = channel.for_watching()
         self._stall = Stall(
             asking.for_stalls(),
             channel.rank,
-            channel.world,
-            channel.timeout,
+            places,
             patience=patience,
-            look=lambda _: _board.where(),
-            note=lambda _, text: setattr(self, "others", text),
+            seconds=lambda _: _verdict.waited(),
+            note=lambda _, text: None,
         )
-        self.others = ""
 
     def poll(self) -> None:
         """``RuntimeError`` without a store ends the reports, not the run."""
@@ -496,7 +526,25 @@ class _Hosts:
             self._stall.poll(self)
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        return ([], self.others) if self.others else None
+        """The last table of this wait; else one that is made now, at most some seconds later. Where
+        the store does not answer, a table of this host.
+        """
+        if self._stall.verdict is None:
+            self._stall.urge(self._wait)
+        return self._stall.verdict or self._of_this_host()
+
+    def _wait(self, took: threading.Event) -> None:
+        _verdict.wake()
+        took.wait(self._stall.answer_s + _SPARE_S)
+
+    def _of_this_host(self) -> tuple[list[int], str]:
+        rows = _verdict.look_at(self._stall.members)
+        guilty = [row.rank for row in rows if row.look.gone]
+        said = report(rows, guilty) if guilty else table(rows)
+        head = (
+            "the process group's store, mostly in rank 0's process, does not answer: of this host"
+        )
+        return guilty, f"\n{head}{said}"
 
 
 # --- the end of the process ----------------------------------------------------------------------
@@ -537,6 +585,9 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
+    wires = [] if follows(error) or _prepared_pid != os.getpid() else list(_wires)
+    for wire in wires:  # a rank that fails because of another one is no cause
+        wire.publish(text)
     for comm in _own_comms():
         comm.abort(text)
 

@@ -25,11 +25,12 @@ from fsdpc._comm import verdict as _verdict
 from fsdpc._comm import wire as _wire
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.plain import Malformed, decode, encode
-from fsdpc._comm.stall import Stall
+from fsdpc._comm.stall import Place, Stall
 
 WATCH_S = 0.5
 _VERSION = "the version of NCCL"
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[_C.Comm, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def make_nccl_comm(
     if all(hello.host == host for hello in everyone):
         _wire.note_one_host(comm)
     meeting.gather(b"", f"starting communicator {name}")  # deletes the keys of the round before
-    watch(comm, channel, [hello.pid if hello.host == host else None for hello in everyone])
+    watch(comm, channel, [Place(hello.host, hello.pid) for hello in everyone])
     return comm
 
 
@@ -141,7 +142,17 @@ class _Start:
     def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
         rank, world = self.meeting.rank, self.meeting.world
         how = (self.device, self.name, self.timeout, self.channel)
-        return _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+        free, _ = _C.cuda_memory(self.device)
+        comm = _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
+        _held[comm] = max(free - _C.cuda_memory(self.device)[0], 0)
+        return comm
+
+
+def held_bytes(comm: _C.Comm) -> int:
+    """Device memory that a communicator's start took, 0 for those without NCCL: the GPU's free
+    bytes before and after, so that other processes on that GPU at that moment count, too. Local.
+    """
+    return _held.get(comm, 0)
 
 
 def _sharing(everyone: list[_Hello]) -> str:
@@ -209,17 +220,17 @@ def _exchange_hellos(
 class _Watched:
     """A communicator (weakly referenced) and the state of its other ranks."""
 
-    def __init__(self, comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
+    def __init__(self, comm: _C.Comm, channel: Channel, places: list[Place]) -> None:
         self.comm = weakref.ref(comm)
         self.channel = channel
         self._asking = channel.for_watching()
         self._answers = True
-        self._stall = _stalls_of(channel, self._asking, pids)
+        self._stall = _stalls_of(channel, self._asking, places)
         self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
-        for rank, pid in enumerate(pids):
-            if pid is not None and rank != channel.rank:
+        for rank, place in enumerate(places):
+            if place.host == places[channel.rank].host and rank != channel.rank:
                 try:
-                    self.peers[os.pidfd_open(pid)] = (rank, pid)
+                    self.peers[os.pidfd_open(place.pid)] = (rank, place.pid)
                 except OSError:  # not permitted, or dead already: the deadline detects that
                     continue
 
@@ -281,14 +292,19 @@ class _OneHost:
         self._noted = stalled
 
 
-def _stalls_of(channel: Channel, asking: Channel, pids: list[int | None]) -> Stall | _OneHost:
+def _stalls_of(channel: Channel, asking: Channel, places: list[Place]) -> Stall | _OneHost:
     patience = min(_verdict.read_stall(), channel.timeout / 2)
-    here = [pid for pid in pids if pid is not None]
-    if len(here) == channel.world:
+    if len({place.host for place in places}) == 1:
         with suppress(OSError):
-            return _OneHost(_verdict.Group(f"nccl {channel.name}", channel.rank, here, patience))
+            pids = [place.pid for place in places]
+            return _OneHost(_verdict.Group(f"nccl {channel.name}", channel.rank, pids, patience))
     return Stall(
-        asking.for_stalls(), channel.rank, channel.world, channel.timeout, patience=patience
+        asking.for_stalls(),
+        channel.rank,
+        places,
+        patience=patience,
+        seconds=lambda comm: _C.nccl_stall(comm)[0],
+        note=_C.nccl_note_others,
     )
 
 
@@ -297,15 +313,15 @@ _lock = threading.Lock()
 _thread_pid: int | None = None
 
 
-def watch(comm: _C.Comm, channel: Channel, pids: list[int | None]) -> None:
-    """Watch a communicator until it is gone. ``pids``: of the ranks on this one's host."""
+def watch(comm: _C.Comm, channel: Channel, places: list[Place]) -> None:
+    """Watch a communicator until it is gone. ``places``: of its ranks."""
     global _thread_pid
     with _lock:
         if _thread_pid != os.getpid():  # the first one, or a forked child's first one
             _watched.clear()
             _thread_pid = os.getpid()
             threading.Thread(target=_watch_all, name="fsdpc-watch", daemon=True).start()
-        _watched.append(_Watched(comm, channel, pids))
+        _watched.append(_Watched(comm, channel, places))
 
 
 def _watch_all() -> None:

@@ -1,112 +1,175 @@
-"""The position of every rank when a collective of GPUs stalls.
+"""Ranks of several hosts that stand still: one table and one cause, through the group's store.
 
-A rank knows only its own collective. After half of the deadline, 30 seconds at most, a stalled rank
-asks the others through the store; each rank's watching thread answers, whatever its program does.
-The rank that asked first collects the answers, logs them once as a warning and sends them to all
-ranks, for the text of a deadline that passes.
+A rank that has waited for ``patience`` seconds asks. On each host the first rank whose watching
+thread runs looks at all ranks of that host, so that a stopped one, or one that holds the
+interpreter's lock, is seen too. The rank that asked puts the rows of all hosts together; every rank
+logs this table, and one that waits has it for the text of a deadline that passes. The ranks ask
+again after twice, four times ... as long.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from fsdpc import _C
-from fsdpc._comm.table import spans
+from fsdpc._comm.board import Look, Process
+from fsdpc._comm.table import NO_ANSWER, Row, causes, report
+from fsdpc._comm.verdict import look_at
 
-LONGEST_PATIENCE_S, LONGEST_ANSWER_S = 30.0, 3.0
-_SAID_CHARACTERS = 600
+LONGEST_ANSWER_S = 5.0  # for the rows of all hosts
+_HEARD_S = 2.0  # for other ranks to take the table of a rank that gives up
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs. ``host`` is equal for ranks that can look at each other; its first word is
+    what users call the host.
+    """
+
+    host: str
+    pid: int
+
+    @property
+    def host_name(self) -> str:
+        return self.host.partition(" ")[0]
 
 
 class Stall:
     """A rank's part in such questions, under keys of the communicator's own.
 
-    The watching thread calls ``poll`` periodically with the communicator. Errors are the store's.
+    The watching thread calls ``poll`` periodically with the communicator; ``seconds(comm)`` is how
+    long it has waited for other ranks, ``note(comm, text)`` gives it the table. Errors are the
+    store's.
     """
 
     def __init__(
         self,
         store: Any,
         rank: int,
-        world: int,
-        timeout: float,
+        places: Sequence[Place],
         *,
-        patience: float | None = None,
-        look: Callable[[Any], tuple[float, str]] | None = None,
-        note: Callable[[Any, str], None] | None = None,
+        patience: float,
+        seconds: Callable[[Any], float],
+        note: Callable[[Any, str], None],
+        look: Callable[[dict[int, Process]], list[Row]] = look_at,
     ) -> None:
-        self._store, self._rank, self._world = store, rank, world
-        self._look, self._note = look or _C.nccl_stall, note or _C.nccl_note_others
-        self._patience = min(LONGEST_PATIENCE_S, timeout / 2) if patience is None else patience
-        self._answer_time = min(LONGEST_ANSWER_S, timeout / 6)
-        self._question = 0  # the last one that this rank has answered
-        self._stalled = False
-        self._collects_at: float | None = None  # set if this rank asked
+        self._store, self._rank, self._places = store, rank, places
+        self._seconds, self._note, self._look = seconds, note, look
+        self._patience = patience
+        self.answer_s = min(LONGEST_ANSWER_S, patience)
+        first: dict[str, int] = {}
+        self._host = [first.setdefault(place.host, r) for r, place in enumerate(places)]
+        self.members = {
+            r: Process.find(place.pid)
+            for r, place in enumerate(places)
+            if self._host[r] == self._host[rank]
+        }
+        self._question = 0  # the last one that this rank has seen
+        self._asks_at = 0.0  # not again before this many seconds of waiting
+        self._collects_until: float | None = None  # set if this rank asked
         self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
+        self._urgent = False
+        self._took, self._took_at = threading.Event(), 0.0
+        self.verdict: tuple[list[int], str] | None = None  # of this wait
 
     def poll(self, comm: Any) -> None:
-        seconds, where = self._look(comm)
-        self._answer(where)
-        if seconds < self._patience:
-            if self._stalled:
-                self._note(comm, "")
-            self._stalled = False
-        elif not self._stalled:
-            self._stalled = True
-            self._ask(where)
-        if self._collects_at is not None and time.monotonic() > self._collects_at:
+        seconds = self._seconds(comm)
+        self._answer()
+        if self.verdict is not None and seconds < time.monotonic() - self._took_at:
+            self._note(comm, "")  # of a wait that is over
+            self.verdict = None
+        if seconds < self._patience and not self._urgent:
+            self._asks_at = 0.0
+        elif seconds >= self._asks_at or (self._urgent and self.verdict is None):
+            self._asks_at = 2 * max(seconds, self._patience)
+            self._ask()
+        if self._collects_until is not None:
             self._collect(seconds)
         if time.monotonic() < self._report_until and self._store.check([self._key("report")]):
-            self._report_until = 0.0
-            if self._stalled:
-                report = self._store.get(self._key("report")).decode(errors="replace")
-                self._note(comm, report)
+            self._take(comm)
+
+    def urge(self, wait: Callable[[threading.Event], Any]) -> None:
+        """The deadline of this rank has passed, and there is no table yet: have the watching thread
+        ask at once. ``wait`` blocks until the event is set or too much time has passed.
+        """
+        self._took.clear()
+        self._urgent = True
+        try:
+            wait(self._took)
+        finally:
+            self._urgent = False
 
     def _key(self, what: object) -> str:
         return f"stall/{self._question}/{what}"
 
-    def _answer(self, where: str) -> None:
-        """Answers the questions of other ranks."""
+    def _answer(self) -> None:
+        """Look at the ranks of this host, if there is a question and no other rank of it does."""
+        before = self._question
         while self._store.check([f"stall/{self._question + 1}/asked"]):
             self._question += 1
-            self._store.set(self._key(self._rank), where)
-            self._report_until = time.monotonic() + 4 * self._answer_time
+        if self._question == before:
+            return
+        self._report_until = time.monotonic() + 4 * LONGEST_ANSWER_S
+        mine, host = str(self._rank), self._host[self._rank]
+        claim = self._store.compare_set(self._key(f"looks/{host}"), "", mine)
+        if claim.decode(errors="replace") == mine:
+            rows = [astuple(row) for row in self._look(self.members)]
+            self._store.set(self._key(f"rows/{host}"), json.dumps(rows))
 
-    def _ask(self, where: str) -> None:
+    def _ask(self) -> None:
         if time.monotonic() < self._report_until:
             return  # another rank has just asked
         mine = str(self._rank)
         first = self._store.compare_set(f"stall/{self._question + 1}/asked", "", mine)
-        self._answer(where)
+        self._answer()
         if first.decode(errors="replace") == mine:
-            self._collects_at = time.monotonic() + self._answer_time
+            self._collects_until = time.monotonic() + self.answer_s
 
     def _collect(self, seconds: float) -> None:
-        self._collects_at = None
-        report = summary([self._answer_of(rank) for rank in range(self._world)])
-        self._store.set(self._key("report"), report)
-        if self._stalled:
-            logging.getLogger("fsdpc").warning(
-                "rank %d has waited %.0f s for other ranks. %s", self._rank, seconds, report
-            )
+        """Make the table, once all hosts have answered or the time for that is over."""
+        keys = {host: self._key(f"rows/{host}") for host in sorted(set(self._host))}
+        here = {host for host, key in keys.items() if self._store.check([key])}
+        late = time.monotonic() > (self._collects_until or 0.0)
+        if len(here) < len(keys) and not late:
+            return
+        self._collects_until = None
+        rows = [Row(r, p.pid, Look(NO_ANSWER), "") for r, p in enumerate(self._places)]
+        for host in here:
+            for rank, pid, look, _ in json.loads(self._store.get(keys[host])):
+                rows[rank] = Row(rank, pid, Look(*look))
+        several = len(keys) > 1
+        rows = [
+            Row(row.rank, row.pid, row.look, place.host_name if several else "")
+            for row, place in zip(rows, self._places, strict=True)
+        ]
+        guilty = causes(rows)
+        waiting = [row.rank for row in rows if row.state == "waits" and row.rank != self._rank]
+        said = {
+            "causes": guilty,
+            "seconds": seconds,
+            "text": report(rows, guilty),
+            "waiting": len(waiting),
+        }
+        self._store.set(self._key("report"), json.dumps(said))
 
-    def _answer_of(self, rank: int) -> str | None:
-        key = self._key(rank)
-        if not self._store.check([key]):
-            return None
-        return self._store.get(key).decode(errors="replace")
-
-
-def summary(answers: list[str | None]) -> str:
-    """One sentence: which ranks are where, those in one place together. ``None``: no answer."""
-    places: dict[str, list[int]] = {}
-    for rank, where in enumerate(answers):
-        places.setdefault(where or "without an answer", []).append(rank)
-    # What few ranks do is what one looks for.
-    parts = sorted(places.items(), key=lambda item: len(item[1]))
-    text = "Where the ranks are: " + "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} {where}" for where, ranks in parts
-    )
-    return text if len(text) <= _SAID_CHARACTERS else text[: _SAID_CHARACTERS - 3] + "..."
+    def _take(self, comm: Any) -> None:
+        self._report_until = 0.0
+        said = json.loads(self._store.get(self._key("report")))
+        logging.getLogger("fsdpc").warning(
+            "rank %d: no progress for %.0f s%s", self._rank, said["seconds"], said["text"]
+        )
+        if self._seconds(comm) > 0.0:
+            self.verdict, self._took_at = (said["causes"], said["text"]), time.monotonic()
+            self._note(comm, said["text"])
+        heard = self._store.add(self._key("heard"), 1)
+        if self._urgent:  # the process that gives up may be the store's: others read first
+            until = time.monotonic() + _HEARD_S
+            while heard <= said["waiting"] and time.monotonic() < until:
+                time.sleep(0.02)
+                heard = self._store.add(self._key("heard"), 0)
+        self._took.set()

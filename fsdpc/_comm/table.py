@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 TABLE_BYTES = 2800  # so that an error's text has room for the table
 _EACH = 8  # so many ranks have a line each; more are grouped by what they do
+NO_ANSWER = "no answer"  # the state of a rank whose host says nothing
 _WHAT_TO_DO = {
     "stopped": "is stopped (SIGSTOP or a debugger): kill -CONT {pid}",
     "dead": "has ended",
+    NO_ANSWER: "does not answer: the process or its host has ended, stands still or is cut off",
     "in the kernel": "is blocked in the kernel, mostly a disk or a network file system",
     "runs": "computes outside of fsdpc's waits",
     "sleeps": "sleeps or waits outside of fsdpc",
@@ -25,6 +27,7 @@ class Row:
     rank: int
     pid: int
     look: Look
+    host: str = ""  # where the ranks are on several
 
     @property
     def state(self) -> str:
@@ -38,10 +41,11 @@ class Row:
 
 
 def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
-    """The ranks that the others wait for: dead ones, else stopped ones, else those that do not wait
-    in fsdpc. If all wait, those that wait elsewhere than most; in one place, ``late``.
+    """The ranks that the others wait for: dead ones, else stopped ones, else those of which nothing
+    is known, else those that do not wait in fsdpc. If all wait, those that wait elsewhere than
+    most; in one place, ``late``.
     """
-    for kind in (["dead"], ["stopped"], ["runs", "sleeps", "in the kernel"]):
+    for kind in (["dead"], ["stopped"], [NO_ANSWER], ["runs", "sleeps", "in the kernel"]):
         found = [row.rank for row in rows if row.state in kind]
         if found:
             return found
@@ -53,8 +57,15 @@ def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
 
 def report(rows: Sequence[Row], guilty: Sequence[int]) -> str:
     """A sentence that names the cause, and the table. Starts with a new line."""
-    lines = [_sentence(rows, guilty), *_lines(rows, guilty)]
-    text = "".join(f"\n{line}".rstrip() for line in lines)
+    return _cut(f"\n{_sentence(rows, guilty)}{table(rows, guilty)}")
+
+
+def table(rows: Sequence[Row], guilty: Sequence[int] = ()) -> str:
+    """What each rank does; the cause is marked. Starts with a new line."""
+    return _cut("".join(f"\n{line}".rstrip() for line in _lines(rows, guilty)))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= TABLE_BYTES else text[: TABLE_BYTES - 4] + "\n..."
 
 
@@ -66,9 +77,16 @@ def _sentence(rows: Sequence[Row], guilty: Sequence[int]) -> str:
     who = f"rank {first.rank}" if len(named) == 1 else f"ranks {spans([r.rank for r in named])}"
     verb = _WHAT_TO_DO.get(first.state, "waits elsewhere than the others").format(pid=first.pid)
     if len(named) > 1:
-        verb = verb.replace("is ", "are ", 1).replace("has ", "have ", 1)
+        verb = _plural(verb)
     at = f", at {first.look.line}" if first.look.line else ""
-    return f"the cause: {who} (pid {first.pid}) {verb}{at}"
+    on = f" on {first.host}" if first.host else ""
+    return f"the cause: {who} (pid {first.pid}{on}) {verb}{at}"
+
+
+def _plural(verb: str) -> str:
+    first, _, rest = verb.partition(" ")
+    first = {"is": "are", "has": "have", "does": "do"}.get(first, first.removesuffix("s"))
+    return f"{first} {rest.replace('or waits', 'or wait', 1)}"
 
 
 def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
@@ -76,13 +94,16 @@ def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
     for row in rows:
         what = (row.state, row.place, row.look.line, row.rank in guilty)
         groups.setdefault(row.rank if len(rows) <= _EACH else what, []).append(row)
-    cells = [("ranks" if len(rows) > _EACH else "rank", "pid", "state", "for", "where", "line")]
+    cells = [
+        ("ranks" if len(rows) > _EACH else "rank", "host", "pid", "state", "for", "where", "line")
+    ]
     for members in groups.values():
         row = members[0]
         since = max(member.look.since for member in members)
         cells.append(
             (
                 ("* " if row.rank in guilty else "  ") + spans([m.rank for m in members]),
+                row.host + (" ..." if len({m.host for m in members}) > 1 else ""),
                 str(row.pid) + (" ..." if len(members) > 1 else ""),
                 row.state,
                 f"{since:.1f} s" if since else "",
@@ -90,6 +111,8 @@ def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
                 row.look.line,
             )
         )
+    if not any(row.host for row in rows):
+        cells = [(rank, *rest) for rank, _, *rest in cells]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))

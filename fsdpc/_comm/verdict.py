@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -112,22 +112,7 @@ class Group:
             return book["verdict"]["causes"], book["verdict"]["text"]
 
     def look(self) -> list[Row]:
-        """Every rank, looked at one after the other but for their waiting times."""
-        rows: list[Row | None] = [None] * len(self.members)
-
-        def one(rank: int) -> None:
-            process = self.members[rank]
-            here = process.pid == os.getpid()
-            found = board.look_here() if here else board.look(process, _LINE_S)
-            rows[rank] = Row(rank, process.pid, found)
-
-        others = [threading.Thread(target=one, args=[r]) for r in range(len(rows))]
-        for at in range(0, len(others), 16):
-            for thread in others[at : at + 16]:
-                thread.start()
-            for thread in others[at : at + 16]:
-                thread.join()
-        return [row for row in rows if row is not None]
+        return look_at(dict(enumerate(self.members)))
 
     # --- the book ---------------------------------------------------------------------------------
 
@@ -179,12 +164,35 @@ class Group:
         os.pwrite(self._book, _HEAD.pack(_HEAD.unpack(head)[0] + 1, len(text)) + text, PAGE)
 
 
+def look_at(members: Mapping[int, Process]) -> list[Row]:
+    """Each rank's process, all of this host, looked at one after the other but for their waiting
+    times. Local.
+    """
+    rows: dict[int, Row] = {}
+
+    def one(rank: int) -> None:
+        process = members[rank]
+        here = process.pid == os.getpid()
+        found = board.look_here() if here else board.look(process, _LINE_S)
+        rows[rank] = Row(rank, process.pid, found)
+
+    looks = [threading.Thread(target=one, args=[rank]) for rank in members]
+    for at in range(0, len(looks), 16):
+        for thread in looks[at : at + 16]:
+            thread.start()
+        for thread in looks[at : at + 16]:
+            thread.join()
+    return [rows[rank] for rank in members if rank in rows]
+
+
 # --- all groups of this process -------------------------------------------------------------------
 
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _pollers: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.Lock()
+_woken = threading.Event()
 _thread_pid: int | None = None
+_pause = math.inf
 
 
 def _own() -> list[Group]:
@@ -210,13 +218,24 @@ def follow(group: Group) -> None:
     _groups[group.name] = group
     if group.stall < math.inf or group.name.startswith("fsdpc-"):
         _C.set_stalls(group.stall, _Reports())
-    _start_thread(group.stall)
+    if group.stall < math.inf:
+        _start_thread(pause_of(group.stall, _LATEST_NEWS_S))
 
 
-def follow_remote(poller: Any, stall: float) -> None:
-    """Call ``poller.poll()`` periodically for as long as it lives."""
+def pause_of(stall: float, longest: float) -> float:
+    """Seconds between looks at stalls that are reported after so many."""
+    return min(longest, max(_EARLIEST_NEWS_S, stall / 6))
+
+
+def follow_remote(poller: Any, pause: float) -> None:
+    """Call ``poller.poll()`` each ``pause`` seconds and after ``wake``, for as long as it lives."""
     _pollers.add(poller)
-    _start_thread(stall)
+    _start_thread(pause)
+
+
+def wake() -> None:
+    """Have the thread look at once. Local."""
+    _woken.set()
 
 
 def waited() -> float:
@@ -232,19 +251,19 @@ def _linger(group: Group) -> None:
         group.linger(seconds)
 
 
-def _start_thread(stall: float) -> None:
-    global _thread_pid
+def _start_thread(pause: float) -> None:
+    global _thread_pid, _pause
     with _lock:
-        if _thread_pid != os.getpid() and stall < math.inf:
-            _thread_pid = os.getpid()
-            pause = min(_LATEST_NEWS_S, max(_EARLIEST_NEWS_S, stall / 6))
-            target: Callable[[float], None] = _look_around
-            threading.Thread(target=target, args=[pause], name="fsdpc-stall", daemon=True).start()
+        if _thread_pid != os.getpid():
+            _thread_pid, _pause = os.getpid(), pause
+            threading.Thread(target=_look_around, name="fsdpc-stall", daemon=True).start()
+        _pause = min(_pause, pause)
 
 
-def _look_around(pause: float) -> None:
+def _look_around() -> None:
     while True:
-        time.sleep(pause)
+        _woken.wait(_pause)
+        _woken.clear()
         with suppress(OSError):
             for group in _own():
                 _linger(group)

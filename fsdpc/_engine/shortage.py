@@ -16,6 +16,7 @@ import errno
 import functools
 import importlib
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ UNITS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _reserve: list[mmap.mmap] = []
 _watching: list[bool] = []
+_forked: list[bool] = []
+os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -130,6 +133,20 @@ def process_bytes() -> dict[str, int]:
     except OSError:
         return {}
     return {name.rstrip(":"): int(value) * 1024 for name, value, *_ in rows}
+
+
+def private_bytes() -> int:
+    """The sum of ``process_bytes`` while no other process has touched the memory that ranks share,
+    0 where the kernel does not say. Some 0.1 ms where ``process_bytes`` takes 3 to 30.
+    """
+    if _forked:  # the parent has a part of these pages
+        return sum(process_bytes().values())
+    try:
+        with open("/proc/self/status") as file:
+            rows = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]
+    except OSError:
+        return 0
+    return sum(int(kib) * 1024 for _, kib, *_ in rows)
 
 
 def refill() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fsdpc import _C
 from fsdpc._comm.bootstrap import trust_order
 from fsdpc._engine.interop import torch_functions
-from fsdpc._engine.shortage import TREES, process_bytes
+from fsdpc._engine.shortage import TREES, private_bytes
 from fsdpc._engine.unit import Unit
 
 # Called with each tree that has been made.
@@ -80,7 +80,7 @@ class Tree:
         own = ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes")
         stats = self.memory_stats()
         # The host memory of everything else that the program had by then, for reports.
-        self.program_bytes = max(sum(process_bytes().values()) - sum(stats[k] for k in own), 0)
+        self.program_bytes = max(private_bytes() - sum(stats[k] for k in own), 0)
         for call in ON_TREE:
             call(self)
         weakref.finalize(self, self.core.close)  # gc alone would take several rounds

@@ -7,6 +7,7 @@ one direction between GPUs of a host, ``host``: between a GPU and its host.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -84,18 +85,30 @@ def card(name: str) -> Card:
     return found
 
 
+def size(count: float) -> str:
+    """Bytes in GiB, or smaller units where GiB would show nothing."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= 0.1 * scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def counted(count: int, what: str) -> str:
+    """``1 unit``, ``2 units``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def bytes_of(text: str) -> int:
-    """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``1048576``. ``ValueError``."""
+    """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``25769803776`` as bytes.
+    ``ArgumentTypeError``: something else, or so little that a unit must be missing.
+    """
     lower = text.strip().lower()
-    for unit, scale in (
-        ("gib", GIB),
-        ("mib", 1 << 20),
-        ("tb", 10**12),
-        ("gb", 10**9),
-        ("mb", 10**6),
-        ("g", 10**9),
-        ("b", 1),
-    ):
-        if lower.endswith(unit):
-            return int(float(lower[: -len(unit)]) * scale)
-    return int(float(lower))
+    scales = {"gib": GIB, "mib": 1 << 20, "tb": 10**12, "gb": 10**9, "mb": 10**6, "g": 10**9}
+    unit = next((unit for unit in scales if lower.endswith(unit)), "")
+    try:
+        found = int(float(lower.removesuffix(unit).removesuffix("b")) * scales.get(unit, 1))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1 << 20:
+        raise ArgumentTypeError(f"{text!r} is no size such as 24GB or 22.5GiB")
+    return found

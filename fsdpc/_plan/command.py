@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     made = plan(wanted.build, wanted.setup)
-    made = replace(made, notes=(*wanted.notes, *made.notes, ASSUMED))
     known = cost(made, wanted.card) if not arguments.cpu else None
+    timed = (ASSUMED,) if known is not None and made.model.flops else ()
+    made = replace(made, notes=(*wanted.notes, *made.notes, *timed))
     found = advise.changes(wanted.build, made, wanted.card) if arguments.explain else []
     if arguments.plot:
         _draw(arguments.plot, made, wanted)

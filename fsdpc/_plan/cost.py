@@ -47,16 +47,20 @@ class Cost:
         return plan.model.tokens * plan.setup.accumulation / self.step
 
 
-def collective_seconds(size: float, ranks: int, setup: Setup, card: Card) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``."""
+def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride: int = 1) -> float:
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``, of which each is
+    ``stride`` behind the one before: those that hold the same piece in different copies are as far
+    apart as a copy has ranks, and so on other hosts.
+    """
     if ranks == 1:
         return 0.0
-    hosts = -(-ranks // setup.ranks_per_host)
+    here = max(setup.ranks_per_host // stride, 1)
+    hosts = -(-ranks // here)
     inside = size * (ranks - 1) / ranks / (card.link * LINK_EFFICIENCY)
     if hosts == 1:
         return inside + (ranks - 1) * LATENCY_LINK
-    # A host takes in what others have, over as many interfaces as it has ranks.
-    lanes = min(setup.ranks_per_host, ranks)
+    # A host takes in what others have, over as many interfaces as it has ranks of this group.
+    lanes = min(here, ranks)
     outside = size * (hosts - 1) / hosts / (lanes * card.network * LINK_EFFICIENCY)
     latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * LATENCY_NETWORK
     return max(inside, outside) + latency
@@ -77,7 +81,8 @@ def cost(plan: Plan, card: Card) -> Cost:
         one = collective_seconds(size["full_bytes"], n, setup, card)
         first = max(first, one + collective_seconds(size["wire_bytes"], n, setup, card))
         if setup.replicas > 1:
-            wire += sums * 2 * collective_seconds(size["grad_bytes"], setup.replicas, setup, card)
+            one = collective_seconds(size["grad_bytes"], setup.replicas, setup, card, n)
+            wire += sums * 2 * one
             sent += sums * 2 * size["grad_bytes"] * (setup.replicas - 1) / setup.replicas
     host = setup.offload and setup.transport == "stream"
     moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]

@@ -8,6 +8,7 @@ is exact for any model, and a test holds the formula against it.
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +108,7 @@ def from_numbers(
     as wide as ``params`` then needs. ``ValueError``: too little, or numbers that contradict.
     """
     if params is None and (layers is None or hidden is None):
-        raise ValueError("give --params, or --layers and --hidden, or --model")
+        raise ValueError("give a model (see --help), or --params, or --layers and --hidden")
     if params is None:
         assert layers is not None and hidden is not None
         near = min(PRESETS.values(), key=lambda g: abs(math.log(g.hidden / hidden)))
@@ -150,9 +151,12 @@ def from_numbers(
 
 
 def count_of(text: str) -> float:
-    """A number such as ``7b``, ``6.57B``, ``350m`` or ``1e9``. ``ValueError``: no such thing."""
+    """A number such as ``7b``, ``6.57B``, ``350m`` or ``1e9``. ``ArgumentTypeError``: none."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
-    return float(text[:-1] if scale != 1.0 else text) * scale
+    try:
+        return float(text[:-1] if scale != 1.0 else text) * scale
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number such as 7b, 350m or 1e9") from None
 
 
 # --- units ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpc import _C
+from fsdpc._plan.cards import counted, size
 from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
 from fsdpc._plan.states import Optimizer, optimizer
@@ -128,23 +129,19 @@ def plan(build: Build | Model, setup: Setup) -> Plan:
     )
 
 
-def _gb(count: float) -> str:
-    return f"{count / 1e9:,.3g} GB" if count >= 1e8 else f"{count / 1e6:,.3g} MB"
-
-
 def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
     stats, where = engine.stats, "host" if _offloads(setup) else "device"
     of = f"/ {setup.shards} ranks" if setup.shards > 1 else "not sharded"
     gathered = sum(p["full_bytes"] for p in engine.by_unit)
     padding = sum(p["padding_bytes"] for p in engine.by_unit)
     kept = sum(not reshards(u, setup) for u in model.units)
-    held = f"{kept} units stay gathered" if kept else "units share slots in turn"
+    held = f"{counted(kept, 'unit')} stay gathered" if kept else "units share slots in turn"
     seen = sum(p["grad_out_bytes"] for p in engine.by_unit)
     partial = sum(p["partial_bytes"] for p in engine.by_unit)
     local = f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
     parts = [f"accumulated in fp32, {of}"]
-    parts += [f"{_gb(seen)} of them in the storage dtype for the optimizer"] if seen else []
-    parts += [f"{_gb(partial)} of them sums before replicas"] if partial else []
+    parts += [f"{size(seen)} of them in the storage dtype for the optimizer"] if seen else []
+    parts += [f"{size(partial)} of them sums before replicas"] if partial else []
     return [
         Row(
             "shards",
@@ -159,15 +156,16 @@ def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
             "gather slots",
             stats["gather_bytes"],
             ALWAYS,
-            f"{stats['gather_slots']} slots for {_gb(gathered)} of gathered units ({held}); the "
-            f"largest {_gb(stats['gather_slot_bytes'])}; padding {_gb(padding)}",
+            f"{counted(stats['gather_slots'], 'slot')} for {size(gathered)} of gathered units "
+            f"({held}); the largest {size(stats['gather_slot_bytes'])}; padding {size(padding)}",
             True,
         ),
         Row(
             "reduce slots",
             stats["reduce_bytes"],
             ALWAYS,
-            f"{stats['reduce_slots']} buffers as large as the largest unit's packed gradients",
+            f"{counted(stats['reduce_slots'], 'buffer')} as large as the largest unit's packed "
+            "gradients",
             True,
         ),
         Row("no_sync gradients", stats["local_bytes"], ("forward", "backward"), local, True),
@@ -250,7 +248,7 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             "optimizer states",
             found.end,
             ALWAYS,
-            f"a file of each rank; each step reads and writes {_gb(written)} of it",
+            f"a file of each rank; each step reads and writes {size(written)} of it",
             True,
             "disk",
         ),
@@ -305,7 +303,7 @@ def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
             "activations": top - logits - grads - again,
             "allocator": round(SLACK * top) if cached else 0,
         }
-        roles.update({role: size for role, size in parts.items() if size > 0})
+        roles.update({role: count for role, count in parts.items() if count > 0})
         points.append(Point(moment.phase, moment.unit, roles))
         live += moment.delta
     points.append(Point("step", "", lasting("step")))
@@ -330,7 +328,7 @@ def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
         most = max((p.roles.get(role, 0) for p in timeline), default=0)
         at_peak = peak.roles.get(role, 0)
         if most:
-            text = why if at_peak == most else f"{why}; {_gb(most)} at most, at another moment"
+            text = why if at_peak == most else f"{why}; {size(most)} at most, at another moment"
             rows.append(
                 Row(
                     role,

@@ -182,7 +182,10 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
                 )
         return {options.wrap: _Traced(options.model, options.wrap, options.api)}
     if options.api == "fully_shard":
-        raise ValueError("--api fully_shard cuts between rows: give module:function, with shapes")
+        raise ValueError(
+            "--api fully_shard cuts parameters between rows, so their shapes are needed: give "
+            "module:function instead of a name, a config or numbers"
+        )
     if options.model and options.model.endswith(".json"):
         found = from_config(options.model)
     elif options.model:

@@ -34,6 +34,12 @@ ROLES = {
     "other": "#d7bde2",
 }
 
+_PAPER = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 1.0,
+}  # where the card's line crosses text
+
 
 def _pyplot() -> Any:
     try:
@@ -181,7 +187,7 @@ def _bars(axes: Any, others: Sequence[tuple[str, Plan]], usable: int | None) -> 
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     most = max(bottom)
     for i, total in enumerate(bottom):
-        axes.text(total + most * 0.01, i, f"{total:,.1f}", va="center", fontsize=9)
+        axes.text(total + most * 0.01, i, f"{total:,.1f}", va="center", fontsize=9, bbox=_PAPER)
     axes.set_xlim(0, max(most * 1.1, (usable or 0) / GIB * 1.05))
     if usable:
         axes.axvline(usable / GIB, color="black", linestyle="--", linewidth=1)

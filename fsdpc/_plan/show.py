@@ -7,19 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpc._plan.advise import Change, Suggestion
-from fsdpc._plan.cards import GIB
+from fsdpc._plan.cards import counted, size
 from fsdpc._plan.cost import Cost
 from fsdpc._plan.ledger import Plan
 
 MISSING = "fsdpc: tables are plain text without rich: pip install 'fsdpc[tools]'"
-
-
-def size(count: float) -> str:
-    """Bytes in GiB, or smaller units where GiB would show nothing."""
-    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= 0.1 * scale:
-            return f"{count / scale:,.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def seconds(value: float) -> str:
@@ -89,10 +81,11 @@ def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -
     """The ledger, the timeline's summits and the verdict."""
     setup, peak = plan.setup, plan.peak
     out.line(
-        f"{plan.model.name}: {plan.model.numel:,} parameters in {len(plan.model.units)} "
-        f"units, {setup.strategy} over {setup.shards} of {setup.world} ranks; storage "
-        f"{setup.storage}, compute {setup.compute or 'as stored'}, optimizer {setup.optimizer}, "
-        f"{plan.model.tokens:,} tokens per micro-batch"
+        f"{plan.model.name}: {plan.model.numel:,} parameters in "
+        f"{counted(len(plan.model.units), 'unit')}, {setup.strategy} over {setup.shards} of "
+        f"{counted(setup.world, 'rank')}; storage {setup.storage}, compute "
+        f"{setup.compute or 'as stored'}, optimizer {setup.optimizer}"
+        + (f", {plan.model.tokens:,} tokens per micro-batch" if plan.model.tokens else "")
     )
     out.line("")
     rows = []

@@ -115,6 +115,11 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         module = run.module
         shard = made.get("shard") if isinstance(made, dict) else None
         units, notes = _units(module, setup, wrap, api, shard)
+        if len(units) == 1 and wrap == "blocks" and shard is None:
+            notes.append(
+                "no ModuleList or Sequential of more than three equal blocks was found, so the "
+                "model is one unit: name classes with --wrap"
+            )
         moments, tokens = [], 0
         if run.inputs is None:
             notes.append("no inputs were given, so activations are not in the plan")

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdpc._comm.table import spans
+from fsdpc._plan.cards import size
 
 LEVELS = ("ok", "warning", "error")
 TORCH_TESTED = ((2, 11), (2, 13))
@@ -191,31 +192,38 @@ def _cgroup_room() -> int | None:
         return None
 
 
-def limits() -> Iterator[Check]:
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = files != resource.RLIM_INFINITY and files < 1024
-    yield Check(
+# Name, limit, the least that is enough (0: only unlimited is; -1: anything), what to do with less.
+_LIMITS = (
+    (
         "open files",
-        "warning" if low else "ok",
-        f"{_limit(files)} (at most {_limit(most)})",
-        "ulimit -n 4096: rank 0 keeps two for each rank of its host" if low else "",
-    )
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    bound = size != resource.RLIM_INFINITY
-    yield Check(
+        resource.RLIMIT_NOFILE,
+        1024,
+        "ulimit -n 4096: rank 0 keeps two for each rank of its host",
+    ),
+    (
         "file size",
-        "warning" if bound else "ok",
-        _limit(size),
-        "shared memory and checkpoints are files: ulimit -f unlimited" if bound else "",
-    )
-    tasks, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = tasks != resource.RLIM_INFINITY and tasks < 1024
-    yield Check(
-        "processes",
-        "warning" if few else "ok",
-        _limit(tasks),
-        "threads count, too: ulimit -u 4096" if few else "",
-    )
+        resource.RLIMIT_FSIZE,
+        0,
+        "shared memory and checkpoints are files: ulimit -f unlimited",
+    ),
+    ("processes", resource.RLIMIT_NPROC, 1024, "threads count, too: ulimit -u 4096"),
+    (
+        "address space",
+        resource.RLIMIT_AS,
+        0,
+        "every unit reserves addresses for its gathered values: ulimit -v unlimited",
+    ),
+    ("locked memory", resource.RLIMIT_MEMLOCK, -1, ""),
+)
+
+
+def limits() -> Iterator[Check]:
+    for name, number, enough, cure in _LIMITS:
+        value, most = resource.getrlimit(number)
+        low = value != resource.RLIM_INFINITY and (enough == 0 or value < enough)
+        text = _limit(number, value)
+        text += f" (at most {_limit(number, most)})" if most != value else ""
+        yield Check(name, "warning" if low else "ok", text, cure if low else "")
     strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     yield Check(
         "overcommit",
@@ -223,22 +231,13 @@ def limits() -> Iterator[Check]:
         "never (vm.overcommit_memory=2)" if strict else "allowed",
         "reserved addresses count as memory: sysctl vm.overcommit_memory=0" if strict else "",
     )
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    bound = space != resource.RLIM_INFINITY
-    yield Check(
-        "address space",
-        "warning" if bound else "ok",
-        _limit(space),
-        "every unit reserves addresses for its gathered values: ulimit -v unlimited"
-        if bound
-        else "",
-    )
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    yield Check("locked memory", "ok", _limit(locked))
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+def _limit(number: int, value: int) -> str:
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    counts = number in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    return f"{value:,}" if counts else size(value)
 
 
 def stall_tables() -> Iterator[Check]:

@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
+from fsdpc._comm.nccl import held_bytes
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.shortage import process_bytes
 from fsdpc._engine.tree import _slots
 from fsdpc._plan.engine import EngineMemory, engine_memory
+from fsdpc._plan.ledger import COMM_BYTES, CONTEXT_BYTES
 from fsdpc._plan.model import CPU, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
@@ -37,16 +39,27 @@ MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop
 
 @dataclass(frozen=True)
 class Line:
-    """``planned`` None: not known beforehand, such as a foreign optimizer's states."""
+    """``planned`` None: not known beforehand, such as a foreign optimizer's states; ``assumed``:
+    what the planner takes without a device, which says nothing of a run.
+    """
 
     role: str
     planned: int | None
     actual: int
     note: str = ""
+    assumed: bool = False
 
     @property
     def differs(self) -> bool:
-        return self.planned is not None and self.planned != self.actual
+        return self.planned is not None and self.planned != self.actual and not self.assumed
+
+    @property
+    def verdict(self) -> str:
+        if self.planned is None:
+            return ""
+        if self.assumed:
+            return "assumed"
+        return f"DIFFERS by {self.actual - self.planned:+,} B" if self.differs else "equal"
 
 
 @dataclass(frozen=True)
@@ -66,11 +79,7 @@ class MemoryReport:
                 line.role,
                 "-" if line.planned is None else size(line.planned),
                 size(line.actual),
-                f"DIFFERS by {line.actual - line.planned:+,} B"
-                if line.differs  # type: ignore[operator]
-                else "equal"
-                if line.planned is not None
-                else "",
+                line.verdict,
                 line.note,
             )
             for line in self.lines
@@ -109,7 +118,30 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
     lines.append(Line("buffers", None, sum(_nbytes(b) for b in model.buffers())))
     if optimizer is not None:
         lines.append(_states(optimizer))
+    lines += _of_the_driver(trees, actual)
     return MemoryReport(tuple(lines), tuple(_notes(model)))
+
+
+def _of_the_driver(trees: Sequence[Any], actual: dict[str, int]) -> Iterator[Line]:
+    """What NCCL and the driver hold of the GPU, measured, beside what plans assume of it."""
+    groups = [unit.groups for tree in trees for unit in tree.units]
+    comms = {id(c): c for g in groups for c in (g.shard, g.replicate) if c is not None}.values()
+    devices = {comm.device for comm in comms if comm.device is not None}
+    if len(devices) != 1:
+        return
+    held = sum(held_bytes(comm) for comm in comms)
+    assumed = sum(COMM_BYTES[min(comm.world, 3)] for comm in comms if comm.kind == "nccl")
+    note = "NCCL, when it started; buffers that it makes later are in the next line"
+    yield Line("communicators", assumed, held, note, assumed=True)
+    device = devices.pop()
+    free, total = _C.cuda_memory(device)
+    known = held + sum(actual[key] for key in ("gather_bytes", "reduce_bytes", "spare_bytes"))
+    if torch.cuda.is_available():
+        known += torch.cuda.memory_reserved(device)
+    else:  # the simulated GPU, whose driver has all of it
+        known += sum(actual[key] for key in ("master_bytes", "grad_bytes", "local_bytes"))
+    note = "what the GPU has in use beside torch's cache and the lines above, by all processes"
+    yield Line("device context", CONTEXT_BYTES, max(total - free - known, 0), note, assumed=True)
 
 
 def _planned(tree: Any, local: bool) -> dict[str, int]:

@@ -328,8 +328,11 @@ def test_a_rank_that_is_stopped(numel):
     assert words in outcomes[0].value
 
 
-@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "12"})
-def test_a_deadline_says_where_the_other_ranks_are(rank, world):
+@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "10"})
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
+    host = _bootstrap._host()
+    _bootstrap._host = lambda: f"node{min(rank, hosts - 1)} {host}"
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()
@@ -343,9 +346,11 @@ def test_a_deadline_says_where_the_other_ranks_are(rank, world):
     dist.barrier()
     text = str(caught.value)
     cause = (
-        r"the cause: rank 2 \(pid \d+\) sleeps or waits outside of fsdpc, at test_nccl.py:\d+ in "
+        r"the cause: rank 2 \(pid \d+( on node1)?\) sleeps or waits outside of fsdpc, at "
+        r"test_nccl.py:\d+ in "
     )
     assert re.search(cause, text) or "rank 2 (pid" in text and "computes outside" in text, text
+    assert ("on node1)" in text) == (hosts == 2), text
     for other in (0, 1):
         assert re.search(rf"\n  {other} .* waits .* gather of unit layers.3 \(coll", text), text
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from harness import ranks
@@ -11,6 +14,13 @@ from toys import PRECISIONS, loss_of, tokens, toy, wrap_blocks
 
 import fsdpc
 from fsdpc._tools.report import fragmentation
+
+sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
+import env
+
+
+def by_role(report):
+    return {line.role: line for line in report.lines}
 
 
 @ranks(1, 3)
@@ -30,7 +40,7 @@ def test_plan_and_run_are_equal(rank, world):
             with model.no_sync():
                 loss_of(model, tokens(rank, 0)).backward()
             loss_of(model, tokens(rank, 0, 1)).backward()
-            assert not fsdpc.memory_report(model, optimizer).lines[-1].differs
+            assert not by_role(fsdpc.memory_report(model, optimizer))["optimizer states"].differs
             optimizer.step()
             report = fsdpc.memory_report(model, optimizer)
             assert report.equal, str(report)
@@ -67,3 +77,24 @@ def test_what_is_no_model_is_refused(rank, world):
     assert "not fragmented" in fragmentation(stats)
     stats["inactive_split_bytes.all.current"] = 50
     assert "expandable_segments" in fragmentation(stats)
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(2, env=env.environment())
+def test_what_the_driver_and_nccl_hold_is_measured(rank, world):
+    """On the simulated GPU, where a context and each communicator hold what this test sets."""
+    import simgpu
+
+    simgpu.cuda().simgpu_get_options().contents.foreign_bytes = 7 << 20
+    simgpu.nccl().simnccl_get_options().contents.comm_bytes = 3 << 20
+    model = wrap_blocks("fsdpc", toy(blocks=3), use_orig_params=True)
+    loss_of(model, tokens(rank, 0)).backward()
+    report = fsdpc.memory_report(model)
+    lines = by_role(report)
+    comms, context = lines["communicators"], lines["device context"]
+    assert (comms.planned, comms.actual) == (544_000_000, 2 * 3 << 20)  # gathers and reductions
+    assert context.planned == 500_000_000 and 0 <= context.actual - (7 << 20) < 1 << 20
+    assert report.equal and str(report).count("assumed") == 2, str(report)
+    simgpu.cuda().simgpu_get_options().contents.foreign_bytes += 5 << 20
+    later = by_role(fsdpc.memory_report(model))["device context"]
+    assert later.actual - context.actual == 5 << 20

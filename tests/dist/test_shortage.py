@@ -13,6 +13,7 @@ from torch import nn
 from toys import wrap
 
 import fsdpc
+from fsdpc._comm import bootstrap as _bootstrap
 from fsdpc._engine import shortage
 from fsdpc.wrap import ModuleWrapPolicy
 
@@ -131,6 +132,12 @@ def fails_alone(rank: int, world: int, front: str) -> None:
     step(sharded, optimizer)
 
 
+def fails_on_a_host(rank: int, world: int, hosts: int) -> None:
+    host = _bootstrap._host()
+    _bootstrap._host = lambda: f"node{min(rank, hosts - 1)} {host}"
+    fails_alone(rank, world, "fsdp")
+
+
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_the_other_ranks_get_the_cause(front):
     outcomes = run_ranks(fails_alone, 2, faults=True, front=front)
@@ -140,6 +147,18 @@ def test_the_other_ranks_get_the_cause(front):
     assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[0].error
     assert shortage.HEAD not in outcomes[0].traceback.partition("its error")[0]
     assert outcomes[0].finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_other_ranks_get_the_cause_over_a_wire(hosts):
+    env = {"FSDPC_COLLECTIVES": "c10d" if hosts == 1 else "auto"}
+    outcomes = run_ranks(fails_on_a_host, 3, faults=True, env=env, hosts=hosts)
+    said = "out of memory on rank 1 of 3 in backward of unit 1"
+    assert "DefaultCPUAllocator" in outcomes[1].error and said in outcomes[1].traceback
+    for other in (outcomes[0], outcomes[2]):
+        assert other.error.startswith("CommError: ") and "rank 1 gave up: " in other.error
+        assert said in other.error, other.error
+        assert other.finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
 
 
 @ranks(1)

@@ -14,6 +14,8 @@ from harness import run_ranks, signal_rank
 from torch import nn
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
+from fsdpc._comm import bootstrap as _bootstrap
+
 VICTIM = 2
 ENVIRONMENT = {"FSDPC_TIMEOUT": "4", "FSDPC_STALL": "1"}
 MARK = "the cause: "
@@ -57,6 +59,13 @@ def stopped_over_gloo(rank, world):
     train(rank, world, fatal, group)
 
 
+def stopped_on_a_host(rank, world):
+    """Ranks 1 and 2 are on another host than rank 0, and the deadline comes before any warning."""
+    host = _bootstrap._host()
+    _bootstrap._host = lambda: f"node{min(rank, 1)} {host}"
+    stopped_over_gloo(rank, world)
+
+
 def holding_the_lock(rank, world, path):
     """The victim waits in C, with the interpreter's lock, for a file that rank 0 has locked."""
     with open(path, "w") as file:
@@ -91,15 +100,20 @@ def check_warnings(outcomes):
         assert f"{MARK}rank {VICTIM} (" in outcome.log, outcome.log
 
 
-@pytest.mark.parametrize("kind", ["shm", "c10d"])
-def test_a_stopped_rank_is_the_cause_on_every_rank(kind):
-    function = stopped if kind == "shm" else stopped_over_gloo
-    outcomes = run_ranks(
-        function, 3, faults=True, env={**ENVIRONMENT, "FSDPC_COLLECTIVES": kind}, on_device=False
-    )
+@pytest.mark.parametrize(
+    ("function", "env"),
+    [
+        (stopped, {"FSDPC_COLLECTIVES": "shm"}),
+        (stopped_over_gloo, {"FSDPC_COLLECTIVES": "c10d"}),
+        (stopped_on_a_host, {"FSDPC_TIMEOUT": "60", "FSDPC_STALL": "30"}),
+    ],
+)
+def test_a_stopped_rank_is_the_cause_on_every_rank(function, env):
+    outcomes = run_ranks(function, 3, faults=True, env={**ENVIRONMENT, **env}, on_device=False)
     assert outcomes[VICTIM].stopped
     table = check_one_cause(outcomes, "is stopped (SIGSTOP or a debugger)")
     assert "kill -CONT" in table and ".py:" in table
+    assert function is not stopped_on_a_host or f"* {VICTIM}   node1" in table
     check_warnings(outcomes)
 
 

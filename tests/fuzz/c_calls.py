@@ -443,7 +443,14 @@ class Caller:
 
     def call_functions(self) -> None:
         name = self.rng.choice(
-            ["tensor_info", "export_dlpack", "kernel_names", "cuda_device", "cuda_waits"]
+            [
+                "tensor_info",
+                "export_dlpack",
+                "kernel_names",
+                "cuda_device",
+                "cuda_waits",
+                "cuda_memory",
+            ]
             + ["nccl_stall", "nccl_note_others", "nccl_id", "nccl_version", "cuda_allocated"]
             + ["set_cuda_allocator", "stand_in", "get_num_threads", "cuda_image_bytes"]
         )
@@ -453,6 +460,7 @@ class Caller:
             "export_dlpack": [array],
             "cuda_device": [0],
             "cuda_waits": [0],
+            "cuda_memory": [0],
             "cuda_allocated": [0],
             "nccl_stall": [lambda: self.some("comm")],
             "nccl_note_others": [lambda: self.some("comm"), "t"],

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from functools import partial
 
@@ -309,8 +310,11 @@ def test_a_transformers_config(tmp_path, capsys):
 def test_sizes_are_read_as_written():
     assert bytes_of("24GB") == 24e9 and bytes_of("22.5GiB") == 22.5 * 2**30
     assert geometry.count_of("6.57B") == 6.57e9 and geometry.count_of("350m") == 350e6
-    with pytest.raises(ValueError, match="could not convert"):
-        bytes_of("plenty")
+    for none in ("plenty", "24", "-3GB", "1e400"):
+        with pytest.raises(ArgumentTypeError, match="is no size such as 24GB"):
+            bytes_of(none)
+    with pytest.raises(ArgumentTypeError, match="is no number such as 7b"):
+        geometry.count_of("7x")
 
 
 def test_a_traced_model_keeps_its_micro_batch(capsys):
@@ -382,3 +386,14 @@ def test_simulate_up_to_a_hundred_thousand_ranks():
         assert rows["worlds"][-1]["world"] == 100_000
         assert rows["worlds"][-1]["efficiency"] < rows["worlds"][2]["efficiency"]
     assert found["FULL_SHARD"]["stops_scaling"] < 100_000
+
+
+def test_copies_of_a_hybrid_plan_meet_over_the_network():
+    """Replicas of a piece are a host apart: their sums use one interface each, not the links."""
+    setup = Setup(world=32, strategy="HYBRID_SHARD", shard=8, ranks_per_host=8)
+    card = CARDS["h100"]
+    apart = collective_seconds(1e9, 4, setup, card, stride=8)
+    assert apart == pytest.approx(1e9 * 3 / 4 / (0.8 * card.network) + 3 * 10e-6)
+    assert collective_seconds(1e9, 4, setup, card) < apart / 5
+    half = collective_seconds(1e9, 8, setup, card, stride=4)  # two of each group on a host
+    assert half == pytest.approx(1e9 * 3 / 4 / (2 * 0.8 * card.network) + (4 * 2 + 3 * 10) * 1e-6)

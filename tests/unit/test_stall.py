@@ -1,8 +1,9 @@
-"""What ranks tell each other of a collective that does not end, without a GPU."""
+"""What ranks of several hosts tell each other of a wait that does not end, in one process."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,94 +12,134 @@ import pytest
 import torch.distributed as dist
 
 from fsdpc._comm import stall as _stall
-from fsdpc._comm.stall import Stall, summary
-from fsdpc._comm.table import spans
+from fsdpc._comm.board import Look
+from fsdpc._comm.stall import Place, Stall
+from fsdpc._comm.table import Row, spans
+
+WORK = Look("runs", line="t.py:3 in data")
 
 
 class Rank:
-    """What `_C` would say of a communicator, and what was said to it."""
+    """A rank of a simulated world: what boards of its host would say, and what it was told."""
 
-    def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
-        self.seconds, self.where, self.others = 0.0, "in none of its collectives yet", ""
-        self.stall = Stall(store, rank, world, timeout)
+    def __init__(self, world: list[Rank], store: Any, places: list[Place], patience: float) -> None:
+        self.rank, self.seconds, self.does, self.others = len(world), 0.0, WORK, ""
+        world.append(self)
+        self.world = world
+        self.stall = Stall(
+            store,
+            self.rank,
+            places,
+            patience=patience,
+            seconds=lambda comm: self.seconds,
+            note=lambda comm, text: setattr(self, "others", text),
+            look=lambda members: [
+                Row(r, 100 + r, Look(world[r].does.state, world[r].does.waits, world[r].seconds))
+                if world[r].does.waits
+                else Row(r, 100 + r, world[r].does)
+                for r in members
+            ],
+        )
 
-    def look(self) -> None:
-        self.stall.poll(self)
+    def waits(self, seconds: float, what: str) -> None:
+        self.seconds, self.does = seconds, Look("sleeps", what)
 
 
 @pytest.fixture
 def clock(monkeypatch) -> Iterator[SimpleNamespace]:
     fake = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(_stall, "time", SimpleNamespace(monotonic=lambda: fake.now))
-    said = SimpleNamespace(
-        nccl_stall=lambda comm: (comm.seconds, comm.where),
-        nccl_note_others=lambda comm, text: setattr(comm, "others", text),
-    )
-    monkeypatch.setattr(_stall, "_C", said)
+    sleep = lambda seconds: setattr(fake, "now", fake.now + seconds)  # noqa: E731
+    monkeypatch.setattr(_stall, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=sleep))
     yield fake
 
 
-def make(world: int, timeout: float = 600) -> list[Rank]:
+def make(hosts: list[str], patience: float = 30.0) -> list[Rank]:
     store = dist.PrefixStore("t", dist.HashStore())
-    return [Rank(store, rank, world, timeout) for rank in range(world)]
+    places = [Place(f"{host} and more", os.getpid()) for host in hosts]
+    world: list[Rank] = []
+    for _ in hosts:
+        Rank(world, store, places, patience)
+    return world
 
 
 def look(ranks: list[Rank], clock: SimpleNamespace, seconds: float = 0.0) -> None:
     clock.now += seconds
     for rank in ranks:
         rank.seconds += seconds if rank.seconds else 0.0
-        rank.look()
+    for rank in ranks:
+        rank.stall.poll(rank)
 
 
-def test_ranks_that_wait_for_each_other_log_where_all_are(clock, caplog):
-    ranks = make(4)
-    for rank, what in zip(ranks, ["gather of a", "gather of a", "reduce of b", ""], strict=True):
-        if what:
-            rank.seconds, rank.where = 1.0, f"in {what}"
+def test_one_table_of_all_hosts_in_every_ranks_log(clock, caplog):
+    ranks = make(["a", "a", "b", "b"])
+    for rank in ranks[:3]:
+        rank.waits(1.0, "gather of unit x")
     with caplog.at_level(logging.WARNING, logger="fsdpc"):
-        for _ in range(80):
+        for _ in range(64):
             look(ranks, clock, 0.5)
-    said = (
-        "Where the ranks are: rank 2 in reduce of b; rank 3 in none of its collectives yet; "
-        "ranks 0-1 in gather of a"
+    first, head, *lines = ranks[0].others.strip().splitlines()
+    assert (
+        first
+        == "the cause: rank 3 (pid 103 on b) computes outside of fsdpc's waits, at t.py:3 in data"
     )
-    assert [rank.others for rank in ranks] == [said, said, said, ""]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"rank 0 has waited 34 s for other ranks. {said}"
-    ]
+    assert head.split() == ["rank", "host", "pid", "state", "for", "where", "line"]
+    assert [line.replace("*", "").split()[:2] for line in lines] == [
+        ["0", "a"], ["1", "a"], ["2", "b"], ["3", "b"]
+    ]  # fmt: skip
+    assert lines[3].startswith("* 3") and "t.py:3 in data" in lines[3]
+    assert [rank.others == ranks[0].others for rank in ranks] == [True, True, True, False]
+    assert [rank.stall.verdict is None for rank in ranks] == [False, False, False, True]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"rank {r}: no progress for 30 s{ranks[0].others}" for r in range(4)]
+    for _ in range(60):  # again after twice the time, not before
+        look(ranks, clock, 0.5)
+    assert len(caplog.records) == 8
+    for _ in range(50):
+        look(ranks, clock, 0.5)
+    assert len(caplog.records) == 8
 
 
-def test_a_rank_whose_process_stands_still_does_not_answer(clock):
-    ranks = make(3, timeout=6)
-    ranks[0].seconds, ranks[0].where = 1.0, "in gather of a"
+def test_a_host_that_does_not_answer_is_the_cause(clock):
+    ranks = make(["a", "b", "b"], patience=3.0)
+    ranks[0].waits(1.0, "gather of unit x")
+    for _ in range(12):
+        look(ranks[:1], clock, 0.5)
+    text = ranks[0].others
+    assert "the cause: ranks 1-2 (pid" in text and " on b) do not answer: the process" in text
+    assert text.count("no answer") == 2
+
+
+def test_any_rank_of_a_host_looks_at_those_that_stand_still(clock):
+    ranks = make(["a", "b", "b"], patience=3.0)
+    ranks[0].waits(1.0, "gather of unit x")
+    ranks[2].waits(1.0, "gather of unit x")
+    ranks[1].does = Look("stopped")
     for _ in range(8):
-        look(ranks[:2], clock, 0.5)
-    assert "; rank 2 without an answer" in ranks[0].others
+        look([ranks[0], ranks[2]], clock, 0.5)
+    assert ranks[0].others == ranks[2].others
+    assert "the cause: rank 1 (pid 101 on b) is stopped" in ranks[0].others
 
 
-def test_the_report_is_withdrawn_when_the_rank_goes_on(clock, caplog):
-    ranks = make(2, timeout=20)
-    ranks[0].seconds, ranks[0].where = 1.0, "in gather of a"
+def test_the_table_is_withdrawn_when_the_rank_goes_on(clock, caplog):
+    ranks = make(["a", "b"], patience=10.0)
+    ranks[0].waits(1.0, "gather of unit x")
     for _ in range(26):
         look(ranks, clock, 0.5)
-    assert "rank 1 in none of its collectives" in ranks[0].others
-    ranks[0].seconds = 0.0
+    assert "the cause: rank 1" in ranks[0].others
+    ranks[0].seconds, ranks[0].does = 0.0, WORK
     look(ranks, clock)
-    assert ranks[0].others == ""
+    assert ranks[0].others == "" and ranks[0].stall.verdict is None
     # The next stall starts a question of its own, on whichever rank.
-    ranks[1].seconds, ranks[1].where = 1.0, "in gather of c"
-    ranks[0].where = "in none of its collectives, after gather of a"
+    ranks[1].waits(1.0, "gather of unit y")
     for _ in range(26):
         look(ranks, clock, 0.5)
-    assert ranks[1].others.endswith(
-        "rank 0 in none of its collectives, after gather of a; rank 1 in gather of c"
-    )
-    assert ranks[0].others == "" and len(caplog.records) == 2
+    assert "the cause: rank 0" in ranks[1].others and ranks[0].others == ""
+    assert len(caplog.records) == 4
 
 
 def test_a_stall_that_ends_in_time_is_not_reported(clock, caplog):
-    ranks = make(2, timeout=20)
-    ranks[0].seconds = 1.0
+    ranks = make(["a", "b"], patience=10.0)
+    ranks[0].waits(1.0, "gather of unit x")
     for _ in range(17):
         look(ranks, clock, 0.5)
     ranks[0].seconds = 0.0
@@ -107,23 +148,39 @@ def test_a_stall_that_ends_in_time_is_not_reported(clock, caplog):
 
 
 def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
-    ranks = make(2, timeout=60)
+    ranks = make(["a", "b"], patience=30.0)
     for rank in ranks:
-        rank.seconds = 1.0
-    for _ in range(59):
+        rank.waits(1.0, "gather of unit x")
+    for _ in range(58):
         look(ranks, clock, 0.5)  # rank 0 has asked
     ranks[1].seconds = 0.0
-    for _ in range(40):
+    for _ in range(60):
         look(ranks[1:], clock, 0.5)
-    ranks[1].seconds, ranks[1].where = 1.0, "in reduce of b"
-    for _ in range(70):
+    ranks[1].waits(1.0, "reduce of unit y")
+    for _ in range(75):
         look(ranks[1:], clock, 0.5)
-    assert ranks[1].others.startswith(
-        "Where the ranks are: rank 0 without an answer; rank 1 in red"
-    )
+    assert "the cause: rank 0 (pid" in ranks[1].others and "no answer" in ranks[1].others
 
 
-def test_many_ranks_are_abbreviated():
+def test_a_deadline_that_passes_before_any_table(clock):
+    """All take the same table, and the one that gives up waits until the others have it."""
+    ranks = make(["a", "a", "b"], patience=300.0)
+    for rank in ranks[:2]:
+        rank.waits(5.0, "gather of unit x")
+
+    def wait(took: Any) -> None:
+        for _ in range(5):
+            look(ranks[1:], clock, 0.1)
+            look(ranks[:1], clock, 0.1)
+        assert took.is_set()
+
+    ranks[0].stall.urge(wait)
+    look(ranks, clock, 0.5)
+    assert ranks[0].stall.verdict == ranks[1].stall.verdict
+    assert ranks[0].stall.verdict is not None and ranks[0].stall.verdict[0] == [2]
+    look(ranks, clock, 5.0)  # the wait goes on: the table stays
+    assert ranks[1].stall.verdict is not None
+
+
+def test_spans():
     assert spans([0]) == "0" and spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    text = summary([f"in gather of unit {rank}" for rank in range(100)])
-    assert len(text) == 600 and text.endswith("...")

@@ -58,6 +58,24 @@ cuda_waits(PyObject *module, PyObject *argument)
                               : fsdpc_py_raise(status);
 }
 
+static PyObject *
+cuda_memory(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    size_t free_bytes, total;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    int status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
+    if (status == FSDPC_OK) {
+        status = fsdpc_device_free_bytes(device, &free_bytes, &total);
+    }
+    return status == FSDPC_OK ? Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total)
+                              : fsdpc_py_raise(status);
+}
+
 /* Without the variable nothing is loaded. */
 static PyObject *
 stand_in(PyObject *module, PyObject *ignored)
@@ -94,5 +112,8 @@ PyMethodDef fsdpc_py_cuda_methods[] = {
     {"cuda_waits", cuda_waits, METH_O,
      "cuda_waits(ordinal, /)\n--\n\n"
      "Returns the number of host syncs with that GPU in this process, without torch's."},
+    {"cuda_memory", cuda_memory, METH_O,
+     "cuda_memory(ordinal, /)\n--\n\n"
+     "Returns (free, total) bytes of that GPU; what any process uses is not free."},
     {NULL, NULL, 0, NULL},
 };

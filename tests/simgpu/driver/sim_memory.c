@@ -716,7 +716,8 @@ cuMemGetInfo(size_t *free_bytes, size_t *total)
     CUresult result = sim_enter(SIM_cuMemGetInfo, true);
     if (!result) {
         *total = sim_options.memory_bytes;
-        *free_bytes = sim_options.memory_bytes - (size_t)sim_counters.device_bytes;
+        *free_bytes = sim_options.memory_bytes - (size_t)sim_counters.device_bytes -
+                      sim_options.foreign_bytes;
     }
     return sim_leave(result);
 }

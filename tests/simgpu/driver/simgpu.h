@@ -81,6 +81,7 @@ typedef struct simgpu_options {
     int driver_version;   /* 13000 */
     int devices;          /* 1 */
     size_t memory_bytes;  /* 1 GiB */
+    size_t foreign_bytes; /* of it, what contexts and libraries hold; 0 */
     size_t granule;       /* of virtual memory: 2 MiB, or $SIMGPU_GRANULE; smaller is faster */
     bool forks;           /* a forked child may go on; false by default, as on a GPU */
     double stall_s;       /* a wait for other ranks ends after this, as an error; 30 */

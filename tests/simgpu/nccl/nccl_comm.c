@@ -210,6 +210,8 @@ enlist(struct ncclComm *comm)
     comm->next = live;
     live = comm;
     nccl_counters.communicators++;
+    comm->held_bytes = nccl_options.comm_bytes;
+    simgpu_get_options()->foreign_bytes += comm->held_bytes;
 }
 
 static void
@@ -221,6 +223,7 @@ delist(struct ncclComm *comm)
     }
     *link = comm->next;
     nccl_counters.communicators--;
+    simgpu_get_options()->foreign_bytes -= comm->held_bytes;
 }
 
 /* Opens what (process, fd) names, which stays open there until all have met. */

@@ -64,7 +64,8 @@ struct ncclComm {
     struct ncclComm *next; /* among the live ones */
     int rank, world, fd;
     bool blocking, stalled;
-    bool born; /* the start is over */
+    size_t held_bytes; /* of device memory */
+    bool born;         /* the start is over */
     bool finalizing;
     struct ncclComm **out; /* whoever started it, until it is born */
     nccl_segment *segment;
