@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpc._engine.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
 
@@ -101,6 +102,7 @@ class _Inside:
         if not any(found.params for found in members):
             return
         self.stepped.add(name)
+        before_write()
         self.optimizer._step_members(members, Scaling())
         for params in parts:
             for param in params:
