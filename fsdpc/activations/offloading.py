@@ -97,8 +97,8 @@ def offload(
 
 
 class _Pool:
-    """A lane of one GPU, and pinned buffers that are kept. Copies of a lane run one after the other,
-    so a buffer that is given back may be filled again without a wait.
+    """A lane of one GPU, and pinned buffers that are kept. Copies of a lane run one after the
+    other, so a buffer that is given back may be filled again without a wait.
     """
 
     def __init__(self, ordinal: int) -> None:

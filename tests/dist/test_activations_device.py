@@ -1,5 +1,5 @@
-"""On the simulated GPU: activations in pinned host memory. Gradients equal to the bit, copies beside
-the step, no host sync, and each wait that is left out is found.
+"""On the simulated GPU: activations in pinned host memory. Equal gradients, copies beside the step,
+no host sync, and each wait that is left out is found.
 """
 
 from __future__ import annotations

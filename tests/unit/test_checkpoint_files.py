@@ -141,9 +141,7 @@ def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["small pieces", "files"])
 def test_other_ways_through_files(tmp_path: Path, what: str, monkeypatch: Any):
-    """In pieces that are cut anywhere and in many files: the same digests, and the same values after
-    a load.
-    """
+    """In pieces that are cut anywhere and in many files: equal digests, and values after a load."""
 
     def wide(seed: int) -> nn.Module:
         torch.manual_seed(seed)
