@@ -287,6 +287,18 @@ fsdpc_exchange_is_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->ops->summed && !fsdpc_unit_has_local(unit) && x->ops->summed(x, unit);
 }
 
+void
+fsdpc_exchange_settle_apart(fsdpc_exchange *x, bool apart)
+{
+    x->settles_apart = apart;
+}
+
+int
+fsdpc_exchange_settle(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    return x->ops->settle ? x->ops->settle(x, unit) : FSDPC_OK;
+}
+
 int
 fsdpc_exchange_end(fsdpc_exchange *x)
 {

@@ -82,6 +82,10 @@ bool fsdpc_exchange_is_summed(fsdpc_exchange *exchange, const fsdpc_unit *unit);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, fsdpc_unit_used
  * tells which parameters got a gradient on some rank. Collective. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
+/* With `apart`, fsdpc_exchange_end does not wait for units whose values lie in host memory: before the
+ * processor reads one's gradient or writes its master, it calls settle, a host sync for that unit alone. */
+void fsdpc_exchange_settle_apart(fsdpc_exchange *exchange, bool apart);
+int fsdpc_exchange_settle(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Drops prefetches, and references down to each unit's floor (fsdpc_unit_set_floor). Local. */
 int fsdpc_exchange_drop(fsdpc_exchange *exchange);
 /* Drops all references, and lets the units go: another exchange may take them. Later passes, gathers and

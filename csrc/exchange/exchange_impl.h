@@ -21,6 +21,8 @@ struct fsdpc_exchange_i {
     /* (optional) default: false. See fsdpc_exchange_is_summed. */
     bool (*summed)(fsdpc_exchange *x, const fsdpc_unit *unit);
     int (*end)(fsdpc_exchange *x);
+    /* (optional) default: nothing. See fsdpc_exchange_settle. */
+    int (*settle)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
                  const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
@@ -53,7 +55,8 @@ struct fsdpc_exchange {
     uint64_t tag;
     uint64_t backwards; /* synchronised backwards finished */
     bool poison, trust_order;
-    bool in_turn; /* "stream" with replicas: the order of units matters on one rank as well */
+    bool in_turn;       /* "stream" with replicas: the order of units matters on one rank as well */
+    bool settles_apart; /* fsdpc_exchange_settle_apart */
     int reduce_slots;
     size_t max_reduce_bytes, sum_reduce_bytes;
     fsdpc_trace *trace;

@@ -413,5 +413,6 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .release = release,
     .reduce = fsdpc_stream_reduce,
     .end = fsdpc_stream_end,
+    .settle = fsdpc_stream_offload_settle,
     .share = fsdpc_stream_share,
 };

@@ -156,6 +156,7 @@ int fsdpc_stream_offload_open(fsdpc_exchange *x);
 /* The end of a synchronised backward: host sync until all sums are in the gradients and no gather reads a
  * master shard. A no-op without offloaded units. */
 int fsdpc_stream_offload_end(fsdpc_exchange *x);
+int fsdpc_stream_offload_settle(fsdpc_exchange *x, fsdpc_unit *unit);
 /* The end of a forward without a backward: host sync until no gather reads a master shard. */
 int fsdpc_stream_offload_leave(fsdpc_exchange *x);
 

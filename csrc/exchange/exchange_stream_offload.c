@@ -2,7 +2,8 @@
  *
  * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
  * of a master shard, and the host waits for the reduce stream. The wait fails when a communicator is
- * broken; each collective has its deadline.
+ * broken; each collective has its deadline. Where the processor steps unit by unit, it waits for each unit
+ * apart, in the order of their sums, and steps one while the device sums and copies the next ones.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
@@ -69,6 +70,9 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a step with parameters in host memory"));
+    if (x->settles_apart) {
+        return FSDPC_OK;
+    }
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     int status = join(x);
     fsdpc_device_use(s->device, caller);
@@ -79,6 +83,19 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
         fsdpc_unit_settled(x->units[u], FSDPC_GRAD);
     }
     return FSDPC_OK;
+}
+
+int
+fsdpc_stream_offload_settle(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    for (int which = 0; which < 2; which++) {
+        fsdpc_event *event = fsdpc_unit_in_flight(unit, which);
+        if (event) {
+            FSDPC_TRY(fsdpc_stream_await_host(x, event, "the sum of a unit's offloaded gradients"));
+            fsdpc_unit_settled(unit, which);
+        }
+    }
+    return fsdpc_stream_check(x);
 }
 
 int

@@ -78,6 +78,9 @@ void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
 int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
+/* With steps_inside, after end_backward: the next unit whose values lie in host memory, the last one of the
+ * forward first, or -1. Host sync for that unit alone; then it counts as taken. */
+int fsdpc_tree_next_late(fsdpc_tree *tree, int *unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 /* A backward has failed: drops its references, so that peers need not wait for this rank. Local. */

@@ -193,6 +193,27 @@ void
 fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside)
 {
     tree->steps_inside = inside;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_settle_apart(tree->exchanges[i], inside);
+    }
+}
+
+int
+fsdpc_tree_next_late(fsdpc_tree *tree, int *unit)
+{
+    *unit = -1;
+    for (int i = tree->count - 1; i >= 0; i--) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        if (node->late) {
+            node->late = false;
+            FSDPC_TRY(fsdpc_exchange_settle(node->exchange, node->unit));
+            FSDPC_TRY(fsdpc_unit_finish_grad(node->unit));
+            node->taken = true;
+            *unit = i;
+            return FSDPC_OK;
+        }
+    }
+    return FSDPC_OK;
 }
 
 bool
@@ -251,8 +272,11 @@ finish_sync(fsdpc_tree *tree)
         FSDPC_TRY(fsdpc_unit_reduce_replicas(tree->nodes[i].unit));
     }
     for (int i = 0; i < tree->count; i++) {
-        if (!tree->nodes[i].taken) {
-            FSDPC_TRY(fsdpc_unit_finish_grad(tree->nodes[i].unit));
+        struct fsdpc_node *node = &tree->nodes[i];
+        node->late = tree->steps_inside && !node->taken &&
+                     fsdpc_unit_in_flight(node->unit, FSDPC_GRAD) != NULL;
+        if (!node->taken && !node->late) {
+            FSDPC_TRY(fsdpc_unit_finish_grad(node->unit));
         }
     }
     tree->backwards++;

@@ -16,6 +16,7 @@ struct fsdpc_node {
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */
+    bool late;     /* its sum is on its way into host memory: fsdpc_tree_next_late */
     int order;     /* position in `order`, -1 */
 };
 

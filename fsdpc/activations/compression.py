@@ -87,7 +87,7 @@ class _ExactFunctions(TorchFunctionMode):
             self.table.passes = before
 
 
-class _Kept:
+class Kept:
     """A tensor that stays as it is, with torch's check for changes in place."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -156,16 +156,13 @@ class _Table:
         self.dtype = dtype
         self.min_bytes = min_bytes
         self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
-        own = [*model.parameters(), *model.buffers()]
-        units = [getattr(module, "_unit", None) for module in model.modules()]
-        own += [full for unit in units if unit is not None for full in unit.full]
-        self.ranges = sorted(_range(tensor) for tensor in own if _has_memory(tensor))
+        self.ranges = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
         if self.passes or not self._is_wanted(tensor):
-            return _Kept(tensor)
+            return Kept(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())
-        dense = _is_dense(tensor)
+        dense = is_dense(tensor)
         place = tensor.numel() if dense else (tensor.shape, tensor.stride())
         key = (reference.cdata, tensor.dtype, tensor.storage_offset(), place)
         _, version, entry = self.known.get(key, (None, -1, lambda: None))
@@ -177,7 +174,7 @@ class _Table:
         return _View(packed, tensor.shape, strides)
 
     def _is_wanted(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not _has_memory(tensor):
+        if type(tensor) is not Tensor or not has_memory(tensor):
             return False
         floats = (torch.float32, torch.bfloat16, torch.float16)
         if tensor.dtype not in floats or (self.dtype == "bf16" and tensor.dtype != torch.float32):
@@ -195,7 +192,15 @@ class _Table:
         return not any(begin <= address < end for begin, end in self.ranges)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
+    """Addresses of the model's parameters, gathered or not, and buffers."""
+    own = [*model.parameters(), *model.buffers()]
+    units = [getattr(module, "_unit", None) for module in model.modules()]
+    own += [full for unit in units if unit is not None for full in unit.full]
+    return sorted(_range(tensor) for tensor in own if has_memory(tensor))
+
+
+def is_dense(tensor: Tensor) -> bool:
     """True if the tensor's elements are a range of its storage, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -222,7 +227,8 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _has_memory(tensor: Any) -> bool:
+def has_memory(tensor: Any) -> bool:
+    """True for a plain, strided tensor with elements."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and tensor.numel() > 0
 

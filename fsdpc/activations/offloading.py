@@ -1,36 +1,294 @@
-"""What autograd saves for backward, in host memory."""
+"""What autograd saves for backward, in host memory.
+
+Forward queues a copy of each saved tensor to pinned memory on a lane (``fsdpc/_engine/lane.py``).
+The tensor itself is held until torch's stream waits for the copy, a few tensors later, so that
+copies run beside the forward; then its memory is free for others. In backward a tensor is, as a
+rule, on its way back since those saved after it were needed.
+"""
 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdpc._engine.lane import Lane, ordinal_of, pinned
+from fsdpc.activations.compression import Kept, has_memory, is_dense, own_ranges
+
+MIN_BYTES = 1 << 20
+_HELD = 4  # tensors whose copies may be under way before torch's stream waits for one
+_AHEAD = 3  # tensors that are on their way back before they are needed
+_GRAIN = 1 << 12
 
 _said: list[str] = []  # the sentence, once a process has read it
 
 
+@dataclass
+class Offloaded:
+    """What one ``offload`` did. Bytes are those of copies to the host; none are counted twice."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    no_room: int = 0  # tensors that stayed, because pinned memory was at its bound
+    resident: int = 0  # the last ones: used in backward without a copy back
+    ahead: int = 0  # copies back that were queued before they were needed
+    late: int = 0  # copies back that were not
+    pinned_bytes: int = 0  # of this process, kept for the next step
+
+
 @contextmanager
-def offload(model: nn.Module) -> Iterator[None]:
+def offload(
+    model: nn.Module, *, min_bytes: int = MIN_BYTES, max_pinned_bytes: int | None = None
+) -> Iterator[Offloaded]:
     """Keep what autograd saves inside the ``with`` block in host memory, for ``model``'s forward.
 
+    Tensors of at least ``min_bytes`` on the model's GPU are copied to pinned memory on a stream of
+    their own, beside the forward, and back beside the backward; values are equal to the bit. A
+    tensor that is saved several times is copied once. What stays: parameters (also gathered ones),
+    buffers, tensors with gaps, the last few tensors, and what does not fit in
+    ``max_pinned_bytes`` of pinned memory (default: no bound), which is kept for the next step. The
+    host waits only when pinned memory is allocated. Yields counts.
+
     On ranks that compute on processors, the model is in host memory already: nothing is copied, no
-    hook is set, and one warning per process says so. Local. ``NotImplementedError``: a parameter on
-    another device.
+    hook is set, and one warning per process says so. Local. ``NotImplementedError``: a parameter
+    on a device that is neither. ``StateError``: the forward is captured into a CUDA graph.
+    ``RuntimeError`` in backward: a saved tensor was changed in place.
     """
+    ordinals = set()
     for name, param in model.named_parameters():
-        if param.device.type not in ("cpu", "meta"):
+        if param.device.type not in ("cpu", "cuda", "meta"):
             raise NotImplementedError(
                 f"fsdpc.activations.offload() copies nothing from {param.device}, where parameter "
-                f"{name!r} is: use torch.autograd.graph.save_on_cpu(pin_memory=True), or "
-                "fsdpc.activations.checkpoint()"
+                f"{name!r} is: use fsdpc.activations.checkpoint()"
             )
-    if not _said:
-        _said.append("said")
-        warnings.warn(
-            "fsdpc.activations.offload(): the model is in host memory, where offloaded activations "
-            "would be: nothing is copied. compress() and checkpoint() save memory there",
-            stacklevel=3,
+        ordinals.add(ordinal_of(param))
+    gpus = ordinals - {None}
+    if len(gpus) > 1:
+        raise NotImplementedError(
+            f"parameters on several GPUs ({gpus}): offload each part by itself"
         )
-    yield
+    if not gpus:
+        if not _said:
+            _said.append("said")
+            warnings.warn(
+                "fsdpc.activations.offload(): the model is in host memory, where offloaded "
+                "activations would be: nothing is copied. compress() and checkpoint() save memory "
+                "there",
+                stacklevel=3,
+            )
+        yield Offloaded()
+        return
+    table = _Table(model, _pool_of(gpus.pop()), min_bytes, max_pinned_bytes)
+    try:
+        with saved_tensors_hooks(table.pack, _unpack):
+            yield table.counts
+    finally:
+        table.end_forward()
+
+
+class _Pool:
+    """A lane of one GPU, and pinned buffers that are kept. Copies of a lane run one after the
+    other, so a buffer that is given back may be filled again without a wait.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.lane = Lane(ordinal)
+        self.free: dict[int, list[Tensor]] = {}
+        self.nbytes = 0
+
+    def take(self, nbytes: int, most: int | None) -> Tensor | None:
+        """None: there is no room."""
+        size = -(-nbytes // _GRAIN) * _GRAIN
+        if self.free.get(size):
+            return self.free[size].pop()
+        if most is not None and self.nbytes + size > most:
+            return None
+        try:
+            buffer = pinned(self.ordinal, size)
+        except MemoryError:
+            return None
+        self.nbytes += size
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        self.free.setdefault(len(buffer), []).append(buffer)
+
+
+@cache
+def _pool_of(ordinal: int) -> _Pool:
+    return _Pool(ordinal)
+
+
+class _Away:
+    """The elements of a dense tensor, in pinned memory and sometimes on the GPU, too."""
+
+    def __init__(self, table: _Table, number: int, source: Tensor, buffer: Tensor) -> None:
+        self.table = table
+        self.number = number  # in the order in which autograd saved
+        self.buffer = buffer
+        self.like = torch.empty(0, dtype=source.dtype, device=source.device)
+        self.numel = source.numel()
+        self.version = source._version
+        self.changed = False
+        self.uses = self.left = 0  # views of it in the graph; those not needed yet
+        self.here: Tensor | None = None
+        self.mark = 0  # of the copy that fills `here`; 0: it holds the values
+        self.was_needed = False
+
+    def fetch(self) -> None:
+        lane = self.table.pool.lane
+        self.here = self.like.new_empty(self.numel)
+        lane.begin()  # the memory may still be used by work of the stream it was allocated on
+        lane.back(self.here.data_ptr(), self.buffer.data_ptr(), self.nbytes)
+        self.mark = lane.mark()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.like.element_size()
+
+    def values(self) -> Tensor:
+        """On the GPU, in the order of torch's current stream."""
+        if self.here is None:
+            self.table.counts.late += 1
+            self.fetch()
+        here = self.here
+        assert here is not None
+        if self.mark:
+            self.table.pool.lane.join(self.mark)
+        elif here._version != self.version:
+            self.changed = True
+        if self.changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, while it was being offloaded: {self.numel} elements of "
+                f"{self.like.dtype}"
+            )
+        self.left -= 1
+        if self.left <= 0:
+            self.here, self.mark, self.left = None, 0, self.uses
+            self.was_needed = True
+        return here
+
+    def __del__(self) -> None:
+        if self.here is not None and self.mark:
+            self.table.pool.lane.join(self.mark)  # before its memory is another's
+        self.table.pool.give(self.buffer)
+
+
+class _View:
+    """A saved tensor over elements that are away."""
+
+    def __init__(self, away: _Away, shape: torch.Size, strides: tuple[int, ...]) -> None:
+        self.away = away
+        self.shape = shape
+        self.strides = strides
+        away.uses += 1
+        away.left += 1
+
+    def unpack(self) -> Tensor:
+        values = self.away.values()
+        self.away.table.fetch_before(self.away.number)
+        return values.as_strided(self.shape, self.strides)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.unpack()
+
+
+class _Table:
+    """What was saved in one forward. A weak reference to a storage keeps its address from being
+    another storage's.
+    """
+
+    def __init__(
+        self, model: nn.Module, pool: _Pool, min_bytes: int, max_pinned_bytes: int | None
+    ) -> None:
+        self.pool = pool
+        self.min_bytes = max(1, min_bytes)
+        self.most = max_pinned_bytes
+        self.counts = Offloaded()
+        self.ranges = own_ranges(model)
+        self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
+        self.order: list[Any] = []
+        self.held: deque[tuple[int, Tensor, Any]] = deque()
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not self._is_wanted(tensor):
+            return Kept(tensor)
+        reference = StorageWeakRef(tensor.untyped_storage())
+        key = (reference.cdata, tensor.dtype, tensor.storage_offset(), tensor.numel())
+        _, version, entry = self.known.get(key, (None, -1, lambda: None))
+        away = entry()
+        if away is None or version != tensor._version:
+            away = self._send(tensor)
+            if away is None:
+                self.counts.no_room += 1
+                return Kept(tensor)
+            self.known[key] = (reference, tensor._version, weakref.ref(away))
+        return _View(away, tensor.shape, tensor.stride())
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or not has_memory(tensor) or tensor.is_neg():
+            return False
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < self.min_bytes or nbytes > tensor.untyped_storage().nbytes():
+            return False
+        if ordinal_of(tensor) != self.pool.ordinal or tensor.is_conj() or not is_dense(tensor):
+            return False
+        address = tensor.data_ptr()
+        return not any(begin <= address < end for begin, end in self.ranges)
+
+    def _send(self, tensor: Tensor) -> _Away | None:
+        source = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        buffer = self.pool.take(source.numel() * source.element_size(), self.most)
+        self.counts.pinned_bytes = self.pool.nbytes
+        if buffer is None:
+            return None
+        lane = self.pool.lane
+        away = _Away(self, len(self.order), source, buffer)
+        lane.begin()
+        lane.out(buffer.data_ptr(), source.data_ptr(), away.nbytes)
+        self.order.append(weakref.ref(away))
+        self.held.append((lane.mark(), source, self.order[-1]))
+        self.counts.tensors += 1
+        self.counts.nbytes += away.nbytes
+        if len(self.held) > _HELD:
+            self._let_go()
+        return away
+
+    def _let_go(self) -> None:
+        """The oldest one's memory is free for work behind this point of torch's stream."""
+        mark, source, entry = self.held.popleft()
+        self.pool.lane.join(mark)
+        away = entry()
+        if away is not None and away.version != source._version:
+            away.changed = True
+
+    def end_forward(self) -> None:
+        """The last tensors are needed first: they stay."""
+        while self.held:
+            _, source, entry = self.held[0]
+            self._let_go()
+            away = entry()
+            if away is not None:
+                away.here = source
+                self.counts.resident += 1
+
+    def fetch_before(self, number: int) -> None:
+        """Those that backward needs next are put on their way."""
+        for at in range(number - 1, max(-1, number - 1 - _AHEAD), -1):
+            away = self.order[at]()
+            if away is not None and away.here is None and not away.was_needed:
+                self.counts.ahead += 1
+                away.fetch()

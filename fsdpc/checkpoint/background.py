@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from fsdpc.checkpoint import priority
-from fsdpc.checkpoint.entries import NO_SPANS, Entry
+from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Layout
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
-
-_ALIGNED = 64
+from fsdpc.checkpoint.staging import Landing, in_host_memory, room_of, snapshot, spans_over
 
 _staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 _running: list[SaveHandle] = []
@@ -31,8 +30,9 @@ _running: list[SaveHandle] = []
 class SaveHandle:
     """A save in the background."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, landing: Landing) -> None:
         self.target = target
+        self._landing = landing
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
@@ -49,6 +49,13 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise TimeoutError(f"checkpoint {self.target} is still being written")
         self._raise()
+
+    def join(self) -> None:
+        """Order later work of torch's current stream behind the snapshot; the host does not wait.
+        Optimizer steps do that themselves: call this before other writes to parameters on a GPU.
+        Local.
+        """
+        self._landing.join()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -79,16 +86,30 @@ def start(
     after: Callable[[], object] | None = None,
 ) -> SaveHandle:
     """Copy what this rank writes and return; a thread writes it, then calls ``after``. Collective
-    over ``ranks``. ``CheckpointError``: a rank has no memory for the copy.
+    over ``ranks``. ``CheckpointError``: a rank has no memory for the copy. Of GPUs the copy may
+    still be on its way then: the thread waits for it, and so does the stream of the next optimizer
+    step.
     """
-    with ranks.step(f"copying checkpoint {plan.target}"):
-        plan.sets = _snapshot(plan.sets)
-    handle = SaveHandle(plan.target)
+    landing = Landing(plan.params)
+    try:
+        with ranks.step(f"copying checkpoint {plan.target}"):
+            plan.sets = _snapshot(plan.sets, landing)
+    except BaseException:
+        landing.join()  # what is copied for nothing may be freed
+        raise
+    landing.await_write()
+    handle = SaveHandle(plan.target, landing)
+
+    def reach(name: str) -> None:
+        if name == "create":  # in the first step that ends well on all ranks or on none
+            landing.finish()
+        if failpoint is not None:
+            failpoint(name)
 
     def write() -> None:
         priority.lower()
         try:
-            write_plan(plan, ranks, advance=advance, failpoint=failpoint)
+            write_plan(plan, ranks, advance=advance, failpoint=reach)
             if after is not None:
                 after()
         except BaseException as error:  # noqa: BLE001  it is raised at the next call
@@ -111,13 +132,17 @@ def _report() -> None:
             print(f"fsdpc: in the background: {handle._error}", file=sys.stderr, flush=True)
 
 
-def _snapshot(sets: list[tuple[Layout, list[Entry]]]) -> list[tuple[Layout, list[Entry]]]:
+def _snapshot(
+    sets: list[tuple[Layout, list[Entry]]], landing: Landing
+) -> list[tuple[Layout, list[Entry]]]:
     """The sets with entries whose memory is a copy in the staging, of the written spans only."""
     global _staging
     wanted = [
         [(entry, entry.own(index)) for index, entry in enumerate(entries)] for _, entries in sets
     ]
-    total = sum(_room(entry, spans) for some in wanted for entry, spans in some)
+    every = [item for some in wanted for item in some]
+    away = iter(snapshot([item for item in every if not in_host_memory(item[0])], landing))
+    total = sum(room_of(entry, spans) for entry, spans in every if in_host_memory(entry))
     if total > len(_staging):
         _staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
         _staging = torch.empty(total, dtype=torch.uint8, device="cpu")
@@ -125,25 +150,18 @@ def _snapshot(sets: list[tuple[Layout, list[Entry]]]) -> list[tuple[Layout, list
     for (layout, _), some in zip(sets, wanted, strict=True):
         entries = []
         for entry, spans in some:
-            room = _room(entry, spans)
+            if not in_host_memory(entry):
+                entries.append(next(away))
+                continue
+            room = room_of(entry, spans)
             entries.append(_copied(entry, spans, _staging[at : at + room]))
             at += room
         copied.append((layout, entries))
     return copied
 
 
-def _room(entry: Entry, spans: np.ndarray) -> int:
-    nbytes = int(spans[:, 2].sum()) * entry.dtype.itemsize
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
 def _copied(entry: Entry, spans: np.ndarray, room: torch.Tensor) -> Entry:
-    count = int(spans[:, 2].sum())
-    memory = room[: count * entry.dtype.itemsize].view(entry.dtype)
-    own = spans.copy() if count else NO_SPANS
-    at = 0
-    for row in own:
-        memory[at : at + row[2]].copy_(entry.memory[row[1] : row[1] + row[2]])
-        row[1] = at
-        at += int(row[2])
-    return Entry(entry.name, entry.shape, entry.dtype, memory, own)
+    made = spans_over(entry, spans, room)
+    for (_, source, count), target in zip(spans.tolist(), made.spans[:, 1].tolist(), strict=True):
+        made.memory[target : target + count].copy_(entry.memory[source : source + count])
+    return made

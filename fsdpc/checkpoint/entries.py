@@ -36,6 +36,8 @@ class Entry:
     first_writes: bool = False
     home: torch.Tensor | None = None  # ``memory`` is a copy of it: what is read goes there after
     borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read; others write and verify
+    steady: bool = True  # only optimizers write the values, no forward
+    on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU
 
     @property
     def numel(self) -> int:

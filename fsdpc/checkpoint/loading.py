@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,14 +29,14 @@ from fsdpc.checkpoint.opened import Opened, StoredFile
 from fsdpc.checkpoint.optimizer import NewState, check_options, held_params, make_state, names_of
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.staging import by_device, in_host_memory
 from fsdpc.checkpoint.state_keys import check_keys
 from fsdpc.checkpoint.values import from_json
-from fsdpc.checkpoint.write import in_host_memory, rows_of, waves
+from fsdpc.checkpoint.write import rows_of, waves
 
 Verify = Literal["before", "during", "no"]
 _FILES_AT_ONCE = 4
 _WAVE_BYTES = 256 << 20  # read by one call, between two looks at signals
-_DEVICE_WAVE_BYTES = 64 << 20
 _COLUMNS = 6
 _MOST_NAMED = 20
 
@@ -322,13 +323,17 @@ def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
     found = []
     for entry, file, place in work.items:
         if not in_host_memory(entry):
-            found += list(_read_to_device(entry, file, place))
             continue
         _, rows = tables.setdefault(file.name, (file.path, []))
         rows.append(rows_of(place, entry, entry.spans))
     found += _read_tables(tables)
+    away = [item for item in work.items if not in_host_memory(item[0])]
+    found += _read_to_devices(away)
+    _read_to_devices(away, borrowed=True)
     for entry, file, place in work.items:
-        if len(entry.borrowed):  # few bytes, in the digests of the rank that owns them
+        if len(entry.borrowed) and in_host_memory(
+            entry
+        ):  # few bytes, in the digests of the rank that owns them
             read_table(file.path, rows_of(place, entry, entry.borrowed))
     for entry, _, _ in work.items:
         if entry.home is not None:
@@ -361,13 +366,17 @@ def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return parts, digests
 
 
-def _read_to_device(entry: Entry, file: StoredFile, place: Place) -> Any:
-    step = max(1, _DEVICE_WAVE_BYTES // entry.dtype.itemsize)
-    for begin, at, count in entry.spans.tolist():
-        for low in range(0, count, step):
-            many = min(step, count - low)
-            host = torch.empty(many, dtype=entry.dtype, device="cpu")
-            piece = Entry(entry.name, entry.shape, entry.dtype, host, whole_span(many))
-            rows = rows_of(place, piece, np.array([[begin + low, 0, many]], dtype=np.int64))
-            yield read_table(file.path, rows)
-            entry.memory[at + low : at + low + many].copy_(host)
+def _read_to_devices(
+    items: Sequence[tuple[Entry, StoredFile, Place]], *, borrowed: bool = False
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The same for memory of GPUs, through staging; the current stream waits, the host does not."""
+    files: dict[Path, list[tuple[Entry, np.ndarray]]] = {}
+    for entry, file, place in items:
+        rows = rows_of(place, entry, entry.borrowed if borrowed else entry.spans)
+        files.setdefault(file.path, []).append((entry, rows))
+    found = []
+    for path, tables in files.items():
+        for staging, table in by_device(tables):
+            found += list(staging.rows_in(table, partial(read_table, path)))
+            staging.joined()
+    return found

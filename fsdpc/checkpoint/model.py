@@ -159,6 +159,7 @@ def _unit_entries(place: Any) -> list[Entry]:
                 over(unit.flat.shard_part(i), dtype).view(-1),
                 spans if count else NO_SPANS,
                 replica,
+                on_host=unit.flat.offloaded,
             )
         )
     return entries
@@ -180,6 +181,8 @@ def _add_params(found: Model, model: nn.Module) -> None:
 
 def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -> None:
     entry = tensor_entry(name, param, f"parameter {name}", found.everyone)
+    unit = _writeback.owner_of(param)
+    entry.on_host = unit is not None and unit.flat.offloaded
     found.add(entry, names)
     found.seen.append(Seen(param, [(entry, entry.spans)]))
     found.touched.append(param)
@@ -190,8 +193,9 @@ def _add_buffers(found: Model, model: nn.Module) -> None:
     for name, buffer in _persistent_buffers(model):
         buffers.setdefault(id(buffer), (buffer, []))[1].append(name)
     for buffer, names in buffers.values():
-        what = f"buffer {names[0]}"
-        found.add(tensor_entry(names[0], buffer, what, found.everyone), names)
+        entry = tensor_entry(names[0], buffer, f"buffer {names[0]}", found.everyone)
+        entry.steady = False
+        found.add(entry, names)
         found.touched.append(buffer)
 
 

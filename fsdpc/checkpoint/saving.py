@@ -45,6 +45,7 @@ class Plan:
     files: dict[str, bytes]
     step: int | None
     overwrite: bool
+    params: list[torch.Tensor]  # as their users hold them
 
 
 def make_plan(
@@ -93,7 +94,7 @@ def make_plan(
     if ranks.rank == 0:
         extras = [json.loads(told["extra"]) for told in planned.values]
         files[EXTRA_JSON] = dump({"world": ranks.world, "ranks": extras})
-    return Plan(target, sets, files, step, overwrite)
+    return Plan(target, sets, files, step, overwrite, [seen.param for seen in found.seen])
 
 
 def _fingerprint(layouts: Sequence[Layout]) -> str:

@@ -24,12 +24,11 @@ from fsdpc.checkpoint.layout import (
     Place,
     fragments,
 )
+from fsdpc.checkpoint.staging import SIZES, by_device, cut_row, in_host_memory
 
 _COLUMNS = 7
 _WAVE_BYTES = 256 << 20  # written by one call, between two looks at signals and steps of a bar
-_DEVICE_WAVE_BYTES = 64 << 20  # of a GPU's memory, copied to the host at a time
 _PAGE = 4096
-_SIZES = (4, 2, 2, 8, 1)  # of the engine's types
 
 
 @dataclass
@@ -42,25 +41,21 @@ class Job:
 
 
 def jobs(folder: Path, layout: Layout, entries: Sequence[Entry]) -> Iterator[Job]:
-    """What this rank writes, file by file, in pieces of bounded size. Memory of GPUs is copied to
-    the host piece by piece, while the pieces before are already written.
+    """What this rank writes, file by file, in pieces of bounded size. Memory of GPUs comes through
+    staging: each piece is valid until the next one is asked for.
     """
     for file in layout.files:
         path = folder / layout.path(file)
         sources = [(place, entries[place.index]) for place in file.places]
-        if all(in_host_memory(entry) for _, entry in sources):
-            rows = [write_rows(place, entry) for place, entry in sources]
-            keep = [entry.memory for _, entry in sources]
-            table = np.concatenate([*rows, np.empty((0, _COLUMNS), np.int64)])
-            for part in waves(table[np.argsort(table[:, OFFSET])], _WAVE_BYTES):
+        tables = [(entry, write_rows(place, entry)) for place, entry in sources]
+        here = [item for item in tables if in_host_memory(item[0])]
+        keep = [entry.memory for entry, _ in here]
+        table = np.concatenate([*(rows for _, rows in here), np.empty((0, _COLUMNS), np.int64)])
+        for part in waves(table[np.argsort(table[:, OFFSET])], _WAVE_BYTES):
+            yield Job(path, part, keep)
+        for staging, rows in by_device(item for item in tables if not in_host_memory(item[0])):
+            for part in staging.rows_out(rows):
                 yield Job(path, part, keep)
-        else:
-            yield from _device_jobs(path, sources)
-
-
-def in_host_memory(entry: Entry) -> bool:
-    """True if the engine reads and writes the entry's memory itself."""
-    return entry.memory.device.type == "cpu"
 
 
 def write_rows(place: Place, entry: Entry) -> np.ndarray:
@@ -104,35 +99,12 @@ def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
             cut -= cut % 8  # whole elements of every type
             if cut <= 0 or cut >= row[NBYTES]:
                 break
-            head, row = _cut(row, cut)
+            head, row = cut_row(row, cut)
             yield np.stack([*part, head])
             part, used = [], 0
         part.append(row)
         used += int(row[NBYTES])
     yield np.stack(part)
-
-
-def _cut(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
-    head, tail = row.copy(), row.copy()
-    head[NBYTES] = at
-    tail[NBYTES] -= at
-    tail[OFFSET] += at
-    tail[IN_TENSOR] += at
-    if row[MEMORY]:
-        tail[MEMORY] += at // _SIZES[row[FILE_TYPE]] * _SIZES[row[MEMORY_TYPE]]
-    return head, tail
-
-
-def _device_jobs(path: Path, sources: Sequence[tuple[Place, Entry]]) -> Iterator[Job]:
-    for place, entry in sources:
-        step = max(1, _DEVICE_WAVE_BYTES // entry.dtype.itemsize)
-        for begin, at, count in entry.own(place.index).tolist():
-            for low in range(0, count, step):
-                many = min(step, count - low)
-                host = entry.memory[at + low : at + low + many].to("cpu")
-                span = np.array([[begin + low, 0, many]], dtype=np.int64)
-                piece = Entry(entry.name, entry.shape, entry.dtype, host)
-                yield Job(path, rows_of(place, piece, span), [host])
 
 
 def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -176,8 +148,8 @@ def _edges(run: np.ndarray) -> Iterator[np.ndarray]:
 
 def _between(row: np.ndarray, low: int, high: int) -> np.ndarray:
     """The part of a range in ``[low, high)`` of the file, extended to whole elements."""
-    item = _SIZES[row[FILE_TYPE]]
+    item = SIZES[row[FILE_TYPE]]
     begin = max(0, low - int(row[OFFSET])) // item * item
     end = -(-min(int(row[NBYTES]), high - int(row[OFFSET])) // item) * item
-    rest = _cut(row, begin)[1] if begin else row
-    return _cut(rest, end - begin)[0] if end - begin < rest[NBYTES] else rest
+    rest = cut_row(row, begin)[1] if begin else row
+    return cut_row(rest, end - begin)[0] if end - begin < rest[NBYTES] else rest

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpc._engine.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
 from fsdpc.optim._device import ordinal_of
@@ -23,7 +24,9 @@ def in_backward(
     memory: ``.grad`` is None after backward, and 4 bytes per float32 parameter of a shard are free.
     Steps equal those after backward to the bit. Call ``optimizer.step()`` after each backward as
     usual: the call ends the step, and a second backward without it is an error. Units that a rank
-    did not run, or that have a communication hook, step when backward has ended.
+    did not run, or that have a communication hook, step when backward has ended. So do units on a
+    GPU with CPU offload, whose backward the host has queued by then: each as soon as its own
+    gradient has arrived, while the GPU computes the others'.
 
     Hyperparameters of ``param_groups`` may change between steps. ``state_dict`` and
     ``load_state_dict`` are those of the optimizer. Local; all ranks of the units must call it.
@@ -32,8 +35,8 @@ def in_backward(
     (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
     backward before ``step``, and in backward for a unit that is needed again after its step.
     ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
-    unit, units with replicas or on a GPU, several optimizers of one unit, and optimizers whose
-    steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    unit, units with replicas or on a GPU without CPU offload, several optimizers of one unit, and
+    optimizers whose steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
@@ -75,7 +78,8 @@ def _unit_of(param: Tensor, name: str) -> Any:
     if ordinal_of(param) is not None:
         raise NotImplementedError(
             f"{where} is on a GPU, where its gradient is not reduced yet when the host is there: "
-            "call step() after backward"
+            "call step() after backward, or keep the unit's values in host memory by "
+            "CPUOffload(offload_params=True) or CPUOffloadPolicy()"
         )
     if unit.stepper is not None:
         raise NotImplementedError(f"{where} already has an optimizer that steps in backward")
@@ -105,6 +109,7 @@ class _Inside:
         if not any(found.params for found in members):
             return
         self.stepped.add(name)
+        before_write()
         self.optimizer._step_members(members, Scaling())
         for params in parts:
             for param in params:

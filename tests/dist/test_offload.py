@@ -12,6 +12,8 @@ from harness import ranks
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from toys import check_equal, full_gradients, full_parameters, loss_of, tokens, toy, wrap_blocks
 
+from fsdpc import _C, optim
+
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
 OFFLOAD = CPUOffload(offload_params=True)
@@ -105,3 +107,70 @@ def test_replicas(rank, world, engine):
         step(models, optimizers, rank, number, how)
         check_equal(full_gradients(models[1]), full_gradients(models[0]), how, rtol=1e-5)
     check_equal(full_parameters(models[1]), full_parameters(models[0]), "replicas", rtol=1e-5)
+
+
+class Watched(optim.AdamW):
+    """Says what the processor touches in each unit's step, and what the GPU had done by then."""
+
+    done: list[int]
+
+    def _step_members(self, members, scaling):
+        self.done.append(simgpu.count()["bytes_written"])
+        for found in members:
+            for value, grad in zip(found.values, found.grads, strict=True):
+                library, nbytes = simgpu.cuda(), grad.numel() * grad.element_size()
+                library.simgpu_cpu_read(grad.data_ptr(), nbytes, b"the optimizer")
+                library.simgpu_cpu_write(value.data_ptr(), nbytes, b"the optimizer")
+        super()._step_members(members, scaling)
+
+
+def train_in_backward(rank, policy, planted=False):
+    simgpu.policy(policy)
+    plain = wrap_blocks("fsdpc", toy(), use_orig_params=True, cpu_offload=OFFLOAD)
+    model = wrap_blocks("fsdpc", toy(), use_orig_params=True, cpu_offload=OFFLOAD)
+    after = optim.AdamW(plain.parameters(), lr=1e-2)
+    inside = optim.in_backward(model, lambda named: Watched([p for _, p in named], lr=1e-2))
+    waits = []
+    for number in range(3):
+        inside.done = []
+        loss_of(plain, tokens(rank, number)).backward()
+        after.step()
+        after.zero_grad()
+        loss = loss_of(model, tokens(rank, number))
+        before = _C.cuda_waits(0)
+        if number == 2 and planted:
+            simgpu.take_reports()
+            simgpu.options().quiet = True
+            wait_no_more()
+        loss.backward()
+        waits.append(_C.cuda_waits(0) - before)
+        inside.step()
+    return plain, model, inside, waits
+
+
+def wait_no_more():
+    """From now on the host believes that all is done."""
+    for k in range(1, 64):
+        simgpu.skip("cuEventQuery", k)
+
+
+@ranks(1, 2, env=GPU | {"FSDPC_POISON": "0"})
+def test_steps_in_backward_unit_by_unit(rank, world):
+    """Each unit waits for its own sum alone: the GPU goes on with others while one is stepped."""
+    for policy in ("lazy", "eager", "random:1"):
+        plain, model, inside, waits = train_in_backward(rank, policy)
+        check_equal(full_parameters(model), full_parameters(plain), policy, rtol=0)
+        assert all(p.grad is None for p in model.parameters())
+        units = len(model._tree.units)
+        assert len(inside.done) == units
+        assert units <= waits[-1] <= 2 * units, waits  # a gradient and perhaps a master each
+        if policy == "lazy" and world > 1:
+            assert len(set(inside.done)) == units  # sums that nothing demanded yet come later
+    assert simgpu.take_reports() == []
+
+
+@ranks(1, env=GPU | {"FSDPC_POISON": "0"})
+def test_a_step_that_does_not_wait_is_found(rank, world):
+    train_in_backward(rank, "lazy", planted=True)
+    assert simgpu.drain()
+    assert any("the optimizer" in report for report in simgpu.take_reports())

@@ -131,7 +131,7 @@ def test_offload_costs_nothing_on_the_host_and_says_so_once(monkeypatch: pytest.
 
 
 class Elsewhere(nn.Module):
-    """A parameter that says it is on a GPU."""
+    """A parameter that says it is on a device that fsdpc does not know."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        yield "weight", SimpleNamespace(device=torch.device("cuda", 0))
+        yield "weight", SimpleNamespace(device=torch.device("xpu", 0))

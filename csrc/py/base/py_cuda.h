@@ -7,6 +7,8 @@
 extern PyMethodDef fsdpc_py_cuda_methods[];
 /* py_alloc.c */
 extern PyMethodDef fsdpc_py_alloc_methods[];
+/* py_lane.c */
+extern PyMethodDef fsdpc_py_lane_methods[];
 /* py_threads.c */
 extern PyMethodDef fsdpc_py_thread_methods[];
 

@@ -93,5 +93,8 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
+    if (sync && fsdpc_py_step_late(tree) < 0) {
+        return -1;
+    }
     return show_all_grads(tree) < 0 ? -1 : sync ? fsdpc_py_step_rest(tree) : 0;
 }

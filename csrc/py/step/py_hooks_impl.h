@@ -81,6 +81,8 @@ int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 int fsdpc_py_step_summed(fsdpc_py_tree *tree);
 /* At the end of a backward: those that are left, whose gradients are shown. */
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);
+/* Those whose values lie in host memory, each when its own sum is there. */
+int fsdpc_py_step_late(fsdpc_py_tree *tree);
 /* Raises StateError: a gradient of this parameter was computed while the unit was not gathered.
  * -1. */
 int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);

@@ -3,6 +3,9 @@
  * On shared memory that is when every rank has posted the unit, so every rank is done with its values; a
  * rank that uses them again in the same backward gets an error from the tree. A unit that some rank
  * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
+ *
+ * On a GPU with values in host memory the units are stepped at the end, where the host has queued all of the
+ * backward: each as soon as its own sum is there, while the GPU computes those of the others.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -47,6 +50,25 @@ fsdpc_py_step_summed(fsdpc_py_tree *tree)
             return 0;
         }
         if (show_and_step(tree, unit) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fsdpc_py_step_late(fsdpc_py_tree *tree)
+{
+    while (tree->step_unit && tree->tree) {
+        int unit, status;
+        FSDPC_PY_UNLOCKED(status = fsdpc_tree_next_late(tree->tree, &unit));
+        if (fsdpc_py_checked(status) < 0) {
+            return -1;
+        }
+        if (unit < 0) {
+            return 0;
+        }
+        if (!fsdpc_unit_withholds(tree->units[unit]->unit) && show_and_step(tree, unit) < 0) {
             return -1;
         }
     }

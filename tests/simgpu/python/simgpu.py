@@ -46,6 +46,8 @@ def cuda() -> ctypes.CDLL:
         ("policy", yes, [text]),
         ("drain", yes, []),
         ("host_operator", yes, [memory, ctypes.c_size_t, yes, text]),
+        ("host_read", None, [memory, ctypes.c_size_t, text]),
+        ("host_write", None, [memory, ctypes.c_size_t, text]),
         ("cpu_read", None, [memory, ctypes.c_size_t, text]),
         ("cpu_write", None, [memory, ctypes.c_size_t, text]),
         ("label", None, [memory, ctypes.c_size_t, text]),

@@ -29,10 +29,15 @@ ONLY_LOOK_NAMES = {"aten::is_same_size", "aten::set_", "aten::resize_", "prim::d
 
 
 class Operators(TorchDispatchMode):
-    """Declares the accesses of every operator that runs inside."""
+    """Declares the accesses of every operator that runs inside.
 
-    def __init__(self) -> None:
+    `everywhere`: all memory counts as the device's, as if torch's caching allocator had given it:
+    what one operator freed may be another's while a stream still uses it.
+    """
+
+    def __init__(self, everywhere: bool = False) -> None:
         super().__init__()
+        self.everywhere = everywhere
         self.declare = simgpu.cuda().simgpu_host_operator
         self.seen = 0  # accesses to the device's memory
 
@@ -48,14 +53,24 @@ class Operators(TorchDispatchMode):
         if touches is not None:
             for value, write in touches(args, kwargs):
                 self.touch(value, write, func)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.everywhere and touches is not None:
+            for made in tensors_in(result):
+                self.touch(made, True, func)
+        return result
 
     def touch(self, tensor: Tensor, write: bool, func: Any) -> None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
             return
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         name = str(func).encode()
-        self.seen += self.declare(tensor.data_ptr(), extent * tensor.element_size(), write, name)
+        nbytes = extent * tensor.element_size()
+        known = self.declare(tensor.data_ptr(), nbytes, write, name)
+        self.seen += known
+        if self.everywhere and not known:
+            library = simgpu.cuda()
+            access = library.simgpu_host_write if write else library.simgpu_host_read
+            access(tensor.data_ptr(), nbytes, name)
 
 
 @contextmanager

@@ -1,0 +1,274 @@
+/* Lanes in capsules, and pinned host memory as tensors that own it. */
+#include "py/base/py_cuda.h"
+
+#include "base/mem.h"
+#include "device/device.h"
+#include "device/lane.h"
+
+static const char lane_name[] = "fsdpc._C.lane", pinned_name[] = "fsdpc._C.pinned";
+
+static int
+checked(int status)
+{
+    if (status != FSDPC_OK) {
+        (void)fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+device_of(int32_t ordinal, fsdpc_device **out)
+{
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_device_cuda(ordinal, out);
+    Py_END_ALLOW_THREADS
+    return checked(status);
+}
+
+/* --- pinned memory ------------------------------------------------------------------------------- */
+
+struct pinned {
+    fsdpc_device *device;
+    void *memory;
+    size_t bytes;
+};
+
+static void
+pinned_end(PyObject *capsule)
+{
+    struct pinned *pinned = PyCapsule_GetPointer(capsule, pinned_name);
+    fsdpc_py_enter_quietly(pinned->device);
+    fsdpc_device_host_free(pinned->device, pinned->memory, pinned->bytes);
+    fsdpc_mem_free(pinned);
+}
+
+static PyObject *
+own_pinned(struct pinned *pinned)
+{
+    PyObject *owner = PyCapsule_New(pinned, pinned_name, pinned_end);
+    if (owner == NULL) {
+        fsdpc_device_host_free(pinned->device, pinned->memory, pinned->bytes);
+        fsdpc_mem_free(pinned);
+        return NULL;
+    }
+    const int64_t shape = (int64_t)pinned->bytes;
+    PyObject *tensor =
+        fsdpc_py_dlpack_export(pinned->memory, FSDPC_BYTES, 1, &shape, fsdpc_py_host, owner);
+    Py_DECREF(owner);
+    return tensor;
+}
+
+static PyObject *
+pinned_new(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    int32_t ordinal;
+    size_t bytes;
+    const fsdpc_py_arg table[] = {
+        {"ordinal", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &ordinal},
+        {"bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &bytes},
+    };
+    fsdpc_device *device;
+    (void)module;
+    if (fsdpc_py_args("pinned_new", table, 2, args, count, keywords) < 0 ||
+        device_of(ordinal, &device) < 0) {
+        return NULL;
+    }
+    struct pinned *pinned = fsdpc_mem_calloc(1, sizeof *pinned);
+    if (pinned == NULL) {
+        return PyErr_NoMemory();
+    }
+    *pinned = (struct pinned){.device = device, .bytes = bytes};
+    if (checked(fsdpc_device_host_alloc(device, bytes, &pinned->memory)) < 0) {
+        fsdpc_mem_free(pinned);
+        return NULL;
+    }
+    return own_pinned(pinned);
+}
+
+/* --- lanes ---------------------------------------------------------------------------------------- */
+
+static void
+lane_end(PyObject *capsule)
+{
+    fsdpc_lane_free(PyCapsule_GetPointer(capsule, lane_name));
+}
+
+static PyObject *
+lane_new(PyObject *module, PyObject *argument)
+{
+    fsdpc_device *device;
+    fsdpc_lane *lane;
+    (void)module;
+    const long ordinal = PyLong_AsLong(argument);
+    if ((ordinal == -1 && PyErr_Occurred()) || device_of((int32_t)ordinal, &device) < 0 ||
+        checked(fsdpc_lane_new(device, &lane)) < 0) {
+        return NULL;
+    }
+    PyObject *capsule = PyCapsule_New(lane, lane_name, lane_end);
+    if (capsule == NULL) {
+        fsdpc_lane_free(lane);
+    }
+    return capsule;
+}
+
+/* torch's current stream becomes the caller's. */
+static fsdpc_lane *
+entered(PyObject *object)
+{
+    fsdpc_lane *lane = PyCapsule_GetPointer(object, lane_name);
+    return lane == NULL || fsdpc_py_enter_device(fsdpc_lane_device(lane)) < 0 ? NULL : lane;
+}
+
+static PyObject *
+none_or(int status)
+{
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
+static PyObject *
+lane_begin(PyObject *module, PyObject *object)
+{
+    (void)module;
+    fsdpc_lane *lane = entered(object);
+    return lane == NULL ? NULL : none_or(fsdpc_lane_begin(lane));
+}
+
+static PyObject *
+copy(const char *function, PyObject *const *args, Py_ssize_t count,
+     int (*queue)(fsdpc_lane *, void *, const void *, size_t))
+{
+    if (count != 4) {
+        PyErr_Format(PyExc_TypeError, "%s takes a lane, two addresses and a number of bytes",
+                     function);
+        return NULL;
+    }
+    fsdpc_lane *lane = entered(args[0]);
+    void *to = lane == NULL ? NULL : PyLong_AsVoidPtr(args[1]);
+    const void *from = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[2]);
+    const size_t bytes = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);
+    return PyErr_Occurred() ? NULL : none_or(queue(lane, to, from, bytes));
+}
+
+static PyObject *
+lane_out(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    return copy("lane_out", args, count, fsdpc_lane_out);
+}
+
+static PyObject *
+lane_in(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    return copy("lane_in", args, count, fsdpc_lane_in);
+}
+
+static PyObject *
+lane_mark(PyObject *module, PyObject *object)
+{
+    int64_t mark;
+    (void)module;
+    fsdpc_lane *lane = entered(object);
+    if (lane == NULL || checked(fsdpc_lane_mark(lane, &mark)) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLongLong(mark);
+}
+
+static PyObject *
+lane_join(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *object;
+    int64_t mark;
+    const fsdpc_py_arg table[] = {
+        {"lane", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"mark", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &mark},
+    };
+    (void)module;
+    if (fsdpc_py_args("lane_join", table, 2, args, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_lane *lane = entered(object);
+    return lane == NULL ? NULL : none_or(fsdpc_lane_join(lane, mark));
+}
+
+static PyObject *
+lane_finish(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *object;
+    int64_t mark;
+    const char *what = "copies to pinned host memory";
+    int status;
+    const fsdpc_py_arg table[] = {
+        {"lane", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
+        {"mark", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &mark},
+        {"what", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &what},
+    };
+    (void)module;
+    if (fsdpc_py_args("lane_finish", table, 3, args, count, keywords) < 0) {
+        return NULL;
+    }
+    fsdpc_lane *lane = entered(object);
+    if (lane == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = fsdpc_lane_finish(lane, mark, what);
+    Py_END_ALLOW_THREADS
+    return none_or(status);
+}
+
+static PyObject *
+lane_counts(PyObject *module, PyObject *object)
+{
+    fsdpc_lane_counts n;
+    (void)module;
+    const fsdpc_lane *lane = PyCapsule_GetPointer(object, lane_name);
+    if (lane == NULL) {
+        return NULL;
+    }
+    fsdpc_lane_count(lane, &n);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "copies_out", (long long)n.copies_out,
+                         "copies_in", (long long)n.copies_in, "bytes_out", (long long)n.bytes_out,
+                         "bytes_in", (long long)n.bytes_in, "begins", (long long)n.begins, "marks",
+                         (long long)n.marks, "joins", (long long)n.joins, "finishes",
+                         (long long)n.finishes);
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
+
+PyMethodDef fsdpc_py_lane_methods[] = {
+    {"pinned_new", KEYWORDS(pinned_new),
+     "pinned_new(ordinal, bytes)\n--\n\n"
+     "Zeroed pinned host memory of that GPU, as a DLPack capsule of uint8. MemoryError. Freeing\n"
+     "it is a host sync."},
+    {"lane_new", lane_new, METH_O,
+     "lane_new(ordinal, /)\n--\n\n"
+     "A stream of that GPU for copies between its memory and pinned host memory."},
+    {"lane_begin", lane_begin, METH_O,
+     "lane_begin(lane, /)\n--\n\n"
+     "Later copies come behind all work of torch's current stream so far. StateError: that stream\n"
+     "is captured into a CUDA graph."},
+    {"lane_out", FAST(lane_out),
+     "lane_out(lane, host, source, bytes, /)\n--\n\n"
+     "Queue a copy from an address on the GPU to one in pinned memory. Both stay valid, and the\n"
+     "source unchanged, until the copy is done."},
+    {"lane_in", FAST(lane_in),
+     "lane_in(lane, target, host, bytes, /)\n--\n\n"
+     "Queue a copy from an address in pinned memory to one on the GPU."},
+    {"lane_mark", lane_mark, METH_O,
+     "lane_mark(lane, /)\n--\n\nReturns the number that stands for all copies so far."},
+    {"lane_join", KEYWORDS(lane_join),
+     "lane_join(lane, mark)\n--\n\nLater work of torch's current stream comes behind the mark."},
+    {"lane_finish", KEYWORDS(lane_finish),
+     "lane_finish(lane, mark, what=...)\n--\n\n"
+     "Host sync: until the mark's copies are done. TimeoutError after FSDPC_TIMEOUT seconds."},
+    {"lane_counts", lane_counts, METH_O,
+     "lane_counts(lane, /)\n--\n\n"
+     "Returns copies_out, copies_in, bytes_out, bytes_in, and how often the lane waited for a\n"
+     "stream (begins), a stream for the lane (joins), the host for the lane (finishes)."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,373 @@
+"""A GPU's memory to and from files, through pinned host memory that is kept for the next time.
+
+The copies run on a lane (``fsdpc/_engine/lane.py``), behind the work that torch's current stream
+has so far. A save in the foreground, and a load, use two slots: while the writer writes one, the
+lane fills the other. A save in the background copies everything into one snapshot, and the host
+does not wait: its thread does, and the current stream waits before the next optimizer step. Where
+the snapshot would be larger than ``FSDPC_PINNED_MIB`` (default: no bound), or memory cannot be
+pinned, it goes slot by slot into ordinary memory before ``save`` returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpc._engine.lane import Lane, call_before_write, ordinal_of, pinned
+from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, MEMORY, MEMORY_TYPE, NBYTES, OFFSET
+
+SLOT_BYTES = 32 << 20
+_PAGE = 4096
+_ALIGNED = 64
+_GRAIN = 1 << 16
+_PINNED = "FSDPC_PINNED_MIB"
+_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
+SIZES = (4, 2, 2, 8, 1)  # of the engine's types
+
+
+def in_host_memory(entry: Entry) -> bool:
+    """True if the engine reads and writes the entry's memory itself."""
+    return entry.on_host or ordinal_of(entry.memory) is None
+
+
+@dataclass
+class _Slot:
+    memory: Tensor
+    mark: int = 0  # of the last copy
+
+
+class Staging:
+    """What one GPU's checkpoints use: a lane, two slots, the memory of a snapshot."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.lane = Lane(ordinal)
+        self.slots: list[_Slot] = []
+        self.snapshot = self.ordinary = _NONE
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory that are kept."""
+        return len(self.snapshot) + sum(len(slot.memory) for slot in self.slots)
+
+    def begin(self, most: int) -> None:
+        """For copies of at most ``most`` bytes in all, behind the current stream's work so far.
+        ``MemoryError``: not even the slots can be pinned.
+        """
+        room = min(SLOT_BYTES, -(-most // _GRAIN) * _GRAIN)
+        for slot in self.slots:
+            self._finish(slot)
+        if not self.slots or len(self.slots[0].memory) < room:
+            self.slots = []  # the old ones go first
+            self.slots = [_Slot(pinned(self.lane.ordinal, room)) for _ in range(2)]
+        self.lane.begin()
+
+    def _finish(self, slot: _Slot) -> None:
+        if slot.mark:
+            self.lane.finish(slot.mark, "a checkpoint's copies to and from host memory")
+
+    def rows_out(self, table: np.ndarray) -> Iterator[np.ndarray]:
+        """Ranges with addresses on the GPU, as ranges of a slot that holds their values. While one
+        part is used, the lane copies the next one.
+        """
+        before: tuple[np.ndarray, _Slot] | None = None
+        for number, part in enumerate(_parts(table, len(self.slots[0].memory))):
+            slot = self.slots[number % 2]
+            staged = _placed(part, slot)
+            for (source, nbytes), row in zip(_sources(part), staged, strict=True):
+                self.lane.out(int(row[MEMORY]), source, nbytes)
+            slot.mark = self.lane.mark()
+            if before is not None:
+                self._finish(before[1])
+                yield before[0]
+            before = staged, slot
+        if before is not None:
+            self._finish(before[1])
+            yield before[0]
+
+    def rows_in(
+        self, table: np.ndarray, read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Read ranges with addresses on the GPU, each part through a slot. The current stream has
+        yet to wait for the lane (``joined``).
+        """
+        for number, part in enumerate(_parts(table, len(self.slots[0].memory))):
+            slot = self.slots[number % 2]
+            self._finish(slot)
+            staged = _placed(part, slot)
+            yield read(staged)
+            for (target, nbytes), row in zip(_sources(part), staged, strict=True):
+                self.lane.back(target, int(row[MEMORY]), nbytes)
+            slot.mark = self.lane.mark()
+
+    def joined(self) -> None:
+        """The current stream comes behind all copies so far."""
+        self.lane.join(self.lane.mark())
+
+    def pinned_snapshot(self, total: int) -> Tensor | None:
+        """Memory that is kept; None: ``total`` bytes are more than may be pinned."""
+        bound = os.environ.get(_PINNED)
+        if bound is not None and total > int(float(bound) * (1 << 20)):
+            return None
+        if total > len(self.snapshot):
+            self.snapshot = _NONE  # the old one goes first
+            try:
+                self.snapshot = pinned(self.lane.ordinal, -(-total // _GRAIN) * _GRAIN)
+            except MemoryError:
+                return None
+        return self.snapshot
+
+    def ordinary_snapshot(self, total: int) -> Tensor:
+        """The same where memory cannot be pinned."""
+        if total > len(self.ordinary):
+            self.ordinary = _NONE
+            self.ordinary = torch.empty(total, dtype=torch.uint8, device="cpu")
+        return self.ordinary
+
+
+@cache
+def staging_of(ordinal: int) -> Staging:
+    """This process's staging of one GPU. Local."""
+    return Staging(ordinal)
+
+
+def cut_row(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
+    """A range of a file in two, the first of ``at`` bytes."""
+    head, tail = row.copy(), row.copy()
+    head[NBYTES] = at
+    tail[NBYTES] -= at
+    tail[OFFSET] += at
+    tail[IN_TENSOR] += at
+    if row[MEMORY]:
+        tail[MEMORY] += at // SIZES[row[FILE_TYPE]] * SIZES[row[MEMORY_TYPE]]
+    return head, tail
+
+
+def _parts(table: np.ndarray, room: int) -> Iterator[np.ndarray]:
+    """In file order, in parts that fit in a slot; long ranges are cut at pages of the file."""
+    part: list[np.ndarray] = []
+    used = 0
+    for row in table[np.argsort(table[:, OFFSET], kind="stable")]:
+        wide, narrow = SIZES[row[MEMORY_TYPE]], SIZES[row[FILE_TYPE]]
+        while used + row[NBYTES] // narrow * wide > room:
+            fits = (room - used) // wide * narrow
+            cut = (int(row[OFFSET]) + fits) // _PAGE * _PAGE - int(row[OFFSET])
+            cut -= cut % 8
+            if cut > 0:
+                head, row = cut_row(row, cut)
+                part.append(head)
+            yield np.stack(part)
+            part, used = [], 0
+        part.append(row)
+        used += -(-int(row[NBYTES] // narrow * wide) // _ALIGNED) * _ALIGNED
+    if part:
+        yield np.stack(part)
+
+
+def _sources(part: np.ndarray) -> list[tuple[int, int]]:
+    """Address and bytes of each range in memory."""
+    return [
+        (int(row[MEMORY]), int(row[NBYTES]) // SIZES[row[FILE_TYPE]] * SIZES[row[MEMORY_TYPE]])
+        for row in part
+    ]
+
+
+def _placed(part: np.ndarray, slot: _Slot) -> np.ndarray:
+    """The same ranges, one behind the other in a slot."""
+    staged = part.copy()
+    at = slot.memory.data_ptr()
+    for row, (_, nbytes) in zip(staged, _sources(part), strict=True):
+        row[MEMORY] = at
+        at += -(-nbytes // _ALIGNED) * _ALIGNED
+    return staged
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def by_device(
+    items: Iterable[tuple[Entry, np.ndarray]],
+) -> Iterator[tuple[Staging, np.ndarray]]:
+    """Entries on GPUs and their tables of ranges, put together by GPU, each ready to copy."""
+    tables: dict[int, list[np.ndarray]] = {}
+    for entry, rows in items:
+        ordinal = ordinal_of(entry.memory)
+        assert ordinal is not None
+        tables.setdefault(ordinal, []).append(rows)
+    for ordinal, parts in tables.items():
+        table = np.concatenate(parts)
+        if len(table):
+            staging = staging_of(ordinal)
+            staging.begin(sum(-(-n // _ALIGNED) * _ALIGNED for _, n in _sources(table)))
+            yield staging, table
+
+
+# --- snapshots -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Landing:
+    """A snapshot that the lanes may still be copying.
+
+    ``watched``: parameters that a program may write where no hook tells; the snapshot is torn
+    if one is written before the current stream has waited.
+    """
+
+    watched: Sequence[Tensor]
+    lanes: list[tuple[Lane, int]] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)  # alive until they are copied
+    versions: list[int] = field(default_factory=list)
+    joined: bool = False
+    torn: bool = False
+
+    def await_write(self) -> None:
+        """The current stream waits before the next optimizer step; the host does not."""
+        if self.lanes:
+            self.versions = [tensor._version for tensor in self.watched]
+            call_before_write(self.join)
+
+    def join(self) -> None:
+        """The current stream comes behind the snapshot; once. Local."""
+        if not self.joined and self.lanes:
+            self.torn = self._changed()
+            for lane, mark in self.lanes:
+                lane.join(mark)
+        self.joined = True
+
+    def finish(self) -> None:
+        """Host sync: until the snapshot is in host memory. ``CheckpointError``: it is torn."""
+        for lane, mark in self.lanes:
+            lane.finish(mark, "the snapshot of a checkpoint")
+        self.sources.clear()
+        if not self.lanes:
+            return
+        if self.torn or (not self.joined and self._changed()):
+            raise CheckpointError(
+                "a parameter was written in place while the snapshot was being copied, by no "
+                "torch.optim.Optimizer: call handle.join() before such writes"
+            )
+
+    def _changed(self) -> bool:
+        return self.versions != [tensor._version for tensor in self.watched]
+
+
+def snapshot(entries: Sequence[tuple[Entry, np.ndarray]], landing: Landing) -> list[Entry]:
+    """Copies of entries on GPUs, of the given spans only, which ``landing`` waits for.
+    ``MemoryError``.
+    """
+    made: list[Entry | None] = [None] * len(entries)
+    for ordinal in {ordinal_of(entry.memory) for entry, _ in entries}:
+        assert ordinal is not None
+        mine = [i for i, (entry, _) in enumerate(entries) if ordinal_of(entry.memory) == ordinal]
+        copied = _snapshot_of(staging_of(ordinal), [entries[i] for i in mine], landing)
+        for i, entry in zip(mine, copied, strict=True):
+            made[i] = entry
+    return [entry for entry in made if entry is not None]
+
+
+def room_of(entry: Entry, spans: np.ndarray) -> int:
+    """Bytes of a snapshot's memory that an entry's spans take."""
+    nbytes = int(spans[:, 2].sum()) * entry.dtype.itemsize
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _snapshot_of(
+    staging: Staging,
+    entries: Sequence[tuple[Entry, np.ndarray]],
+    landing: Landing,
+) -> list[Entry]:
+    total = sum(room_of(entry, spans) for entry, spans in entries)
+    whole = staging.pinned_snapshot(total)
+    memory = staging.ordinary_snapshot(total) if whole is None else whole
+    copied, rows = [], []
+    at = 0
+    for entry, spans in entries:
+        room = memory[at : at + room_of(entry, spans)]
+        copied.append(spans_over(entry, spans, room))
+        rows.append(_moves(entry, spans, room))
+        at += len(room)
+    if whole is None:
+        staging.begin(total)
+        _through_slots(staging, [move for moves in rows for move in moves])
+        return copied
+    staging.lane.begin()
+    for steady in (False, True):  # what a forward may write comes first
+        for (entry, _), moves in zip(entries, rows, strict=True):
+            for source, target, nbytes in moves if entry.steady == steady else ():
+                staging.lane.out(target, source, nbytes)
+        if not steady:
+            staging.joined()
+    landing.lanes.append((staging.lane, staging.lane.mark()))
+    landing.sources += [entry.memory for entry, _ in entries]
+    return copied
+
+
+def spans_over(entry: Entry, spans: np.ndarray, room: Tensor) -> Entry:
+    """An entry of these spans alone, end to end in ``room``: host memory, not filled yet."""
+    count = int(spans[:, 2].sum())
+    own = spans.copy()
+    own[:, 1] = np.cumsum(spans[:, 2]) - spans[:, 2]
+    memory = room[: count * entry.dtype.itemsize].view(entry.dtype)
+    return Entry(entry.name, entry.shape, entry.dtype, memory, own, on_host=True)
+
+
+def _moves(entry: Entry, spans: np.ndarray, room: Tensor) -> list[tuple[int, int, int]]:
+    """(address on the GPU, address in the snapshot, bytes)"""
+    item, at, moves = entry.dtype.itemsize, room.data_ptr(), []
+    for _, begin, count in spans.tolist():
+        if count:
+            moves.append((entry.memory.data_ptr() + begin * item, at, count * item))
+            at += count * item
+    return moves
+
+
+def _through_slots(staging: Staging, moves: Sequence[tuple[int, int, int]]) -> None:
+    """Copy to ordinary memory; while the host empties a slot, the lane fills the other."""
+    room = len(staging.slots[0].memory)
+    chunks = [
+        (source + low, target + low, min(room, nbytes - low))
+        for source, target, nbytes in moves
+        for low in range(0, nbytes, room)
+    ]
+    before: tuple[list[tuple[int, int, int]], _Slot] | None = None
+    for number, chunk in enumerate([*_filled(chunks, room), None]):
+        slot = staging.slots[number % 2]
+        if chunk is not None:
+            for at, (source, _, nbytes) in zip(_offsets(chunk), chunk, strict=True):
+                staging.lane.out(slot.memory.data_ptr() + at, source, nbytes)
+            slot.mark = staging.lane.mark()
+        if before is not None:
+            _empty(staging, *before)
+        before = None if chunk is None else (chunk, slot)
+
+
+def _filled(
+    chunks: Sequence[tuple[int, int, int]], room: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    part: list[tuple[int, int, int]] = []
+    for chunk in chunks:
+        if part and _offsets([*part, chunk])[-1] + chunk[2] > room:
+            yield part
+            part = []
+        part.append(chunk)
+    if part:
+        yield part
+
+
+def _offsets(chunk: Sequence[tuple[int, int, int]]) -> list[int]:
+    sizes = [-(-nbytes // _ALIGNED) * _ALIGNED for _, _, nbytes in chunk]
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def _empty(staging: Staging, chunk: Sequence[tuple[int, int, int]], slot: _Slot) -> None:
+    staging._finish(slot)
+    for at, (_, target, nbytes) in zip(_offsets(chunk), chunk, strict=True):
+        ctypes.memmove(target, slot.memory.data_ptr() + at, nbytes)
