@@ -56,7 +56,7 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
         }
     }
     tree->backward++;
-    tree->entered = -1;
+    tree->entered = tree->lingers = -1;
     tree->twice = false;
     tree->sums = fsdpc_py_any_sync(tree);
     int status;
