@@ -3,19 +3,6 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-int
-fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id)
-{
-    *id = -1;
-    PyObject *number = tree->graph_task ? PyObject_CallNoArgs(tree->graph_task) : NULL;
-    if (!number) {
-        return tree->graph_task ? -1 : 0;
-    }
-    *id = PyLong_AsLong(number);
-    Py_DECREF(number);
-    return *id == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
 /* 1 inside a backward, 0 outside, -1 with an exception. */
 static int
 inside_backward(fsdpc_py_tree *tree)

@@ -43,8 +43,6 @@ PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
 
 /* Gives a unit without a tree one, by on_unattached. */
 int fsdpc_py_attach(fsdpc_py_flat *flat);
-/* torch's number of the backward that this thread runs; -1: none. 0, or -1 with an exception. */
-int fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id);
 /* *out: replaces forward's inputs, or its output; stays NULL where nothing is replaced. */
 int fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count,
                          PyObject **out);
@@ -53,6 +51,8 @@ int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t
 
 /* --- py_hooks_begin.c ------------------------------------------------------------------------ */
 
+/* torch's number of the backward that this thread runs; -1: none. 0, or -1 with an exception. */
+int fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id);
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
 /* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. */
