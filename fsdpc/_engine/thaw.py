@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import computes
 
@@ -69,6 +71,7 @@ def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
                 yield unit.name or "(root)", name
 
 
+@torch.inference_mode(False)  # a forward in that mode may thaw; its tensors could not train
 def thaw(unit: Any) -> None:
     """Allocate gradients for the unfrozen parameters of ``unit``, which belongs to no tree. Local;
     every rank of the unit's groups must make the call.

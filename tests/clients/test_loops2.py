@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpc import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -44,6 +46,30 @@ def test_training_equals_ddp(rank, world, name):
     assert list(state) == list(whole)
     for key, value in state.items():
         assert torch.equal(value.full_tensor(), whole[key]), key
+
+
+@ranks(4)
+def test_tensor_parallel_layers(rank, world):
+    """A Llama whose layers two ranks share by columns and rows, sharded over two pairs of ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = mesh["dp"].get_local_rank()
+    model, reference = build("llama"), build("llama")
+    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"]
+    plan = {name: ColwiseParallel() for name in [*columns, "mlp.up_proj"]}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], plan)
+    shard("llama", model, mesh=mesh["dp"])
+    optimizers = adamw(model), adamw(reference)
+    for step in range(3):
+        model(**batch(pair, step)).loss.backward()
+        for other in range(2):
+            (reference(**batch(other, step)).loss / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, value), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value.full_tensor(), want, rtol=0, atol=1e-5, msg=name)
 
 
 @ranks(2)

@@ -539,6 +539,24 @@ def placements_that_are_none(lib, value):
         return "refused"
 
 
+@case(fsdpc=raises(NotImplementedError, "call fully_shard with that mesh on the module"), world=4)
+def a_mesh_for_one_parameter(lib):
+    """shard_placement_fn that returns a mesh of the parameter's own"""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    mesh = lib.mesh(2, 2)
+    whole = common.FSDPMeshInfo(mesh=lib.mesh(), shard_mesh_dim=0)
+    small = common.FSDPMeshInfo(mesh=mesh["shard"], shard_mesh_dim=0)
+
+    def choose(param):
+        info = small if param.dim() == 1 else whole
+        return common.ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+    model = lib.fully_shard(linear(), mesh=whole.mesh, shard_placement_fn=choose)
+    model(torch.ones(1, 3)).sum().backward()
+    return [tuple(p.device_mesh.mesh.shape) for p in model.parameters()]
+
+
 @case()
 def what_the_placement_function_gets(lib):
     seen = []
@@ -563,14 +581,32 @@ class Low(torch.Tensor):
         return gathered.float(), (gathered,)
 
 
-@case(fsdpc=raises(NotImplementedError, "convert the parameter to a plain tensor"))
-def a_tensor_that_gathers_itself(lib):
+@case(
+    fsdpc=raises(NotImplementedError, "convert the parameter to a plain tensor"),
+    over={"where": ["own", "inside", "list"]},
+)
+def a_tensor_that_gathers_itself(lib, where):
     """fsdp_pre_all_gather, fsdp_post_all_gather"""
-    model = linear(4, 3)
-    model.weight = nn.Parameter(model.weight.detach().as_subclass(Low))
+    inner = linear(4, 3)
+    inner.weight = nn.Parameter(inner.weight.detach().as_subclass(Low))
+    model = inner if where == "own" else nn.Sequential(nn.Linear(3, 3), inner)
+    if where == "list":
+        lib.fully_shard([model[0], inner])
+    if where != "own":
+        torch.nn.init.ones_(inner.bias)
     lib.fully_shard(model)
     model(torch.ones(1, 3)).sum().backward()
-    return [p.grad.full_tensor() for p in model.parameters()]
+    return [p.grad.full_tensor() for p in inner.parameters()]
+
+
+@case()
+def an_ignored_tensor_that_gathers_itself(lib):
+    model = nn.Sequential(linear(), linear(4, 5))
+    model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(Low))
+    lib.fully_shard(model, ignored_params={model[1].weight})
+    model(torch.ones(1, 3)).sum().backward()
+    kind = type(model[1].weight).__name__, isinstance(model[1].weight, DTensor)
+    return kind, lib.gradients(model[0])
 
 
 # --- ignored parameters --------------------------------------------------------------------------

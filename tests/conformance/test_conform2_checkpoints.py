@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 
 import torch
@@ -129,6 +130,38 @@ def optimizer_state_flattened(lib, flatten):
     model, optimizer = trained(lib)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     return wholes(get_optimizer_state_dict(model, optimizer, options=options))
+
+
+@case(over={"full": BOTH, "kind": ["frozen", "groups"]})
+def every_flag_of_the_options(lib, full, kind):
+    """The flags that change which keys there are, for a model with frozen parameters or groups."""
+    model = toy()
+    model.blocks[0].requires_grad_(kind != "frozen")
+    lib.shard_blocks(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if kind == "groups":
+        flat = [p for p in params if p.dim() == 1]
+        params = [p for p in params if p.dim() > 1]
+        params = [{"params": params, "lr": 2e-2}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+    loss_of(model, lib.batch()).backward()
+    optimizer.step()
+    seen = {}
+    for flags in itertools.product(BOTH, repeat=3):
+        names = ("ignore_frozen_params", "flatten_optimizer_state_dict", "keep_submodule_prefixes")
+        given = dict(zip(names, flags, strict=True))
+        options = StateDictOptions(full_state_dict=full, **given)
+        weights, moments = get_state_dict(model, optimizer, options=options)
+        seen[str(given)] = [list(weights), wholes(weights), list(moments), wholes(moments)]
+        if given["flatten_optimizer_state_dict"]:
+            continue  # torch loads such a state only where its group keys match
+        back = StateDictOptions(full_state_dict=full, strict=False, **given)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=back
+        )
+    loss_of(model, lib.batch(1)).backward()
+    optimizer.step()
+    return seen, lib.full(model)
 
 
 @case(over={"broadcast": BOTH})

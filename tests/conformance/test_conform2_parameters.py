@@ -206,8 +206,9 @@ def requires_grad_between_steps(lib):
     return found
 
 
-@case()
-def a_parameter_unfrozen_later(lib):
+@case(over={"evaluated": [None, torch.no_grad, torch.inference_mode]})
+def a_parameter_unfrozen_later(lib, evaluated):
+    """With or without an evaluation in front of the first step that trains it."""
     model = toy()
     model.blocks[0].requires_grad_(False)
     lib.shard_blocks(model)
@@ -215,7 +216,11 @@ def a_parameter_unfrozen_later(lib):
     model.zero_grad()
     lib.resharded(model)
     model.blocks[0].requires_grad_(True)
-    loss_of(model, lib.batch(1)).backward()
+    if evaluated is not None:
+        with evaluated():
+            model(lib.batch())
+    lib.backward(model, 1, 0, sync=False)
+    lib.backward(model, 1, 1)
     return lib.gradients(model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -94,6 +95,57 @@ def activation_checkpointing(lib, reentrant, order):
         model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
     lib.fully_shard(model)
     return lib.train(model)
+
+
+class Looped(nn.Module):
+    """One layer, called several times, each time checkpointed: backwards inside the backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
+        return x
+
+
+def looped_steps(lib, model, ranks=None):
+    """Four steps on the batches of these ranks (default: this one's); the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in [lib.rank] if ranks is None else ranks:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(4, 3, generator=generator).requires_grad_(step > 0)
+            (model(x).square().sum() / (1 if ranks is None else len(ranks))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lib.full(model)
+
+
+@case(over={"first": BOTH})
+def a_checkpointed_layer_that_is_called_again(lib, first):
+    """In the first unit of the model, whose input does not train at first, or in a later one."""
+    torch.manual_seed(1)
+    parts = [Looped(), nn.Linear(3, 3)] if first else [nn.Linear(3, 3), Looped(), nn.Linear(3, 3)]
+    model = nn.Sequential(*parts)
+    lib.fully_shard(model[len(parts) - 2])
+    lib.fully_shard(model)
+    return looped_steps(lib, model)
+
+
+@case(torch=wrong("off by"), fsdpc_does="adds all of them")
+def gradients_of_a_unit_that_reentrant_checkpoints_call_again(lib):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), Looped(), nn.Linear(3, 3))
+    plain = deepcopy(model)
+    for module in (model[1].layer, model[1], model):
+        lib.fully_shard(module)
+    got, expected = looped_steps(lib, model), looped_steps(lib, plain, ranks=range(lib.world))
+    for name, value in expected.items():
+        gap = (got[name] - value).abs().max().item()
+        assert gap <= 1e-5, f"{name} is off by {gap}"
 
 
 @case(over={"reentrant": BOTH})

@@ -13,6 +13,12 @@
  * not seen so (inputs that are no arguments, detached parameters) is refused by autograd, see
  * py_versions.c.
  *
+ * [Note: backwards inside a backward] Reentrant checkpointing recomputes a part of a unit and runs a
+ * backward of its own for it, inside the one that entered the unit. When all gradients have arrived
+ * there, another such part may follow (a module called several times): the unit's inputs are watched
+ * from the next forward on, and until then the unit is done when the outer backward enters another
+ * one, or ends.
+ *
  * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
  * for another backward, which enters the unit where there is no hook. Units that such a backward
  * reaches stay gathered until a backward without create_graph has ended, or a new pass begins.
@@ -61,6 +67,22 @@ open_call(fsdpc_py_flat *flat, fsdpc_py_hook *call)
     }
 }
 
+/* See [Note: backwards inside a backward]. */
+static int
+finish_lingering(fsdpc_py_flat *flat)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    fsdpc_py_flat *other = tree->lingers >= 0 ? tree->units[tree->lingers] : NULL;
+    if (fsdpc_py_graph_task(tree, &flat->task) < 0) {
+        return -1;
+    }
+    if (!other || other == flat || other->task != flat->task) {
+        return 0;
+    }
+    tree->lingers = -1;
+    return other->complete ? fsdpc_py_finish_unit(other) : 0;
+}
+
 int
 fsdpc_py_pre_backward(fsdpc_py_hook *self)
 {
@@ -69,7 +91,7 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     if (!tree) {
         return model_is_gone(flat);
     }
-    if (fsdpc_py_begin_backward(tree) < 0) {
+    if (fsdpc_py_begin_backward(tree) < 0 || finish_lingering(flat) < 0) {
         return -1;
     }
     tree->entered = flat->id;
@@ -206,12 +228,6 @@ fsdpc_py_has_frozen(const fsdpc_py_flat *flat)
 }
 
 bool
-fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
-{
-    return flat->observed || fsdpc_py_has_frozen(flat);
-}
-
-bool
 fsdpc_py_has_nested(const fsdpc_py_flat *flat)
 {
     const fsdpc_tree *tree = flat->tree->tree;
@@ -219,14 +235,38 @@ fsdpc_py_has_nested(const fsdpc_py_flat *flat)
            fsdpc_tree_depth(tree, flat->id + 1) > fsdpc_tree_depth(tree, flat->id);
 }
 
+bool
+fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
+{
+    return flat->observed || fsdpc_py_has_frozen(flat) ||
+           (flat->reentrant && !fsdpc_py_has_nested(flat));
+}
+
+/* 1: the unit's last gradient has arrived in another backward than entered the unit. 0, or -1. */
+static int
+arrived_inside(const fsdpc_py_flat *flat)
+{
+    long task;
+    return fsdpc_py_graph_task(flat->tree, &task) < 0 ? -1 : flat->entered && task != flat->task;
+}
+
 /* See [Note: when a unit is done]. */
 static int
 all_arrived(fsdpc_py_flat *flat)
 {
-    flat->complete =
-        flat->open_calls > 0 || (fsdpc_py_is_used_late(flat) && fsdpc_py_has_nested(flat));
+    int inside = arrived_inside(flat);
+    if (inside < 0) {
+        return -1;
+    }
+    bool lingers = inside && flat->unwatched;
+    flat->reentrant |= inside;
+    flat->complete = flat->open_calls > 0 || lingers ||
+                     (fsdpc_py_is_used_late(flat) && fsdpc_py_has_nested(flat));
     if (!flat->complete) {
         return fsdpc_py_finish_unit(flat);
+    }
+    if (lingers) {
+        flat->tree->lingers = flat->id;
     }
     fsdpc_py_drop_held(flat);
     return 0;

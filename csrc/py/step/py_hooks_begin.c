@@ -1,6 +1,19 @@
 /* How a backward begins. */
 #include "py/step/py_hooks_impl.h"
 
+int
+fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id)
+{
+    *id = -1;
+    PyObject *number = tree->graph_task ? PyObject_CallNoArgs(tree->graph_task) : NULL;
+    if (!number) {
+        return tree->graph_task ? -1 : 0;
+    }
+    *id = PyLong_AsLong(number);
+    Py_DECREF(number);
+    return *id == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 bool
 fsdpc_py_in_backward(const fsdpc_py_tree *tree)
 {
@@ -56,7 +69,7 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
         }
     }
     tree->backward++;
-    tree->entered = -1;
+    tree->entered = tree->lingers = -1;
     tree->twice = false;
     tree->sums = fsdpc_py_any_sync(tree);
     int status;

@@ -7,19 +7,8 @@
 static int
 inside_backward(fsdpc_py_tree *tree)
 {
-    if (!tree->graph_task) {
-        return 0;
-    }
-    PyObject *id = PyObject_CallNoArgs(tree->graph_task);
-    if (!id) {
-        return -1;
-    }
-    long value = PyLong_AsLong(id);
-    Py_DECREF(id);
-    if (value == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    return value >= 0;
+    long id;
+    return fsdpc_py_graph_task(tree, &id) < 0 ? -1 : id >= 0;
 }
 
 /* 1: units have got memory for gradients, and another tree. */

@@ -51,6 +51,8 @@ int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t
 
 /* --- py_hooks_begin.c ------------------------------------------------------------------------ */
 
+/* torch's number of the backward that this thread runs; -1: none. 0, or -1 with an exception. */
+int fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id);
 /* Runs once per backward; the end callback runs when the whole graph has. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
 /* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. */

@@ -287,7 +287,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->gate.late = close_now;
-    self->entered = -1;
+    self->entered = self->lingers = -1;
     if (parse_tree(self, args, keywords) < 0) {
         Py_DECREF(self);
         return NULL;

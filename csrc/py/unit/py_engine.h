@@ -80,6 +80,7 @@ typedef struct fsdpc_py_flat {
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
     bool shown;         /* the modules hold full values of the user: they stay */
     bool observed;      /* by the user's backward hooks on its modules */
+    bool reentrant;     /* see [Note: backwards inside a backward] in py_hooks_backward.c */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
@@ -93,6 +94,7 @@ typedef struct fsdpc_py_flat {
     bool complete;  /* all gradients exist; the hold ends with the backward */
     bool collected; /* `grads` and `held` are filled */
     bool entered;   /* was gathered for this backward */
+    long task;      /* torch's number of the backward that entered it last */
     uint8_t *arrived;
     int arrived_count, expected;
     bool prepared;   /* fsdpc_py_prepare_grads has run */
@@ -115,6 +117,7 @@ typedef struct fsdpc_py_tree {
     bool sums;             /* some unit's gradients of that backward are summed over the ranks */
     uint64_t backward;     /* number of that backward */
     int entered;           /* the unit that the latest backward has entered last; -1: none */
+    int lingers;           /* the unit that is complete and held until another is entered; -1 */
     bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
