@@ -172,12 +172,13 @@ all_final(fsdpc_exchange *x, bool older)
     return true;
 }
 
-/* Waits, or fails if it needs the master shard of a rank that has left in good order. */
+/* Waits, or fails if it needs the master shard of a rank that has left in good order. Such a rank may have
+ * finished its master just before, so what is read first is that the rank has left. */
 static int
 wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
 {
     for (int r = 0; way == FSDPC_WAY_NONE && r < x->world; r++) {
-        if (!masters_final(x, r, true) && fsdpc_shm_left(x->shm, r)) {
+        if (fsdpc_shm_left(x->shm, r) && !masters_final(x, r, true)) {
             return fsdpc_shm_left_error(x->shm, r, &wait->what);
         }
     }

@@ -31,12 +31,13 @@ list_missing(const fsdpc_shm *shm, uint32_t turn, int *missing)
     return count;
 }
 
+/* A rank that leaves may have arrived just before: what is read first is that the rank has left. */
 static int
 check_missing_left(const fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
 {
     for (int i = 0; i < shm->world; i++) {
-        if (before(atomic_load(&shm->control->slots[i].barrier_seq), turn) &&
-            fsdpc_shm_left(shm, i)) {
+        if (fsdpc_shm_left(shm, i) &&
+            before(atomic_load(&shm->control->slots[i].barrier_seq), turn)) {
             return fsdpc_shm_left_error(shm, i, what);
         }
     }
