@@ -105,6 +105,8 @@ queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callb
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
+# Norms of many tensors by one call.
+foreach_norm = _find("torch", "_foreach_norm")
 # torch's current CUDA stream; only CUDA builds have this function.
 current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:

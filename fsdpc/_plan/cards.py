@@ -98,9 +98,9 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, least: int = 1 << 20) -> int:
     """A size such as ``24GB`` (1e9), ``22.5GiB`` (2**30) or ``25769803776`` as bytes.
-    ``ArgumentTypeError``: something else, or so little that a unit must be missing.
+    ``ArgumentTypeError``: something else, or less than ``least``: a unit must be missing.
     """
     lower = text.strip().lower()
     scales = {"gib": GIB, "mib": 1 << 20, "tb": 10**12, "gb": 10**9, "mb": 10**6, "g": 10**9}
@@ -108,7 +108,7 @@ def bytes_of(text: str) -> int:
     try:
         found = int(float(lower.removesuffix(unit).removesuffix("b")) * scales.get(unit, 1))
     except (ValueError, OverflowError):
-        found = 0
-    if found < 1 << 20:
+        found = -1
+    if found < least:
         raise ArgumentTypeError(f"{text!r} is no size such as 24GB or 22.5GiB")
     return found

@@ -94,7 +94,7 @@ def asked_bytes(error: BaseException) -> int:
     if match is None:
         return 0
     text = next(part for part in match.groups() if part)
-    return bytes_of(text.replace(" ", ""))
+    return bytes_of(text.replace(" ", ""), least=0)
 
 
 def _tree(placed: Sequence[tuple[int, Any]], optimizer: Any) -> Any:

@@ -343,7 +343,7 @@ class FusedOptimizer(Optimizer):
         device = params[0].device
 
         def there(value: Any, dtype: torch.dtype) -> Tensor | None:
-            return None if value is None else torch.as_tensor(value).to(device, dtype)
+            return None if value is None else torch.as_tensor(value, dtype=dtype, device=device)
 
         scale = there(grad_scale, torch.float32)
         clip = None

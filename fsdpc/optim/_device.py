@@ -12,6 +12,7 @@ from fsdpc import _C
 from fsdpc._clip.device import norm_and_factor, tree_for
 from fsdpc._engine.device import CPU, engine_device, stand_in
 from fsdpc._engine.writeback import owner_of
+from fsdpc._torch import foreach_norm
 
 SCRATCH = 256  # bytes per tensor, see csrc/device/device.h
 
@@ -111,7 +112,7 @@ def sum_squares(grads: list[Tensor]) -> float:
     there = [grad for grad in grads if not grad.is_cpu]
     total = _C.optim_sum_squares([g for g in grads if g.is_cpu], torch.get_num_threads())
     if there:
-        norms = torch._foreach_norm(there, 2.0, dtype=torch.float64)
+        norms = foreach_norm(there, 2.0, dtype=torch.float64)
         total += float(torch.stack(list(norms)).square().sum())
     return total
 

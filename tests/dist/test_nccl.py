@@ -304,7 +304,8 @@ def test_a_rank_that_is_killed(numel):
         seconds, text = outcomes[rank].value
         assert seconds < 20  # far below the deadline of 30 s
         assert "rank 1 (process" in text and "died" in text
-        assert "gather of unit layers.3" in text
+        # where the rank was: it may have known before it began
+        assert "gather of unit layers.3" in text or "after 0 collectives" in text
 
 
 def stopped(rank, world, numel):

@@ -33,6 +33,8 @@ ALLOWED = {
     ): "what the core hands to a c10d communicator is host memory",
     ("_tools/compare.py", "numpy"): "digests are made of host copies",
     ("checkpoint/optimizer.py", "numpy"): "digests are made of host copies",
+    ("optim/_device.py", "from_numpy"): "edges of blocks are numbers of the host",
+    ("optim/_device.py", "numpy"): "edges of blocks are numbers of the host",
     ("optim/_disk.py", "frombuffer"): "a file's buffers are host memory",
     ("optim/_places.py", "from_numpy"): "sums of squares are numbers of the host",
     ("optim/adam_mini.py", "from_numpy"): "sums of squares are numbers of the host",
