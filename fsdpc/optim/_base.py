@@ -20,7 +20,7 @@ from fsdpc.optim._device import (
     Control,
     norm_of_units,
     only_gpu,
-    ordinal_of,
+    ordinals_of,
     refuse_disk,
     step_device,
     step_on,
@@ -284,7 +284,7 @@ class FusedOptimizer(Optimizer):
         edges: np.ndarray | None = None,
     ) -> None:
         """``_C.optim_step`` where the tensors are; ``params`` are those that they belong to."""
-        wheres = [ordinal_of(param) for param in params]
+        wheres = ordinals_of(params)
         for where in dict.fromkeys(wheres):
             own = [i for i, each in enumerate(wheres) if each == where]
 

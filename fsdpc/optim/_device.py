@@ -38,9 +38,16 @@ def ordinal_of(param: Tensor) -> int | None:
     return None if unit is None or unit.flat.offloaded else unit.groups.shard.device
 
 
+def ordinals_of(params: Sequence[Tensor]) -> list[int | None]:
+    """``ordinal_of`` each parameter, quickly where all are in host memory. Local."""
+    if not stand_in() and not any(param.is_cuda for param in params):
+        return [None] * len(params)
+    return [ordinal_of(param) for param in params]
+
+
 def only_gpu(params: Sequence[Tensor]) -> int | None:
     """The GPU that holds all parameters, None if there is no such. Equal on all ranks. Local."""
-    found = {ordinal_of(param) for param in params}
+    found = set(ordinals_of(params))
     return found.pop() if len(found) == 1 else None
 
 

@@ -15,7 +15,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
-from fsdpc.optim._device import ordinal_of
+from fsdpc.optim._device import ordinals_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._places import local_of
 
@@ -93,7 +93,7 @@ class SGD(FusedOptimizer):
             group["nesterov"],
         )
         states: list[list[Tensor]] = []
-        steps = [self._counter(param) for param in found.params]
+        steps = self._counters(found.params)
         if group["momentum"] != 0:
             buffers = []
             for param in found.params:
@@ -113,13 +113,23 @@ class SGD(FusedOptimizer):
             steps,
         )
 
-    def _counter(self, param: Tensor) -> Tensor:
-        """0 where the buffer has no value yet. On a GPU a first step may be skipped, which only the
-        GPU knows, so the counter is kept there.
+    def _counters(self, params: list[Tensor]) -> list[Tensor]:
+        """0 where the buffer has no value yet; host memory holds two for all parameters. On a GPU a
+        first step may be skipped, which only the GPU knows, so each counter is kept there.
         """
-        has_buffer = self.state.get(param, {}).get("momentum_buffer") is not None
-        if ordinal_of(param) is None:
-            return step_counter(param).fill_(float(has_buffer))
+        on_host: dict[bool, Tensor] = {}
+        counters = []
+        for param, where in zip(params, ordinals_of(params), strict=True):
+            has_buffer = self.state.get(param, {}).get("momentum_buffer") is not None
+            if where is not None:
+                counters.append(self._counter_on_gpu(param, has_buffer))
+                continue
+            if has_buffer not in on_host:
+                on_host[has_buffer] = step_counter(param).fill_(float(has_buffer))
+            counters.append(on_host[has_buffer])
+        return counters
+
+    def _counter_on_gpu(self, param: Tensor, has_buffer: bool) -> Tensor:
         if self._begun is None:
             self._begun = {}
         if not has_buffer or param not in self._begun:
