@@ -204,7 +204,13 @@ def optim_tables(result: dict) -> str:
             for name, case in part["cases"].items()
             if name != "triad"
         ]
-        head = ["step", "ns per parameter", "GB/s", "x triad", "time / torch's (8 bits: bitsandbytes')"]
+        head = [
+            "step",
+            "ns per parameter",
+            "GB/s",
+            "x triad",
+            "time / other's",
+        ]
         blocks += [
             f"### Optimizer steps, {part['tensors']} x {part['numel']:,} parameters",
             f"One thread; triad {figure(triad, 1)} GB/s. {run_line(result)}",
@@ -225,7 +231,35 @@ def activations_tables(result: dict) -> str:
     return "\n\n".join([title, run_line(result), markdown(head, rows)])
 
 
+def activation_curve_tables(result: dict) -> str:
+    """What bench_activations.py --curves ends at."""
+    sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
+    last = 50  # steps, whose mean is shown
+    rows = [
+        [name, str(len(curve)), f"{sum(curve[-last:]) / last:.3f}"]
+        for name, curve in result["bits_per_byte"].items()
+    ]
+    head = ["activations", "steps", f"bits per byte, last {last} steps"]
+    return "\n\n".join(
+        [f"### Loss with packed activations: {sizes}", run_line(result), markdown(head, rows)]
+    )
+
+
+def offload_tables(result: dict) -> str:
+    """The table of bench_offload.py."""
+    keys = (("ns_per_parameter", 1), ("gb_per_s", 2), ("of_raw", 2))
+    rows = [
+        [name, *(figure(case.get(key), digits) for key, digits in keys)]
+        for name, case in result["cases"].items()
+    ]
+    head = ["states on a disk", "ns per parameter", "GB/s", "x raw read + write"]
+    title = f"### Optimizer states on a disk, {result['sizes']['parameters']:,} parameters"
+    return "\n\n".join([title, run_line(result), markdown(head, rows)])
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
+    "activations_curves": activation_curve_tables,
+    "offload": offload_tables,
     "checkpoint": checkpoint_tables,
     "checkouts": checkouts_tables,
     "step": step_tables,
@@ -241,7 +275,10 @@ def all_tables() -> str:
     """Returns the tables of all results in the order of their file names."""
     paths = sorted((HERE / "results").glob("*.json"))
     return "\n\n".join(
-        TABLES[path.stem.split("_")[0]](json.loads(path.read_text())) for path in paths
+        TABLES[path.stem if path.stem in TABLES else path.stem.split("_")[0]](
+            json.loads(path.read_text())
+        )
+        for path in paths
     )
 
 

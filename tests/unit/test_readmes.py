@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -72,3 +73,11 @@ def test_planted_faults_are_found(tmp_path: Path):
     assert without_row(text, ["a.c", "b.h", "c.c"]) == ["c.c"]
     assert rows_without_file(text, ["a.c", "b.h"]) == ["gone.c"]
     assert broken_links(text, tmp_path) == ["none.md"]
+
+
+def test_the_benchmarks_readme_has_the_tables_of_the_results(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("tables")
+    text = (ROOT / "benchmarks/README.md").read_text()
+    written = text.split(tables.BEGIN)[1].split(tables.END)[0]
+    assert written.strip() == tables.all_tables().strip(), "python benchmarks/tables.py --write"
