@@ -7,6 +7,8 @@ which returns the exit code.
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,9 +29,31 @@ ABOUT = {
 }
 
 
+READER_ENDED = 141  # what shells report of a program that SIGPIPE ended
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code, or 2 for a wrong command line."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; its exit code, 2 for a wrong command line, or 141 if the program that reads
+    the output (``| head``) has ended.
+    """
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_ended():  # another pipe, such as one to a rank
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return READER_ENDED
+    return code
+
+
+def _reader_ended() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         return _usage(arguments)
     name = arguments.pop(0)

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.simulate:
             return simulate.show_worlds(arguments, wanted, [wanted.setup.strategy])
         return _show(arguments, wanted)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2

@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         wanted = options.wanted(arguments)
         return show_worlds(arguments, wanted, arguments.strategies.split(","))
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"fsdpc simulate: {error}", file=sys.stderr)
         return 2

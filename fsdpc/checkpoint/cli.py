@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen subcommand. Returns the exit code."""
     try:
         return _COMMANDS[args.checkpoint_command](args)
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -397,3 +397,13 @@ def test_copies_of_a_hybrid_plan_meet_over_the_network():
     assert collective_seconds(1e9, 4, setup, card) < apart / 5
     half = collective_seconds(1e9, 8, setup, card, stride=4)  # two of each group on a host
     assert half == pytest.approx(1e9 * 3 / 4 / (2 * 0.8 * card.network) + (4 * 2 + 3 * 10) * 1e-6)
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    command = [sys.executable, "-m", "fsdpc", "plan", "--params", "7b", "--gpu", "h100"]
+    with subprocess.Popen(
+        [*command, "--world", "8"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        run.stdout.close()
+        assert run.wait(60) == 141
+        assert run.stderr.read() == b""
