@@ -204,13 +204,7 @@ def optim_tables(result: dict) -> str:
             for name, case in part["cases"].items()
             if name != "triad"
         ]
-        head = [
-            "step",
-            "ns per parameter",
-            "GB/s",
-            "x triad",
-            "time / other's",
-        ]
+        head = ["step", "ns per parameter", "GB/s", "x triad", "time / other's"]
         blocks += [
             f"### Optimizer steps, {part['tensors']} x {part['numel']:,} parameters",
             f"One thread; triad {figure(triad, 1)} GB/s. {run_line(result)}",

@@ -2,8 +2,8 @@
  *
  * A synchronised backward ends with one host sync for all units: the reduce stream waits for the last read
  * of a master shard, and the host waits for the reduce stream. The wait fails when a communicator is
- * broken; each collective has its deadline. Where the processor steps unit by unit, it waits for each unit
- * apart, in the order of their sums, and steps one while the device sums and copies the next ones.
+ * broken; each collective has its deadline. Where the optimizer steps unit by unit, the host waits for each
+ * unit's sum in turn, and steps that unit while the device sums and copies the next ones.
  */
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"

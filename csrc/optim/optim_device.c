@@ -86,7 +86,7 @@ fsdpc_optim_step_on(fsdpc_device *device, const fsdpc_optim_rule *rule, fsdpc_op
     FSDPC_TRY(check(rule, how, tensors, count));
     fsdpc_step_tensor *list = fsdpc_mem_calloc((size_t)count, sizeof *list);
     if (!list) {
-        return fsdpc_error(FSDPC_E_NOMEM, "a step of %d tensors", count);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a step of %d tensors", count);
     }
     for (int i = 0; i < count; i++) {
         list[i] = tensor_of(&tensors[i], steps[i]);

@@ -323,7 +323,7 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
     pass.numbers = fsdpc_mem_calloc((size_t)count, sizeof *pass.numbers);
     if (pass.numbers == NULL) {
-        return fsdpc_error(FSDPC_E_NOMEM, "a step of %d tensors", count);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a step of %d tensors", count);
     }
     fill_numbers(rule, tensors, count, pass.numbers);
     const int status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);

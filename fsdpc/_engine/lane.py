@@ -69,7 +69,7 @@ class Lane:
 # --- copies of what an optimizer writes next ------------------------------------------------------
 
 _before_write: list[Callable[[], object]] = []
-_hooks: list[Any] = []
+_hooks: list[Any] = []  # at most one; torch refuses a removal while it calls the hooks of a step
 
 
 def call_before_write(function: Callable[[], object]) -> None:
@@ -83,5 +83,3 @@ def before_write() -> None:
     """What ``call_before_write`` was given; for steps without an optimizer's ``step``. Local."""
     while _before_write:
         _before_write.pop()()
-    while _hooks:
-        _hooks.pop().remove()

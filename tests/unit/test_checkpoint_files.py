@@ -23,9 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fsdpc.optim
 from fsdpc import _C, checkpoint
+from fsdpc._engine.lane import call_before_write
 from fsdpc.checkpoint import background, cli, folders, loading, priority, saving, write
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
@@ -750,3 +752,17 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "  one.weight  float32[5, 7]  140 bytes" in capsys.readouterr().out
     assert command("verify", saved) == command("verify", tmp_path / "low") == 0
     assert command("verify", tmp_path / "nowhere") == 2
+
+
+def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer, calls = torch.optim.SGD([param], lr=0.1), []
+    call_before_write(lambda: calls.append("copied"))
+    user = register_optimizer_step_pre_hook(lambda *_: calls.append("user"))
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        user.remove()
+    assert calls == ["copied", "user", "user"]

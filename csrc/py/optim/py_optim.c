@@ -259,9 +259,10 @@ read_edges(struct request *request)
     return 0;
 }
 
-/* --- a GPU ------------------------------------------------------------------------------------- */
+/* --- tensors on a GPU --------------------------------------------------------------------------- */
 
-/* One value on the device, or nothing for None. */
+/* *out: the address of a tensor of one element on the device; unchanged for None. 0, or -1 with an
+ * exception. */
 static int
 read_value(const struct request *request, PyObject *tensor, fsdpc_dtype type, const void **out)
 {
