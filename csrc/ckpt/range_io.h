@@ -41,9 +41,10 @@ enum { FSDPC_IO_PAGE = 4096, FSDPC_IO_CHUNK = 4 << 20 };
 int64_t fsdpc_range_digests(const fsdpc_file_range *ranges, size_t count, int64_t block_bytes);
 
 /* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file
- * and waits until all of the file is durable (fdatasync). `digests` has room for fsdpc_range_digests values.
- * Three chunks of FSDPC_IO_CHUNK bytes and two helper threads while it runs. Errors name the file:
- * FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. What was written is then undefined. */
+ * and waits until all of the file is durable (fdatasync). `digests` has room for
+ * fsdpc_range_digests values. Three chunks of FSDPC_IO_CHUNK bytes, one MiB more and two helper
+ * threads while it runs. Errors name the file: FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. What was
+ * written is then undefined. */
 int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count,
                       const fsdpc_write_options *options, uint32_t *digests,
                       fsdpc_write_result *result);

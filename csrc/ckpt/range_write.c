@@ -4,7 +4,8 @@
  *
  * A chunk is a run of the file. It lies in its buffer at the same place of a page as in the file;
  * its whole pages go past the page cache, where the file's lock does not make several writers wait
- * for one another, and the parts of pages at both ends of a run go through it.
+ * for one another. The parts of pages at both ends of a run must go through the cache, whose lock
+ * waits for all pages in flight, of every rank: they are set aside, and written at the end.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -19,11 +20,13 @@
 #include "kernels.h"
 
 enum { CHUNKS = 3, HELPERS = 2, SCRATCH_BYTES = 1 << 16, SHORTEST_DIRECT = 1 << 16 };
-enum { MEMORY_BYTES = CHUNKS * (FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES };
+enum { MOST_EDGES = 1024, EDGE_BYTES = 1 << 20 };
+enum { MEMORY_BYTES = CHUNKS * (FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES + EDGE_BYTES };
 
 typedef struct io_chunk {
-    unsigned char *buffer; /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE, on a page */
-    int64_t offset;        /* in the file, of the first byte */
+    unsigned char *buffer;     /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE, on a page */
+    const unsigned char *data; /* in the buffer, once the chunk is full */
+    int64_t offset;            /* in the file, of the first byte */
     int64_t bytes;
     bool full, taken; /* handed over to the helpers; one of them writes */
     fsdpc_write_result written;
@@ -40,6 +43,12 @@ typedef struct writer {
     unsigned char *scratch;
     io_chunk chunks[CHUNKS];
     int filling, writing; /* the next chunk to fill, and to be written */
+    struct {
+        int64_t offset, bytes;
+    } edges[MOST_EDGES]; /* set aside by the caller's thread; their bytes end to end */
+    unsigned char *edge_bytes;
+    int64_t edges_used; /* of EDGE_BYTES */
+    int edge_count;
 
     pthread_t helpers[HELPERS];
     int running;
@@ -100,28 +109,6 @@ write_pages(const writer *self, io_chunk *chunk, const unsigned char *from, int6
     return write_cached(self, chunk, from, bytes, offset);
 }
 
-static int
-write_chunk(const writer *self, io_chunk *chunk)
-{
-    const int64_t page = FSDPC_IO_PAGE, end = chunk->offset + chunk->bytes;
-    const unsigned char *data = chunk->buffer + chunk->offset % page;
-    int64_t first = (chunk->offset + page - 1) / page * page, last = end / page * page;
-    if (first >= last) {
-        first = last = end; /* no whole page */
-    }
-    const unsigned char *whole = data + (first - chunk->offset),
-                        *tail = data + (last - chunk->offset);
-    if (self->options.skip_edges) {
-        return write_pages(self, chunk, whole, last - first, first);
-    }
-    if (self->direct_fd < 0 || last - first < SHORTEST_DIRECT) {
-        return write_cached(self, chunk, data, chunk->bytes, chunk->offset);
-    }
-    int errnum = write_cached(self, chunk, data, first - chunk->offset, chunk->offset);
-    errnum = errnum ? errnum : write_pages(self, chunk, whole, last - first, first);
-    return errnum ? errnum : write_cached(self, chunk, tail, end - last, last);
-}
-
 static void *
 help(void *argument)
 {
@@ -140,7 +127,8 @@ help(void *argument)
         self->writing = (self->writing + 1) % CHUNKS;
         const bool failed = self->errnum != 0;
         pthread_mutex_unlock(&self->lock);
-        const int errnum = failed ? 0 : write_chunk(self, chunk);
+        const int errnum =
+            failed ? 0 : write_pages(self, chunk, chunk->data, chunk->bytes, chunk->offset);
         pthread_mutex_lock(&self->lock);
         if (errnum != 0 && self->errnum == 0) {
             self->errnum = errnum;
@@ -155,12 +143,81 @@ help(void *argument)
 
 /* --- the caller's thread --------------------------------------------------------------------- */
 
+static void
+keep_error(writer *self, int errnum, int64_t place)
+{
+    pthread_mutex_lock(&self->lock);
+    if (errnum != 0 && self->errnum == 0) {
+        self->errnum = errnum;
+        self->errplace = place;
+    }
+    pthread_mutex_unlock(&self->lock);
+}
+
+static void
+write_edges(writer *self)
+{
+    io_chunk all = {0};
+    const unsigned char *from = self->edge_bytes;
+    int errnum = 0;
+    for (int i = 0; i < self->edge_count && errnum == 0; i++) {
+        errnum = write_cached(self, &all, from, self->edges[i].bytes, self->edges[i].offset);
+        from += self->edges[i].bytes;
+    }
+    self->result.cached_bytes += all.written.cached_bytes;
+    self->edges_used = 0;
+    self->edge_count = 0;
+    keep_error(self, errnum, all.errplace);
+}
+
+static void
+set_aside(writer *self, const unsigned char *from, int64_t bytes, int64_t offset)
+{
+    if (bytes == 0) {
+        return;
+    }
+    if (self->edge_count == MOST_EDGES || self->edges_used + bytes > EDGE_BYTES) {
+        write_edges(self);
+    }
+    memcpy(self->edge_bytes + self->edges_used, from, (size_t)bytes);
+    self->edges[self->edge_count].offset = offset;
+    self->edges[self->edge_count].bytes = bytes;
+    self->edges_used += bytes;
+    self->edge_count++;
+}
+
+/* Leaves the chunk what the helpers write: its whole pages, or nothing where those are few. */
+static void
+cut_edges(writer *self, io_chunk *chunk)
+{
+    const int64_t page = FSDPC_IO_PAGE, begin = chunk->offset, end = begin + chunk->bytes;
+    const unsigned char *data = chunk->buffer + begin % page;
+    int64_t first = (begin + page - 1) / page * page, last = end / page * page;
+    chunk->data = data;
+    if (self->direct_fd < 0 && !self->options.skip_edges) {
+        return;
+    }
+    if (first >= last || (last - first < SHORTEST_DIRECT && !self->options.skip_edges)) {
+        first = last = end;
+    }
+    if (!self->options.skip_edges) {
+        set_aside(self, data, first - begin, begin);
+        set_aside(self, data + (last - begin), end - last, last);
+    }
+    chunk->data = data + (first - begin);
+    chunk->offset = first;
+    chunk->bytes = last - first;
+}
+
 /* Hands the chunk over and waits for the next one to be free. False after an error of a helper's. */
 static bool
 submit(writer *self)
 {
-    pthread_mutex_lock(&self->lock);
     io_chunk *done = &self->chunks[self->filling];
+    if (done->bytes > 0) {
+        cut_edges(self, done);
+    }
+    pthread_mutex_lock(&self->lock);
     if (done->bytes > 0) {
         done->full = true;
         pthread_cond_broadcast(&self->changed);
@@ -285,6 +342,7 @@ begin(writer *self, const char *path, const fsdpc_write_options *options)
         self->chunks[i].buffer = self->memory + i * each;
     }
     self->scratch = self->memory + CHUNKS * each;
+    self->edge_bytes = self->scratch + SCRATCH_BYTES;
     while (self->running < HELPERS) {
         const int failed = pthread_create(&self->helpers[self->running], NULL, help, self);
         if (failed) {
@@ -295,8 +353,8 @@ begin(writer *self, const char *path, const fsdpc_write_options *options)
     return FSDPC_OK;
 }
 
-/* Waits for the helpers; their error, if they have one. */
-static int
+/* Waits for the helpers. */
+static void
 join(writer *self)
 {
     pthread_mutex_lock(&self->lock);
@@ -310,8 +368,6 @@ join(writer *self)
         self->result.direct_bytes += self->chunks[i].written.direct_bytes;
         self->result.cached_bytes += self->chunks[i].written.cached_bytes;
     }
-    return self->errnum ? fsdpc_file_error(self->errnum, "writing", self->path, self->errplace)
-                        : FSDPC_OK;
 }
 
 static int
@@ -349,7 +405,13 @@ fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count
         submit(&self);
     }
 done:
-    FSDPC_KEEP(join(&self));
+    join(&self);
+    if (status == FSDPC_OK && self.errnum == 0) {
+        write_edges(&self);
+    }
+    if (self.errnum != 0) {
+        FSDPC_KEEP(fsdpc_file_error(self.errnum, "writing", path, self.errplace));
+    }
     if (status == FSDPC_OK && !options->no_sync && fdatasync(self.cached_fd) < 0) {
         status = fsdpc_file_error(errno, "syncing", path, -1);
     }

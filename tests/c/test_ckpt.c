@@ -5,6 +5,8 @@
 #include "test.h"
 
 #include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -355,6 +357,62 @@ edges_of_pages_can_be_left_out(void)
     }
 }
 
+/* More short runs than are set aside at once, between long ones whose ends lie inside pages. */
+static void
+many_runs_arrive(bool direct)
+{
+    enum { RUNS = 4000, GAP = 5, LONG = 200001, EVERY = 500 };
+    static fsdpc_file_range ranges[RUNS];
+    static uint32_t digests[RUNS + 1], read[RUNS + 1];
+    int64_t bytes = 0, end = 1;
+    for (int i = 0; i < RUNS; i++) {
+        const int64_t each = i % EVERY == 0 ? LONG : 700 + i % 97;
+        ranges[i] = (fsdpc_file_range){NULL, end, each, 0, FSDPC_BYTES, FSDPC_BYTES};
+        end += each + GAP;
+        bytes += each;
+    }
+    unsigned char *data = malloc((size_t)bytes), *back = calloc(1, (size_t)bytes);
+    for (int64_t at = 0; at < bytes; at++) {
+        data[at] = (unsigned char)(at * 2654435761 >> 13);
+    }
+    for (int64_t i = 0, at = 0; i < RUNS; at += ranges[i++].bytes) {
+        ranges[i].memory = data + at;
+    }
+    fsdpc_write_options options = {.block_bytes = BLOCK, .direct = direct};
+    fsdpc_write_result result;
+    REQUIRE(truncate(path, 0) == 0);
+    REQUIRE_OK(fsdpc_range_write(path, ranges, RUNS, &options, digests, &result));
+    CHECK_INT(result.direct_bytes + result.cached_bytes, bytes);
+    for (int64_t i = 0; i < RUNS; i++) {
+        ranges[i].memory = back + ((unsigned char *)ranges[i].memory - data);
+    }
+    REQUIRE_OK(fsdpc_range_read(path, ranges, RUNS, BLOCK, read));
+    CHECK(memcmp(data, back, (size_t)bytes) == 0);
+    CHECK(memcmp(digests, read, RUNS * sizeof *read) == 0);
+    free(data);
+    free(back);
+}
+
+/* The whole pages fit, the part of a page behind them does not. */
+static void
+an_edge_that_fails_is_an_error(void)
+{
+    enum { PAGES = 40, BYTES = PAGES * 4096 + 9 };
+    static unsigned char data[BYTES];
+    fsdpc_file_range range = {data, 0, BYTES, 0, FSDPC_BYTES, FSDPC_BYTES};
+    fsdpc_write_options options = {.block_bytes = BLOCK, .direct = true};
+    fsdpc_write_result result;
+    uint32_t digest;
+    struct rlimit before, small;
+    REQUIRE(truncate(path, 0) == 0 && getrlimit(RLIMIT_FSIZE, &before) == 0);
+    small = (struct rlimit){(rlim_t)PAGES * 4096, before.rlim_max};
+    signal(SIGXFSZ, SIG_IGN);
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    CHECK_ERROR(fsdpc_range_write(path, &range, 1, &options, &digest, &result), FSDPC_E_IO,
+                "at byte 163840: File too large");
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &before) == 0);
+}
+
 static void
 faults_name_the_file(void)
 {
@@ -397,6 +455,9 @@ main(int argc, char **argv)
     check_round_trip(true, FSDPC_BF16, 4095);
     check_round_trip(false, FSDPC_F32, 3);
     edges_of_pages_can_be_left_out();
+    many_runs_arrive(true);
+    many_runs_arrive(false);
+    an_edge_that_fails_is_an_error();
     faults_name_the_file();
     close(fd);
     unlink(path);
