@@ -8,6 +8,12 @@ makes every save and load once, in an order that rotates; a time is that of the 
 
 plain write   every rank writes its half of the same bytes into one new file, whose space was taken
               before (posix_fallocate), with O_DIRECT in steps of 4 MiB, and calls fsync
+plain save    the plain write with what any save must do besides: rank 0 takes the space of a new
+              file, and when both ranks have written, gives the file the name of the one before,
+              which frees that one's space; all of that is timed
+fsdpc save, old one gone
+              a save that replaces a checkpoint, until the space of the replaced one is free; the
+              row "fsdpc save" ends before that, as the call does
 plain read    every rank reads its half with pread in steps of 1 MiB into memory that was touched
 load          with checksums verified before the model is touched (the default), meanwhile, not at
               all
@@ -91,13 +97,33 @@ class Bench:
             with open(self.plain, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self.piece * self.world)
 
-    def plain_write(self) -> None:
-        fd = os.open(self.plain, os.O_WRONLY | os.O_DIRECT)
+    def plain_write(self, path: Path | None = None) -> None:
+        fd = os.open(path or self.plain, os.O_WRONLY | os.O_DIRECT)
         view = memoryview(self.buffer)
         for at in range(0, self.piece, WRITE_STEP):
             os.pwrite(fd, view[at : at + WRITE_STEP], self.rank * self.piece + at)
         os.fsync(fd)
         os.close(fd)
+
+    def plain_save(self) -> None:
+        new = self.plain.with_suffix(".new")
+        if self.rank == 0:
+            with open(new, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self.piece * self.world)
+        barrier()
+        self.plain_write(new)
+        barrier()
+        if self.rank == 0:
+            new.replace(self.plain.with_suffix(".saved"))
+            fd = os.open(self.folder, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+    def fsdpc_save_and_free(self) -> None:
+        from fsdpc.checkpoint import folders
+
+        self.fsdpc_save()
+        folders.finish_removing()
 
     def fsdpc_save(self) -> None:
         from fsdpc import checkpoint
@@ -270,7 +296,9 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
     bench = Bench(rank, world, model, Path(folder))
     saves = {
         "plain write": bench.plain_write,
+        "plain save": bench.plain_save,
         "fsdpc save": bench.fsdpc_save,
+        "fsdpc save, old one gone": bench.fsdpc_save_and_free,
         "dcp save": bench.dcp_save,
     }
     loads = {
