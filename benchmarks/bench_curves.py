@@ -145,15 +145,16 @@ def digest(name: str, options: argparse.Namespace) -> str:
     return found.hexdigest()
 
 
-def rank_main(rank: int, world: int, port: int, options: argparse.Namespace, path: str) -> None:
+def rank_main(
+    rank: int, world: int, port: int, options: argparse.Namespace, names: list[str], path: str
+) -> None:
     """One rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    names = [name for name in OPTIMIZERS if options.only in name]
     if options.worlds:
-        results = {name: digest(name, options) for name in names if name in EQUAL}
+        results = {name: digest(name, options) for name in names}
     else:
         results = {name: measure(name, options) for name in names}
     if rank == 0:
@@ -161,13 +162,13 @@ def rank_main(rank: int, world: int, port: int, options: argparse.Namespace, pat
     dist.destroy_process_group()
 
 
-def run(world: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train on ``world`` ranks and return rank 0's results."""
+def run(world: int, options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Train on ``world`` ranks with each of these optimizers and return rank 0's results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = Path(f"{options.out}.{world}")
-    spawn(rank_main, (world, port, options, str(path)), nprocs=world)
+    spawn(rank_main, (world, port, options, names, str(path)), nprocs=world)
     results = torch.load(path, weights_only=True)
     path.unlink()
     return results
@@ -224,22 +225,23 @@ def main() -> None:
     parser.add_argument("--picture", default="", help="an SVG file")
     options = parser.parse_args()
     if options.worlds:
-        runs = {world: run(world, options) for world in options.worlds}
+        names = [name for name in EQUAL if options.only in name]
+        runs = {world: run(world, options, names) for world in options.worlds}
         equal = all(found == runs[options.worlds[0]] for found in runs.values())
         for world, found in runs.items():
             for name, text in found.items():
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
-    described = common.describe_run()
-    results = run(options.world, options)
+    head = {"run": common.describe_run(), "ranks": options.world}
+    head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
+    results: dict[str, Any] = {}
+    for name in [name for name in OPTIMIZERS if options.only in name]:
+        results |= run(options.world, options, [name])
+        if options.json:  # after each optimizer, because all of them take long
+            common.write_json("curves.json", {**head, "cases": results})
     show(results)
     if options.picture:
         draw(results, Path(options.picture))
-    if options.json:
-        sizes = {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
-        common.write_json(
-            "curves.json", {"run": described, "ranks": options.world, **sizes, "cases": results}
-        )
 
 
 if __name__ == "__main__":
