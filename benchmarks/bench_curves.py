@@ -147,6 +147,7 @@ def digest(name: str, options: argparse.Namespace) -> str:
 
 def rank_main(rank: int, world: int, port: int, options: argparse.Namespace, path: str) -> None:
     """One rank; rank 0 writes the results."""
+    common.end_with_parent()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
@@ -230,7 +231,7 @@ def main() -> None:
             for name, text in found.items():
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
-    described = common.describe_run()
+    described = common.describe_run(kept=options.json)
     results = run(options.world, options)
     show(results)
     if options.picture:
