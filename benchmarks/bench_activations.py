@@ -209,6 +209,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", metavar="FILE", help="only draw the results that are there")
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the first step also imports and allocates")
     if options.picture:
         picture(options.picture)
         return
