@@ -11,25 +11,28 @@ Forward and backward of the example's GPT without sharding, float32, one thread.
 a fresh process, where malloc gives memory back at once. "kept" is the growth of resident memory
 over the last step's forward, "peak" the most above the start of that step, sampled every 2 ms. Time
 is the least processor time of a step; "of_plain" is relative to the first choice. --curves
-trains from equal weights on equal batches with nothing, INT8 and bfloat16, and prints the losses in
-bits per byte of Python's standard library.
+trains from equal weights on equal batches with nothing, INT8 and bfloat16, two runs at a time, and
+prints the losses in bits per byte of Python's standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
+from tqdm import tqdm
 
 from fsdpc.activations import checkpoint, compress
 
@@ -126,7 +129,7 @@ def losses(name: str, options: argparse.Namespace) -> list[float]:
     data, _ = train_gpt.read_corpus()
     rng = torch.Generator().manual_seed(1)
     found = []
-    for step in range(options.curves):
+    for step in tqdm(range(options.curves), desc=name, mininterval=10):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1, (step + 1) / 20)
         batch = train_gpt.draw_batch(data, options.batch, options.seq, rng, torch.device("cpu"))
@@ -142,8 +145,11 @@ def losses(name: str, options: argparse.Namespace) -> list[float]:
 
 def curves(options: argparse.Namespace) -> None:
     """Print and write what ``losses`` of three choices are."""
-    run = common.describe_run()
-    found = {name: losses(name, options) for name in ("plain", "int8", "bf16")}
+    run = common.describe_run(kept=options.json)
+    names = ("plain", "int8", "bf16")
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, fresh, common.end_with_parent) as pool:
+        found = dict(zip(names, pool.map(losses, names, [options] * len(names)), strict=True))
     rows = []
     for name, values in found.items():
         last = sum(values[-50:]) / len(values[-50:])
@@ -203,6 +209,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", metavar="FILE", help="only draw the results that are there")
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the first step also imports and allocates")
     if options.picture:
         picture(options.picture)
         return
@@ -210,11 +218,12 @@ def main() -> None:
         curves(options)
         return
     if options.one:
+        common.end_with_parent()
         print(json.dumps(one(options.one, options)))
         return
-    run = common.describe_run()
+    run = common.describe_run(kept=options.json)
     arguments = [argument for argument in sys.argv[1:] if argument != "--json"]
-    found = {name: in_fresh_process(name, arguments) for name in CHOICES}
+    found = {name: in_fresh_process(name, arguments) for name in tqdm(CHOICES)}
     for entry in found.values():
         entry["kept_of_plain"] = entry["kept_mb"] / found["plain"]["kept_mb"]
         entry["time_of_plain"] = entry["seconds"] / found["plain"]["seconds"]

@@ -417,7 +417,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    run = common.describe_run()
+    run = common.describe_run(kept=bool(args.json))
     tempfile.tempdir = args.folder  # where run_ranks makes its folder
     free = shutil.disk_usage(args.folder).free
     if free < 8 << 30:

@@ -124,6 +124,7 @@ def time_size(comm: Any, size: int, rounds: int) -> dict[tuple[str, str], list[f
 
 def run_rank(rank: int, folder: str, sizes: list[int], rounds: int) -> None:
     """Body of a rank; rank 0 leaves its results in the folder."""
+    common.end_with_parent()
     warnings.simplefilter("ignore")
     import torch
     import torch.distributed as dist
@@ -199,7 +200,8 @@ def main() -> None:
     os.environ.setdefault("FSDPC_TIMEOUT", str(DEADLINE_S))
     import torch.multiprocessing as mp
 
-    run = common.describe_run() | {"scheduler": SCHEDULERS.get(os.sched_getscheduler(0), "other")}
+    run = common.describe_run(kept=True)
+    run["scheduler"] = SCHEDULERS.get(os.sched_getscheduler(0), "other")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, sizes, options.rounds), nprocs=WORLD)
         rows = json.loads(Path(folder, "rows.json").read_text())

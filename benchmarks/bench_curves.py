@@ -149,6 +149,7 @@ def rank_main(
     rank: int, world: int, port: int, options: argparse.Namespace, names: list[str], path: str
 ) -> None:
     """One rank; rank 0 writes the results."""
+    common.end_with_parent()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
@@ -232,7 +233,7 @@ def main() -> None:
             for name, text in found.items():
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
-    head = {"run": common.describe_run(), "ranks": options.world}
+    head = {"run": common.describe_run(kept=options.json), "ranks": options.world}
     head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
     results: dict[str, Any] = {}
     for name in [name for name in OPTIMIZERS if options.only in name]:

@@ -246,7 +246,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tables = args.tables.split(",")
     kernels = [name for name in KERNELS if args.only in name]
-    record = common.describe_run()
+    record = common.describe_run(kept=args.json)
     sizes = {}
     for text in args.sizes.split(","):
         sizes[text] = measure_size(float(text), tables, kernels, args.rounds)

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    run = common.describe_run()
+    run = common.describe_run(kept=options.json)
     torch.set_num_threads(1)
     count = max(1, options.millions * 1_000_000 // options.tensor)
     buffers = options.buffer_mib << 20

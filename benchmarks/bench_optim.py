@@ -175,7 +175,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"run": common.describe_run(), "kernels": _C.kernel_names()[-1], "threads": 1}
+    run = common.describe_run(kept=options.json)
+    result = {
+        "run": run,
+        "kernels": _C.kernel_names()[-1],
+        "threads": 1,
+    }
     names = [name for name in STEPS if options.only in name]
     few = [name for name in names if "torch " in name + RIVALS.get(name, "")]
     for title, chosen, count, numel in (

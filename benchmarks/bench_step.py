@@ -67,6 +67,7 @@ def start_rank(rank: int, world: int, folder: str, backend: str = "gloo") -> Non
     import torch
     import torch.distributed as dist
 
+    common.end_with_parent()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -462,7 +463,7 @@ def main() -> None:
     args = parse_args()
     for model in args.model.split(","):
         parts = (args.parts or DEFAULT_PARTS.get(model, "time,memory")).split(",")
-        run = common.describe_run()
+        run = common.describe_run(kept=args.json is not None)
         result = measure(model, args.engines.split(","), parts, args.rounds)
         print(f"{model}: {', '.join(parts)}")
         print_engines(result["engines"])

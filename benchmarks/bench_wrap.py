@@ -149,7 +149,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    run = common.describe_run()
+    run = common.describe_run(kept=args.json is not None)
     models = {}
     for model in args.model.split(","):
         models[model] = report(run_ranks(wrap_job, 2, model, args.first, args.rounds))

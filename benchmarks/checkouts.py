@@ -175,7 +175,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    run = common.describe_run()
+    run = common.describe_run(kept=args.json is not None)
     checkouts = {name: str(Path(getattr(args, name)).resolve()) for name in SIDES}
     commits = {name: common.commit(path) for name, path in checkouts.items()}
     models = {}

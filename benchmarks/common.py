@@ -6,11 +6,14 @@ come and go. Compare figures of one result file only.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,13 +53,22 @@ def machine() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} CPUs, Linux {platform.release()}"
 
 
-def describe_run() -> dict[str, Any]:
-    """Returns where, when and with what a benchmark runs; take it before measuring."""
+def describe_run(kept: bool = False) -> dict[str, Any]:
+    """Returns where, when and with what a benchmark runs; take it before measuring.
+
+    ``kept``: results are going to be written, which must name a commit (``SystemExit``).
+    """
     import numpy
     import torch
 
+    named = commit()
+    if kept and named == "unknown":
+        raise SystemExit(
+            f"{HERE.parent} is not a git checkout, so the result could not name its commit: run in "
+            "a checkout, or set FSDPC_COMMIT"
+        )
     return {
-        "commit": commit(),
+        "commit": named,
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
@@ -64,6 +76,14 @@ def describe_run() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def end_with_parent() -> None:
+    """This process is killed when its parent ends, however that ends."""
+    pr_set_pdeathsig, parent = 1, multiprocessing.parent_process()
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # the parent ended before the call
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

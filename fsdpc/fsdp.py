@@ -430,6 +430,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         except AttributeError:
             if name == FSDP_WRAPPED or FSDP_WRAPPED not in self.__dict__.get("_modules", ()):
                 raise
+            if name == "__deepcopy__":
+                raise  # a copy of the wrapped module alone would be returned for this one's
             return getattr(self._modules[FSDP_WRAPPED], name)
 
     def __getitem__(self, key: int) -> Any:
@@ -452,17 +454,12 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     def _shown_name(self, name: str) -> str:
         return name.replace(FSDP_PREFIX, "") if self._summoned else name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """``copy.deepcopy``: an independent sharded copy without gradients, for averaged weights,
-        target networks and teachers. Collective, and between steps only (``RuntimeError``).
-        """
-        return _copy.deepcopy(self, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"a sharded module cannot be pickled or shallow-copied (unit {self._name!r}): save "
-            "state_dict(), or use copy.deepcopy for a sharded copy"
-        )
+        """For ``copy.deepcopy``: an independent sharded copy without gradients, for averaged
+        weights, target networks and teachers. Collective, and between steps only
+        (``RuntimeError``). Pickles and shallow copies: ``TypeError``.
+        """
+        return _copy.copied, (_copy.Copying(self),)
 
     def extra_repr(self) -> str:
         elements = 0 if self._unit is None else sum(shape.numel() for shape in self._unit.shapes)

@@ -96,28 +96,31 @@ fsdpc_lane_begin(fsdpc_lane *lane)
     return status;
 }
 
+static int
+copy(fsdpc_lane *lane, int (*queue)(fsdpc_device *, void *, const void *, size_t), void *to,
+     const void *from, size_t bytes)
+{
+    fsdpc_stream *caller = fsdpc_device_use(lane->device, lane->stream);
+    const int status = queue(lane->device, to, from, bytes);
+    fsdpc_device_use(lane->device, caller);
+    lane->dirty = true;
+    return status;
+}
+
 int
 fsdpc_lane_out(fsdpc_lane *lane, void *host, const void *src, size_t bytes)
 {
-    fsdpc_stream *caller = fsdpc_device_use(lane->device, lane->stream);
-    const int status = fsdpc_device_copy_out(lane->device, host, src, bytes);
-    fsdpc_device_use(lane->device, caller);
-    lane->dirty = true;
     lane->counts.copies_out++;
     lane->counts.bytes_out += (int64_t)bytes;
-    return status;
+    return copy(lane, fsdpc_device_copy_out, host, src, bytes);
 }
 
 int
 fsdpc_lane_in(fsdpc_lane *lane, void *dst, const void *host, size_t bytes)
 {
-    fsdpc_stream *caller = fsdpc_device_use(lane->device, lane->stream);
-    const int status = fsdpc_device_copy_in(lane->device, dst, host, bytes);
-    fsdpc_device_use(lane->device, caller);
-    lane->dirty = true;
     lane->counts.copies_in++;
     lane->counts.bytes_in += (int64_t)bytes;
-    return status;
+    return copy(lane, fsdpc_device_copy_in, dst, host, bytes);
 }
 
 int

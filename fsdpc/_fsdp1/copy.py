@@ -55,6 +55,30 @@ _OWN = frozenset(
 Memo = dict[int, Any]
 
 
+class Copying:
+    """The way of an instance through ``copy.deepcopy``. A method ``__deepcopy__`` of the instance
+    would also be called for wrappers that pass attributes on, as torch's ``checkpoint_wrapper``
+    does, and they would be missing in the copy.
+    """
+
+    def __init__(self, member: Any) -> None:
+        self.member = member
+
+    def __deepcopy__(self, memo: Memo) -> Any:
+        return deepcopy(self.member, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a sharded module cannot be pickled or shallow-copied (unit "
+            f"{self.member._name!r}): save state_dict(), or use copy.deepcopy for a sharded copy"
+        )
+
+
+def copied(made: Any) -> Any:
+    """What ``copy.deepcopy`` calls with the copy, and ``copy.copy`` without one."""
+    return made.__reduce_ex__(2) if isinstance(made, Copying) else made
+
+
 def deepcopy(member: Any, memo: Memo) -> Any:
     """The sharded copy of ``member`` with nested instances, without gradients. Collective: every
     rank of the groups must copy the same instance, between steps.

@@ -63,6 +63,11 @@ def collect_infos(
 
 def _check(param: nn.Parameter, name: str, what: str) -> None:
     owner = owner_of(param)
+    if owner is not None and not isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {name!r} of {what} is sharded by FullyShardedDataParallel already, in unit "
+            f"{owner.name!r}: shard a model with one of both interfaces"
+        )
     if owner is not None:
         raise ValueError(
             f"Parameter {name!r} of {what} is shared with a parameter already managed by another "

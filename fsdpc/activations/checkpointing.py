@@ -63,7 +63,8 @@ def checkpoint(
     convolutions and attention; or torch's own forms, a list of operators to keep, or a function of
     ``(context, operator, *args, **kwargs)`` that returns a ``CheckpointPolicy``. Policies that
     return one of torch's CPU offload values are refused when they do (``NotImplementedError``),
-    because torch recomputes there instead.
+    because torch recomputes there instead. torch refuses, in backward (``RuntimeError``), blocks
+    that change a kept output in place, and second derivatives.
 
     ``blocks``: the blocks' classes, or a function that is true for them; default: the items of the
     longest ``nn.ModuleList`` or ``nn.Sequential`` whose items are of one class. An FSDP instance

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "base/deadline.h"
@@ -15,6 +16,25 @@
 enum { PAGES = 700, BYTES = PAGES * FSDPC_DISK_PAGE, BUFFERS = 3 };
 
 static unsigned char *memory[BUFFERS];
+static enum { AS_IT_IS, RESERVES_NOTHING, CANNOT_RESERVE, FULL } file_system;
+
+/* In the place of the C library's, for file systems that are not at hand. */
+int
+fallocate(int fd, int mode, off_t offset, off_t bytes)
+{
+    switch (file_system) {
+    case RESERVES_NOTHING:
+        return ftruncate(fd, offset + bytes);
+    case CANNOT_RESERVE:
+        errno = EOPNOTSUPP;
+        return -1;
+    case FULL:
+        errno = ENOSPC;
+        return -1;
+    default:
+        return (int)syscall(SYS_fallocate, fd, mode, offset, bytes);
+    }
+}
 
 static fsdpc_disk_options
 options_of(fsdpc_disk_io io, bool direct)
@@ -117,6 +137,30 @@ faults_have_names(fsdpc_disk_io io)
     CHECK(fsdpc_disk_close(NULL));
 }
 
+static void
+space_is_there_or_refused(void)
+{
+    fsdpc_disk *disk;
+    fsdpc_disk_info info;
+    struct stat found;
+    const fsdpc_disk_options options = options_of(FSDPC_DISK_AUTO, true);
+    REQUIRE_OK(fsdpc_disk_open(&options, &disk));
+    REQUIRE_OK(fsdpc_disk_grow(disk, FSDPC_DISK_PAGE));
+    file_system = RESERVES_NOTHING;
+    CHECK_ERROR(fsdpc_disk_grow(disk, BYTES), FSDPC_E_IO, "is sparse: the file system holds");
+    file_system = FULL;
+    CHECK_ERROR(fsdpc_disk_grow(disk, BYTES), FSDPC_E_IO, "No space left");
+    fsdpc_disk_describe(disk, &info);
+    CHECK_INT(info.bytes, FSDPC_DISK_PAGE); /* as before the calls that failed */
+    CHECK(fstat(info.fd, &found) == 0 && found.st_size == FSDPC_DISK_PAGE);
+    file_system = CANNOT_RESERVE;
+    REQUIRE_OK(fsdpc_disk_grow(disk, BYTES));
+    CHECK(fstat(info.fd, &found) == 0 && found.st_size == BYTES);
+    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* written */
+    file_system = AS_IT_IS;
+    CHECK(fsdpc_disk_close(disk));
+}
+
 /* Whatever the kernel has done by then, a wait ends, and so does closing. */
 static void
 waits_end(void)
@@ -161,6 +205,7 @@ main(void)
     }
     faults_have_names(FSDPC_DISK_AUTO);
     faults_have_names(FSDPC_DISK_THREADS);
+    space_is_there_or_refused();
     waits_end();
     test_alloc_sweep(open_and_close, &threads);
     for (int b = 0; b < BUFFERS; b++) {

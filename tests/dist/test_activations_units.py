@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 
 import torch
 from harness import ranks
+from torch.distributed.tensor import DTensor
 from toys import Block, full_gradients, loss_of, tokens, toy, wrap_blocks
 
+from fsdpc import FullyShardedDataParallel as FSDP
+from fsdpc import fully_shard
+from fsdpc._fsdp2.collect import state_of
 from fsdpc.activations import checkpoint, compress
 
 
@@ -19,24 +25,55 @@ def train_step(model, around=None):
     return full_gradients(model)
 
 
+def by_fully_shard(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+DOORS = {
+    "FSDP": partial(wrap_blocks, "fsdpc", use_orig_params=True),
+    "flat": partial(wrap_blocks, "fsdpc", use_orig_params=False),
+    "fully_shard": by_fully_shard,
+}
+CHOICES = ({"ratio": "1/2"}, {"every": 2}, {"ratio": 1, "policy": "matmul"})
+
+
+def gathers(model):
+    tree = (model if isinstance(model, FSDP) else state_of(model))._tree
+    trace = Counter((e["op"], e["unit"]) for e in tree.trace())
+    return [trace["gather", unit.name] for unit in tree.units]
+
+
 @ranks(2)
 def test_checkpointing_before_and_after_wrapping(rank, world):
-    for use_orig_params in (True, False):
-        plain = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=use_orig_params)
-        expected = train_step(plain)
-        for when in ("before", "after"):
+    """No unit is gathered a third time in a step, whatever is computed again."""
+    batch = tokens(0, 0)
+    for name, door in DOORS.items():
+        plain = door(toy(blocks=4))
+        expected, usual = gradients(plain), gathers(plain)
+        assert usual == [1 if name == "fully_shard" else 2, 2, 2, 2, 2]  # the root stays gathered
+        choices = CHOICES[:1] if name == "flat" else CHOICES
+        for options, when in product(choices, ("before", "after")):
             model = toy(blocks=4)
             if when == "before":
-                assert checkpoint(model, ratio="1/2") == ["blocks.0", "blocks.2"]
-            model = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params)
+                checkpoint(model, **options)
+            model = door(model)
             if when == "after":
-                assert len(checkpoint(model, ratio="1/2")) == 2
-            found = train_step(model)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
-            trace = Counter((e["op"], e["unit"]) for e in model._tree.trace())
-            units = [unit.name for unit in model._tree.units]
-            assert {unit: trace["gather", unit] for unit in units} == dict.fromkeys(units, 2), when
+                checkpoint(model, **options)
+            found = gradients(model)
+            assert all(map(torch.equal, found, expected)), (name, options, when)
+            assert gathers(model) == usual, (name, options, when)
+            with compress(model):
+                loss_of(model, batch).backward()
+            assert gathers(model) == [2 * count for count in usual], (name, options, when)
+
+
+def gradients(model):
+    """This rank's parts, in the order of the parameters."""
+    loss_of(model, tokens(0, 0)).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [(g.to_local() if isinstance(g, DTensor) else g).clone() for g in grads]
 
 
 @ranks(2)

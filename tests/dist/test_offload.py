@@ -10,9 +10,19 @@ import simgpu
 import torch
 from harness import ranks
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from toys import check_equal, full_gradients, full_parameters, loss_of, tokens, toy, wrap_blocks
+from toys import (
+    check_equal,
+    full_gradients,
+    full_parameters,
+    loss_of,
+    tokens,
+    toy,
+    wrap,
+    wrap_blocks,
+)
 
 from fsdpc import _C, optim
+from fsdpc.optim._device import ordinal_of
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
@@ -93,6 +103,27 @@ def test_evaluation_and_loading(rank, world, engine):
     with torch.no_grad():
         after = [loss_of(model, tokens(rank, 1)) for model in models]
     torch.testing.assert_close(after[1], after[0], rtol=1e-6, atol=0)
+
+
+@ranks(2, env=GPU)
+def test_part_of_the_units_stays_on_the_device(rank, world, engine):
+    """One optimizer steps both: a choice by unit is the ratio of states on the device."""
+    models = []
+    for offloaded in ((), (0, 1)):
+        model = toy(blocks=4)
+        for i, block in enumerate(model.blocks):
+            offload = OFFLOAD if i in offloaded else None
+            model.blocks[i] = wrap(engine, block, use_orig_params=True, cpu_offload=offload)
+        models.append(wrap(engine, model, use_orig_params=True))
+    optimizers = [optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for number, how in enumerate(["plain", "accumulate", "no_sync"]):
+        step(models, optimizers, rank, number, how)
+        check_equal(full_parameters(models[1]), full_parameters(models[0]), how, rtol=1e-5)
+    here = [unit.flat.offloaded for unit in models[1]._tree.units]
+    assert here == [False, True, True, False, False]
+    for unit in models[1]._tree.units:
+        places = {ordinal_of(param) for param, _, _ in unit.optim_params}
+        assert places == {None if unit.flat.offloaded else 0}
 
 
 @ranks(4, env=GPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdpc import _C
-from fsdpc.activations import checkpoint, compress
+from fsdpc.activations import checkpoint, compress, offload, offloading
 
 
 @pytest.fixture(autouse=True)
@@ -301,3 +302,34 @@ def test_a_parameter_that_changed_is_noticed():
         out.backward()
     with pytest.raises(ValueError, match="'int8' or 'bf16'"), compress(layer, "int4"):
         pass
+
+
+# --- offload on the host --------------------------------------------------------------------------
+
+
+def test_offload_costs_nothing_on_the_host_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offloading, "_said", [])
+    model, packed = Model(blocks=1), 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        packed += 1
+        return tensor
+
+    with pytest.warns(UserWarning, match="in host memory.*nothing is copied"), offload(model):
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            kept = model(batch())
+        saved = packed
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), offload(model):  # no warning
+        other = model(batch())
+    assert torch.equal(kept, other) and packed == 2 * saved  # the outer hooks still run
+    with pytest.raises(NotImplementedError, match="where parameter 'weight' is"):
+        with offload(Elsewhere()):
+            pass
+
+
+class Elsewhere(nn.Module):
+    """A parameter that says it is on a device that fsdpc does not know."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        yield "weight", SimpleNamespace(device=torch.device("xpu", 0))

@@ -93,7 +93,7 @@ run(bool pack, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
     Py_BEGIN_ALLOW_THREADS
     status = run_request(pack, &r);
     Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *

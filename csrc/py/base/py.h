@@ -106,6 +106,8 @@ int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
  * that a signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), stays
  * as it is. */
 PyObject *fsdpc_py_raise(int status);
+/* None, or what fsdpc_py_raise does if `status` is an error. */
+PyObject *fsdpc_py_none_or(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);

@@ -150,7 +150,7 @@ set_cuda_allocator(PyObject *module, PyObject *args)
         return set_hooks(device, allocate, free_block, give_unused) < 0 ? NULL : Py_NewRef(Py_None);
     }
     status = fsdpc_device_set_allocator(device, NULL);
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *

@@ -122,17 +122,11 @@ entered(PyObject *object)
 }
 
 static PyObject *
-none_or(int status)
-{
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
-}
-
-static PyObject *
 lane_begin(PyObject *module, PyObject *object)
 {
     (void)module;
     fsdpc_lane *lane = entered(object);
-    return lane == NULL ? NULL : none_or(fsdpc_lane_begin(lane));
+    return lane == NULL ? NULL : fsdpc_py_none_or(fsdpc_lane_begin(lane));
 }
 
 static PyObject *
@@ -148,7 +142,7 @@ copy(const char *function, PyObject *const *args, Py_ssize_t count,
     void *to = lane == NULL ? NULL : PyLong_AsVoidPtr(args[1]);
     const void *from = PyErr_Occurred() ? NULL : PyLong_AsVoidPtr(args[2]);
     const size_t bytes = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);
-    return PyErr_Occurred() ? NULL : none_or(queue(lane, to, from, bytes));
+    return PyErr_Occurred() ? NULL : fsdpc_py_none_or(queue(lane, to, from, bytes));
 }
 
 static PyObject *
@@ -191,7 +185,7 @@ lane_join(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         return NULL;
     }
     fsdpc_lane *lane = entered(object);
-    return lane == NULL ? NULL : none_or(fsdpc_lane_join(lane, mark));
+    return lane == NULL ? NULL : fsdpc_py_none_or(fsdpc_lane_join(lane, mark));
 }
 
 static PyObject *
@@ -217,7 +211,7 @@ lane_finish(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject 
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_lane_finish(lane, mark, what);
     Py_END_ALLOW_THREADS
-    return none_or(status);
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *

@@ -120,6 +120,12 @@ fsdpc_py_raise(int status)
     return NULL;
 }
 
+PyObject *
+fsdpc_py_none_or(int status)
+{
+    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+}
+
 /* Copies the first line of the text of `value`. */
 static void
 copy_line(PyObject *value, char *buffer, size_t bytes)

@@ -43,6 +43,16 @@ holder_of(PyObject *object)
     return PyCapsule_GetPointer(object, capsule_name);
 }
 
+/* Fills a table whose first row is the disk. NULL: an exception is set. */
+static struct holder *
+parse(const char *function, const fsdpc_py_arg *table, int rows, PyObject *const *args,
+      Py_ssize_t count, PyObject *keywords)
+{
+    PyObject **disk = table[0].out;
+    return fsdpc_py_args(function, table, rows, args, count, keywords) < 0 ? NULL
+                                                                           : holder_of(*disk);
+}
+
 /* --- opening ----------------------------------------------------------------------------------- */
 
 static int
@@ -152,17 +162,14 @@ disk_grow(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         {"bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &bytes},
     };
     (void)module;
-    if (fsdpc_py_args("disk_grow", table, 2, args, count, keywords) < 0) {
-        return NULL;
-    }
-    struct holder *holder = holder_of(object);
+    struct holder *holder = parse("disk_grow", table, 2, args, count, keywords);
     if (holder == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_disk_grow(holder->disk, bytes);
     Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 static int
@@ -196,10 +203,7 @@ disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         {"parts", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &rows},
     };
     (void)module;
-    if (fsdpc_py_args("disk_start", table, 4, args, count, keywords) < 0) {
-        return NULL;
-    }
-    struct holder *holder = holder_of(object);
+    struct holder *holder = parse("disk_start", table, 4, args, count, keywords);
     PyObject *tuple = holder ? PySequence_Tuple(rows) : NULL;
     if (tuple == NULL) {
         return NULL;
@@ -213,7 +217,7 @@ disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         Py_BEGIN_ALLOW_THREADS
         status = fsdpc_disk_start(holder->disk, write, buffer, parts, parts_count);
         Py_END_ALLOW_THREADS
-        result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+        result = fsdpc_py_none_or(status);
     }
     fsdpc_mem_free(parts);
     Py_DECREF(tuple);
@@ -231,17 +235,14 @@ disk_wait(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         {"buffer", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &buffer},
     };
     (void)module;
-    if (fsdpc_py_args("disk_wait", table, 2, args, count, keywords) < 0) {
-        return NULL;
-    }
-    struct holder *holder = holder_of(object);
+    struct holder *holder = parse("disk_wait", table, 2, args, count, keywords);
     if (holder == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_disk_wait(holder->disk, buffer);
     Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *

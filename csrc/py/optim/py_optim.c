@@ -446,7 +446,7 @@ optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         parse_kind(kind, &request) == 0 && parse_rule(rule, &request.rule) == 0 &&
         request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {
         const int status = run(&request);
-        result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+        result = fsdpc_py_none_or(status);
     }
     request_close(&request);
     return result;

@@ -131,7 +131,7 @@ optim_block_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, P
     status = fsdpc_optim_block_squares(data.data, data.dtype, first, data.numel, block, threads,
                                        out.data);
     Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 /* --- 8 bits ------------------------------------------------------------------------------------ */

@@ -108,7 +108,7 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
                                                  (const void *const *)all.data, place)
                        : fsdpc_unit_read_blocks(self->unit, all.block, all.data, place);
         Py_END_ALLOW_THREADS
-        result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+        result = fsdpc_py_none_or(status);
     }
     release(&all);
     return result;

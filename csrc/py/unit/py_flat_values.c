@@ -117,7 +117,7 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
     status = fsdpc_unit_read(self->unit, which, full,
                              side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
     Py_END_ALLOW_THREADS
-    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    result = fsdpc_py_none_or(status);
 done:
     for (int i = 0; i < held; i++) {
         if (views[i].owner) {

@@ -1,0 +1,65 @@
+"""What all benchmarks share: results name their commit, ranks end with the benchmark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from bench_step import run_ranks, start_rank
+
+def job(rank, world, folder, out):
+    start_rank(rank, world, folder)
+    import os
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    run_ranks(job, 2)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_benchmark(tmp_path: Path, number: signal.Signals):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(folder=str(BENCHMARKS)))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        ranks = [int(program.stdout.readline()) for _ in range(2)]
+        assert all(map(running, ranks))
+        program.send_signal(number)
+        program.wait(10)
+    until = time.monotonic() + 10
+    while any(map(running, ranks)) and time.monotonic() < until:
+        time.sleep(0.02)
+    left = [pid for pid in ranks if running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_results_are_not_kept_without_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import common
+
+    monkeypatch.delenv("FSDPC_COMMIT", raising=False)
+    monkeypatch.setattr(common, "commit", lambda: "unknown")
+    assert common.describe_run()["commit"] == "unknown"
+    with pytest.raises(SystemExit, match="not a git checkout.*set FSDPC_COMMIT"):
+        common.describe_run(kept=True)
