@@ -7,10 +7,12 @@ compared on all ranks. Checksums are verified together: each byte by one rank.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -346,16 +348,22 @@ def _read_tables(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read tables of ranges, several files at a time."""
 
+    stopped = threading.Event()
+
     def read_file(item: tuple[Path, list[np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
         path, rows = item
         table = np.concatenate(rows)
         table = table[np.argsort(table[:, OFFSET], kind="stable")]
-        return [read_table(path, part) for part in waves(table, _WAVE_BYTES)]
+        parts = takewhile(lambda _: not stopped.is_set(), waves(table, _WAVE_BYTES))
+        return [read_table(path, part) for part in parts]
 
     if len(tables) <= 1:
         return [part for item in tables.values() for part in read_file(item)]
     with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(tables))) as pool:
-        return [part for parts in pool.map(read_file, tables.values()) for part in parts]
+        try:
+            return [part for parts in pool.map(read_file, tables.values()) for part in parts]
+        finally:
+            stopped.set()  # after an error or Ctrl-C the other files are not read to their end
 
 
 def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
