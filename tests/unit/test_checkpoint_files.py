@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -931,6 +932,20 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "  one.weight  float32[5, 7]  140 bytes" in capsys.readouterr().out
     assert command("verify", saved) == command("verify", tmp_path / "low") == 0
     assert command("verify", tmp_path / "nowhere") == 2
+
+
+def test_a_dcp_folder_of_a_model_and_its_optimizer(tmp_path: Path, capsys: Any):
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    convert = ("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "to")
+    assert command(*convert) == 2
+    assert "--prefix model." in capsys.readouterr().err
+    assert command(*convert, "--prefix", "net.") == 2
+    assert command(*convert, "--prefix", "model.") == 0
+    other = Net(9)
+    checkpoint.load(tmp_path / "to", other)
+    assert same(values(other), values(model))
 
 
 def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
