@@ -140,7 +140,7 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
     for alias, name in target.aliases.items():
         names[name].append(alias)
     where = found.model.where
-    items, missing, problems, castable = [], [], [], False
+    items, missing, problems, castable, shapes = [], [], [], False, False
     for entry in target.entries:
         name = next((name for name in names[entry.name] if name in where), None)
         if name is None:
@@ -153,9 +153,15 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
         else:
             problems.append(problem)
             castable |= _problem(entry, place, True) is None
+            shapes |= tuple(place.shape) != tuple(entry.shape)
     if problems:
         text = "; ".join(_shortened(problems))
         hint = " (cast=True converts floats of 16, 32 and 64 bits)" if castable else ""
+        if shapes:
+            hint += (
+                " (strict=False leaves out names, not shapes: give a new head another name, or "
+                "replace the old one after the load)"
+            )
         raise CheckpointError(text + hint)
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known]
