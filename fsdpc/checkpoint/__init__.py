@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdpc.checkpoint.background import SaveHandle, finish_running, start
+from fsdpc.checkpoint.background import SaveHandle, WhenBusy, finish_running, make_room, start
 from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import FILE_BYTES
@@ -39,7 +39,7 @@ def save(
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     async_: bool = False,
-    when_busy: Literal["wait", "raise"] = "wait",
+    when_busy: WhenBusy = "wait",
     progress: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle | None:
@@ -62,32 +62,35 @@ def save(
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
             and printed at exit. The interpreter waits for the thread at exit.
-        when_busy: what to do while a save in the background is running.
+        when_busy: while a save in the background is running on a rank, wait for it, or raise
+            ``CheckpointError`` on every rank.
         progress: show a bar on rank 0, if tqdm is installed.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
             was at ``path`` before is unchanged.
+        KeyboardInterrupt: on the rank that was interrupted; the others raise ``CheckpointError``.
     """
-    finish_running(refuse=when_busy == "raise")
     ranks = ranks_of(group)
     target = Path(os.path.abspath(path))
-    plan = make_plan(
-        target,
-        ranks,
-        model,
-        optimizer,
-        scheduler,
-        extra,
-        dtype=dtype,
-        step=step,
-        overwrite=overwrite,
-        file_bytes=file_bytes,
-    )
-    advance = bar(plan, ranks, progress)
-    if async_:
-        return start(plan, ranks, advance=advance)
-    write_plan(plan, ranks, advance=advance)
+    with ranks.together():
+        make_room(when_busy, group)
+        plan = make_plan(
+            target,
+            ranks,
+            model,
+            optimizer,
+            scheduler,
+            extra,
+            dtype=dtype,
+            step=step,
+            overwrite=overwrite,
+            file_bytes=file_bytes,
+        )
+        advance = bar(plan, ranks, progress)
+        if async_:
+            return start(plan, ranks, advance=advance)
+        write_plan(plan, ranks, advance=advance)
     return None
 
 
@@ -121,16 +124,20 @@ def load(
     Raises:
         CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
             while values are read, the model is unchanged.
+        KeyboardInterrupt: on the rank that was interrupted; its note, and the error of the others,
+            says if the model was being written already.
     """
-    finish_running()
+    ranks = ranks_of(group)
     target = Path(os.path.abspath(path))
-    return run_load(
-        target,
-        ranks_of(group),
-        model,
-        optimizer,
-        scheduler,
-        strict=strict,
-        cast=cast,
-        verify=verify,
-    )
+    with ranks.together():
+        finish_running()
+        return run_load(
+            target,
+            ranks,
+            model,
+            optimizer,
+            scheduler,
+            strict=strict,
+            cast=cast,
+            verify=verify,
+        )

@@ -11,17 +11,21 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from fsdpc.checkpoint import priority
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Layout
-from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.ranks import Ranks, ranks_of
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
 from fsdpc.checkpoint.staging import Landing, in_host_memory, room_of, snapshot, spans_over
+
+WhenBusy = Literal["wait", "raise"]
 
 _staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 _running: list[SaveHandle] = []
@@ -63,14 +67,33 @@ class SaveHandle:
             raise CheckpointError(f"in the background: {self._error}") from self._error
 
 
-def finish_running(*, refuse: bool = False) -> None:
-    """Wait for the save in the background, if there is one; its error is raised here once. Local.
-    ``CheckpointError``: with ``refuse``, one is still running.
+def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
+    """For a new save: wait for the one in the background, or refuse. Collective over ``group``.
+    ``ValueError``: no such choice.
+    """
+    if when_busy not in ("wait", "raise"):
+        raise ValueError(f"when_busy must be 'wait' or 'raise', not {when_busy!r}")
+    if when_busy == "raise":
+        refuse_running(ranks_of(group, beside=True))
+    finish_running()
+
+
+def refuse_running(beside: Ranks) -> None:
+    """``CheckpointError`` on every rank if a save in the background is still running on one: one
+    rank may be done while another is not. Collective over ``beside``, which no save uses.
+    """
+    with beside.step("saving another checkpoint"):
+        for handle in _running:
+            if not handle.done:
+                raise CheckpointError(f"checkpoint {handle.target} is still being written")
+
+
+def finish_running() -> None:
+    """Wait for the save in the background, if there is one; its error is raised here once.
+    Local.
     """
     while _running:
         handle = _running[0]
-        if refuse and not handle.done:
-            raise CheckpointError(f"checkpoint {handle.target} is still being written")
         handle._done.wait()
         _running.remove(handle)
         if not handle._raised:

@@ -16,6 +16,7 @@ from fsdpc.checkpoint import folders as _folders
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.loading import Loaded, Verify, run_load
+from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
 
@@ -33,6 +34,7 @@ class Checkpointer:
         every: ``save`` does nothing at steps that it does not divide.
         async_: save in the background; see ``fsdpc.checkpoint.save``.
         dtype: of the model's floats in the files.
+        when_busy, progress: see ``fsdpc.checkpoint.save``.
         group: the ranks that save together; default all.
 
     Local. ``ValueError``: ``keep`` or ``every`` below 1.
@@ -46,6 +48,8 @@ class Checkpointer:
         every: int | None = None,
         async_: bool = False,
         dtype: torch.dtype | None = None,
+        when_busy: _background.WhenBusy = "wait",
+        progress: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every", every)):
@@ -54,6 +58,8 @@ class Checkpointer:
         self.directory = Path(os.path.abspath(directory))
         self.keep, self.every, self.async_ = keep, every, async_
         self._dtype, self._group = dtype, group
+        self._when_busy: _background.WhenBusy = when_busy
+        self._progress = progress
         self._resumed: Path | None = None
 
     def path(self, step: int) -> Path:
@@ -78,29 +84,31 @@ class Checkpointer:
         """
         if not force and self.every is not None and step % self.every:
             return None
-        _background.finish_running()
         ranks = ranks_of(self._group)
-        plan = make_plan(
-            self.path(step),
-            ranks,
-            model,
-            optimizer,
-            scheduler,
-            extra,
-            dtype=self._dtype,
-            step=step,
-            overwrite=True,
-        )
 
         def after() -> None:
-            with ranks.step(f"naming checkpoint {plan.target} the latest"):
+            with ranks.step(f"naming checkpoint {self.path(step)} the latest"):
                 if ranks.rank == 0:
                     self._published(step)
 
-        if self.async_:
-            return _background.start(plan, ranks, after=after)
-        write_plan(plan, ranks)
-        after()
+        with ranks.together():
+            _background.make_room(self._when_busy, self._group)
+            plan = make_plan(
+                self.path(step),
+                ranks,
+                model,
+                optimizer,
+                scheduler,
+                extra,
+                dtype=self._dtype,
+                step=step,
+                overwrite=True,
+            )
+            advance = bar(plan, ranks, self._progress)
+            if self.async_:
+                return _background.start(plan, ranks, advance=advance, after=after)
+            write_plan(plan, ranks, advance=advance)
+            after()
         return None
 
     def wait(self) -> None:
@@ -121,26 +129,27 @@ class Checkpointer:
         Leftovers of saves that were killed are removed first. ``CheckpointError``: the newest one
         is damaged; an older one is loaded only by its path.
         """
-        _background.finish_running()
         ranks = ranks_of(self._group)
-        with ranks.step(f"looking for checkpoints in {self.directory}") as looked:
-            if ranks.rank == 0:
-                self._clean()
-                found = self.latest()
-                looked.value = None if found is None else found.name
-        if looked.values[0] is None:
-            return None
-        self._resumed = self.directory / looked.values[0]
-        return run_load(
-            self._resumed,
-            ranks,
-            model,
-            optimizer,
-            scheduler,
-            strict=strict,
-            cast=False,
-            verify=verify,
-        )
+        with ranks.together():
+            _background.finish_running()
+            with ranks.step(f"looking for checkpoints in {self.directory}") as looked:
+                if ranks.rank == 0:
+                    self._clean()
+                    found = self.latest()
+                    looked.value = None if found is None else found.name
+            if looked.values[0] is None:
+                return None
+            self._resumed = self.directory / looked.values[0]
+            return run_load(
+                self._resumed,
+                ranks,
+                model,
+                optimizer,
+                scheduler,
+                strict=strict,
+                cast=False,
+                verify=verify,
+            )
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint: the one that the file ``latest`` names, or, without a

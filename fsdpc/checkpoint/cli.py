@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--dtype", help="of the model's floats, such as bfloat16")
     convert.add_argument("--to", choices=("safetensors", "dcp"), default="safetensors")
     convert.add_argument(
+        "--prefix", default="", help="of the names to take from a DCP folder, such as model."
+    )
+    convert.add_argument(
         "--trust-pickle",
         action="store_true",
         help="allow a DCP folder; its .metadata is a pickle, which can run code when it is read",
@@ -79,7 +82,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from fsdpc.checkpoint.convert import convert
 
-    convert(args.source, args.target, args.dtype, args.to, args.trust_pickle)
+    convert(args.source, args.target, args.dtype, args.to, args.trust_pickle, args.prefix)
     return 0
 
 

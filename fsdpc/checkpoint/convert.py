@@ -44,10 +44,16 @@ class _Set:
 
 
 def convert(
-    source: Path, target: Path, dtype: str | None, to: str, trust_pickle: bool = False
+    source: Path,
+    target: Path,
+    dtype: str | None,
+    to: str,
+    trust_pickle: bool = False,
+    prefix: str = "",
 ) -> None:
     """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
-    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory.
+    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: of the names
+    that are taken, and lose it, from a DCP folder.
 
     ``CheckpointError``: a damaged source. ``ValueError``: a DCP folder without ``trust_pickle``, or
     an unknown dtype. ``FileExistsError``.
@@ -55,7 +61,7 @@ def convert(
     cast = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
         raise ValueError(f"--dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
-    sets, files, step = _open(source, trust_pickle)
+    sets, files, step = _open(source, trust_pickle, prefix)
     if to == "dcp":
         if target.exists():
             raise FileExistsError(f"{target} exists: choose another name")
@@ -108,7 +114,9 @@ def _write_set(draft: Draft, found: _Set, cast: torch.dtype | None) -> tuple[Lay
 # --- sources -------------------------------------------------------------------------------------
 
 
-def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes], int | None]:
+def _open(
+    source: Path, trust_pickle: bool, prefix: str
+) -> tuple[list[_Set], dict[str, bytes], int | None]:
     """The sets, the small files to keep, and the step."""
     nothing = {
         "fsdpc/state.json": dump({"extra_state": to_json({}, ""), "scheduler": to_json(None, "")}),
@@ -120,7 +128,11 @@ def _open(source: Path, trust_pickle: bool) -> tuple[list[_Set], dict[str, bytes
                 f"{source} is a folder of torch's distributed checkpoints, whose .metadata is a "
                 "pickle: it can run code when torch reads it. --trust-pickle reads it all the same"
             )
-        return [_open_dcp(source)], nothing, None
+        return [_open_dcp(source, prefix)], nothing, None
+    if prefix:
+        raise ValueError(
+            f"--prefix is for folders of torch's distributed checkpoints, not {source}"
+        )
     if source.is_dir() or source.suffix == ".safetensors":
         return _open_safetensors(source, nothing)
     return [_open_torch(source)], nothing, None
@@ -180,17 +192,25 @@ def _open_torch(source: Path) -> _Set:
     return _Set("model", "", entries, lambda name: state[name].detach())
 
 
-def _open_dcp(source: Path) -> _Set:
+def _open_dcp(source: Path, prefix: str) -> _Set:
     reader = FileSystemReader(str(source))
-    known = reader.read_metadata().state_dict_metadata
+    every = reader.read_metadata().state_dict_metadata
+    known = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
+    if not known:
+        raise ValueError(
+            f"{source} has no name with the prefix {prefix!r}, but {next(iter(every))!r}"
+        )
     strange = [n for n, value in known.items() if not isinstance(value, TensorStorageMetadata)]
     if strange:
-        raise ValueError(f"{source}: {strange[0]!r} is no tensor, so it cannot be converted")
+        raise ValueError(
+            f"{source}: {prefix + strange[0]!r} is no tensor, so it cannot be converted (--prefix "
+            "takes the names under one key: --prefix model.)"
+        )
     entries = [_outline(n, value.size, value.properties.dtype) for n, value in known.items()]
 
     def fetch(name: str) -> torch.Tensor:
         value = torch.empty(known[name].size, dtype=known[name].properties.dtype, device="cpu")
-        dcp.load({name: value}, checkpoint_id=str(source), no_dist=True)
+        dcp.load({prefix + name: value}, checkpoint_id=str(source), no_dist=True)
         return value
 
     return _Set("model", "", entries, fetch)

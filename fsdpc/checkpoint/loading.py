@@ -7,10 +7,12 @@ compared on all ranks. Checksums are verified together: each byte by one rank.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,7 +140,7 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
     for alias, name in target.aliases.items():
         names[name].append(alias)
     where = found.model.where
-    items, missing, problems, castable = [], [], [], False
+    items, missing, problems, castable, shapes = [], [], [], False, False
     for entry in target.entries:
         name = next((name for name in names[entry.name] if name in where), None)
         if name is None:
@@ -151,9 +153,15 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
         else:
             problems.append(problem)
             castable |= _problem(entry, place, True) is None
+            shapes |= tuple(place.shape) != tuple(entry.shape)
     if problems:
         text = "; ".join(_shortened(problems))
         hint = " (cast=True converts floats of 16, 32 and 64 bits)" if castable else ""
+        if shapes:
+            hint += (
+                " (strict=False leaves out names, not shapes: give a new head another name, or "
+                "replace the old one after the load)"
+            )
         raise CheckpointError(text + hint)
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known]
@@ -346,16 +354,22 @@ def _read_tables(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read tables of ranges, several files at a time."""
 
+    stopped = threading.Event()
+
     def read_file(item: tuple[Path, list[np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
         path, rows = item
         table = np.concatenate(rows)
         table = table[np.argsort(table[:, OFFSET], kind="stable")]
-        return [read_table(path, part) for part in waves(table, _WAVE_BYTES)]
+        parts = takewhile(lambda _: not stopped.is_set(), waves(table, _WAVE_BYTES))
+        return [read_table(path, part) for part in parts]
 
     if len(tables) <= 1:
         return [part for item in tables.values() for part in read_file(item)]
     with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(tables))) as pool:
-        return [part for parts in pool.map(read_file, tables.values()) for part in parts]
+        try:
+            return [part for parts in pool.map(read_file, tables.values()) for part in parts]
+        finally:
+            stopped.set()  # after an error or Ctrl-C the other files are not read to their end
 
 
 def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ whole. The manifest's own digest covers its text without the digest.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsdpc.checkpoint.layout import BLOCK_BYTES, Layout
 NAME = "fsdpc.json"
 _FORMAT = "fsdpc.checkpoint"
 _VERSION = 1
+_PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one folder; none is hidden
 
 
 @dataclass
@@ -102,6 +104,9 @@ def _decode(text: bytes) -> Manifest:
     block = body["block_bytes"]
     if block != BLOCK_BYTES:
         raise CheckpointError(f"{NAME} has blocks of {block!r} bytes; version 1 has {BLOCK_BYTES}")
+    for path in {*body["headers"], *body["files"], *body["tensors"]}:
+        if not _PATH.fullmatch(path):
+            raise CheckpointError(f"{NAME} names the file {path!r}, which is not in the checkpoint")
     manifest = Manifest(body["step"], body["world"], block)
     manifest.headers = {path: (size, int(crc, 16)) for path, (size, crc) in body["headers"].items()}
     manifest.files = {path: (size, int(crc, 16)) for path, (size, crc) in body["files"].items()}

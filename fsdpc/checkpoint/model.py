@@ -8,7 +8,7 @@ part of a unit is one run of the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from fsdpc._fsdp1.optim.book import read_book
 from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
+
+_PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
 
 
 @dataclass
@@ -83,6 +85,7 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
             module
         ):
             found.extra[join(clean_fqn(name), "_extra_state")] = module.get_extra_state()
+    _rename(found, _cleaner(model))
     _check_names(found)
     return found
 
@@ -95,9 +98,38 @@ def is_managed(model: nn.Module) -> bool:
 
 def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:
     """``set_extra_state`` of the modules that are named. Local."""
-    modules = {clean_fqn(name): module for name, module in model.named_modules()}
+    clean = _cleaner(model)
+    modules = {clean(clean_fqn(name)): module for name, module in model.named_modules()}
     for key, value in extra.items():
         modules[key.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(value)
+
+
+def _cleaner(model: nn.Module) -> Callable[[str], str]:
+    """From a name without FSDP's segments to the name in the bare model: without those of
+    DistributedDataParallel and torch.compile.
+    """
+    parallel = (
+        join(clean_fqn(name), _PARALLEL)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    )
+    inner_first = sorted(parallel, key=len, reverse=True)
+
+    def clean(name: str) -> str:
+        for prefix in inner_first:
+            if name == prefix or name.startswith(f"{prefix}."):
+                name = prefix.removesuffix(_PARALLEL) + name[len(prefix) + 1 :]
+        return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+    return clean
+
+
+def _rename(found: Model, clean: Callable[[str], str]) -> None:
+    for entry in found.entries:
+        entry.name = clean(entry.name)
+    aliases = ((clean(alias), clean(name)) for alias, name in found.aliases.items())
+    found.aliases = {alias: name for alias, name in aliases if alias != name}
+    found.extra = {clean(key): value for key, value in found.extra.items()}
 
 
 def _check_names(found: Model) -> None:

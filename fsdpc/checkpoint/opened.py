@@ -22,7 +22,7 @@ from fsdpc.checkpoint.dtypes import dtype_of
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
-from fsdpc.checkpoint.saving import OPTIMIZER
+from fsdpc.checkpoint.saving import OPTIMIZER, STATE_JSON
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -58,6 +58,9 @@ class Opened:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.root = path if path.is_dir() else path.parent
+        if path.is_dir():
+            for folder in (OPTIMIZER, os.path.dirname(STATE_JSON)):
+                _refuse_link(path / folder)
         self.manifest = self._read_manifest() if path.is_dir() else None
         self.model = self._open_model()
         has_optimizer = path.is_dir() and os.path.lexists(path / OPTIMIZER)
@@ -213,6 +216,11 @@ def _compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None
                 f"{index}: tensor {name!r} should be in {table.get(name)!r} but is in "
                 f"{held.get(name)!r}"
             )
+
+
+def _refuse_link(folder: Path) -> None:
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a symbolic link, and links are not followed")
 
 
 def _open(path: Path) -> tuple[int, int]:

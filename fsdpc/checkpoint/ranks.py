@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdpc import _C
-from fsdpc._comm.bootstrap import comm_for_group
+from fsdpc._comm.bootstrap import comm_for_group, read_timeout
 from fsdpc._comm.objects import exchange
 from fsdpc.checkpoint.errors import CheckpointError
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+_Made = weakref.WeakKeyDictionary[dist.ProcessGroup, "Ranks"]
+_made: _Made = weakref.WeakKeyDictionary()
+_beside: _Made = weakref.WeakKeyDictionary()
 
 
 class Ranks:
@@ -29,6 +34,8 @@ class Ranks:
         self.comm = comm
         self.rank, self.world = comm.rank, comm.world
         self._group = group  # kept: torch's group ends with its last reference
+        self._ended = ""
+        self.told: BaseException | None = None  # an interruption that the others know of
         here = f"{socket.gethostname()}, pid {os.getpid()}"
         self.places: list[str] = exchange(comm, here, "checkpoint: the ranks' places")
         hosts = [place.rpartition(", pid ")[0] for place in self.places]
@@ -37,31 +44,63 @@ class Ranks:
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's plain value, in rank order. Collective."""
+        if self._ended:
+            raise _C.CommError(self._ended)
         return exchange(self.comm, value, what)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A whole save or load. An interruption (Ctrl-C) between two steps or in the middle of a
+        message ends it on every rank, at once, and so does every later save or load: the others
+        would wait until their deadline for a rank that caught it and went on.
+        """
+        self.told = None
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and error is not self.told:
+                self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        self.comm.abort(f"{type(error).__name__} in a save or load of a checkpoint")
+        self._ended = (
+            f"{type(error).__name__} has ended an earlier save or load in the middle of a message "
+            "to the other ranks: start the program again"
+        )
+        if self._group is not None and self.comm.kind == "c10d":
+            dist.destroy_process_group(self._group)  # with the last reference connections end
+            self._group = None
 
     def step(self, what: str) -> Step:
         """A step that all ranks take; see ``Step``."""
         return Step(self, what)
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
     """The ranks of a process group (``None``: all). Collective over it on first use. One rank
-    without an initialised process group.
+    without an initialised process group. ``beside``: with a communicator that no save in the
+    background uses.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(_C.Comm.self_())
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
-    found = _made.get(parent)
+    made = _beside if beside else _made
+    found = made.get(parent)
     if found is None:
         if dist.get_world_size(parent) == 1:
             found = Ranks(_C.Comm.self_())
         else:
             members = None if group is None else dist.get_process_group_ranks(group)
-            local = group is not None
-            own = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+            own = dist.new_group(
+                members,
+                timeout=timedelta(seconds=read_timeout()),
+                backend="gloo",
+                use_local_synchronization=group is not None,
+            )
             found = Ranks(comm_for_group(own), own)
-        _made[parent] = found
+        made[parent] = found
     return found
 
 
@@ -95,6 +134,8 @@ class Step:
             cause = error if error is not None else failure
             raise CheckpointError(f"{self.what}: {_text(cause)}") from cause
         if error is not None and not isinstance(error, Exception):
+            error.add_note(f"in {self.what}")
+            self.ranks.told = error
             return False
         problems = {rank: t["problem"] for rank, t in enumerate(told) if t["problem"] is not None}
         if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def _usual(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> set[str] 
     options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
     try:
         tried: Any = type(optimizer)([{**options, "params": [param]}])
-        tried.step()
+        # Below what wraps every optimizer's step: hooks for all optimizers, profilers.
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(tried)
     except Exception:  # noqa: BLE001  a closure or a sparse gradient is needed
         return None
     return {key for key, value in tried.state[param].items() if value is not None}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,8 @@ from harness import die, run_ranks, signal_rank
 from torch import nn
 
 from fsdpc import checkpoint
-from fsdpc.checkpoint import folders, saving
+from fsdpc.checkpoint import background, folders, loading, saving
+from fsdpc.checkpoint.ranks import Step, ranks_of
 
 KILLS = int(os.environ.get("FSDPC_TEST_KILLS", "12"))
 POINTS = ("create", "write", "sync", "finish", "header", "manifest", "publish", "end")
@@ -165,8 +171,6 @@ def save_different(rank: int, world: int, path: str, what: str) -> str:
     ("model", "rank 1 has another names, shapes or dtypes"),
 ])  # fmt: skip
 def test_ranks_that_differ_write_nothing(tmp_path: Path, what: str, text: str):
-    import re
-
     for found in run_ranks(save_different, 2, path=str(tmp_path / "a"), what=what):
         assert re.search(text, found), found
     assert not list(tmp_path.iterdir())
@@ -249,3 +253,218 @@ def test_a_full_file_system(tmp_path: Path):
     command = ["unshare", "-rm", "sh", "-c", TMPFS, "sh", str(tmp_path), sys.executable]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "the old one is there\n", ended.stderr
+
+
+# --- interrupted ranks, lost hosts, a second save ------------------------------------------------
+
+
+def told(call: Callable[[], Any]) -> tuple[str, str]:
+    """The type of the exception that a call raises, and its text and notes."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001  Ctrl-C, too
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "", ""
+
+
+def at_step(name: str, act: Callable[[], object], *, after: bool = False) -> None:
+    """Calls `act` when this rank comes to a step of a save, once; `after`: when it is over."""
+    real, calls = saving.write_plan, []
+
+    def reach(reached: str) -> None:
+        if reached == name and not calls:
+            calls.append(1)
+            act()
+
+    def write(plan: Any, ranks: Any, **options: Any) -> None:
+        inner = options.pop("failpoint", None) or (lambda name: None)
+        real(plan, ranks, failpoint=lambda name: (inner(name), reach(name)), **options)
+        if after:
+            act()
+
+    checkpoint.write_plan = background.write_plan = write
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_in_message(rank: int, folder: Path) -> None:
+    """Ctrl-C on rank 1 while it waits for a message of rank 0."""
+    if rank == 0:
+
+        def stay_away() -> None:
+            until = time.monotonic() + 1.0  # over a wire the wait itself is not interrupted
+            while time.monotonic() < until and not (folder / ".over").exists():
+                time.sleep(0.01)
+
+        at_step("write", stay_away)
+        return
+    real, came = Step.__exit__, []
+
+    def leave(step: Step, *error: Any) -> bool:
+        if came:
+            signal_rank(1, signal.SIGINT, 0.1)
+        try:
+            return real(step, *error)
+        except KeyboardInterrupt:
+            Step.__exit__ = real
+            (folder / ".over").touch()
+            raise
+
+    Step.__exit__ = leave  # type: ignore[method-assign]
+    at_step("sync", lambda: came.append(1))
+
+
+def interrupt(rank: int, world: int, path: str, at: str) -> list[Any]:
+    """Rank 1 gets Ctrl-C, catches it and goes on."""
+    target, model = Path(path) / "a", filled(1.0)
+    checkpoint.save(target, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2.0)
+    if at == "wait":
+        gone = threading.Event()
+        at_step("write", lambda: gone.wait(60)) if rank == 1 else None
+        handle = checkpoint.save(target, model, overwrite=True, async_=True)
+        if rank == 1:
+            signal_rank(1, signal.SIGINT, 0.1)
+        outcome = told(handle.wait)
+        gone.set()
+    elif at in ("verify", "read"):
+        real = loading.read_table
+
+        def read(file: Path, rows: Any) -> Any:
+            if rank == 1 and bool(rows[:, 0].any()) == (at == "read"):
+                ctrl_c()
+            return real(file, rows)
+
+        loading.read_table = read
+        outcome = told(lambda: checkpoint.load(target, model))
+        loading.read_table = real
+    else:
+        if at == "message":
+            interrupt_in_message(rank, Path(path))
+        elif rank == 1 and at == "between steps":
+            real_ranges = saving._write_ranges
+            saving._write_ranges = lambda *arguments: (real_ranges(*arguments), ctrl_c())
+        elif rank == 1:
+            at_step(at, ctrl_c)
+        outcome = told(lambda: checkpoint.save(target, model, overwrite=True))
+    values = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(3.0)
+    again = told(lambda: checkpoint.save(target, model, overwrite=True))
+    return [*outcome, values, *again]
+
+
+@pytest.mark.parametrize("wire", ["shm", "c10d"])
+@pytest.mark.parametrize("at", ["write", "message", "between steps", "verify", "read", "wait"])
+def test_ctrl_c(tmp_path: Path, at: str, wire: str):
+    """The interrupted rank raises KeyboardInterrupt and the other an error that says so, at once;
+    what comes after goes on, or raises where ranks were in the middle of a message.
+    """
+    began = time.monotonic()
+    env = {"FSDPC_COLLECTIVES": wire}
+    (other, why, _, other_then, why_then), (own, note, values, then, said) = run_ranks(
+        interrupt, 2, path=str(tmp_path), at=at, env=env
+    )
+    assert time.monotonic() - began < 25, "a rank has waited for its deadline"
+    assert own == "KeyboardInterrupt"
+    if at == "wait":
+        assert other == "", why
+    else:
+        assert other == "CheckpointError" and "rank 1" in why, why
+    if at in ("message", "between steps"):
+        assert (then, other_then) == ("CheckpointError", "CheckpointError")
+        assert "KeyboardInterrupt has ended an earlier save" in said, said
+        assert "KeyboardInterrupt" in why_then or wire == "c10d", why_then
+        assert value_of(tmp_path / "a") in (1.0, 2.0)  # between steps all bytes were there
+        return
+    assert (then, other_then) == ("", ""), (said, why_then)
+    assert value_of(tmp_path / "a") == 3.0
+    if at == "verify":
+        assert values == {2.0}, "the model was not to be touched"
+    if at == "read":
+        assert "so the model must not be used" in note and "so the model must not be used" in why
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".old-")}
+    assert left == {"a"}
+
+
+def lose_a_host(rank: int, world: int, path: str, how: str, async_: bool) -> tuple[str, str]:
+    ranks = ranks_of(None)
+    ranks.hosts, ranks.host = ["near", "far"], int(rank > 0)
+    checkpoint.save(Path(path) / "a", filled(1.0))
+    if rank > 0:
+        number = signal.SIGKILL if how == "dies" else signal.SIGSTOP
+        at_step("write", lambda: (signal_rank(rank, number), time.sleep(60)))
+
+    def save() -> None:
+        handle = checkpoint.save(Path(path) / "a", filled(2.0), overwrite=True, async_=async_)
+        if handle is not None:
+            handle.wait()
+
+    return told(save)
+
+
+@pytest.mark.parametrize(("how", "async_"), [("dies", True), ("stops", False), ("stops", True)])
+def test_a_host_that_is_lost(tmp_path: Path, how: str, async_: bool):
+    """Both ranks of another host are gone, over a wire: the error names them by the deadline."""
+    env = {"FSDPC_COLLECTIVES": "c10d", "FSDPC_TIMEOUT": "2"}
+    arguments = {"path": str(tmp_path), "how": how, "async_": async_}
+    first, *_ = run_ranks(lose_a_host, 3, faults=True, env=env, **arguments)
+    kind, text = first.value
+    assert kind == "CheckpointError"
+    cause = "have ended" if how == "dies" else r"are stopped"
+    assert re.search(f"the cause: ranks 1-2 .*{cause}", text), text
+    assert value_of(tmp_path / "a") == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def save_twice(rank: int, world: int, path: str) -> tuple[bool, str]:
+    """Rank 1's thread is still in the save when rank 0's is done."""
+    go = threading.Event()
+    if rank == 1:
+        at_step("", lambda: go.wait(60), after=True)
+    handle = checkpoint.save(Path(path) / "a", filled(1.0), async_=True)
+    if rank == 0:
+        handle.wait()
+    model = filled(2.0)
+    _, text = told(lambda: checkpoint.save(f"{path}/b", model, async_=True, when_busy="raise"))
+    done = handle.done
+    go.set()
+    run = checkpoint.Checkpointer(path, when_busy="wait", async_=True)
+    run.save(1, model)
+    run.save(2, model)
+    run.wait()
+    assert run.steps() == [1, 2]
+    return done, text
+
+
+def test_a_second_save_waits_or_is_refused_on_all_ranks(tmp_path: Path):
+    for rank, (done, text) in enumerate(run_ranks(save_twice, 2, path=str(tmp_path))):
+        assert done is (rank == 0)
+        assert "rank 1 (" in text and "a is still being written" in text, text
+    assert value_of(tmp_path / "a") == 1.0
+    assert not (tmp_path / "b").exists()
+
+
+def save_with_a_bar(rank: int, world: int, path: str) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        checkpoint.save(f"{path}/quiet", filled(1.0))
+        assert not shown.getvalue()
+        checkpoint.save(f"{path}/now", filled(1.0), progress=True)
+        checkpoint.save(f"{path}/later", filled(1.0), progress=True, async_=True).wait()
+        run = checkpoint.Checkpointer(f"{path}/run", progress=True)
+        run.save(1, filled(1.0))
+    return shown.getvalue()
+
+
+def test_a_progress_bar_is_shown_by_rank_0_if_it_is_asked_for(tmp_path: Path):
+    pytest.importorskip("tqdm")
+    first, *others = run_ranks(save_with_a_bar, 3, path=str(tmp_path))
+    assert others == ["", ""]
+    for name in ("now", "later", "step-000001"):
+        assert re.search(f"{name}: 100%", first), first

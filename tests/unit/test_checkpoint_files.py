@@ -14,21 +14,36 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import fsdpc.optim
 from fsdpc import _C, checkpoint
 from fsdpc._engine.lane import call_before_write
-from fsdpc.checkpoint import background, cli, folders, loading, priority, saving, write
+from fsdpc.checkpoint import (
+    background,
+    cli,
+    folders,
+    loading,
+    manifest,
+    priority,
+    saving,
+    state_keys,
+    write,
+)
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
@@ -355,6 +370,47 @@ def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, tex
     assert same(values(fresh), before) and not into.state
 
 
+def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
+    """The states that an optimizer makes are found by a step of a parameter of its class."""
+    model, optimizer = trained(1)
+    calls: list[Any] = []
+    hooks = [
+        register(lambda *arguments: calls.append(arguments))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    call_before_write(lambda: calls.append("a snapshot's wait"))
+    grad, random_state = torch.is_grad_enabled(), torch.get_rng_state()
+    try:
+        checkpoint.load(saved, model, optimizer)
+        assert calls == []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert torch.is_grad_enabled() is grad and torch.equal(torch.get_rng_state(), random_state)
+    model.one.weight.grad = torch.zeros_like(model.one.weight)
+    optimizer.step()
+    assert calls == ["a snapshot's wait"]
+
+
+OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
+    (torch.optim.Adam, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.5}),
+    (torch.optim.SGD, {}), (torch.optim.Adamax, {}), (torch.optim.NAdam, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}), (torch.optim.Adagrad, {}),
+    (torch.optim.Rprop, {}), (torch.optim.ASGD, {}), (torch.optim.Adadelta, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
+def test_the_states_that_optimizers_of_torch_make(number: int):
+    kind, options = OPTIMIZERS[number]
+    param = nn.Parameter(torch.ones(3, 3))
+    optimizer = kind([param], lr=0.1, **options)
+    found = state_keys._usual(dict(optimizer.param_groups[0]), optimizer)
+    param.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert found == {key for key, value in optimizer.state[param].items() if value is not None}
+
+
 def test_only_dtypes_that_can_be_cast_are_said_to_be(tmp_path: Path):
     class One(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
@@ -500,6 +556,111 @@ def test_links_pipes_and_two_sets_are_refused(tmp_path: Path):
         Opened(folder)
 
 
+def set_header(file: Path, change: Callable[[dict[str, Any]], int | None]) -> None:
+    """Rewrites a file's header; `change` may return another length for its first eight bytes."""
+    data = file.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    told = change(header)
+    text = json.dumps(header).encode()
+    count = len(text) if told is None else told
+    file.write_bytes(struct.pack("<Q", count) + text + data[8 + length :])
+
+
+def tensors_of(header: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for name, row in header.items() if name != "__metadata__"]
+
+
+def offsets(header: dict[str, Any], row: int, begin: int, end: int) -> None:
+    tensors_of(header)[row]["data_offsets"] = [begin, end]
+
+
+def shape(header: dict[str, Any], *sizes: int) -> None:
+    tensors_of(header)[0]["shape"] = list(sizes)
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], int | None], str]] = {
+    "huge": (lambda header: 1 << 62, "a header of 4611686018427387904 bytes in a file of"),
+    "longer than the file": (lambda header: 99_999_999, "a header of 99999999 bytes in a file of"),
+    "empty": (lambda header: 0, "was never finished"),
+    "overlap": (lambda header: offsets(header, 1, 0, 20), "overlaps|do not match"),
+    "negative offset": (lambda header: offsets(header, 0, -140, 0), "not negative"),
+    "negative size": (lambda header: shape(header, -5, -7), "not negative"),
+    "beyond the end": (lambda header: offsets(header, 0, 1 << 40, (1 << 40) + 140), "[a-z]"),
+    "overflow": (lambda header: shape(header, 1 << 32, 1 << 32), r"2\^63"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_hostile_headers(saved: Path, part: str, name: str):
+    """With a manifest, and as a folder of another library."""
+    change, text = HEADERS[name]
+    folder = saved / "optimizer" if part == "optimizer" else saved
+    set_header(folder / f"{part}-00001-of-00001.safetensors", change)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{part}-00001-of-00001.safetensors"):
+        Opened(saved)
+    (saved / "fsdpc.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=f"{part}-00001-of-00001.*(?:{text})"):
+        Opened(saved)
+
+
+def resign(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """A manifest that somebody has changed, with a checksum that fits."""
+    body = json.loads((saved / "fsdpc.json").read_text())
+    del body["crc32c"]
+    change(body)
+    text = json.dumps(body, indent=1, ensure_ascii=False)
+    (saved / "fsdpc.json").write_bytes(manifest._signed(text))
+
+
+@pytest.mark.parametrize("path", ["../evil.json", "/etc/evil.json", "a/b/evil.json", "..", ".git"])
+@pytest.mark.parametrize("table", ["files", "headers", "tensors"])
+def test_a_manifest_that_leaves_the_folder(saved: Path, table: str, path: str):
+    evil = b"{}"
+    (saved.parent / "evil.json").write_bytes(evil)
+    crc = f"{_C.ckpt_crc32c(evil):08x}"
+    resign(
+        saved, lambda body: body[table].__setitem__(path, {} if table == "tensors" else [2, crc])
+    )
+    with pytest.raises(checkpoint.CheckpointError, match="names the file .* is not in the checkp"):
+        Opened(saved)
+    assert command("convert", saved, saved.parent / "to") == 2
+
+
+MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda body: body.update(version=2), "has version 2; this fsdpc reads version 1"),
+    (lambda body: body.update(block_bytes=-1), "has blocks of -1 bytes"),
+    (lambda body: body.update(headers=[]), "is damaged or is not a manifest"),
+    (lambda body: body.update(tensors={}), "the manifest does not fit tensor"),
+    (lambda body: body["files"].clear(), "is not in the manifest"),
+    (lambda body: body["headers"].popitem(), "size or header is not the manifest's"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MANIFESTS)))
+def test_hostile_manifests(saved: Path, number: int):
+    change, text = MANIFESTS[number]
+    resign(saved, change)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(saved, *trained(1))
+
+
+@pytest.mark.parametrize("name", ["fsdpc.json", "optimizer", "fsdpc", "optimizer/optimizer.json"])
+def test_links_inside_a_checkpoint_are_refused(saved: Path, name: str):
+    os.rename(saved / name, saved.parent / "moved")
+    os.symlink(saved.parent / "moved", saved / name)
+    model, optimizer = trained(1)
+    before = values(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="symbolic link"):
+        checkpoint.load(saved, model, optimizer)
+    assert same(values(model, optimizer), before)
+    os.remove(saved / name)
+    os.rename(saved.parent / "moved", saved / name)
+    os.symlink(saved, saved.parent / "newest")  # the folder itself may be found by a link
+    checkpoint.load(saved.parent / "newest", model, optimizer)
+
+
 def test_a_plain_file_without_checksums_loads(tmp_path: Path):
     source = Net(4)
     save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
@@ -510,9 +671,17 @@ def test_a_plain_file_without_checksums_loads(tmp_path: Path):
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Flipped bits, cuts, doubled pieces, changed digits and lengths of a file's header."""
+    """Flipped bits, cuts, doubled pieces, changed digits and lengths: of a file's header, or of a
+    file without one.
+    """
     found = bytearray(data)
     (length,) = struct.unpack_from("<Q", found)
+    if length > len(data):  # a text
+        at = rng.randrange(len(data))
+        size = rng.randrange(1, 20)
+        piece = bytes(rng.choice(b'0123456789{}[]",:-\\.eu \x00\xff') for _ in range(size))
+        keep = rng.choice([data[at:], data[at + size :], data[at - size :] if at > size else b""])
+        return data[:at] + rng.choice([piece, b""]) + keep
     for _ in range(rng.randint(1, 3)):
         kind, at = rng.randrange(6), rng.randrange(min(len(found), 8 + length))
         if kind == 0:
@@ -536,35 +705,46 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+def accepted_alone(lone: Path) -> bool:
+    """If fsdpc takes a file without a manifest; then the reference library reads its tensors."""
+    try:
+        where = Opened(lone).model.where
+    except checkpoint.CheckpointError:
+        return False
+    try:
+        with safe_open(str(lone), "np") as opened:
+            assert sorted(opened.keys()) == sorted(where)
+            for name, (_, place) in where.items():
+                assert tuple(opened.get_slice(name).get_shape()) == tuple(place.shape)
+    except SafetensorError as error:
+        raise AssertionError(f"accepted, but not by safetensors: {lone.read_bytes()!r}") from error
+    return True
+
+
 def test_fuzzed_files_never_load_wrongly(saved: Path, tmp_path: Path):
     """What fsdpc accepts without a manifest, the reference library reads to the same tensors; with
-    one, no changed file is accepted.
+    one, no changed file is accepted. `FUZZ_SECONDS` for more.
     """
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
-    original = (saved / "model-00001-of-00001.safetensors").read_bytes()
-    lone, inside = tmp_path / "model.safetensors", saved / "model-00001-of-00001.safetensors"
-    until, tried, accepted = time.monotonic() + FUZZ_SECONDS, 0, 0
+    originals = {file: file.read_bytes() for file in sorted(saved.rglob("*")) if file.is_file()}
+    lone, (model, optimizer) = tmp_path / "model.safetensors", trained(1)
+    before = values(model, optimizer)
+    until = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", FUZZ_SECONDS))
+    tried = accepted = 0
     while time.monotonic() < until:
-        data = mutate(original, rng)
-        tried += 1
-        if data == original:
-            continue
-        lone.write_bytes(data)
-        inside.write_bytes(data)
-        with pytest.raises(checkpoint.CheckpointError):
-            checkpoint.load(saved, Net(1))
-        try:
-            where = Opened(lone).model.where
-        except checkpoint.CheckpointError:
-            continue
-        accepted += 1
-        try:
-            with safe_open(str(lone), "np") as opened:
-                assert sorted(opened.keys()) == sorted(where)
-                for name, (_, place) in where.items():
-                    assert tuple(opened.get_slice(name).get_shape()) == tuple(place.shape)
-        except SafetensorError as error:
-            raise AssertionError(f"accepted, but not by safetensors: {data!r}") from error
+        for file, original in originals.items():
+            data = mutate(original, rng)
+            if data == original:
+                continue
+            tried += 1
+            file.write_bytes(data)
+            with pytest.raises(checkpoint.CheckpointError):
+                checkpoint.load(saved, model, optimizer)
+            file.write_bytes(original)
+            if file.suffix == ".safetensors":
+                lone.write_bytes(data)
+                accepted += accepted_alone(lone)
+    assert same(values(model, optimizer), before)
     print(f"{tried} mutated files, {accepted} of them valid")
     assert tried > 50
 
@@ -752,6 +932,20 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "  one.weight  float32[5, 7]  140 bytes" in capsys.readouterr().out
     assert command("verify", saved) == command("verify", tmp_path / "low") == 0
     assert command("verify", tmp_path / "nowhere") == 2
+
+
+def test_a_dcp_folder_of_a_model_and_its_optimizer(tmp_path: Path, capsys: Any):
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    convert = ("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "to")
+    assert command(*convert) == 2
+    assert "--prefix model." in capsys.readouterr().err
+    assert command(*convert, "--prefix", "net.") == 2
+    assert command(*convert, "--prefix", "model.") == 0
+    other = Net(9)
+    checkpoint.load(tmp_path / "to", other)
+    assert same(values(other), values(model))
 
 
 def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():

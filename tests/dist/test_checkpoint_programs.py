@@ -1,0 +1,240 @@
+"""fsdpc.checkpoint in programs as people write them: wrapped and compiled models, averages beside
+the model, accumulation, evaluation while training goes on, preemption.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import build
+from harness import run_ranks
+from test_checkpoint_elastic import loss, tensors_of
+from test_checkpoint_faults import filled
+from torch import nn
+from toys import full_parameters, loss_of, tokens, toy, wrap
+
+from fsdpc import checkpoint
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def wrapped(kind: str, seed: int) -> nn.Module:
+    """A model inside of other libraries' wrappers."""
+    if kind == "DDP":
+        return nn.parallel.DistributedDataParallel(toy(seed))
+    if kind == "compiled part":
+        model = toy(seed)
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        return wrap("fsdpc", model)
+    return torch.compile(build(kind.removeprefix("compiled "), toy(seed)), backend="eager")
+
+
+def save_wrapped(rank: int, world: int, path: str, kind: str) -> float:
+    model = wrapped(kind, 1)
+    optimizer = adamw(model)
+    loss_of(model, tokens(rank, 0)).backward()
+    optimizer.step()
+    checkpoint.save(path, model, optimizer)
+    again = wrapped(kind, 2)
+    checkpoint.load(path, again, adamw(again))
+    assert loss(again) == loss(model)
+    return loss(model)
+
+
+def load_bare(rank: int, world: int, path: str) -> float:
+    model = build("fsdpc", toy(3))
+    checkpoint.load(path, model, adamw(model))
+    return loss(model)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "compiled part", "compiled fsdpc-flat", "compiled fsdp2"])
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path, kind: str):
+    path = str(tmp_path / "a")
+    losses = run_ranks(save_wrapped, 2, path=path, kind=kind)
+    names = {name for name in tensors_of(path) if not name.startswith("state.")}
+    assert names == set(toy().state_dict())
+    assert set(losses) == set(run_ranks(load_bare, 1, path=path))
+
+
+def average(rank: int, world: int, path: str) -> None:
+    model = build("fsdpc", toy(1))
+    both = nn.ModuleDict({"model": model, "average": copy.deepcopy(model)})
+    optimizer = adamw(model)
+    loss_of(model, tokens(rank, 0)).backward()
+    optimizer.step()
+    checkpoint.save(path, both, optimizer)
+    model = build("fsdpc-flat", toy(2))
+    again = nn.ModuleDict({"model": model, "average": copy.deepcopy(model)})
+    checkpoint.load(path, again, adamw(model))
+    for name in both:
+        expected = full_parameters(both[name])
+        for key, value in full_parameters(again[name]).items():
+            assert torch.equal(value, expected[key]), (name, key)
+
+
+def test_an_average_beside_the_model(tmp_path: Path):
+    run_ranks(average, 2, path=str(tmp_path / "a"))
+
+
+def accumulate(rank: int, world: int, path: str) -> None:
+    """A save between two micro-batches changes nothing; gradients are not in it, so a program goes
+    back to the first micro-batch of the step.
+    """
+
+    def micro(model: nn.Module, number: int) -> None:
+        loss_of(model, tokens(rank, 0, number)).backward()
+
+    def make(seed: int) -> tuple[Any, Any, Any]:
+        model = build("fsdpc", toy(seed))
+        optimizer = adamw(model)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    position = {"step": 0, "micro": 1, "random": torch.get_rng_state()}
+    ends = []
+    for save in (False, True):
+        model, optimizer, scheduler = make(1)
+        with model.no_sync():
+            micro(model, 0)
+        if save:
+            checkpoint.save(path, model, optimizer, scheduler, extra=position)
+        micro(model, 1)
+        optimizer.step()
+        scheduler.step()
+        ends.append(full_parameters(model))
+    model, optimizer, scheduler = make(2)
+    micro(model, 7)  # what was accumulated before is the program's to clear
+    found = checkpoint.load(path, model, optimizer, scheduler)
+    assert found.extra["micro"] == 1 and torch.equal(found.extra["random"], position["random"])
+    optimizer.zero_grad()
+    with model.no_sync():
+        micro(model, 0)
+    micro(model, 1)
+    optimizer.step()
+    scheduler.step()
+    ends.append(full_parameters(model))
+    assert scheduler.last_epoch == 1
+    for end in ends[1:]:
+        assert all(torch.equal(end[name], value) for name, value in ends[0].items())
+
+
+def test_a_save_in_the_middle_of_accumulation(tmp_path: Path):
+    run_ranks(accumulate, 2, path=str(tmp_path / "a"))
+
+
+def another_head(rank: int, world: int, path: str) -> None:
+    model = toy(2)
+    width = model.head.in_features
+    model.head = nn.Linear(width, 5)
+    with pytest.raises(checkpoint.CheckpointError, match="give a new head another name"):
+        checkpoint.load(path, build("fsdpc", model), strict=False)
+    model = toy(2)
+    del model.head
+    model.score = nn.Linear(width, 5)
+    kept = model.score.weight.detach().clone()
+    sharded = build("fsdpc", model)
+    found = checkpoint.load(path, sharded, strict=False)
+    assert sorted(found.missing) == ["score.bias", "score.weight"]
+    assert sorted(found.unexpected) == ["head.bias", "head.weight"]
+    values = full_parameters(sharded)
+    assert torch.equal(values["score.weight"], kept)
+    assert torch.equal(values["embed.weight"], toy(1).embed.weight)
+
+
+def test_fine_tuning_with_another_head(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    save_file(dict(toy(1).state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    run_ranks(another_head, 3, path=str(tmp_path))
+
+
+def train_on(rank: int, world: int, path: str) -> None:
+    run = checkpoint.Checkpointer(path, keep=2, async_=True)
+    model = filled(0.0)
+    for step in range(1, 41):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(step)
+        run.save(step, model)
+    run.wait()
+
+
+EVALUATE = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+import torch
+from toys import toy
+from fsdpc import checkpoint
+run, model, good, gone = checkpoint.Checkpointer(sys.argv[1], keep=2), toy(), 0, 0
+print("ready", flush=True)
+until = time.monotonic() + 60
+while time.monotonic() < until and 40 not in run.steps():
+    newest = run.latest()
+    if newest is None:
+        continue
+    try:
+        found = checkpoint.load(newest, model)
+    except checkpoint.CheckpointError as error:
+        assert not newest.exists(), error  # removed in the meantime
+        gone += 1
+        continue
+    values = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
+    assert values == {float(found.step)} == {float(newest.name[5:])}, (newest, values)
+    good += 1
+assert run.resume(model).step == 40
+print(good > 0)
+"""
+
+
+def test_evaluation_while_training_goes_on(tmp_path: Path):
+    """A process on its own reads what `latest` names while that moves and old ones are removed."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", EVALUATE, str(tmp_path / "run"), str(here)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as evaluation:
+        assert evaluation.stdout is not None
+        assert evaluation.stdout.readline() == "ready\n"
+        run_ranks(train_on, 2, path=str(tmp_path / "run"))
+        assert evaluation.stdout.read() == "True\n"
+    assert evaluation.returncode == 0
+    left = {path.name for path in (tmp_path / "run").iterdir() if path.name[0] != "."}
+    assert left == {"latest", "step-000039", "step-000040"}
+
+
+def until_preempted(rank: int, world: int, path: str) -> int:
+    """The scheduler's SIGTERM reaches ranks in different steps: they agree before they save."""
+    stop = torch.zeros(())
+    signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
+    model = build("fsdpc")
+    optimizer = adamw(model)
+    run = checkpoint.Checkpointer(path, every=1000)
+    for step in range(10_000):
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 + rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        told = stop.clone()
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if told:
+            run.save(step, model, optimizer, extra={"rank": rank}, force=True)
+            break
+        run.save(step, model, optimizer)
+    return step
+
+
+def test_preemption(tmp_path: Path):
+    assert run_ranks(until_preempted, 2, path=str(tmp_path / "run")) == [2, 2]
+    model = toy()
+    found = checkpoint.Checkpointer(tmp_path / "run").resume(model, adamw(model))
+    assert found is not None and found.step == 2
+    assert found.extras == [{"rank": 0}, {"rank": 1}]
