@@ -239,6 +239,25 @@ def activation_curve_tables(result: dict) -> str:
     )
 
 
+def curve_tables(result: dict) -> str:
+    """Where the curves of bench_curves.py end."""
+    cases = result["cases"]
+    base = cases["AdamW"]["validation"]
+    rows = [
+        [
+            name,
+            f"{case['last']:.4f}",
+            f"{case['validation']:.4f}",
+            f"{100 * (case['validation'] / base - 1):+.2f} %",
+        ]
+        for name, case in cases.items()
+    ]
+    head = ["bits per byte", "last 20 steps", "validation", "against AdamW"]
+    sizes = ", ".join(f"{k} {result[k]}" for k in ("ranks", "steps", "layers", "width", "batch"))
+    title = f"### Training curves of optimizers: {sizes}"
+    return "\n\n".join([title, run_line(result["run"]), markdown(head, rows)])
+
+
 def offload_tables(result: dict) -> str:
     """The table of bench_offload.py."""
     keys = (("ns_per_parameter", 1), ("gb_per_s", 2), ("of_raw", 2))
@@ -255,6 +274,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "activations_curves": activation_curve_tables,
     "offload": offload_tables,
     "checkpoint": checkpoint_tables,
+    "curves": curve_tables,
     "checkouts": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,
