@@ -11,6 +11,12 @@ write at least: parameter, gradient and states once each (the gradients twice fo
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
 The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element.
+
+"scaler, clip, cast" is a step with loss scaling (infinities found, gradients divided by the
+scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.
+
+The last table is whole training steps of bench_step.py's models on two ranks of fsdpc, whose
+optimizer is torch's fused AdamW or fsdpc's (--steps "" leaves them out).
 """
 
 from __future__ import annotations
@@ -21,32 +27,42 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import bench_step
 import common
 import torch
 from torch import nn
 
 from fsdpc import _C, optim
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 MIN_SECONDS = 0.02  # of one measurement
 Call = Callable[[], Any]
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Name, bytes per parameter, dtype, what makes the optimizer, max_norm or None.
-STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], bool]] = {
-    "AdamW": (28, F32, lambda p: optim.AdamW(p), False),
-    "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), False),
-    "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), False),
-    "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), True),
-    "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), True),
-    "SGD momentum": (20, F32, lambda p: optim.SGD(p, momentum=0.9), False),
-    "torch SGD fused": (20, F32, lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), False),
-    "Lion": (20, F32, lambda p: optim.Lion(p), False),
-    "AdamW bf16": (14, BF16, lambda p: optim.AdamW(p), False),
-    "torch AdamW fused bf16": (14, BF16, lambda p: torch.optim.AdamW(p, fused=True), False),
-    "AdamWBF16, bf16": (14, BF16, lambda p: optim.AdamWBF16(p), False),
-    "AdamWBF16, fp32": (20, F32, lambda p: optim.AdamWBF16(p), False),
-    "AdamW8bit": (16.06, F32, lambda p: optim.AdamW8bit(p), False),
-    "AdamMini": (24, F32, lambda p: optim.AdamMini(p, block=lambda *_: 1024), False),
+PLAIN, CLIP, SCALER = range(3)  # what happens beside the step
+# Name, bytes per parameter, dtype, what makes the optimizer, what happens beside the step.
+STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
+    "AdamW": (28, F32, lambda p: optim.AdamW(p), PLAIN),
+    "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), PLAIN),
+    "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), PLAIN),
+    "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), CLIP),
+    "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), CLIP),
+    "AdamW, scaler, clip, cast": (46, F32, lambda p: optim.AdamW(p), SCALER),
+    "torch AdamW fused, scaler, clip, cast": (
+        54,
+        F32,
+        lambda p: torch.optim.AdamW(p, fused=True),
+        SCALER,
+    ),
+    "SGD momentum": (20, F32, lambda p: optim.SGD(p, momentum=0.9), PLAIN),
+    "torch SGD fused": (20, F32, lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), PLAIN),
+    "Lion": (20, F32, lambda p: optim.Lion(p), PLAIN),
+    "AdamW bf16": (14, BF16, lambda p: optim.AdamW(p), PLAIN),
+    "torch AdamW fused bf16": (14, BF16, lambda p: torch.optim.AdamW(p, fused=True), PLAIN),
+    "AdamWBF16, bf16": (14, BF16, lambda p: optim.AdamWBF16(p), PLAIN),
+    "AdamWBF16, fp32": (20, F32, lambda p: optim.AdamWBF16(p), PLAIN),
+    "AdamW8bit": (16.06, F32, lambda p: optim.AdamW8bit(p), PLAIN),
+    "AdamMini": (24, F32, lambda p: optim.AdamMini(p, block=lambda *_: 1024), PLAIN),
 }
 
 
@@ -63,7 +79,7 @@ PEERS = {
     "torchao AdamW8bit": peer("torchao.optim", "AdamW8bit"),
 }
 STEPS |= {
-    name: (16.06, F32, lambda p, make=make: make(p), False)
+    name: (16.06, F32, lambda p, make=make: make(p), PLAIN)
     for name, make in PEERS.items()
     if make is not None
 }
@@ -71,6 +87,7 @@ STEPS |= {
 RIVALS = {
     "AdamW": "torch AdamW fused",
     "AdamW, clip": "torch AdamW fused, clip",
+    "AdamW, scaler, clip, cast": "torch AdamW fused, scaler, clip, cast",
     "SGD momentum": "torch SGD fused",
     "AdamW bf16": "torch AdamW fused bf16",
     "AdamWBF16, bf16": "torch AdamW fused bf16",
@@ -89,13 +106,16 @@ def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]
 
 
 def step_call(name: str, count: int, numel: int) -> Call:
-    """One step, with clipping by a norm that changes little where the case has it."""
-    _, dtype, make, clips = STEPS[name]
+    """One step, with what happens beside it; the norm changes little."""
+    _, dtype, make, beside = STEPS[name]
     params = parameters(dtype, count, numel)
     optimizer = make(params)
-    if not clips:
+    if beside == PLAIN:
         return optimizer.step
-    if isinstance(optimizer, optim.AdamW):
+    ours = isinstance(optimizer, optim.AdamW)
+    if beside == SCALER:
+        return scaler_call(params, optimizer, ours)
+    if ours:
         return lambda: optimizer.step_and_clip(1.0)
 
     def clip_and_step() -> None:
@@ -103,6 +123,28 @@ def step_call(name: str, count: int, numel: int) -> Call:
         optimizer.step()
 
     return clip_and_step
+
+
+def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
+    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. Each
+    step divides the same gradients again: the scale is near 1, and no power of two.
+    """
+    scaler = ShardedGradScaler("cpu", init_scale=1 + 2**-20, growth_interval=1 << 30)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    copies = [torch.empty_like(param, dtype=BF16) for param in params]
+
+    def step() -> None:
+        if ours:
+            scaler.step(optimizer, max_norm=1.0)
+        else:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(params, 1.0)
+            scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, params)
+
+    return step
 
 
 def triad_call(count: int, numel: int) -> Call:
@@ -165,12 +207,39 @@ def show(title: str, results: dict[str, Any]) -> None:
     common.print_table(head, rows)
 
 
+def whole_steps(model: str, rounds: int) -> dict[str, Any]:
+    """Seconds of a training step by the optimizer, and their quotient, of the slower rank."""
+    names = ["fsdpc-torch-fused", "fsdpc-optim"]
+    found = bench_step.run_ranks(bench_step.time_job, 2, model, names, rounds)
+    seconds = found["seconds"]
+    pairs = zip(seconds[names[1]], seconds[names[0]], strict=True)
+    losses = [found["losses"][name] for name in names]
+    return {
+        **{name: common.spread([1e3 * value for value in seconds[name]]) for name in names},
+        "of_torch": common.spread([mine / theirs for mine, theirs in pairs]),
+        "loss_difference": max(abs(a - b) for a, b in zip(*losses, strict=True)),
+    }
+
+
+def show_steps(results: dict[str, Any]) -> None:
+    """Print the table of whole steps."""
+    print("\ntraining steps, 2 ranks")
+    head = ["model", "torch fused, ms", "fsdpc.optim, ms", "time / torch's", "losses differ by"]
+    keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch")
+    rows = [
+        [model, *(f"{entry[key]['median']:.3f}" for key in keys), f"{entry['loss_difference']:.1e}"]
+        for model, entry in results.items()
+    ]
+    common.print_table(head, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=16 << 20)
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--small", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", default="10m,85m", help="models of whole training steps")
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -190,6 +259,10 @@ def main() -> None:
         found = measure(chosen, count, numel, options.rounds)
         result[title] = {"tensors": count, "numel": numel, "cases": found}
         show(f"{title}: {count} x {numel} parameters", found)
+    models = [model for model in options.steps.split(",") if model and not options.only]
+    result["steps"] = {model: whole_steps(model, 2 * options.rounds) for model in models}
+    if models:
+        show_steps(result["steps"])
     if options.json:
         common.write_json("optim.json", result)
 

@@ -168,6 +168,16 @@ def fsdpc(work: Workload, **options: object) -> Training:
     return wrapper(work, fsdpc, wrap, **options)
 
 
+def stepped_by(work: Workload, make: str) -> Training:
+    """fsdpc with another AdamW: torch's fused one, or fsdpc.optim's."""
+    from fsdpc import optim
+
+    training = fsdpc(work)
+    kinds = {"torch": functools.partial(torch.optim.AdamW, fused=True), "fsdpc": optim.AdamW}
+    training.optimizer = kinds[make](training.model.parameters(), lr=1e-3)
+    return training
+
+
 def profiled(work: Workload, **options: bool) -> Training:
     """fsdpc whose rounds run inside fsdpc.profile_memory, with these options of it."""
     import fsdpc as library
@@ -215,6 +225,8 @@ ENGINES: dict[str, Callable[[Workload], Training]] = {
     "fsdp2": fsdp2,
     "fsdpc": fsdpc,
     "fsdpc2": fsdpc2,
+    "fsdpc-torch-fused": functools.partial(stepped_by, make="torch"),
+    "fsdpc-optim": functools.partial(stepped_by, make="fsdpc"),
     "fsdpc-events": functools.partial(profiled, tensors=False),
     "fsdpc-tensors": profiled,
 }

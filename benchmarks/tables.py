@@ -210,6 +210,15 @@ def optim_tables(result: dict) -> str:
             f"One thread; triad {figure(triad, 1)} GB/s. {run_line(result)}",
             markdown(head, rows),
         ]
+    if steps := result.get("steps"):
+        keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch")
+        rows = [[name, *(figure(case[key], 2) for key in keys)] for name, case in steps.items()]
+        head = ["model", "torch's fused AdamW, ms", "fsdpc.optim.AdamW, ms", "time / torch's"]
+        blocks += [
+            "### Training steps by their optimizer",
+            f"fsdpc, 2 ranks, one thread per rank. {run_line(result)}",
+            markdown(head, rows),
+        ]
     return "\n\n".join(blocks)
 
 

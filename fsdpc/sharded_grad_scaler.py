@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from fsdpc import _C
 from fsdpc._comm.bootstrap import comm_for_host
+from fsdpc._engine.device import stand_in
 
 __all__ = ["ShardedGradScaler"]
 
@@ -69,14 +72,30 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        if not found:  # this rank's optimizer has no gradients
+        found: dict[torch.device, torch.Tensor] = {}
+        if not (found_inf.is_cpu and float(inv_scale) == 1.0 and _are_finite(optimizer)):
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        if not found:  # all finite on the host, or no gradients
             found = {found_inf.device: found_inf}
         if dist.is_available() and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
             agree = _agree_on_host if found_inf.device.type == "cpu" else _agree_on_device
             agree(group, list(found.values()), found_inf.device)
         return found
+
+
+def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the host has read all gradients and found them finite; torch's check, which also
+    writes each of them, decides where this is False.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    held = [grad for grad in grads if grad is not None]
+    if stand_in() or not all(type(grad) is torch.Tensor and grad.is_cpu for grad in held):
+        return False
+    try:
+        return math.isfinite(_C.optim_sum_squares(held, torch.get_num_threads()))
+    except (BufferError, ValueError):  # sparse or not contiguous
+        return False
 
 
 def _agree_on_host(group: Any, found: list[torch.Tensor], device: torch.device) -> None:

@@ -12,8 +12,12 @@ typedef struct fsdpc_optim_numbers {
     double weight1, weight2; /* factors of the gradient */
     double root, eps;        /* Adam: divisor of the square root, term added to it */
     double size;             /* factor of the update, negative */
+    double factor;           /* of the gradient */
     bool first, nesterov;    /* SGD */
 } fsdpc_optim_numbers;
+
+/* Bytes of a cache line, and how far ahead of what a loop reads its memory is asked for. */
+enum { FSDPC_OPTIM_LINE = 64, FSDPC_OPTIM_AHEAD = 2048 };
 
 /* Loops over elements in one type; the pointers are to that type and do not overlap. */
 typedef struct fsdpc_optim_rules {
@@ -85,9 +89,9 @@ typedef void fsdpc_optim_part(void *context, int tensor, int64_t begin, int64_t 
 int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int threads,
                           fsdpc_optim_part *part, void *context);
 
-/* The gradients of elements [begin, begin + n), n at most a tile, unscaled, clipped, with their sign
- * and coupled decay. Returns `buffer` or, where nothing is to be done, the gradient itself. Unscaled
- * gradients are written back if `write`. */
+/* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the
+ * loops multiply what is returned by the tensor's factor. Returns `buffer` or, where nothing is to be
+ * done, the gradient itself. Unscaled gradients are written back if `write`. */
 const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                                  const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,
                                  const void *param, bool write, void *buffer);

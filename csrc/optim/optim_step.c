@@ -20,12 +20,27 @@ rules_of(const fsdpc_optim_loops *loops, const fsdpc_optim_tensor *tensor)
     return tensor->param_type == FSDPC_F64 ? &loops->f64 : &loops->f32;
 }
 
+static bool
+decays_gradients(const fsdpc_optim_rule *rule)
+{
+    return rule->weight_decay != 0 && !rule->decoupled;
+}
+
+static double
+factor_of(const fsdpc_optim_rule *rule)
+{
+    return rule->maximize ? -rule->clip : rule->clip;
+}
+
 fsdpc_optim_numbers
 fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
-    fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .nesterov = rule->nesterov};
+    fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .factor = 1, .nesterov = rule->nesterov};
     if (rule->decoupled) {
         k.decay = 1 - rule->lr * rule->weight_decay;
+    }
+    if (!decays_gradients(rule)) {
+        k.factor = factor_of(rule);
     }
     k.beta1 = rule->beta1;
     k.beta2 = rule->beta2;
@@ -103,8 +118,6 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
                      bool write, void *buffer)
 {
     const fsdpc_optim_rules *rules = rules_of(loops, tensor);
-    const double factor = rule->maximize ? -rule->clip : rule->clip;
-    const bool decays = rule->weight_decay != 0 && !rule->decoupled;
     const fsdpc_dtype type = tensor->grad_type;
     const void *grad = fsdpc_optim_load(loops, tensor->grad, type, begin, n, buffer);
     if (rule->grad_scale != 1) {
@@ -116,12 +129,10 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
             fsdpc_optim_store(loops, tensor->grad, type, begin, n, buffer);
         }
     }
-    if (factor != 1 || (decays && grad != buffer)) {
-        rules->multiply(buffer, grad, factor, n);
-        grad = buffer;
-    }
-    if (decays) {
+    if (decays_gradients(rule)) {
+        rules->multiply(buffer, grad, factor_of(rule), n);
         rules->add_scaled(buffer, param, rule->weight_decay, n);
+        grad = buffer;
     }
     return grad;
 }
@@ -192,12 +203,11 @@ step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc
     }
 }
 
-/* True if the rule reads a tensor's gradients as they are. */
+/* True if the loops read a tensor's gradients as they are. */
 static bool
 gradient_is_plain(const fsdpc_optim_rule *rule)
 {
-    return rule->grad_scale == 1 && rule->clip == 1 && !rule->maximize &&
-           (rule->decoupled || rule->weight_decay == 0);
+    return rule->grad_scale == 1 && !decays_gradients(rule);
 }
 
 /* A tile of Adam whose bfloat16 states are rounded stochastically. */

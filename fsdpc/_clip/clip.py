@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdpc._clip.device import norm_and_factor, tree_for
+from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
 
 
@@ -27,10 +27,8 @@ def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: floa
     if tree is None:
         total = _clip_on_host(root, units, others, max_norm, norm_type)
     else:
-        masks = {unit: unit.begin_scaling() for unit in units}
-        total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
-        for unit in units:
-            unit.end_scaling()
+        with scaling_of(units) as masks:
+            total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
     if not dtypes and float(total) != 0.0:  # all elements with gradients are on other ranks
         dtypes = list(_dtypes_elsewhere(units))
     if not dtypes:

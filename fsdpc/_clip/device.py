@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,21 @@ def tree_for(units: list[Any], norm_type: float) -> Any:
         if not on_device or unit.tree is None or unit.tree is not tree:
             return None
     return tree
+
+
+@contextmanager
+def scaling_of(units: list[Any]) -> Iterator[dict[Any, bytes]]:
+    """The masks of the units' gradients; gradients in low precision are back afterwards, whatever
+    is raised. Local.
+    """
+    begun: dict[Any, bytes] = {}
+    try:
+        for unit in units:
+            begun[unit] = unit.begin_scaling()
+        yield begun
+    finally:
+        for unit in begun:
+            unit.end_scaling()
 
 
 def norm_and_factor(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
-from fsdpc._clip.device import norm_and_factor, tree_for
+from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._engine.device import CPU, engine_device, stand_in
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import foreach_norm
@@ -25,7 +25,7 @@ class Control(NamedTuple):
     clip: Tensor | None = None  # float64
 
 
-def ordinal_of(param: Tensor) -> int | None:
+def gpu_of(param: Tensor) -> int | None:
     """The GPU whose memory holds a parameter's values; None: host memory. Local.
 
     On a simulated GPU that memory is the host's: the parameter's unit decides.
@@ -39,10 +39,10 @@ def ordinal_of(param: Tensor) -> int | None:
 
 
 def ordinals_of(params: Sequence[Tensor]) -> list[int | None]:
-    """``ordinal_of`` each parameter, quickly where all are in host memory. Local."""
+    """``gpu_of`` each parameter, quickly where all are in host memory. Local."""
     if not stand_in() and not any(param.is_cuda for param in params):
         return [None] * len(params)
-    return [ordinal_of(param) for param in params]
+    return [gpu_of(param) for param in params]
 
 
 def only_gpu(params: Sequence[Tensor]) -> int | None:
@@ -97,16 +97,14 @@ def norm_of_units(params: Sequence[Tensor]) -> Tensor | None:
     if tree is None:
         return None
     own = {id(param) for param in params}
-    masks = {unit: _mask(unit, own) for unit in found}
-    out = norm_and_factor(tree, masks, [], 2.0, 1.0, scale=False)
-    for unit in found:
-        unit.end_scaling()
-    return out[0]
+    with scaling_of(found) as masks:
+        own_masks = {unit: _mask(unit, mask, own) for unit, mask in masks.items()}
+        return norm_and_factor(tree, own_masks, [], 2.0, 1.0, scale=False)[0]
 
 
-def _mask(unit: Any, own: set[int]) -> bytes:
+def _mask(unit: Any, with_grad: bytes, own: set[int]) -> bytes:
     """Which of a unit's parameters have a gradient and belong to the optimizer."""
-    mask = bytearray(unit.begin_scaling())
+    mask = bytearray(with_grad)
     for param, _, covers in unit.optim_params:
         if id(param) not in own:
             for index in covers:
@@ -132,7 +130,7 @@ def step_device(param: Tensor) -> torch.device:
 def refuse_disk(params: Sequence[Tensor]) -> None:
     """``NotImplementedError``: a parameter is on a GPU. Local."""
     for param in params:
-        if ordinal_of(param) is not None:
+        if gpu_of(param) is not None:
             raise NotImplementedError(
                 f"offload=Disk(...): a parameter of shape {tuple(param.shape)} is on a GPU, and "
                 "states on a disk are stepped in host memory: shard with "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdpc._engine.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
-from fsdpc.optim._device import ordinal_of
+from fsdpc.optim._device import gpu_of
 
 
 def in_backward(
@@ -75,7 +75,7 @@ def _unit_of(param: Tensor, name: str) -> Any:
     where = f"unit {unit.name or '(root)'} of parameter {name}"
     if unit.groups.replicate is not None:
         raise NotImplementedError(f"{where} has replicas, whose gradients are summed at the end")
-    if ordinal_of(param) is not None:
+    if gpu_of(param) is not None:
         raise NotImplementedError(
             f"{where} is on a GPU, where its gradient is not reduced yet when the host is there: "
             "call step() after backward, or keep the unit's values in host memory by "

@@ -4,6 +4,8 @@ sync, and each wait of a step that is left out is found.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import env
 import pytest
 import torch
@@ -11,6 +13,8 @@ from harness import ranks, run_ranks
 from test_clip_gpu import Unread
 from test_device_waits import ON_GPU, Run, leave_out_each_wait
 from test_optim_steps import OPTIONS, Model, alone, make, same, train
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 from toys import full_parameters, wrap
 
 from fsdpc import FullyShardedDataParallel as FSDP
@@ -70,6 +74,27 @@ def test_a_step_needs_no_host_sync(rank: int, world: int):
         if clip:
             expected = run.model.clip_grad_norm_(1e9)
             torch.testing.assert_close(norm.float(), expected.float())
+
+
+@ranks(1, env=ON_GPU)
+def test_a_norm_that_fails_leaves_gradients_in_low_precision(rank: int, world: int):
+    """``keep_low_precision_grads``: the norm reads them in float32, whatever becomes of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    low = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    sharded = wrap("fsdpc", model, mixed_precision=low, use_orig_params=True)
+    sharded(torch.ones(2, 4)).sum().backward()
+    optimizer = optim.AdamW(sharded.parameters())
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for the norm")
+
+    for name, call in (
+        ("fsdpc.optim._device", lambda: optimizer.step_and_clip(1.0)),
+        ("fsdpc._clip.clip", lambda: sharded.clip_grad_norm_(1.0)),
+    ):
+        with mock.patch(f"{name}.norm_and_factor", fail), pytest.raises(MemoryError):
+            call()
+        assert {p.grad.dtype for p in sharded.parameters()} == {torch.bfloat16}, name
 
 
 @ranks(2, env=ON_GPU)

@@ -74,6 +74,45 @@ def test_without_process_groups_it_is_local():
     assert torch.equal(x.detach(), torch.zeros(2))
 
 
+GRADIENTS = {
+    "finite": (torch.ones(3), False, True),
+    "inf": (torch.tensor([1.0, float("inf")]), True, False),
+    "nan": (torch.tensor([1.0, float("nan")]), True, False),
+    "half": (torch.full((2,), 6e4, dtype=torch.float16), False, True),
+    "squares_overflow": (torch.full((2,), 1e200, dtype=torch.float64), False, False),
+    "not_contiguous": (torch.ones(4, 4)[:, ::2], False, False),
+    "sparse": (torch.ones(3, 2).to_sparse(), False, False),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monkeypatch):
+    """torch's check, which writes all of them, runs where one pass of sums does not say finite."""
+    grad, skips, only_read = GRADIENTS[kind]
+    param = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    param.grad = grad.clone() if kind == "sparse" else grad
+    found, checks = [], []
+    by_torch = torch.amp.GradScaler._unscale_grads_
+
+    def check(*args):
+        checks.append(kind)
+        return by_torch(*args)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", check)
+
+    class Fused(torch.optim.SGD):
+        _step_supports_amp_scaling = True  # the scaler checks and does not divide
+
+        def step(self):
+            found.append(float(self.found_inf))
+
+    optimizer = Fused([param], lr=1.0)
+    scaler = scaler_of(device="cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    assert found == [float(skips)] and checks == [kind] * (not only_read)
+
+
 def test_outputs_keep_their_dtype_and_structure():
     scaler = scaler_of(init_scale=4.0)
     half, single = torch.tensor(2.0, dtype=torch.float16), torch.ones(2)
