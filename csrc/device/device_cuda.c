@@ -28,7 +28,7 @@ norm_parts(int64_t n)
 static int
 drain(void *context, const char *what)
 {
-    return fsdpc_cuda_settle_all(context, what);
+    return fsdpc_cuda_sync_all(context, what);
 }
 
 static const fsdpc_device_i cuda_table = {

@@ -85,9 +85,9 @@ int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const c
 int64_t fsdpc_cuda_waits(void *context);
 int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
 /* The host waits for what has been queued on the current stream; for set-up and for results. */
-int fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what);
+int fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what);
 /* The same for all own streams, the current and the default one: before memory is taken away. */
-int fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what);
+int fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what);
 void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
 
 /* device_cuda_memory.c */

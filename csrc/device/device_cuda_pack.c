@@ -232,7 +232,7 @@ fill_plan(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, struct plan *own
     own->tile_entry = (const int32_t *)(own->entries + entries);
     for_each_entry(plan, write_entry, &writer);
     FSDPC_GOTO(fsdpc_cuda_copy_in(cuda, own->block, host, own->block_bytes), done);
-    FSDPC_GOTO(fsdpc_cuda_settle(cuda, "the plan of a unit"), done);
+    FSDPC_GOTO(fsdpc_cuda_sync(cuda, "the plan of a unit"), done);
 done:
     if (host) {
         fsdpc_cuda_host_free(cuda, host);

@@ -184,9 +184,9 @@ note_failure(buffer_state *state, const fsdpc_disk_transfer *transfer, int errnu
     }
 }
 
-/* What is left of a transfer that ended early starts again. */
+/* Starts a transfer that ended early again, for its remaining bytes. */
 static int
-settle(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
+complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
 {
     buffer_state *state = &self->states[transfer->buffer];
     const int64_t result = transfer->result;
@@ -238,7 +238,7 @@ reap_one(fsdpc_disk *self, const struct timespec *until)
                            self->options.rank, fsdpc_timeout(), self->folder);
     }
     FSDPC_TRY(status);
-    FSDPC_TRY(settle(self, transfer));
+    FSDPC_TRY(complete(self, transfer));
     return self->way->flush(self->way_self);
 }
 

@@ -84,7 +84,7 @@ struct fsdpc_streams {
      * that used every trainable parameter. */
     float *bits, *device_bits, *all;
     int64_t bit_count;
-    fsdpc_event *settled;        /* for host syncs */
+    fsdpc_event *sync_event;     /* for host syncs */
     fsdpc_event *ready, *shared; /* before and after fsdpc_exchange_share */
     bool all_offloaded;          /* every unit that trains has its gradients in host memory */
     fsdpc_event *copied; /* the last gather that read an offloaded master; NULL: no unit has one */
@@ -102,7 +102,7 @@ int fsdpc_stream_check(const fsdpc_exchange *x);
  * their communicators fails. Ctrl-C ends the wait. */
 int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
 /* Host sync with the current stream. */
-int fsdpc_stream_settle(fsdpc_exchange *x, const char *what);
+int fsdpc_stream_sync(fsdpc_exchange *x, const char *what);
 
 /* --- exchange_stream_slots.c ------------------------------------------------------------------ */
 

@@ -176,8 +176,8 @@ compare(fsdpc_exchange *x, fsdpc_comm *comm, uint64_t word, const char *what)
     FSDPC_TRY(fsdpc_device_copy_in(s->device, &t->device[rank], &t->pinned[rank], sizeof word));
     FSDPC_TRY(fsdpc_comm_all_gather(comm, t->device, sizeof word, what));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, t->pinned, t->device, (size_t)world * sizeof word));
-    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, what));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->sync_event));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->sync_event, what));
     FSDPC_TRY(fsdpc_comm_check(comm));
     for (int r = 0; r < world; r++) {
         if (t->pinned[r] != word) {
