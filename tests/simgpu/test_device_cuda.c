@@ -511,7 +511,7 @@ free_both(struct both *both)
     do {                                       \
         fsdpc_device *device = cpu;            \
         void *a = first.cpu, *b = second.cpu;  \
-        sync_host();                              \
+        sync_host();                           \
         (void)a, (void)b;                      \
         REQUIRE_OK(call(device, __VA_ARGS__)); \
         device = gpu, a = first.gpu;           \
