@@ -146,7 +146,7 @@ fsdpc_disk_grow(fsdpc_disk *self, int64_t bytes)
         return reserve_error(self, errnum, more, free_bytes);
     }
     if (fstat(self->cached_fd, &stat) < 0) {
-        return file_error(self, errno, "looking at a file of states");
+        return file_error(self, errno, "reading the size of a file of states");
     }
     if (stat.st_size < bytes || (int64_t)stat.st_blocks * 512 < bytes) {
         const int ignored = ftruncate(self->cached_fd, self->bytes);

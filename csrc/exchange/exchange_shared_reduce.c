@@ -353,9 +353,9 @@ fsdpc_shared_end(fsdpc_exchange *x)
     fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
     for (;;) {
         fsdpc_shared_wait_read(x, &wait);
-        bool last_look = all_ended(x);
+        bool all_have_ended = all_ended(x);
         FSDPC_GOTO(progress(x), done);
-        if (last_look) {
+        if (all_have_ended) {
             break;
         }
         FSDPC_GOTO(check_missing_left(x, &wait.what), done);

@@ -33,11 +33,11 @@ struct fsdpc_behind {
     uint64_t capture, number;
 };
 
-/* Paths on which the ranks have agreed: a hash set that forgets all of them when it has `most`. */
+/* Paths on which the ranks have agreed: a hash set that is cleared when it has `most`. */
 struct fsdpc_paths {
     uint64_t *table;
     int count, most;
-    int64_t forgotten; /* how often */
+    int64_t cleared; /* how often */
 };
 
 /* The check of the order of units; [0] gathers, [1] reductions. See exchange_stream_turns.c. */
@@ -53,7 +53,7 @@ struct fsdpc_turns {
     struct {
         float own[FSDPC_STREAM_TURN_FLOATS], got[FSDPC_STREAM_TURN_FLOATS];
     } *digests; /* pinned */
-    fsdpc_event *put, *told;
+    fsdpc_event *put, *arrived;
 };
 
 struct fsdpc_streams {

@@ -179,7 +179,7 @@ build(fsdpc_shm *shm)
     if (shm->world == 1) {
         return set_up(shm);
     }
-    FSDPC_TRY(fsdpc_shm_meet(shm, deadline_ns));
+    FSDPC_TRY(fsdpc_shm_rendezvous(shm, deadline_ns));
     FSDPC_TRY(fsdpc_shm_confirm(shm, set_up(shm), deadline_ns));
     shm->spins = count_spins(shm);
     fsdpc_shm_stuck_join(shm);

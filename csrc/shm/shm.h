@@ -107,7 +107,7 @@ int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what)
 
 /* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
 
-enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that know of each other */
+enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that publish their waits to each other */
 
 /* A waiter's way out when nobody else can end its wait; better ones go first. */
 enum fsdpc_shm_way { FSDPC_WAY_NONE, FSDPC_WAY_LEAVE, FSDPC_WAY_OLDER, FSDPC_WAY_PRIVATE };

@@ -110,7 +110,7 @@ extern bool fsdpc_shm_without_waitv;
  * thread sanitizer goes by addresses. */
 extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
 extern int (*fsdpc_shm_munmap)(void *, size_t);
-/* Ranks that are threads of one process are told apart by this; getpid() otherwise. */
+/* Ranks that are threads of one process have different values of this; getpid() otherwise. */
 extern int (*fsdpc_shm_process)(void);
 
 /* shm_state.c */
@@ -118,7 +118,7 @@ extern int (*fsdpc_shm_process)(void);
 int fsdpc_shm_forks(void);
 /* False in a forked child of the rank. */
 bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
-/* Every sleeper of the segment looks again. */
+/* Wakes every sleeper of the segment: each checks its condition again. */
 void fsdpc_shm_wake_all(fsdpc_shm *shm);
 /* FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
@@ -130,10 +130,10 @@ void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 
-/* shm_rendezvous.c. meet: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
+/* shm_rendezvous.c. rendezvous: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
  * pidfds; the others receive them. confirm: all send rank 0 the status of their set-up (`status`,
  * with this thread's error text) and succeed or fail together. */
-int fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns);
+int fsdpc_shm_rendezvous(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
 void fsdpc_shm_peers_close(fsdpc_shm *shm);
 

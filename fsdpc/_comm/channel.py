@@ -122,12 +122,12 @@ class Channel:
 
     def _await(self, wanted: list[str], keys: list[str], what: str) -> None:
         """Waits until all keys in ``wanted`` exist; ``keys`` are those of the ranks, for errors."""
-        begun = looked = time.monotonic()
+        begun = checked = time.monotonic()
         nap = 0.0002
         while not self._store.check(wanted):
             now = time.monotonic()
-            if self.known or now - looked > _PEERS_S:
-                looked = now
+            if self.known or now - checked > _PEERS_S:
+                checked = now
                 self._check_peers(wanted, keys, what)
             if now - begun > self.timeout:
                 raise _C.CommTimeout(self._late(keys, what))

@@ -242,7 +242,7 @@ def _limit(number: int, value: int) -> str:
 
 def stall_tables() -> Iterator[Check]:
     """Another process's board is read, and asked for its Python line, as a stalled rank would."""
-    from fsdpc._comm.board import Process, look
+    from fsdpc._comm.board import Process, status_of
     from fsdpc._comm.verdict import read_stall
 
     try:
@@ -256,7 +256,7 @@ def stall_tables() -> Iterator[Check]:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found = look(Process.find(child.pid), ANSWER_SECONDS)
+        found = status_of(Process.find(child.pid), ANSWER_SECONDS)
         child.kill()
     when = "never" if seconds == float("inf") else f"after {seconds:g} s"
     yield Check(

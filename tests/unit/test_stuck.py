@@ -2,8 +2,8 @@
 csrc/shm/shm_stuck.c), run through all orders of the ranks' steps in a small model.
 
 Each rank waits for the flag of one other rank, then sets its own and ends; a rank that is stuck
-uses its fallback, which sets its flag here as well. Each read and each write of a shared word is one
-step, and a sleep may also end for no reason.
+uses its fallback, which sets its flag here as well. Each read and each write of a shared word is
+one step, and a sleep may also end for no reason.
 """
 
 from __future__ import annotations
