@@ -61,7 +61,9 @@ fsdpc_trace_new(size_t capacity, fsdpc_trace **out)
 {
     *out = NULL;
     if (capacity > MAX_CAPACITY) {
-        return fsdpc_error(FSDPC_E_INVAL, "a trace of %zu entries is too long", capacity);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "the trace has %zu entries, but at most %zu are supported", capacity,
+                           MAX_CAPACITY);
     }
     size_t rounded = 1;
     while (rounded < capacity) {

@@ -260,7 +260,11 @@ check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, in
                p->bytes <= self->bytes - p->offset &&
                p->bytes <= self->options.buffer_bytes - p->place;
     }
-    return good ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "parts of a file of states are not valid");
+    return good ? FSDPC_OK
+                : fsdpc_error(FSDPC_E_INVAL,
+                              "rank %d: file of states: buffer %d is in use, or a part is outside "
+                              "of the file or its buffer, or not in whole pages",
+                              self->options.rank, buffer);
 }
 
 int
@@ -296,7 +300,9 @@ fsdpc_disk_wait(fsdpc_disk *self, int buffer)
     struct timespec until;
     FSDPC_TRY(buffer >= 0 && buffer < self->options.buffer_count
                   ? FSDPC_OK
-                  : fsdpc_error(FSDPC_E_INVAL, "there is no buffer %d", buffer));
+                  : fsdpc_error(FSDPC_E_INVAL,
+                                "buffer %d does not exist: the file of states has %d", buffer,
+                                self->options.buffer_count));
     deadline_from_now(&until);
     buffer_state *state = &self->states[buffer];
     while (state->on_way > 0) {
@@ -372,7 +378,9 @@ fsdpc_disk_open(const fsdpc_disk_options *options, fsdpc_disk **out)
         good = (uintptr_t)options->buffers[i] % FSDPC_DISK_PAGE == 0;
     }
     if (!good) {
-        return fsdpc_error(FSDPC_E_INVAL, "buffers of whole pages are needed");
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "file of states: 1 to %d buffers are needed, in whole pages of %d bytes",
+                           FSDPC_DISK_MAX_BUFFERS, FSDPC_DISK_PAGE);
     }
     fsdpc_disk *self = fsdpc_mem_calloc(1, sizeof *self);
     if (self == NULL) {

@@ -177,7 +177,9 @@ fsdpc_disk_ring_new(int capacity, const fsdpc_disk_way **way, void **out)
         FSDPC_GOTO(FSDPC_E_UNAVAILABLE, failed);
     }
     if ((self->params.features & needed) != needed) {
-        FSDPC_GOTO(fsdpc_error(FSDPC_E_UNAVAILABLE, "io_uring needs Linux 5.11"), failed);
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_UNAVAILABLE,
+                               "io_uring needs Linux 5.11 or newer: use io='threads'"),
+                   failed);
     }
     FSDPC_GOTO(map_queues(self), failed);
     *way = &table;

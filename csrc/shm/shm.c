@@ -121,7 +121,9 @@ map_control(fsdpc_shm *shm)
 {
     off_t end = lseek(shm->fd, 0, SEEK_END);
     if (end < (off_t)FIRST_OFFSET) {
-        return fsdpc_error(FSDPC_E_INTERNAL, "the shared segment has %lld bytes", (long long)end);
+        return fsdpc_error(FSDPC_E_INTERNAL,
+                           "the shared segment has %lld bytes, fewer than its control area",
+                           (long long)end);
     }
     shm->file_bytes = (uint64_t)end;
     void *address = NULL;

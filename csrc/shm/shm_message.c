@@ -24,7 +24,8 @@ static const uint64_t MAGIC = 0x6673647063736d31u;
 
 bool fsdpc_shm_without_pidfd;
 
-const fsdpc_wait fsdpc_shm_rendezvous_wait = {.op = "the rendezvous of the group's ranks", .unit = ""};
+const fsdpc_wait fsdpc_shm_rendezvous_wait = {.op = "the rendezvous of the group's ranks",
+                                              .unit = ""};
 
 int
 fsdpc_shm_socket(void)
@@ -139,8 +140,10 @@ fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds
             return fsdpc_shm_connection_error(rc, "a rank");
         }
         if (fsdpc_shm_now_ns() >= deadline_ns) {
-            return fsdpc_error(FSDPC_E_TIMEOUT,
-                               "the rendezvous: a rank does not read its messages");
+            return fsdpc_error(
+                FSDPC_E_TIMEOUT,
+                "the rendezvous: another rank has not read its messages within the deadline "
+                "(FSDPC_TIMEOUT sets this limit): that process hangs or is stopped");
         }
         FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_rendezvous_wait));
         poll(NULL, 0, RETRY_MS);

@@ -197,7 +197,8 @@ end:
 int
 fsdpc_shm_rendezvous(fsdpc_shm *shm, int64_t deadline_ns)
 {
-    return shm->rank == 0 ? fsdpc_shm_host_rendezvous(shm, deadline_ns) : guest_rendezvous(shm, deadline_ns);
+    return shm->rank == 0 ? fsdpc_shm_host_rendezvous(shm, deadline_ns)
+                          : guest_rendezvous(shm, deadline_ns);
 }
 
 static void

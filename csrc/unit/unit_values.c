@@ -219,7 +219,7 @@ new_parts(const fsdpc_unit *unit)
 {
     part *parts = fsdpc_mem_calloc((size_t)unit->layout->param_count + 1, sizeof *parts);
     if (!parts) {
-        (void)fsdpc_error(FSDPC_E_NOMEM, "unit %s: no memory for the places of its values",
+        (void)fsdpc_error(FSDPC_E_NOMEM, "no memory for the addresses of the values of unit %s",
                           unit->name);
     }
     return parts;

@@ -102,7 +102,10 @@ def make_groups(
     """
     if strategy is ShardingStrategy.NO_SHARD:
         if replicate_pg is not None:
-            raise ValueError("NO_SHARD replicates over the process group itself: give one group")
+            raise ValueError(
+                "process_group is a pair of groups, but NO_SHARD replicates over one group: pass "
+                "that group alone"
+            )
         shard_pg, replicate_pg = None, shard_pg
     shard = _alone(device) if shard_pg is None else comm_for_group(shard_pg, device=device)
     replicate = None
@@ -474,7 +477,10 @@ class _Collectives:
     def _group(self) -> dist.ProcessGroup:
         pg = self._pg()
         if pg is None:
-            raise RuntimeError("the process group was destroyed")
+            raise RuntimeError(
+                f"rank {self._rank}: the process group was destroyed while its model is in use: "
+                "call destroy_process_group() after the last step"
+            )
         return pg
 
     def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:

@@ -111,8 +111,8 @@ class Channel:
                 ends = list(accumulate(lengths, initial=lengths_end))[1:]
                 return [everything[e - n : e] for n, e in zip(lengths, ends, strict=True)]
         raise _C.CommError(
-            f"{what}: what rank 0 has put into the store for all {self.world} ranks cannot be read "
-            f"({len(everything)} bytes, communicator {self.name})"
+            f"{what}: rank {self.rank} cannot read the message of rank 0 to all {self.world} ranks "
+            f"in the process group's store ({len(everything)} bytes, communicator {self.name})"
         )
 
     def _read(self, keys: list[str]) -> list[bytes]:

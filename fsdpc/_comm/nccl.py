@@ -77,7 +77,7 @@ def _check_ids(ids: Any, rank: int, what: str) -> None:
 
 
 def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
-    return _C.CommError(f"{what}: what rank {rank} sent cannot be read: {why}")
+    return _C.CommError(f"{what}: the message of rank {rank} cannot be read: {why}")
 
 
 def make_nccl_comm(

@@ -104,7 +104,10 @@ class _Writer:
 
 def _numpy_name(dtype: np.dtype, path: str) -> str:
     if dtype.kind not in _NUMPY_KINDS:
-        raise TypeError(f"{path or 'the value'} is of NumPy's {dtype}, which is not sent")
+        raise TypeError(
+            f"{path or 'the value'} is a NumPy array of dtype {dtype}, which cannot be sent to "
+            "other ranks: convert it to an array of numbers or bools"
+        )
     return dtype.str
 
 

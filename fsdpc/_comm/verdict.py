@@ -5,8 +5,8 @@ The ranks of a group keep one book, behind the first rank's board. The first ran
 than ``FSDPC_STALL`` seconds reads the status of all ranks and writes a table into the book; each
 rank's thread logs that table. The first rank that reaches its deadline writes the verdict, under
 the file's lock, and every later one repeats the verdict: a rank that has given up would otherwise
-appear as the cause to the next one. The lock and the book need no process but those that use them, so a stopped first rank is
-no obstacle.
+appear as the cause to the next one. The lock and the book need no process but those that use them,
+so a stopped first rank is no obstacle.
 """
 
 from __future__ import annotations

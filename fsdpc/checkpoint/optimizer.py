@@ -150,7 +150,10 @@ def _tensors(optimizer: torch.optim.Optimizer, seen: Seen) -> dict[str, Any]:
     state = optimizer.state.get(seen.param, {})
     for key in state:
         if not isinstance(key, str):
-            raise TypeError(f"the optimizer state of {names_of(seen)} has a key {key!r}")
+            raise TypeError(
+                f"the optimizer state of {names_of(seen)} has the key {key!r} of type "
+                f"{type(key).__name__}: a checkpoint holds states under keys of type str"
+            )
     return {key: _local(value) for key, value in state.items()}
 
 
@@ -469,7 +472,11 @@ def _cut_target(
             continue
         name = state_name(entry.name, key)
         if known[entry.name] != (dtype, tuple(entry.shape)):
-            raise ValueError(f"{name} has {known[entry.name]}, expected {(dtype, entry.shape)}")
+            has, expected = known[entry.name], (dtype, tuple(entry.shape))
+            raise ValueError(
+                f"{name} has dtype {has[0]} and shape {has[1]} in the checkpoint, but must have "
+                f"dtype {expected[0]} and shape {expected[1]} in this optimizer"
+            )
         made.entries.append(Entry(name, entry.shape, dtype, target.view(-1), spans, entry.replica))
     if isinstance(seen.param, DTensor):
         return DTensor.from_local(

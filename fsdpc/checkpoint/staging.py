@@ -251,8 +251,8 @@ class Landing:
             return
         if self.torn or (not self.joined and self._changed()):
             raise CheckpointError(
-                "a parameter was written in place while the snapshot was being copied, by no "
-                "torch.optim.Optimizer: call handle.join() before such writes"
+                "a parameter was written in place while the snapshot was being copied, outside of "
+                "torch.optim.Optimizer.step(): call handle.join() before such writes"
             )
 
     def _changed(self) -> bool:

@@ -350,7 +350,7 @@ set_timeout(PyObject *module, PyObject *number)
         return NULL;
     }
     if (!(seconds > 0) || isinf(seconds)) {
-        return PyErr_Format(PyExc_ValueError, "set_timeout: %R is no number of seconds above 0",
+        return PyErr_Format(PyExc_ValueError, "set_timeout: seconds must be above 0, but is %R",
                             number);
     }
     fsdpc_set_timeout(seconds);
