@@ -26,7 +26,7 @@ typedef struct line {
 typedef struct page {
     uint64_t magic;
     int32_t signal_number, unused;
-    line wait, seen, device;
+    line wait, last, device;
 } page;
 
 _Static_assert(sizeof(page) <= FSDPC_BOARD_PAGE_BYTES, "the board is one page");
@@ -187,11 +187,11 @@ fsdpc_board_end(void)
 }
 
 void
-fsdpc_board_seen(const char *op, const char *unit, const char *phase, int64_t at_ns)
+fsdpc_board_operation(const char *op, const char *unit, const char *phase, int64_t at_ns)
 {
     page *board = atomic_load_explicit(&own, memory_order_acquire);
     if (board) {
-        write_line(&board->seen, op, unit, phase, at_ns);
+        write_line(&board->last, op, unit, phase, at_ns);
     }
 }
 

@@ -8,7 +8,7 @@
  * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
  * used bits, and the host checks the digests when they have arrived, in the next pass. Gathers and reductions
  * are two sequences with a set each, because ranks may interleave them differently: a set is the same on all
- * ranks at one place of its own sequence only.
+ * ranks at one point of its own sequence only.
  */
 #include <stdio.h>
 #include <string.h>

@@ -18,9 +18,9 @@ static PyObject *
 consumed(PyObject *result, const char *method)
 {
     if (result == NULL) {
-        PyObject *place = PyUnicode_FromString(method);
-        PyErr_WriteUnraisable(place);
-        Py_XDECREF(place);
+        PyObject *where = PyUnicode_FromString(method);
+        PyErr_WriteUnraisable(where);
+        Py_XDECREF(where);
     }
     return result;
 }
