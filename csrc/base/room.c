@@ -1,4 +1,4 @@
-/* Reads what the kernel says of free memory. See room.h. */
+/* Reads the kernel's figures of free memory. See room.h. */
 #include "base/room.h"
 
 #include <stdio.h>

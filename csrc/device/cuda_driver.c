@@ -1,6 +1,6 @@
 /* Finding and starting the CUDA driver. See cuda_driver.h.
  *
- * Only cuGetProcAddress_v2 is looked up as a symbol; it hands out the rest at the version whose
+ * Only cuGetProcAddress_v2 is found as a symbol; it returns the rest at the version whose
  * prototype stands in our table, so that a newer driver cannot give an entry of another shape.
  */
 #include "device/cuda_driver.h"

@@ -37,7 +37,7 @@ struct fsdpc_cuda {
 
     bool virtual_memory;
     size_t granule;
-    fsdpc_cu_memory memory; /* how physical memory is asked for */
+    fsdpc_cu_memory memory; /* how physical memory is requested */
 
     pthread_mutex_t lock; /* of the lists */
     fsdpc_event *events;  /* not in use */
@@ -51,7 +51,7 @@ struct fsdpc_cuda {
     void *norm_host;           /* pinned */
 };
 
-/* FSDPC_TRY for a call of the driver; the words say what it was for. */
+/* FSDPC_TRY for a call of the driver; the text names its purpose. */
 #define FSDPC_CU(cuda, call, ...) \
     FSDPC_TRY(fsdpc_cuda_check((cuda)->driver, (cuda)->driver->call, __VA_ARGS__))
 

@@ -14,7 +14,7 @@
  * Gathers and reductions have communicators of their own, so that a gather never queues behind a
  * reduction. All ranks must gather and reduce in one order, as on a wire. A step has no allocation and no
  * host sync, with two exceptions that are counted: a spare mapping (two live units of one slot), and a
- * rank with unused parameters, which must know whether other ranks used them.
+ * rank with unused parameters, which needs to find out whether other ranks used them.
  */
 #include <string.h>
 

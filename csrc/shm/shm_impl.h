@@ -63,7 +63,7 @@ typedef struct fsdpc_shm_control {
     _Atomic uint32_t bell;                   /* what waits sleep on: grows with each change, too */
     _Atomic uint32_t sleepers;               /* ranks asleep on it */
     alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
-    _Atomic uint64_t reserved_end;           /* everything asked for below has its pages */
+    _Atomic uint64_t reserved_end;           /* all memory below has its pages */
     alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
     fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
     fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];
@@ -125,7 +125,7 @@ int fsdpc_shm_usable(const fsdpc_shm *shm);
 /* fsdpc_shm_reports.verdict; false without one. */
 bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
                        size_t bytes);
-/* First failure wins; wakes everybody. */
+/* Records the first failure, and wakes all ranks. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);

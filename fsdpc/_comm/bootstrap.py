@@ -122,7 +122,7 @@ def comm_for_group(
 
     Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
     each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
-    when the group already has a communicator). ``ValueError``: ``shm`` is asked for although the
+    when the group already has a communicator). ``ValueError``: ``shm`` is chosen although the
     ranks are on several hosts, or a kind that does not support this device's memory.
     ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks;
     ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: none on another rank.
@@ -196,7 +196,7 @@ def _say_note(device: int) -> None:
 
 
 def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
-    """The communicator, and the kind that was asked for."""
+    """The communicator, and the requested kind."""
     if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
         return _make_cpu(pg, kind)
     wanted, timeout = _read_kind(kind), read_timeout()

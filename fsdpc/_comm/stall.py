@@ -1,10 +1,10 @@
 """Ranks of several hosts that stand still: one table and one cause, through the group's store.
 
-A rank that has waited for ``patience`` seconds asks. On each host the first rank whose watching
-thread runs reads the status of all ranks of that host, so a stopped one, or one that holds the
-interpreter's lock, is found too. The rank that asked joins the rows of all hosts to one table.
-Every rank logs this table, and adds it to its error if its deadline passes. The ranks ask again
-after twice, four times ... as long.
+A rank that has waited for ``patience`` seconds starts a query. On each host the first rank whose
+watching thread runs reads the status of all ranks of that host, so a stopped one, or one that holds
+the interpreter's lock, is found too. The rank that started the query joins the rows of all hosts to
+one table. Every rank logs this table, and adds it to its error if its deadline passes. The next
+query starts after twice, four times ... as long.
 """
 
 from __future__ import annotations

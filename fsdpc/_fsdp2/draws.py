@@ -15,7 +15,7 @@ from fsdpc._torch import RNG_TRACKER, dtensor_random
 
 
 class Draws:
-    """Stands where torch's DTensor dispatch looks for a tracker: each random operation on a DTensor
+    """Stands where torch's DTensor dispatch reads a tracker: each random operation on a DTensor
     runs inside of ``_distribute_region``.
     """
 

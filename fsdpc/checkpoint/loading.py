@@ -36,7 +36,7 @@ from fsdpc.checkpoint.write import rows_of, waves
 
 Verify = Literal["before", "during", "no"]
 _FILES_AT_ONCE = 4
-_WAVE_BYTES = 256 << 20  # read by one call, between two looks at signals
+_WAVE_BYTES = 256 << 20  # read by one call, between two checks for signals
 _COLUMNS = 6
 _MOST_NAMED = 20
 

@@ -199,7 +199,7 @@ def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
 
 
 def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
-    """What this rank tells the others: most parameters have one and the same form."""
+    """What this rank sends to the others: most parameters have one and the same form."""
     forms: list[dict[str, list[Any]]] = []
     known: dict[Any, int] = {}
     which = np.empty(len(outlines), dtype=np.int64)

@@ -23,7 +23,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDict
 
 
 class Ranks:
-    """A communicator and what a message must say about its ranks."""
+    """A communicator and what a message must state about its ranks."""
 
     def __init__(self, comm: Any, group: Any = None) -> None:
         self.comm = comm
@@ -85,7 +85,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if isinstance(error, _C.CommError):  # another rank has died or left: nobody to ask
+        if isinstance(error, _C.CommError):  # another rank has died or left: no exchange
             raise CheckpointError(f"{self.what}: {error}") from error
         problem = None if error is None else _text(error)
         mine = {"problem": problem, "value": self.value if problem is None else None}

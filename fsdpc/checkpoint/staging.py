@@ -217,7 +217,7 @@ def by_device(
 class Landing:
     """A snapshot that the lanes may still be copying.
 
-    ``watched``: parameters that a program may write where no hook tells; the snapshot is torn
+    ``watched``: parameters that a program may write without a hook; the snapshot is torn
     if one is written before the current stream has waited.
     """
 

@@ -3,7 +3,7 @@
 #define FSDPC_TEST_ITEMS_H
 
 #include "base/dtype.h"
-#include "convert.h"
+#include "kernels.h"
 
 __attribute__((unused)) static double
 item_get(const void *buffer, fsdpc_dtype dtype, int64_t i)

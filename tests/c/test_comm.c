@@ -56,7 +56,6 @@ expected(fsdpc_dtype dtype, enum fsdpc_op op, int world, int64_t i)
             result = next;
         }
     }
-    double item;
     return item_stored(dtype, result);
 }
 

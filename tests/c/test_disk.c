@@ -107,7 +107,7 @@ faults_have_names(fsdpc_disk_io io)
     CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL, "outside of the file");
     CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
     CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is told once */
-    CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "no buffer 7");
+    CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "buffer 7 does not exist");
     CHECK(fsdpc_disk_close(disk));
     options.folder = "/nowhere";
     CHECK_ERROR(fsdpc_disk_open(&options, &disk), FSDPC_E_IO, "rank 3: making a file of states");

@@ -247,7 +247,7 @@ comm_rounds_sums(PyObject *self, void *Py_UNUSED(closure))
     return PyBool_FromLong(fsdpc_comm_get_caps(((fsdpc_py_comm *)self)->comm)->rounds_sums);
 }
 
-/* Asks the communicator of reductions: the attribute says how gradients are summed. */
+/* Of the communicator of reductions: the attribute describes how gradients are summed. */
 static PyObject *
 comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
 {

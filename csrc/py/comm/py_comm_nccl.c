@@ -18,7 +18,7 @@ typedef struct channel {
     int world;
 } channel;
 
-/* Status of the exception that is set; the exception is cleared where its text says all. */
+/* Status of the exception that is set; the exception is cleared where its text is enough. */
 static int
 status_of_exception(const char *what)
 {
