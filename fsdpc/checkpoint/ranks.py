@@ -90,16 +90,18 @@ class Step:
         problem = None if error is None else _text(error)
         mine = {"problem": problem, "value": self.value if problem is None else None}
         try:
-            told = self.ranks.exchange(mine, self.what)
+            received = self.ranks.exchange(mine, self.what)
         except (_C.CommError, TypeError) as failure:
             cause = error if error is not None else failure
             raise CheckpointError(f"{self.what}: {_text(cause)}") from cause
         if error is not None and not isinstance(error, Exception):
             return False
-        problems = {rank: t["problem"] for rank, t in enumerate(told) if t["problem"] is not None}
+        problems = {
+            rank: t["problem"] for rank, t in enumerate(received) if t["problem"] is not None
+        }
         if problems:
             raise CheckpointError(self._message(problems)) from error
-        self.values = [t["value"] for t in told]
+        self.values = [t["value"] for t in received]
         return False
 
     def _message(self, problems: dict[int, str]) -> str:
