@@ -243,6 +243,15 @@ reap_one(fsdpc_disk *self, const struct timespec *until)
 }
 
 static int
+check_buffer(const fsdpc_disk *self, int buffer)
+{
+    return buffer >= 0 && buffer < self->options.buffer_count
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "buffer %d does not exist: the file of states has %d",
+                             buffer, self->options.buffer_count);
+}
+
+static int
 check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, int count)
 {
     if (self->owner != getpid()) {
@@ -251,8 +260,8 @@ check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, in
                            "to its fork (pid %d)",
                            (int)self->owner, (int)getpid());
     }
-    bool good =
-        buffer >= 0 && buffer < self->options.buffer_count && self->states[buffer].on_way == 0;
+    FSDPC_TRY(check_buffer(self, buffer));
+    bool good = self->states[buffer].on_way == 0;
     for (int i = 0; good && i < count; i++) {
         const fsdpc_disk_part *p = &parts[i];
         good = p->offset >= 0 && p->bytes > 0 && p->place >= 0 &&
@@ -298,11 +307,7 @@ int
 fsdpc_disk_wait(fsdpc_disk *self, int buffer)
 {
     struct timespec until;
-    FSDPC_TRY(buffer >= 0 && buffer < self->options.buffer_count
-                  ? FSDPC_OK
-                  : fsdpc_error(FSDPC_E_INVAL,
-                                "buffer %d does not exist: the file of states has %d", buffer,
-                                self->options.buffer_count));
+    FSDPC_TRY(check_buffer(self, buffer));
     deadline_from_now(&until);
     buffer_state *state = &self->states[buffer];
     while (state->on_way > 0) {

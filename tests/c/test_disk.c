@@ -104,9 +104,10 @@ faults_have_names(fsdpc_disk_io io)
     part.offset = 0;
     REQUIRE(ftruncate(info.fd, FSDPC_DISK_PAGE) == 0);
     CHECK_INT(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_OK);
-    CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL, "outside of the file");
+    CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL,
+                "buffer 3 does not exist");
     CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
-    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is told once */
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is returned once */
     CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "buffer 7 does not exist");
     CHECK(fsdpc_disk_close(disk));
     options.folder = "/nowhere";
