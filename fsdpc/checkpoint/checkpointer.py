@@ -123,14 +123,14 @@ class Checkpointer:
         """
         _background.finish_running()
         ranks = ranks_of(self._group)
-        with ranks.step(f"searching checkpoints in {self.directory}") as latest:
+        with ranks.step(f"looking for checkpoints in {self.directory}") as looked:
             if ranks.rank == 0:
                 self._clean()
                 found = self.latest()
-                latest.value = None if found is None else found.name
-        if latest.values[0] is None:
+                looked.value = None if found is None else found.name
+        if looked.values[0] is None:
             return None
-        self._resumed = self.directory / latest.values[0]
+        self._resumed = self.directory / looked.values[0]
         return run_load(
             self._resumed,
             ranks,
