@@ -24,7 +24,7 @@ class StateError(RuntimeError):
 class OutOfMemoryError(MemoryError):
     """Device memory is exhausted."""
 
-DEFAULT_TIMEOUT: float  # seconds that a rank waits for others, unless FSDPC_TIMEOUT says otherwise
+DEFAULT_TIMEOUT: float  # seconds that a rank waits for others, unless FSDPC_TIMEOUT is set
 
 def set_timeout(seconds: float, /) -> None: ...
 

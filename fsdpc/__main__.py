@@ -1,4 +1,4 @@
-"""``python -m fsdpc COMMAND``: a table of commands, each imported when it is asked for.
+"""``python -m fsdpc COMMAND``: a table of commands, each imported at its call.
 
 A command is a module with ``add_arguments(parser)`` and ``run(arguments)``,
 which returns the exit code.

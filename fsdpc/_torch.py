@@ -142,7 +142,7 @@ GET_FQNS = "_get_fqns"
 # The module with torch's wrapper for checkpointed modules (imported on demand).
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
-# Where torch's fully_shard.state looks for what was made of a module.
+# Where torch's fully_shard.state finds what was made of a module.
 STATE_KEY = _find("torch.distributed._composable.contract", "STATE_KEY")
 # The older path to fully_shard, which frameworks import.
 COMPOSABLE = (

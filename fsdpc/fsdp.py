@@ -3,9 +3,9 @@ fsdpc's engine.
 
 The methods are short and delegate to ``_fsdp1``: ``args`` checks and resolves arguments,
 ``collect`` finds parameters, ``materialize`` and ``wrap`` prepare the module, ``root`` sets up a
-tree of units; ``summon``, ``convert``, ``state`` and ``optim`` do what their names say. A step runs
-in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame per
-unit.
+tree of units; ``summon``, ``convert``, ``state`` and ``optim`` do what their names state. A step
+runs in C: the hooks registered in ``_shard`` are C callables, and ``forward`` adds one Python frame
+per unit.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc._comm.meeting import rendezvous
+from fsdpc._comm.rendezvous import rendezvous
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.names import FSDP_PREFIX, clean_fqn

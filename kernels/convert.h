@@ -31,7 +31,7 @@ f32_from_bits(uint32_t bits)
     return value;
 }
 
-/* A shift: exact for every pattern, so a signalling NaN stays one until arithmetic meets it. */
+/* A shift: exact for every pattern, so a signalling NaN stays one until arithmetic uses it. */
 static inline float
 bf16_to_f32(uint16_t bits)
 {

@@ -130,7 +130,7 @@ load_item(const void *base, int type, int64_t i)
 /* --- 16 bytes at a time -------------------------------------------------------------------------- */
 
 /* Global memory is read once: past the caches, to leave them to what is read again. That
- * instruction must not meet shared memory. */
+ * instruction must not address shared memory. */
 template <bool GLOBAL, typename WORD>
 static __device__ __forceinline__ WORD
 load_word(const WORD *from)

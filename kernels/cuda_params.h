@@ -2,7 +2,7 @@
  *
  * Valid as C11 and as CUDA C++; the host that launches and the device that runs see the same text.
  * All pointers are device memory. Pointers to floats are aligned to their element; bytes
- * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is said in
+ * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is in
  * kernels.h: the arithmetic is that of kernels_cpu.c, bit for bit (the payload of a NaN that was
  * computed with excepted, and the order in which squares are added).
  */

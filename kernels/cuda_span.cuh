@@ -1,7 +1,7 @@
 /* Stretches of elements, converted, copied or zeroed by any number of threads together.
  *
  * `lane` of `lanes` is the calling thread's number among them; I is wide enough for every count (an
- * int within a tile, which keeps the registers few), and GLOBAL says that the source is global memory
+ * int within a tile, which keeps the registers few), and GLOBAL: the source is global memory
  * and not a block's shared one. Neighbouring lanes touch neighbouring memory; each element is read
  * and written by one lane, which reads before it writes, so that a buffer may be changed in place.
  */

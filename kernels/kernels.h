@@ -3,10 +3,10 @@
  * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
  * everywhere. kernels_avx2.c and kernels_avx512.c fill the same table for wider machines; results
  * are bit for bit those of the plain kernels, except that sums of squares may be associated
- * otherwise, and that of two NaNs met in a sum either may come out. Nothing is fused: a product is
+ * otherwise, and a sum of two NaNs may give either. Nothing is fused: a product is
  * rounded before it is added.
  *
- * Contract for all: any alignment, n >= 0, buffers do not overlap unless said. Conversions round
+ * Contract for all: any alignment, n >= 0, buffers do not overlap unless stated. Conversions round
  * to nearest even; NaN stays NaN (quiet, sign kept), infinities stay, subnormals are kept. F64
  * becomes a 16-bit type through F32, as in torch. Widening BF16 at scale 1 is exact on the bits.
  * FSDPC_BYTES is only accepted by cast with equal types (a copy).

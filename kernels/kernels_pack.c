@@ -20,13 +20,14 @@ count_elements(int ndim, const int64_t *shape, int64_t *out)
     bool fits = true;
     for (int d = 0; d < ndim; d++) {
         if (shape[d] < 0) {
-            return fsdpc_error(FSDPC_E_INVAL, "dimension %d of the shape is %lld", d,
+            return fsdpc_error(FSDPC_E_INVAL, "dimension %d of the shape is negative (%lld)", d,
                                (long long)shape[d]);
         }
         fits = fits && fsdpc_size_mul(numel, (size_t)shape[d], &numel);
     }
     if (!fits || numel > (size_t)INT64_MAX / 8) {
-        return fsdpc_error(FSDPC_E_INVAL, "a tensor of %d dimensions has too many elements", ndim);
+        return fsdpc_error(FSDPC_E_INVAL, "the shape of %d dimensions overflows: too many elements",
+                           ndim);
     }
     *out = (int64_t)numel;
     return FSDPC_OK;
@@ -37,8 +38,9 @@ fsdpc_kernel_view_simplify(fsdpc_kernel_view *view, int ndim, const int64_t *sha
                            const int64_t *strides)
 {
     if (ndim < 0 || ndim > FSDPC_KERNEL_MAX_DIMS) {
-        return fsdpc_error(FSDPC_E_INVAL, "a tensor of %d dimensions: at most %d are supported",
-                           ndim, FSDPC_KERNEL_MAX_DIMS);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "the tensor has %d dimensions, but at most %d are supported", ndim,
+                           FSDPC_KERNEL_MAX_DIMS);
     }
     FSDPC_TRY(count_elements(ndim, shape, &view->numel));
     view->ndim = 0;

@@ -1,4 +1,4 @@
-/* Chooses a kernel table: the widest that the processor runs, or the one that is asked for. */
+/* Chooses a kernel table: the widest that the processor runs, or the requested one. */
 #include <stdlib.h>
 #include <string.h>
 

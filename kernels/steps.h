@@ -31,7 +31,7 @@ typedef struct fsdpc_step_rule {
     int8_t decoupled, maximize, nesterov, pad;
 } fsdpc_step_rule;
 
-/* Device memory that the step reads when it runs, so that the host need not know the values; or NULL. */
+/* Device memory that the step reads when it runs, so that the host need not read the values; or NULL. */
 typedef struct fsdpc_step_control {
     const float *grad_scale; /* gradients are divided by it */
     const float *found_inf;  /* not 0: nothing changes in this step */

@@ -26,7 +26,7 @@ typedef struct line {
 typedef struct page {
     uint64_t magic;
     int32_t signal_number, unused;
-    line wait, seen, device;
+    line wait, last, device;
 } page;
 
 _Static_assert(sizeof(page) <= FSDPC_BOARD_PAGE_BYTES, "the board is one page");
@@ -138,10 +138,10 @@ append(text *to, size_t used, const char *more)
 }
 
 static void
-publish(line *at, const text *said, size_t used, int64_t when_ns)
+publish(line *at, const text *entry, size_t used, int64_t when_ns)
 {
     for (size_t i = 0; i <= used / 8; i++) {
-        atomic_store_explicit(&at->words[i], said->words[i], memory_order_relaxed);
+        atomic_store_explicit(&at->words[i], entry->words[i], memory_order_relaxed);
     }
     atomic_store_explicit(&at->at_ns, when_ns, memory_order_release);
 }
@@ -150,16 +150,16 @@ publish(line *at, const text *said, size_t used, int64_t when_ns)
 static void
 write_line(line *at, const char *op, const char *unit, const char *phase, int64_t when_ns)
 {
-    text said;
-    said.words[0] = 0;
-    size_t used = append(&said, 0, op && op[0] ? op : "a wait");
+    text entry;
+    entry.words[0] = 0;
+    size_t used = append(&entry, 0, op && op[0] ? op : "a wait");
     if (unit && unit[0]) {
-        used = append(&said, append(&said, used, " of unit "), unit);
+        used = append(&entry, append(&entry, used, " of unit "), unit);
     }
     if (phase && phase[0]) {
-        used = append(&said, append(&said, used, ", "), phase);
+        used = append(&entry, append(&entry, used, ", "), phase);
     }
-    publish(at, &said, used, when_ns);
+    publish(at, &entry, used, when_ns);
 }
 
 void
@@ -187,11 +187,11 @@ fsdpc_board_end(void)
 }
 
 void
-fsdpc_board_seen(const char *op, const char *unit, const char *phase, int64_t at_ns)
+fsdpc_board_operation(const char *op, const char *unit, const char *phase, int64_t at_ns)
 {
     page *board = atomic_load_explicit(&own, memory_order_acquire);
     if (board) {
-        write_line(&board->seen, op, unit, phase, at_ns);
+        write_line(&board->last, op, unit, phase, at_ns);
     }
 }
 
@@ -200,9 +200,9 @@ fsdpc_board_device(const char *what, int64_t since_ns)
 {
     page *board = atomic_load_explicit(&own, memory_order_acquire);
     if (board) {
-        text said;
-        size_t used = append(&said, 0, what ? what : "");
-        publish(&board->device, &said, used, what ? since_ns : 0);
+        text entry;
+        size_t used = append(&entry, 0, what ? what : "");
+        publish(&board->device, &entry, used, what ? since_ns : 0);
     }
 }
 

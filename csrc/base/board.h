@@ -24,7 +24,7 @@ int fsdpc_board_open(int *fd, int *signal_number);
 void fsdpc_board_begin(const char *op, const char *unit, const char *phase);
 void fsdpc_board_end(void);
 /* The last operation, at this time (CLOCK_MONOTONIC). */
-void fsdpc_board_seen(const char *op, const char *unit, const char *phase, int64_t now_ns);
+void fsdpc_board_operation(const char *op, const char *unit, const char *phase, int64_t now_ns);
 /* What the GPU of this process waits for since then; NULL: nothing. */
 void fsdpc_board_device(const char *what, int64_t since_ns);
 /* When the wait that is shown began (CLOCK_MONOTONIC); 0 if there is none. */

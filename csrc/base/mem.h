@@ -28,7 +28,7 @@ bool fsdpc_mem_failed(void);
 /* Both return false when the result does not fit. */
 bool fsdpc_size_mul(size_t a, size_t b, size_t *out);
 bool fsdpc_size_add(size_t a, size_t b, size_t *out);
-/* Rounds up to a multiple of `unit` (> 0); the caller knows that it fits. */
+/* Rounds up to a multiple of `unit` (> 0); the caller ensures that the result fits. */
 static inline size_t
 fsdpc_round_up(size_t value, size_t unit)
 {

@@ -222,7 +222,7 @@ fsdpc_pool_new(fsdpc_pool **out)
 {
     *out = fsdpc_mem_calloc(1, sizeof **out);
     if (!*out) {
-        return fsdpc_error(FSDPC_E_NOMEM, "a pool of helper threads");
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a pool of helper threads");
     }
     atomic_store(&(*out)->gate, CLOSED);
     return FSDPC_OK;

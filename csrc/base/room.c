@@ -1,4 +1,4 @@
-/* Reads what the kernel says of free memory. See room.h. */
+/* Reads the kernel's figures of free memory. See room.h. */
 #include "base/room.h"
 
 #include <stdio.h>
@@ -71,7 +71,7 @@ fsdpc_room_check(size_t bytes, const char *who)
         return FSDPC_OK;
     }
     return fsdpc_error(FSDPC_E_NOMEM,
-                       "%s wants %.1f MiB of shared memory, but %.1f MiB are free %s", who,
+                       "%s needs %.1f MiB of shared memory, but %.1f MiB are free %s", who,
                        (double)bytes / 1048576, (double)(host < group ? host : group) / 1048576,
                        host < group ? "on this host" : "under this control group's limit");
 }

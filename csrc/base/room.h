@@ -1,4 +1,4 @@
-/* How much memory can still be had, asked before it is taken.
+/* How much memory is available, checked before an allocation.
  *
  * Pages of a memory file are taken from the host until there are none, and then the kernel ends
  * some process: a request that cannot fit must be refused before, with the numbers.

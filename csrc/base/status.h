@@ -2,8 +2,8 @@
  *
  * Every fallible function of the core returns int: FSDPC_OK (0) or a negative FSDPC_E_* code.
  * The code chooses the Python exception class, the text says what happened: it names the
- * parameter, the unit, the rank and the way out, as far as the failing layer knows them. Outer
- * layers prepend what they know with fsdpc_error_prepend(). The core never prints and never exits.
+ * parameter, the unit, the rank and the way out, as far as the failing layer has them. Outer
+ * layers prepend the rest with fsdpc_error_prepend(). The core never prints and never exits.
  */
 #ifndef FSDPC_STATUS_H
 #define FSDPC_STATUS_H

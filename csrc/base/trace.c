@@ -1,10 +1,10 @@
 /* The ring of trace entries. See trace.h.
  *
- * A writer claims the next number, and then the place of that number in the ring. `turn` of a place is
+ * A writer claims the next number, and then the cell of that number in the ring. `stamp` of a cell is
  * the number of its entry plus one, or BUSY while the entry is written, so a reader detects an entry
  * that changes during the read. A writer that is a whole round of the ring behind drops its entry and
  * does not overwrite a newer one. Fields are stored with release and loaded with acquire order: a
- * reader that loads a field of a newer entry also loads the newer `turn`.
+ * reader that loads a field of a newer entry also loads the newer `stamp`.
  */
 #include "base/trace.h"
 
@@ -19,15 +19,15 @@
 
 static const size_t MAX_CAPACITY = (size_t)1 << 32;
 
-struct place {
-    _Atomic uint64_t turn, time, bytes, step_unit, op_phase;
+struct cell {
+    _Atomic uint64_t stamp, time, bytes, step_unit, op_phase;
 };
 
 struct fsdpc_trace {
     _Atomic uint64_t next;  /* number of the next entry */
     _Atomic uint64_t first; /* entries below were cleared */
     uint64_t capacity;      /* a power of two */
-    struct place *places;
+    struct cell *cells;
 };
 
 static const char *const op_names[] = {
@@ -50,10 +50,10 @@ now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static struct place *
-place_of(const fsdpc_trace *trace, uint64_t number)
+static struct cell *
+cell_of(const fsdpc_trace *trace, uint64_t number)
 {
-    return &trace->places[number & (trace->capacity - 1)];
+    return &trace->cells[number & (trace->capacity - 1)];
 }
 
 int
@@ -61,21 +61,23 @@ fsdpc_trace_new(size_t capacity, fsdpc_trace **out)
 {
     *out = NULL;
     if (capacity > MAX_CAPACITY) {
-        return fsdpc_error(FSDPC_E_INVAL, "a trace of %zu entries is too long", capacity);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "the trace has %zu entries, but at most %zu are supported", capacity,
+                           MAX_CAPACITY);
     }
     size_t rounded = 1;
     while (rounded < capacity) {
         rounded *= 2;
     }
     fsdpc_trace *trace = fsdpc_mem_calloc(1, sizeof *trace);
-    struct place *places = fsdpc_mem_calloc(rounded, sizeof *places);
-    if (!trace || !places) {
+    struct cell *cells = fsdpc_mem_calloc(rounded, sizeof *cells);
+    if (!trace || !cells) {
         fsdpc_mem_free(trace);
-        fsdpc_mem_free(places);
+        fsdpc_mem_free(cells);
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a trace of %zu entries", rounded);
     }
     trace->capacity = rounded;
-    trace->places = places;
+    trace->cells = cells;
     *out = trace;
     return FSDPC_OK;
 }
@@ -84,19 +86,19 @@ void
 fsdpc_trace_free(fsdpc_trace *trace)
 {
     if (trace) {
-        fsdpc_mem_free(trace->places);
+        fsdpc_mem_free(trace->cells);
         fsdpc_mem_free(trace);
     }
 }
 
 static bool
-claim(struct place *place, uint64_t number)
+claim(struct cell *cell, uint64_t number)
 {
-    uint64_t held = atomic_load_explicit(&place->turn, memory_order_relaxed);
+    uint64_t held = atomic_load_explicit(&cell->stamp, memory_order_relaxed);
     if (held == BUSY || held > number) {
         return false;
     }
-    return atomic_compare_exchange_strong(&place->turn, &held, BUSY);
+    return atomic_compare_exchange_strong(&cell->stamp, &held, BUSY);
 }
 
 int64_t
@@ -108,17 +110,17 @@ fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase pha
         return (int64_t)now;
     }
     uint64_t number = atomic_fetch_add_explicit(&trace->next, 1, memory_order_relaxed);
-    struct place *place = place_of(trace, number);
-    if (!claim(place, number)) {
+    struct cell *cell = cell_of(trace, number);
+    if (!claim(cell, number)) {
         return (int64_t)now;
     }
     uint64_t step_unit = (uint64_t)step << 32 | (uint32_t)unit;
     uint64_t op_phase = (uint64_t)op << 8 | (uint64_t)phase;
-    atomic_store_explicit(&place->time, now, memory_order_release);
-    atomic_store_explicit(&place->bytes, bytes, memory_order_release);
-    atomic_store_explicit(&place->step_unit, step_unit, memory_order_release);
-    atomic_store_explicit(&place->op_phase, op_phase, memory_order_release);
-    atomic_store_explicit(&place->turn, number + 1, memory_order_release);
+    atomic_store_explicit(&cell->time, now, memory_order_release);
+    atomic_store_explicit(&cell->bytes, bytes, memory_order_release);
+    atomic_store_explicit(&cell->step_unit, step_unit, memory_order_release);
+    atomic_store_explicit(&cell->op_phase, op_phase, memory_order_release);
+    atomic_store_explicit(&cell->stamp, number + 1, memory_order_release);
     return (int64_t)now;
 }
 
@@ -130,14 +132,14 @@ load(const _Atomic uint64_t *field)
 
 /* False if entry `number` is not finished, or was replaced while it was read. */
 static bool
-read_place(const struct place *place, uint64_t number, fsdpc_trace_entry *out)
+read_cell(const struct cell *cell, uint64_t number, fsdpc_trace_entry *out)
 {
-    if (load(&place->turn) != number + 1) {
+    if (load(&cell->stamp) != number + 1) {
         return false;
     }
-    uint64_t time = load(&place->time), bytes = load(&place->bytes);
-    uint64_t step_unit = load(&place->step_unit), op_phase = load(&place->op_phase);
-    if (load(&place->turn) != number + 1) {
+    uint64_t time = load(&cell->time), bytes = load(&cell->bytes);
+    uint64_t step_unit = load(&cell->step_unit), op_phase = load(&cell->op_phase);
+    if (load(&cell->stamp) != number + 1) {
         return false;
     }
     *out = (fsdpc_trace_entry){
@@ -166,7 +168,7 @@ fsdpc_trace_copy(const fsdpc_trace *trace, fsdpc_trace_entry *out, size_t room)
     }
     size_t copied = 0;
     for (uint64_t number = begin; number < end && copied < room; number++) {
-        if (read_place(place_of(trace, number), number, &out[copied])) {
+        if (read_cell(cell_of(trace, number), number, &out[copied])) {
             copied++;
         }
     }

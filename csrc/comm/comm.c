@@ -438,10 +438,10 @@ fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes)
 }
 
 void
-fsdpc_comm_forget(fsdpc_comm *comm, void *buffer)
+fsdpc_comm_unregister(fsdpc_comm *comm, void *buffer)
 {
-    if (comm->ops->forget_memory && buffer) {
-        comm->ops->forget_memory(comm, buffer);
+    if (comm->ops->unregister_memory && buffer) {
+        comm->ops->unregister_memory(comm, buffer);
     }
 }
 

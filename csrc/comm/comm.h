@@ -128,9 +128,9 @@ int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
 
 /* Registers memory of a slot (arena.h), so that collectives on it need no staging ("nccl"; a no-op
  * for other kinds). Collective, in the same order on all ranks. The registration lasts until
- * fsdpc_comm_forget (local) or the communicator's end. */
+ * fsdpc_comm_unregister (local) or the communicator's end. */
 int fsdpc_comm_register(fsdpc_comm *comm, void *buffer, size_t bytes);
-void fsdpc_comm_forget(fsdpc_comm *comm, void *buffer);
+void fsdpc_comm_unregister(fsdpc_comm *comm, void *buffer);
 /* True if registration has an effect: then the memory of a collective must be registered on all
  * ranks or on none. */
 bool fsdpc_comm_registers(const fsdpc_comm *comm);

@@ -138,7 +138,7 @@ fsdpc_comm_c10d(fsdpc_device *device, int rank, int world, const fsdpc_comm_call
     }
     if (!callbacks || !callbacks->all_gather || !callbacks->reduce_scatter ||
         !callbacks->all_reduce || !callbacks->broadcast || !callbacks->barrier) {
-        return fsdpc_error(FSDPC_E_INVAL, "a c10d communicator needs all of its callbacks");
+        return fsdpc_error(FSDPC_E_INVAL, "c10d communicator: one of its callbacks is NULL");
     }
     c10d_comm *comm = fsdpc_mem_calloc(1, sizeof *comm);
     if (!comm) {

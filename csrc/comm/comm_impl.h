@@ -39,7 +39,7 @@ typedef struct fsdpc_comm_ops {
      * memory; without it the other collectives take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
     int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
-    void (*forget_memory)(fsdpc_comm *comm, void *buffer);                /* with the former */
+    void (*unregister_memory)(fsdpc_comm *comm, void *buffer);            /* with the former */
     bool (*registers)(const fsdpc_comm *comm);                            /* (optional): false */
     bool (*is_symmetric)(const fsdpc_comm *comm);                         /* (optional): false */
     void (*free)(fsdpc_comm *comm); /* includes the struct itself */

@@ -147,7 +147,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .close = close_comm,
     .exchange = fsdpc_nccl_exchange,
     .register_memory = fsdpc_nccl_register,
-    .forget_memory = fsdpc_nccl_forget,
+    .unregister_memory = fsdpc_nccl_unregister,
     .registers = registers,
     .is_symmetric = is_symmetric,
     .free = release,
@@ -243,7 +243,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
 
 /* With `calls` held, because the watching thread exists already. */
 static int
-meet(nccl_comm *comm, const char *id)
+rendezvous(nccl_comm *comm, const char *id)
 {
     char what[FSDPC_NCCL_NAME_BYTES + 32];
     fsdpc_nccl_id unique;
@@ -272,7 +272,7 @@ fsdpc_comm_nccl(fsdpc_device *device, int rank, int world, const char id[FSDPC_C
     }
     FSDPC_GOTO(fsdpc_nccl_watch_start(comm), fail);
     pthread_mutex_lock(&comm->calls);
-    status = meet(comm, id);
+    status = rendezvous(comm, id);
     pthread_mutex_unlock(&comm->calls);
     if (status != FSDPC_OK) {
         goto fail;

@@ -36,7 +36,7 @@ int
 fsdpc_nccl_await(nccl_comm *comm)
 {
     fsdpc_comm *base = &comm->base;
-    double look = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
+    double next_check = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
     FSDPC_TRY(fsdpc_nccl_use_context(comm));
     pthread_mutex_lock(&comm->lock);
     uint64_t end = comm->next;
@@ -50,8 +50,8 @@ fsdpc_nccl_await(nccl_comm *comm)
                 fsdpc_cuda_check(comm->driver, result, "rank %d: waiting for NCCL", base->rank));
             return fsdpc_comm_check(base);
         }
-        if (fsdpc_nccl_now_s() > look) {
-            look = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
+        if (fsdpc_nccl_now_s() > next_check) {
+            next_check = fsdpc_nccl_now_s() + FSDPC_NCCL_SIGNALS_S;
             FSDPC_TRY(interrupt_wait(base));
         }
         fsdpc_nccl_nap(50);

@@ -153,7 +153,7 @@ int fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what);
 
 /* comm_nccl_register.c */
 int fsdpc_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
-void fsdpc_nccl_forget(fsdpc_comm *comm, void *buffer);
+void fsdpc_nccl_unregister(fsdpc_comm *comm, void *buffer);
 /* With `calls` held. */
 void fsdpc_nccl_delist_all(nccl_comm *comm);
 /* Collective: sets `way` and `shares`. */

@@ -36,7 +36,7 @@ still_there(const nccl_comm *comm, const char *what)
 /* Releases `calls` meanwhile: the interpreter may run a signal handler that calls this
  * communicator. */
 static int
-look_for_signals(nccl_comm *comm, const char *what)
+check_signals(nccl_comm *comm, const char *what)
 {
     if (!fsdpc_shm_interrupt_check) {
         return FSDPC_OK;
@@ -76,16 +76,16 @@ int
 fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
     const double begin = result == FSDPC_NCCL_IN_PROGRESS ? fsdpc_nccl_now_s() : 0;
-    double look = begin + FSDPC_NCCL_SIGNALS_S;
+    double next_check = begin + FSDPC_NCCL_SIGNALS_S;
     while (result == FSDPC_NCCL_IN_PROGRESS) {
         const double now = fsdpc_nccl_now_s();
         FSDPC_TRY(fsdpc_comm_check(&comm->base));
         if (now - begin > comm->options.timeout_s) {
             return late_call(comm, what);
         }
-        if (now > look) {
-            look = now + FSDPC_NCCL_SIGNALS_S;
-            FSDPC_TRY(look_for_signals(comm, what));
+        if (now > next_check) {
+            next_check = now + FSDPC_NCCL_SIGNALS_S;
+            FSDPC_TRY(check_signals(comm, what));
         }
         await_progress(now - begin);
         fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;

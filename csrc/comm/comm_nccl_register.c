@@ -95,7 +95,7 @@ fsdpc_nccl_register(fsdpc_comm *base, void *buffer, size_t bytes)
 }
 
 void
-fsdpc_nccl_forget(fsdpc_comm *base, void *buffer)
+fsdpc_nccl_unregister(fsdpc_comm *base, void *buffer)
 {
     nccl_comm *comm = (nccl_comm *)base;
     if (fsdpc_nccl_is_forked(comm)) {

@@ -30,7 +30,7 @@ enum {
     PARTING_S = 5,
 };
 
-/* --- looking for failures --------------------------------------------------------------------- */
+/* --- checks for failures ---------------------------------------------------------------------- */
 
 /* What this rank's GPU waits for, once that is more than a moment. */
 static void
@@ -209,7 +209,7 @@ sleep_until_poll(nccl_comm *comm)
 }
 
 static void
-look(nccl_comm *comm)
+poll_failures(nccl_comm *comm)
 {
     if (fsdpc_comm_check(&comm->base) == FSDPC_OK) {
         check_nccl(comm);
@@ -256,7 +256,7 @@ watch(void *argument)
             break;
         }
         if (life == FSDPC_NCCL_WATCHING) {
-            look(comm);
+            poll_failures(comm);
         }
     }
     leave_thread(comm, end_nccl(comm));

@@ -113,7 +113,7 @@ check_calls(const shm_group *self, int half, const char *what)
 /* A barrier that publishes `call` and this rank's stage, and checks that all ranks make the same
  * call. */
 static int
-meet(shm_group *self, const shm_call *call, const char *what)
+join_round(shm_group *self, const shm_call *call, const char *what)
 {
     int half = (int)(self->round & 1);
     fsdpc_wait wait = {.op = what, .unit = ""};
@@ -176,7 +176,7 @@ all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
         size_t n = piece_bytes - at < STAGE_BYTES ? piece_bytes - at : STAGE_BYTES;
         uint32_t round = self->round;
         memcpy(stage_of(self, comm->rank), all + (size_t)comm->rank * piece_bytes + at, n);
-        FSDPC_TRY(meet(self, &call, what));
+        FSDPC_TRY(join_round(self, &call, what));
         for (size_t i = 1; i < world; i++) {
             size_t peer = ((size_t)comm->rank + i) % world;
             const char *half = self->stage + (peer * 2 + (round & 1)) * STAGE_BYTES;
@@ -219,7 +219,7 @@ reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype 
         for (size_t i = 0; i < world; i++) {
             src[i] = i == rank ? own : stage_of(self, (int)i) + rank * slot;
         }
-        FSDPC_TRY(meet(self, &call, what));
+        FSDPC_TRY(join_round(self, &call, what));
         FSDPC_TRY(combine(self, own, src, dtype, FSDPC_SUM, (int64_t)(n / item)));
     }
     return FSDPC_OK;
@@ -235,7 +235,7 @@ reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fs
     for (int i = 0; i < self->base.world; i++) {
         src[i] = i == self->base.rank ? chunk : stage_of(self, i);
     }
-    FSDPC_TRY(meet(self, call, what));
+    FSDPC_TRY(join_round(self, call, what));
     return combine(self, chunk, src, dtype, op, n);
 }
 
@@ -255,13 +255,13 @@ reduce_split(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fs
     for (int i = 0; i < world; i++) {
         src[i] = (i == rank ? chunk : stage_of(self, i)) + begin;
     }
-    FSDPC_TRY(meet(self, call, what));
+    FSDPC_TRY(join_round(self, call, what));
     FSDPC_TRY(combine(self, chunk + begin, src, dtype, op, (end - begin) / item));
     memcpy(stage_of(self, (int)rank) + begin, chunk + begin, (size_t)(end - begin));
     for (int i = 0; i < world; i++) {
         results[i] = stage_of(self, i);
     }
-    FSDPC_TRY(meet(self, call, what));
+    FSDPC_TRY(join_round(self, call, what));
     for (int64_t i = 0; i < world; i++) {
         int64_t from = n * i / world * item;
         int64_t to = n * (i + 1) / world * item;
@@ -304,7 +304,7 @@ broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *wh
         if (comm->rank == root) {
             memcpy(stage, (char *)buffer + at, n);
         }
-        FSDPC_TRY(meet(self, &call, what));
+        FSDPC_TRY(join_round(self, &call, what));
         if (comm->rank != root) {
             memcpy((char *)buffer + at, stage, n);
         }
@@ -316,7 +316,7 @@ static int
 barrier(fsdpc_comm *comm, const char *what)
 {
     shm_call call = {.op = CALL_BARRIER};
-    return meet(group_of(comm), &call, what);
+    return join_round(group_of(comm), &call, what);
 }
 
 static int

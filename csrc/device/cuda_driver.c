@@ -1,6 +1,6 @@
 /* Finding and starting the CUDA driver. See cuda_driver.h.
  *
- * Only cuGetProcAddress_v2 is looked up as a symbol; it hands out the rest at the version whose
+ * Only cuGetProcAddress_v2 is found as a symbol; it returns the rest at the version whose
  * prototype stands in our table, so that a newer driver cannot give an entry of another shape.
  */
 #include "device/cuda_driver.h"
@@ -83,9 +83,10 @@ start(fsdpc_cuda_driver *driver)
                            "no CUDA device here: libcuda.so.1 is the toolkit's stub, not a driver");
     }
     if (result == FSDPC_CU_NO_DEVICE) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                           "no CUDA device here: the driver sees no GPU (is CUDA_VISIBLE_DEVICES "
-                           "set?)");
+        return fsdpc_error(
+            FSDPC_E_UNAVAILABLE,
+            "no CUDA device here: the driver reports no GPU (is CUDA_VISIBLE_DEVICES "
+            "set?)");
     }
     if (result == FSDPC_CU_NOT_INITIALIZED) {
         return fsdpc_error(FSDPC_E_UNAVAILABLE, "%s", FORKED);
@@ -101,7 +102,7 @@ start(fsdpc_cuda_driver *driver)
     FSDPC_TRY(fsdpc_cuda_check(driver, driver->device_get_count(&driver->device_count),
                                "the number of CUDA devices"));
     if (driver->device_count < 1) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE, "no CUDA device here: the driver sees no GPU");
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "no CUDA device here: the driver reports no GPU");
     }
     return FSDPC_OK;
 }

@@ -5,7 +5,7 @@
  * able to. Types, values and prototypes are the driver's stable binary interface;
  * tests/c/test_cuda_abi.c holds them against cuda.h where the toolkit is installed.
  *
- * Every entry is asked for by its name without suffix, at the version given here, with the legacy
+ * Every entry is requested by its name without suffix, at the version given here, with the legacy
  * default stream (torch's). FSDPC_LIBCUDA names another library file.
  */
 #ifndef FSDPC_CUDA_DRIVER_H
@@ -83,7 +83,7 @@ typedef struct fsdpc_cu_access {
     int flags;
 } fsdpc_cu_access;
 
-/* X(field, name in the driver, version asked for, required, parameters) */
+/* X(field, name in the driver, version requested, required, parameters) */
 #define FSDPC_CUDA_ENTRIES(X)                                                                   \
     X(init, "cuInit", 12000, true, (unsigned))                                                  \
     X(driver_get_version, "cuDriverGetVersion", 12000, true, (int *))                           \

@@ -10,7 +10,8 @@ static int
 check_count(const char *operation, int64_t n, bool has_pointers)
 {
     if (n < 0) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements", operation, (long long)n);
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the number of elements is negative (%lld)",
+                           operation, (long long)n);
     }
     if (n > INT64_MAX / 8) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: %lld elements do not fit into memory", operation,
@@ -27,8 +28,8 @@ static int
 check_float(const char *operation, fsdpc_dtype type)
 {
     if (!fsdpc_dtype_is_float(type)) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: no arithmetic with dtype %s (%d)", operation,
-                           fsdpc_dtype_name(type), (int)type);
+        return fsdpc_error(FSDPC_E_INVAL, "%s: the dtype must be a floating dtype, but is %s (%d)",
+                           operation, fsdpc_dtype_name(type), (int)type);
     }
     return FSDPC_OK;
 }
@@ -37,8 +38,9 @@ static int
 check_accumulator(const char *operation, fsdpc_dtype type)
 {
     if (type != FSDPC_F32 && type != FSDPC_F64) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: the sum is float32 or float64, not %s", operation,
-                           fsdpc_dtype_name(type));
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "%s: the dtype of the sum must be float32 or float64, but is %s",
+                           operation, fsdpc_dtype_name(type));
     }
     return FSDPC_OK;
 }
@@ -61,8 +63,9 @@ fsdpc_device_set_threads(fsdpc_device *device, int threads)
 {
     const int most = device->i->set_threads ? FSDPC_POOL_MAX_THREADS : 1;
     if (threads < 1 || threads > most) {
-        return fsdpc_error(FSDPC_E_INVAL, "%d threads on device %s: choose 1 to %d", threads,
-                           device->i->name, most);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "device %s: the number of threads must be 1 to %d, but is %d",
+                           device->i->name, most, threads);
     }
     return device->i->set_threads ? device->i->set_threads(device->context, threads) : FSDPC_OK;
 }
@@ -118,7 +121,8 @@ fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *sr
     FSDPC_TRY(check_accumulator("reduce", acc_type));
     FSDPC_TRY(check_float("reduce", src_type));
     if (src_count < 0) {
-        return fsdpc_error(FSDPC_E_INVAL, "reduce: %d sources", src_count);
+        return fsdpc_error(FSDPC_E_INVAL, "reduce: the number of sources is negative (%d)",
+                           src_count);
     }
     return check_count("reduce", n, acc && (src || src_count == 0));
 }

@@ -120,8 +120,10 @@ fill_block(fsdpc_device *device, struct fsdpc_block *block)
     FSDPC_TRY(
         from->alloc(from->context, block->bytes, fsdpc_device_current(device), &block->address));
     if (!block->address || (uintptr_t)block->address % device->caps.align_bytes) {
-        return fsdpc_error(FSDPC_E_INTERNAL, "an allocator gave %p, which is not aligned to %zu",
-                           block->address, device->caps.align_bytes);
+        return fsdpc_error(
+            FSDPC_E_INTERNAL,
+            "the allocator of device %s returned address %p, which is not aligned to %zu bytes",
+            device->i->name, block->address, device->caps.align_bytes);
     }
     return zero(device, block->address, block->bytes);
 }

@@ -28,7 +28,7 @@ norm_parts(int64_t n)
 static int
 drain(void *context, const char *what)
 {
-    return fsdpc_cuda_settle_all(context, what);
+    return fsdpc_cuda_sync_all(context, what);
 }
 
 static const fsdpc_device_i cuda_table = {
@@ -155,7 +155,9 @@ open_device(int ordinal, struct fsdpc_cuda **out)
     const fsdpc_cuda_driver *driver;
     FSDPC_TRY(fsdpc_cuda_driver_get(&driver));
     if (ordinal < 0 || ordinal >= driver->device_count || ordinal >= MAX_GPUS) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE, "no CUDA device %d here: the driver sees %d",
+        return fsdpc_error(FSDPC_E_UNAVAILABLE,
+                           "no CUDA device %d here: the driver reports %d devices (is "
+                           "CUDA_VISIBLE_DEVICES set?)",
                            ordinal, driver->device_count);
     }
     struct fsdpc_cuda *cuda = fsdpc_mem_calloc(1, sizeof *cuda);

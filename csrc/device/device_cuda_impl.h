@@ -37,7 +37,7 @@ struct fsdpc_cuda {
 
     bool virtual_memory;
     size_t granule;
-    fsdpc_cu_memory memory; /* how physical memory is asked for */
+    fsdpc_cu_memory memory; /* how physical memory is requested */
 
     pthread_mutex_t lock; /* of the lists */
     fsdpc_event *events;  /* not in use */
@@ -51,7 +51,7 @@ struct fsdpc_cuda {
     void *norm_host;           /* pinned */
 };
 
-/* FSDPC_TRY for a call of the driver; the words say what it was for. */
+/* FSDPC_TRY for a call of the driver; the text names its purpose. */
 #define FSDPC_CU(cuda, call, ...) \
     FSDPC_TRY(fsdpc_cuda_check((cuda)->driver, (cuda)->driver->call, __VA_ARGS__))
 
@@ -85,9 +85,9 @@ int fsdpc_cuda_finish(void *context, fsdpc_event *event, double timeout, const c
 int64_t fsdpc_cuda_waits(void *context);
 int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
 /* The host waits for what has been queued on the current stream; for set-up and for results. */
-int fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what);
+int fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what);
 /* The same for all own streams, the current and the default one: before memory is taken away. */
-int fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what);
+int fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what);
 void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
 
 /* device_cuda_memory.c */

@@ -253,7 +253,7 @@ fsdpc_cuda_refresh_any(void *context, void *acc, fsdpc_dtype acc_type, const voi
 
 /* --- norms ----------------------------------------------------------------------------------------- */
 
-_Static_assert(sizeof(fsdpc_cuda_norm_value) == FSDPC_NORM_PART_BYTES, "as device.h says");
+_Static_assert(sizeof(fsdpc_cuda_norm_value) == FSDPC_NORM_PART_BYTES, "as in device.h");
 
 int
 fsdpc_cuda_norm_into(void *context, const fsdpc_stretch *list, int count, double p, void *parts)

@@ -166,7 +166,7 @@ fsdpc_cuda_alloc(void *context, size_t bytes, void **out)
     void *block = (void *)(uintptr_t)address;
     int status = fsdpc_cuda_zero(cuda, block, bytes);
     if (status == FSDPC_OK) {
-        status = fsdpc_cuda_settle(cuda, "zeroing new memory");
+        status = fsdpc_cuda_sync(cuda, "zeroing new memory");
     }
     if (status != FSDPC_OK) {
         fsdpc_cuda_free(cuda, block, bytes);
@@ -184,7 +184,7 @@ give_back(struct fsdpc_cuda *cuda, const char *what,
 {
     fsdpc_kept_error kept;
     fsdpc_error_keep(&kept);
-    if (fsdpc_cuda_enter(cuda) != FSDPC_OK || fsdpc_cuda_settle_all(cuda, what) != FSDPC_OK) {
+    if (fsdpc_cuda_enter(cuda) != FSDPC_OK || fsdpc_cuda_sync_all(cuda, what) != FSDPC_OK) {
         fsdpc_error_restore(&kept);
         return;
     }

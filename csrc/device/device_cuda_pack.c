@@ -232,7 +232,7 @@ fill_plan(struct fsdpc_cuda *cuda, const fsdpc_pack_plan *plan, struct plan *own
     own->tile_entry = (const int32_t *)(own->entries + entries);
     for_each_entry(plan, write_entry, &writer);
     FSDPC_GOTO(fsdpc_cuda_copy_in(cuda, own->block, host, own->block_bytes), done);
-    FSDPC_GOTO(fsdpc_cuda_settle(cuda, "the plan of a unit"), done);
+    FSDPC_GOTO(fsdpc_cuda_sync(cuda, "the plan of a unit"), done);
 done:
     if (host) {
         fsdpc_cuda_host_free(cuda, host);
@@ -273,7 +273,7 @@ fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan)
 
 /* *strided false: the elements are contiguous in memory, whatever the strides. */
 static int
-look_at(const fsdpc_pack_source *source, fsdpc_kernel_view *view, bool *strided)
+simplify_source(const fsdpc_pack_source *source, fsdpc_kernel_view *view, bool *strided)
 {
     *strided = false;
     FSDPC_TRY(fsdpc_cuda_check_aligned("pack", source->data, source->dtype));
@@ -313,7 +313,7 @@ list_sources(const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources,
     for (int i = 0; i < plan->count; i++) {
         fsdpc_kernel_view view;
         bool strided;
-        FSDPC_TRY(look_at(&sources[i], &view, &strided));
+        FSDPC_TRY(simplify_source(&sources[i], &view, &strided));
         if (strided && views) {
             write_view(&views[*view_count], sources[i].data, &view);
         }
@@ -431,7 +431,7 @@ fsdpc_cuda_pack_tensor(void *context, void *dst, fsdpc_dtype dst_type, const voi
     if (view.numel == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(look_at(&source, &view, &strided));
+    FSDPC_TRY(simplify_source(&source, &view, &strided));
     if (!strided) {
         return fsdpc_cuda_cast_any(context, dst, dst_type, src, src_type, view.numel, scale);
     }

@@ -120,7 +120,7 @@ fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece)
     struct fsdpc_cuda *cuda = context;
     if (cuda->virtual_memory) {
         FSDPC_TRY(fsdpc_cuda_enter(cuda));
-        FSDPC_TRY(fsdpc_cuda_settle_all(cuda, "taking a slot from behind its addresses"));
+        FSDPC_TRY(fsdpc_cuda_sync_all(cuda, "taking a slot from behind its addresses"));
         const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
         const fsdpc_cu_result result = cuda->driver->mem_unmap(fsdpc_cuda_address(address), bytes);
         (void)fsdpc_cuda_exchange_mode(cuda, mode);

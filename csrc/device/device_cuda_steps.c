@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-_Static_assert(sizeof(fsdpc_step_entry) <= FSDPC_STEP_SCRATCH, "as device.h says");
+_Static_assert(sizeof(fsdpc_step_entry) <= FSDPC_STEP_SCRATCH, "as in device.h");
 
 static int
 check_aligned(const fsdpc_step_tensor *t, int kind)

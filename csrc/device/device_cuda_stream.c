@@ -289,7 +289,7 @@ fsdpc_cuda_waits(void *context)
 
 /* Until `end`, which several streams share. */
 static int
-settle_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
+sync_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
 {
     int status = FSDPC_OK;
     fsdpc_event *event = NULL;
@@ -303,9 +303,9 @@ done:
 }
 
 int
-fsdpc_cuda_settle(struct fsdpc_cuda *cuda, const char *what)
+fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what)
 {
-    return settle_stream(cuda, fsdpc_cuda_current(cuda), now() + fsdpc_timeout(), what);
+    return sync_stream(cuda, fsdpc_cuda_current(cuda), now() + fsdpc_timeout(), what);
 }
 
 /* The own stream number `index`; NULL: there are fewer. */
@@ -323,16 +323,16 @@ own_stream(struct fsdpc_cuda *cuda, int index)
 }
 
 int
-fsdpc_cuda_settle_all(struct fsdpc_cuda *cuda, const char *what)
+fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what)
 {
     fsdpc_cu_stream stream = fsdpc_cuda_current(cuda);
     const double end = now() + fsdpc_timeout();
     if (stream) {
-        FSDPC_TRY(settle_stream(cuda, stream, end, what));
+        FSDPC_TRY(sync_stream(cuda, stream, end, what));
     }
-    FSDPC_TRY(settle_stream(cuda, NULL, end, what));
+    FSDPC_TRY(sync_stream(cuda, NULL, end, what));
     for (int i = 0; (stream = own_stream(cuda, i)) != NULL; i++) {
-        FSDPC_TRY(settle_stream(cuda, stream, end, what));
+        FSDPC_TRY(sync_stream(cuda, stream, end, what));
     }
     return FSDPC_OK;
 }

@@ -11,7 +11,7 @@ check_queues(const fsdpc_device *device)
     return device->caps.asynchronous
                ? FSDPC_OK
                : fsdpc_error(FSDPC_E_UNAVAILABLE,
-                             "device %s does not queue its work: take norms with norm2",
+                             "device %s has no norms on a stream: compute norms with norm2",
                              device->i->name);
 }
 
@@ -39,8 +39,11 @@ fsdpc_device_norm_into(fsdpc_device *device, const fsdpc_stretch *list, int coun
                        void *parts)
 {
     FSDPC_TRY(check_list(device, list, count));
-    if (!(p > 0) || p > DBL_MAX || !parts) {
-        return fsdpc_error(FSDPC_E_INVAL, "norm: order %g into %p", p, parts);
+    if (!(p > 0) || p > DBL_MAX) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: the order %g is not positive and finite", p);
+    }
+    if (!parts) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: the buffer for parts is NULL");
     }
     return device->i->norm_into(device->context, list, count, p, parts);
 }
@@ -63,7 +66,10 @@ fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, doub
                          double *out)
 {
     FSDPC_TRY(check_queues(device));
-    if (!total || !out || !(p > 0)) {
+    if (!total || !out) {
+        return fsdpc_error(FSDPC_E_INVAL, "norm: the total or the clip factor is NULL");
+    }
+    if (!(p > 0)) {
         return fsdpc_error(FSDPC_E_INVAL, "norm: the order %g is not positive", p);
     }
     return device->i->clip_factor(device->context, total, p, max_norm, out);

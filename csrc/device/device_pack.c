@@ -50,8 +50,10 @@ check_base(const fsdpc_pack_base *base, int index)
     const bool wide = base->dtype == FSDPC_F32 || base->dtype == FSDPC_F64;
     return wide && base->offset % fsdpc_dtype_bytes(base->dtype) == 0
                ? FSDPC_OK
-               : fsdpc_error(FSDPC_E_INVAL, "pack: base %d is dtype %d at byte %zu", index,
-                             (int)base->dtype, base->offset);
+               : fsdpc_error(FSDPC_E_INVAL,
+                             "pack: base %d must be float32 or float64, aligned to its elements, "
+                             "but has dtype %d at byte %zu",
+                             index, (int)base->dtype, base->offset);
 }
 
 static int

@@ -18,14 +18,18 @@ fsdpc_device_step(fsdpc_device *device, const fsdpc_steps *steps)
 {
     FSDPC_TRY(check_queues(device, "optimizer steps"));
     if (steps->count < 0 || (steps->count > 0 && (!steps->tensors || !steps->scratch))) {
-        return fsdpc_error(FSDPC_E_INVAL, "step: %d tensors at %p, scratch memory at %p",
-                           steps->count, (const void *)steps->tensors, steps->scratch);
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "step: the number of tensors is negative (%d), or their list or the "
+                           "scratch memory is NULL",
+                           steps->count);
     }
     for (int i = 0; i < steps->count; i++) {
         const fsdpc_step_tensor *t = &steps->tensors[i];
         if (t->n < 0 || t->first < 0 || !t->step || (t->n > 0 && (!t->param || !t->grad))) {
-            return fsdpc_error(FSDPC_E_INVAL, "step: tensor %d of %lld elements has a NULL buffer",
-                               i, (long long)t->n);
+            return fsdpc_error(
+                FSDPC_E_INVAL,
+                "step: tensor %d of %lld elements has a NULL buffer or a negative size", i,
+                (long long)t->n);
         }
     }
     return steps->count ? device->i->step(device->context, steps) : FSDPC_OK;
@@ -41,8 +45,10 @@ run_activation(fsdpc_device *device, bool pack, void *values, fsdpc_dtype type, 
                            fsdpc_dtype_name(type));
     }
     if (n < 0 || (n > 0 && (!values || !codes || !scales))) {
-        return fsdpc_error(FSDPC_E_INVAL, "activations: %lld elements, or a NULL buffer",
-                           (long long)n);
+        return fsdpc_error(
+            FSDPC_E_INVAL,
+            "activations: the number of elements is negative (%lld), or a buffer is NULL",
+            (long long)n);
     }
     return n ? device->i->activation(device->context, pack, values, type, n, codes, scales)
              : FSDPC_OK;

@@ -145,7 +145,8 @@ check_mark(const fsdpc_lane *lane, int64_t mark)
 {
     return mark >= 1 && mark <= lane->marked
                ? FSDPC_OK
-               : fsdpc_error(FSDPC_E_INVAL, "there is no mark %lld: the lane has %lld",
+               : fsdpc_error(FSDPC_E_INVAL,
+                             "mark %lld does not exist: the lane has marks 1 to %lld",
                              (long long)mark, (long long)lane->marked);
 }
 

@@ -146,7 +146,7 @@ fsdpc_disk_grow(fsdpc_disk *self, int64_t bytes)
         return reserve_error(self, errnum, more, free_bytes);
     }
     if (fstat(self->cached_fd, &stat) < 0) {
-        return file_error(self, errno, "looking at a file of states");
+        return file_error(self, errno, "reading the size of a file of states");
     }
     if (stat.st_size < bytes || (int64_t)stat.st_blocks * 512 < bytes) {
         const int ignored = ftruncate(self->cached_fd, self->bytes);
@@ -184,9 +184,9 @@ note_failure(buffer_state *state, const fsdpc_disk_transfer *transfer, int errnu
     }
 }
 
-/* What is left of a transfer that ended early starts again. */
+/* Starts a transfer that ended early again, for its remaining bytes. */
 static int
-settle(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
+complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
 {
     buffer_state *state = &self->states[transfer->buffer];
     const int64_t result = transfer->result;
@@ -238,8 +238,17 @@ reap_one(fsdpc_disk *self, const struct timespec *until)
                            self->options.rank, fsdpc_timeout(), self->folder);
     }
     FSDPC_TRY(status);
-    FSDPC_TRY(settle(self, transfer));
+    FSDPC_TRY(complete(self, transfer));
     return self->way->flush(self->way_self);
+}
+
+static int
+check_buffer(const fsdpc_disk *self, int buffer)
+{
+    return buffer >= 0 && buffer < self->options.buffer_count
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL, "buffer %d does not exist: the file of states has %d",
+                             buffer, self->options.buffer_count);
 }
 
 static int
@@ -251,8 +260,8 @@ check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, in
                            "to its fork (pid %d)",
                            (int)self->owner, (int)getpid());
     }
-    bool good =
-        buffer >= 0 && buffer < self->options.buffer_count && self->states[buffer].on_way == 0;
+    FSDPC_TRY(check_buffer(self, buffer));
+    bool good = self->states[buffer].on_way == 0;
     for (int i = 0; good && i < count; i++) {
         const fsdpc_disk_part *p = &parts[i];
         good = p->offset >= 0 && p->bytes > 0 && p->place >= 0 &&
@@ -260,7 +269,11 @@ check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, in
                p->bytes <= self->bytes - p->offset &&
                p->bytes <= self->options.buffer_bytes - p->place;
     }
-    return good ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "parts of a file of states are not valid");
+    return good ? FSDPC_OK
+                : fsdpc_error(FSDPC_E_INVAL,
+                              "rank %d: file of states: buffer %d is in use, or a part is outside "
+                              "of the file or its buffer, or not in whole pages",
+                              self->options.rank, buffer);
 }
 
 int
@@ -294,9 +307,7 @@ int
 fsdpc_disk_wait(fsdpc_disk *self, int buffer)
 {
     struct timespec until;
-    FSDPC_TRY(buffer >= 0 && buffer < self->options.buffer_count
-                  ? FSDPC_OK
-                  : fsdpc_error(FSDPC_E_INVAL, "there is no buffer %d", buffer));
+    FSDPC_TRY(check_buffer(self, buffer));
     deadline_from_now(&until);
     buffer_state *state = &self->states[buffer];
     while (state->on_way > 0) {
@@ -372,7 +383,9 @@ fsdpc_disk_open(const fsdpc_disk_options *options, fsdpc_disk **out)
         good = (uintptr_t)options->buffers[i] % FSDPC_DISK_PAGE == 0;
     }
     if (!good) {
-        return fsdpc_error(FSDPC_E_INVAL, "buffers of whole pages are needed");
+        return fsdpc_error(FSDPC_E_INVAL,
+                           "file of states: 1 to %d buffers are needed, in whole pages of %d bytes",
+                           FSDPC_DISK_MAX_BUFFERS, FSDPC_DISK_PAGE);
     }
     fsdpc_disk *self = fsdpc_mem_calloc(1, sizeof *self);
     if (self == NULL) {

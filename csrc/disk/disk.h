@@ -43,7 +43,7 @@ typedef struct fsdpc_disk_info {
 typedef struct fsdpc_disk fsdpc_disk;
 
 /* An empty file; the caller frees with fsdpc_disk_close and keeps the buffers until then. E_IO,
- * E_NOMEM; E_UNAVAILABLE: io_uring was asked for and the kernel refuses it. */
+ * E_NOMEM; E_UNAVAILABLE: io_uring was requested and the kernel refuses it. */
 int fsdpc_disk_open(const fsdpc_disk_options *options, fsdpc_disk **out);
 /* Makes the file `bytes` long and reserves space for all of it; new bytes are zero. E_IO with the
  * bytes that are needed and free; the file keeps its length then. */

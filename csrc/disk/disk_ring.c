@@ -46,8 +46,8 @@ ring_submit(void *object, fsdpc_disk_transfer *transfer)
     ring *self = object;
     const unsigned tail =
         atomic_load_explicit(word(self, self->params.sq_off.tail), memory_order_relaxed);
-    const unsigned mask = self->params.sq_entries - 1, place = tail & mask;
-    struct io_uring_sqe *entry = &self->entries[place];
+    const unsigned mask = self->params.sq_entries - 1, index = tail & mask;
+    struct io_uring_sqe *entry = &self->entries[index];
     memset(entry, 0, sizeof *entry);
     entry->opcode = transfer->write ? IORING_OP_WRITE : IORING_OP_READ;
     entry->fd = transfer->fd;
@@ -55,7 +55,7 @@ ring_submit(void *object, fsdpc_disk_transfer *transfer)
     entry->len = (uint32_t)transfer->bytes;
     entry->off = (uint64_t)transfer->offset;
     entry->user_data = (uint64_t)(uintptr_t)transfer;
-    atomic_store_explicit(&word(self, self->params.sq_off.array)[place], place,
+    atomic_store_explicit(&word(self, self->params.sq_off.array)[index], index,
                           memory_order_relaxed);
     atomic_store_explicit(word(self, self->params.sq_off.tail), tail + 1, memory_order_release);
     self->unflushed++;
@@ -177,7 +177,9 @@ fsdpc_disk_ring_new(int capacity, const fsdpc_disk_way **way, void **out)
         FSDPC_GOTO(FSDPC_E_UNAVAILABLE, failed);
     }
     if ((self->params.features & needed) != needed) {
-        FSDPC_GOTO(fsdpc_error(FSDPC_E_UNAVAILABLE, "io_uring needs Linux 5.11"), failed);
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_UNAVAILABLE,
+                               "io_uring needs Linux 5.11 or newer: use io='threads'"),
+                   failed);
     }
     FSDPC_GOTO(map_queues(self), failed);
     *way = &table;

@@ -80,7 +80,7 @@ bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
  * the end. */
 bool fsdpc_exchange_is_summed(fsdpc_exchange *exchange, const fsdpc_unit *unit);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, fsdpc_unit_used
- * tells which parameters got a gradient on some rank. Collective. */
+ * returns which parameters got a gradient on some rank. Collective. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
 /* With `apart`, fsdpc_exchange_end does not wait for units whose values lie in host memory: before the
  * processor reads one's gradient or writes its master, it calls settle, a host sync for that unit alone. */

@@ -13,8 +13,8 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
     const int64_t now_ns = fsdpc_trace_add(
         x->trace, op, x->phase, x->step, unit ? x->trace_ids[fsdpc_unit_use(unit)->id] : -1, bytes);
     if (op != FSDPC_TRACE_WAIT) {
-        fsdpc_board_seen(fsdpc_trace_op_name(op), unit ? fsdpc_unit_name(unit) : "",
-                         fsdpc_phase_name(x->phase), now_ns);
+        fsdpc_board_operation(fsdpc_trace_op_name(op), unit ? fsdpc_unit_name(unit) : "",
+                              fsdpc_phase_name(x->phase), now_ns);
     }
 }
 

@@ -14,7 +14,7 @@ struct fsdpc_exchange_i {
     int (*rest)(fsdpc_exchange *x);  /* (optional) default: nothing is in flight */
     int (*leave)(fsdpc_exchange *x); /* (optional) default: no wait */
     /* Makes the unit's values readable; with `wait` false starts a prefetch if that needs no wait
-     * (`begun` of the unit's use says whether it did). */
+     * (then `begun` of the unit's use is set). */
     int (*gather)(fsdpc_exchange *x, fsdpc_unit *unit, bool wait);
     int (*release)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);

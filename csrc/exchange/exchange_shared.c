@@ -42,7 +42,7 @@ leave(fsdpc_exchange *x)
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of forward", NULL);
     for (;;) {
-        fsdpc_shared_look(x, &wait);
+        fsdpc_shared_wait_read(x, &wait);
         if (all_left(x) || fsdpc_shared_must_act(x, &wait, FSDPC_WAY_LEAVE)) {
             break;
         }

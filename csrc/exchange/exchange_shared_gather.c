@@ -15,7 +15,7 @@
  * the owner of a piece waits itself (ranks run different numbers of forwards), its master shard cannot
  * change before this rank catches up, so an older tag with the same count of backwards will do. That
  * holds only if no rank can continue with private memory: the owner may be behind, and wait for a slot
- * ([Note: turns] in shm_turn.c).
+ * ([Note: stuck] in shm_stuck.c).
  */
 #include <sched.h>
 
@@ -242,7 +242,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         FSDPC_TRY(fsdpc_shared_drop_prefetched(x));
     }
     for (;;) {
-        fsdpc_shared_look(x, &wait);
+        fsdpc_shared_wait_read(x, &wait);
         bool final = all_final(x, false);
         enum fsdpc_shm_way way = final                ? FSDPC_WAY_PRIVATE
                                  : all_final(x, true) ? FSDPC_WAY_OLDER
@@ -295,7 +295,7 @@ complete(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool 
     fsdpc_shared_wait_begin(x, &wait, "gather", unit);
     FSDPC_GOTO(fill_piece(x, unit, slot, x->rank, chunks), done);
     while (all && atomic_load(&slot->done) < slot->total) {
-        fsdpc_shared_look(x, &wait);
+        fsdpc_shared_wait_read(x, &wait);
         enum fsdpc_shm_way way = older_helps(x, slot, chunks) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
         bool act = fsdpc_shared_must_act(x, &wait, way);
         for (int k = 1; k < x->world; k++) {
@@ -326,7 +326,7 @@ gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
     for (int k = 0; k < x->world; k++) {
         int r = (x->rank + k) % x->world;
         while (r != x->rank) {
-            fsdpc_shared_look(x, &wait);
+            fsdpc_shared_wait_read(x, &wait);
             enum fsdpc_shm_way way = masters_final(x, r, true) ? FSDPC_WAY_OLDER : FSDPC_WAY_NONE;
             if (masters_final(x, r, false) || fsdpc_shared_must_act(x, &wait, way)) {
                 break;

@@ -60,7 +60,7 @@ struct fsdpc_shared {
 
 /* Wakes all ranks that wait for a change. */
 void fsdpc_shared_notify(fsdpc_exchange *x);
-/* A wait is: begin; then in a loop look, examine, and (without progress) step; then end. */
+/* A wait is: begin; then in a loop read, examine, and (without progress) step; then end. */
 struct fsdpc_shared_wait {
     fsdpc_wait what;
     fsdpc_shm_view view;
@@ -72,12 +72,12 @@ struct fsdpc_shared_wait {
 void fsdpc_shared_wait_open(fsdpc_exchange *x);
 void fsdpc_shared_wait_begin(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, const char *op,
                              const fsdpc_unit *unit);
-void fsdpc_shared_look(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
+void fsdpc_shared_wait_read(fsdpc_exchange *x, struct fsdpc_shared_wait *wait);
 /* True when this rank must use its fallback: no other rank can end this wait, or (WAY_PRIVATE) the wait
  * has lasted so long that none is likely to. */
 bool fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
-/* Sleeps until a change since the look, at most a few ms; `way`: this rank's fallback when it must act.
+/* Sleeps until a change since the read, at most a few ms; `way`: this rank's fallback when it must act.
  * Errors as fsdpc_shm_wait_word. */
 int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);

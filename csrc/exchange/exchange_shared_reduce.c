@@ -198,7 +198,7 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
     fsdpc_shared_wait_begin(x, &wait, "reduce", unit);
     for (;;) {
         enum fsdpc_shm_way way = FSDPC_WAY_NONE;
-        fsdpc_shared_look(x, &wait);
+        fsdpc_shared_wait_read(x, &wait);
         FSDPC_GOTO(progress(x), done);
         if (previous_post_is_done(x, unit)) {
             way = FSDPC_WAY_PRIVATE;
@@ -352,10 +352,10 @@ fsdpc_shared_end(fsdpc_exchange *x)
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of backward", NULL);
     for (;;) {
-        fsdpc_shared_look(x, &wait);
-        bool last_look = all_ended(x);
+        fsdpc_shared_wait_read(x, &wait);
+        bool all_have_ended = all_ended(x);
         FSDPC_GOTO(progress(x), done);
-        if (last_look) {
+        if (all_have_ended) {
             break;
         }
         FSDPC_GOTO(check_missing_left(x, &wait.what), done);

@@ -1,5 +1,5 @@
 /* Waits for other ranks of the host: for a change of shared state, with a deadline, and with a fallback
- * when no rank can make that change ([Note: turns] in shm_turn.c).
+ * when no rank can make that change ([Note: stuck] in shm_stuck.c).
  */
 #include "exchange/exchange_shared_impl.h"
 #include "base/board.h"
@@ -69,9 +69,9 @@ fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what)
 }
 
 void
-fsdpc_shared_look(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
+fsdpc_shared_wait_read(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
 {
-    fsdpc_shm_look(x->shm, &wait->view);
+    fsdpc_shm_read_changes(x->shm, &wait->view);
 }
 
 int

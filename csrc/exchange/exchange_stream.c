@@ -14,7 +14,7 @@
  * Gathers and reductions have communicators of their own, so that a gather never queues behind a
  * reduction. All ranks must gather and reduce in one order, as on a wire. A step has no allocation and no
  * host sync, with two exceptions that are counted: a spare mapping (two live units of one slot), and a
- * rank with unused parameters, which must know whether other ranks used them.
+ * rank with unused parameters, which needs to find out whether other ranks used them.
  */
 #include <string.h>
 
@@ -74,8 +74,8 @@ fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
         }
     }
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->all, s->bits, bytes));
-    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    return fsdpc_device_finish(s->device, s->settled, fsdpc_comm_timeout(x->comm),
+    FSDPC_TRY(fsdpc_device_record(s->device, s->sync_event));
+    return fsdpc_device_finish(s->device, s->sync_event, fsdpc_comm_timeout(x->comm),
                                "the set-up of an exchange");
 }
 
@@ -110,7 +110,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->gather));
     FSDPC_TRY(fsdpc_device_stream_new(s->device, true, &s->reduce));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->masters));
-    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->settled));
+    FSDPC_TRY(fsdpc_device_event_new(s->device, &s->sync_event));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->ready));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->shared));
     FSDPC_TRY(open_units(x, s));
@@ -149,10 +149,10 @@ drain(const fsdpc_exchange *x, struct fsdpc_streams *s)
     fsdpc_stream *caller = fsdpc_device_current(s->device);
     fsdpc_stream *all[] = {s->gather, s->reduce, caller};
     await_readers(s, end_ns);
-    for (int i = 0; s->settled && i < 3; i++) {
+    for (int i = 0; s->sync_event && i < 3; i++) {
         fsdpc_device_use(s->device, all[i]);
-        if (fsdpc_device_record(s->device, s->settled) == FSDPC_OK) {
-            await_event(s, s->settled, end_ns);
+        if (fsdpc_device_record(s->device, s->sync_event) == FSDPC_OK) {
+            await_event(s, s->sync_event, end_ns);
         }
     }
     fsdpc_device_use(s->device, caller);
@@ -183,7 +183,7 @@ close_streams(fsdpc_exchange *x)
     fsdpc_device_host_free(s->device, s->bits, bytes);
     fsdpc_device_free(s->device, s->device_bits, bytes);
     fsdpc_device_free(s->device, s->all, bytes);
-    fsdpc_device_event_free(s->device, s->settled);
+    fsdpc_device_event_free(s->device, s->sync_event);
     fsdpc_device_event_free(s->device, s->ready);
     fsdpc_device_event_free(s->device, s->shared);
     fsdpc_device_event_free(s->device, s->masters);
@@ -273,9 +273,9 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 
 /* Before an address is mapped to other memory, all queued work on the old memory must be done. */
 static int
-settle(fsdpc_exchange *x, const fsdpc_unit *unit)
+sync_before_remap(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    return fsdpc_stream_settle(x, fsdpc_unit_name(unit));
+    return fsdpc_stream_sync(x, fsdpc_unit_name(unit));
 }
 
 /* Spare memory is zeroed on the current stream, so the gather stream, which writes to it next, is set. */
@@ -294,7 +294,7 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     if (fsdpc_exchange_slot_is_in_use(x, unit)) {
         FSDPC_TRY(fsdpc_stream_refuse_capture(x->streams, "a unit that needs a spare slot"));
-        FSDPC_TRY(settle(x, unit));
+        FSDPC_TRY(sync_before_remap(x, unit));
         FSDPC_TRY(map_spare(x, unit));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
         FSDPC_TRY(fill(x, unit));
@@ -379,7 +379,7 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
     use->begun = use->ready = false;
     FSDPC_TRY(status);
     if (fsdpc_unit_is_spare(unit)) {
-        FSDPC_TRY(settle(x, unit));
+        FSDPC_TRY(sync_before_remap(x, unit));
         return fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit));
     }
     if (x->poison) {

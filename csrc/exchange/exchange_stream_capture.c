@@ -20,10 +20,10 @@ static int
 join(struct fsdpc_streams *s, fsdpc_stream *own)
 {
     fsdpc_stream *caller = fsdpc_device_use(s->device, own);
-    int status = fsdpc_device_record(s->device, s->settled);
+    int status = fsdpc_device_record(s->device, s->sync_event);
     fsdpc_device_use(s->device, caller);
     FSDPC_TRY(status);
-    return fsdpc_device_wait(s->device, s->settled);
+    return fsdpc_device_wait(s->device, s->sync_event);
 }
 
 int

@@ -33,11 +33,11 @@ struct fsdpc_behind {
     uint64_t capture, number;
 };
 
-/* Paths on which the ranks have agreed: a hash set that forgets all of them when it has `most`. */
+/* Paths on which the ranks have agreed: a hash set that is cleared when it has `most`. */
 struct fsdpc_paths {
     uint64_t *table;
     int count, most;
-    int64_t forgotten; /* how often */
+    int64_t cleared; /* how often */
 };
 
 /* The check of the order of units; [0] gathers, [1] reductions. See exchange_stream_turns.c. */
@@ -53,7 +53,7 @@ struct fsdpc_turns {
     struct {
         float own[FSDPC_STREAM_TURN_FLOATS], got[FSDPC_STREAM_TURN_FLOATS];
     } *digests; /* pinned */
-    fsdpc_event *put, *told;
+    fsdpc_event *put, *arrived;
 };
 
 struct fsdpc_streams {
@@ -84,7 +84,7 @@ struct fsdpc_streams {
      * that used every trainable parameter. */
     float *bits, *device_bits, *all;
     int64_t bit_count;
-    fsdpc_event *settled;        /* for host syncs */
+    fsdpc_event *sync_event;     /* for host syncs */
     fsdpc_event *ready, *shared; /* before and after fsdpc_exchange_share */
     bool all_offloaded;          /* every unit that trains has its gradients in host memory */
     fsdpc_event *copied; /* the last gather that read an offloaded master; NULL: no unit has one */
@@ -102,7 +102,7 @@ int fsdpc_stream_check(const fsdpc_exchange *x);
  * their communicators fails. Ctrl-C ends the wait. */
 int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
 /* Host sync with the current stream. */
-int fsdpc_stream_settle(fsdpc_exchange *x, const char *what);
+int fsdpc_stream_sync(fsdpc_exchange *x, const char *what);
 
 /* --- exchange_stream_slots.c ------------------------------------------------------------------ */
 

@@ -59,7 +59,7 @@ join(fsdpc_exchange *x)
     }
     fsdpc_device_use(s->device, s->reduce);
     FSDPC_TRY(join_hooked(x));
-    return fsdpc_device_record(s->device, s->settled);
+    return fsdpc_device_record(s->device, s->sync_event);
 }
 
 int
@@ -77,7 +77,7 @@ fsdpc_stream_offload_end(fsdpc_exchange *x)
     int status = join(x);
     fsdpc_device_use(s->device, caller);
     FSDPC_TRY(status);
-    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, "the sums of offloaded gradients"));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->sync_event, "the sums of offloaded gradients"));
     for (int u = 0; u < x->unit_count; u++) {
         fsdpc_unit_settled(x->units[u], FSDPC_MASTER);
         fsdpc_unit_settled(x->units[u], FSDPC_GRAD);

@@ -190,7 +190,7 @@ share_used(fsdpc_exchange *x)
     FSDPC_TRY(fsdpc_device_copy_in(s->device, s->device_bits, s->bits, bytes));
     FSDPC_TRY(join_bits(x));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
-    FSDPC_TRY(fsdpc_stream_settle(x, "used bits at the end of backward"));
+    FSDPC_TRY(fsdpc_stream_sync(x, "used bits at the end of backward"));
     read_bits(x, s->bits);
     return FSDPC_OK;
 }

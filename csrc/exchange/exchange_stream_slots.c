@@ -21,7 +21,7 @@ static void
 forget_all(fsdpc_comm *comm, const fsdpc_arena *arena)
 {
     for (int i = 0; i < fsdpc_arena_slot_count(arena); i++) {
-        fsdpc_comm_forget(comm, fsdpc_arena_slot_address(arena, i));
+        fsdpc_comm_unregister(comm, fsdpc_arena_slot_address(arena, i));
     }
 }
 

@@ -8,7 +8,7 @@
  * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
  * used bits, and the host checks the digests when they have arrived, in the next pass. Gathers and reductions
  * are two sequences with a set each, because ranks may interleave them differently: a set is the same on all
- * ranks at one place of its own sequence only.
+ * ranks at one point of its own sequence only.
  */
 #include <stdio.h>
 #include <string.h>
@@ -85,7 +85,7 @@ fsdpc_stream_turns_open(fsdpc_exchange *x)
     FSDPC_TRY(fsdpc_device_host_alloc(s->device, sizeof *t->digests, &block));
     t->digests = block;
     FSDPC_TRY(fsdpc_device_event_new(s->device, &t->put));
-    return fsdpc_device_event_new(s->device, &t->told);
+    return fsdpc_device_event_new(s->device, &t->arrived);
 }
 
 void
@@ -97,7 +97,7 @@ fsdpc_stream_turns_close(fsdpc_exchange *x)
     fsdpc_device_free(s->device, t->device, t->words * sizeof(uint64_t));
     fsdpc_device_host_free(s->device, t->digests, sizeof *t->digests);
     fsdpc_device_event_free(s->device, t->put);
-    fsdpc_device_event_free(s->device, t->told);
+    fsdpc_device_event_free(s->device, t->arrived);
     fsdpc_mem_free(t->known[0].table);
     fsdpc_mem_free(t->known[1].table);
 }
@@ -116,7 +116,7 @@ is_known(const struct fsdpc_paths *known, uint64_t path)
     return false;
 }
 
-/* All ranks insert the same paths in the same order, so all forget at the same place of the sequence. */
+/* All ranks insert the same paths in the same order, so all clear their sets at the same point of the sequence. */
 static void
 learn(struct fsdpc_paths *known, uint64_t path)
 {
@@ -127,7 +127,7 @@ learn(struct fsdpc_paths *known, uint64_t path)
     if (++known->count > known->most) {
         memset(known->table, 0, KNOWN * sizeof *known->table);
         known->count = 1;
-        known->forgotten++;
+        known->cleared++;
     }
     while (known->table[at]) {
         at = (at + 1) % KNOWN;
@@ -176,8 +176,8 @@ compare(fsdpc_exchange *x, fsdpc_comm *comm, uint64_t word, const char *what)
     FSDPC_TRY(fsdpc_device_copy_in(s->device, &t->device[rank], &t->pinned[rank], sizeof word));
     FSDPC_TRY(fsdpc_comm_all_gather(comm, t->device, sizeof word, what));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, t->pinned, t->device, (size_t)world * sizeof word));
-    FSDPC_TRY(fsdpc_device_record(s->device, s->settled));
-    FSDPC_TRY(fsdpc_stream_await_host(x, s->settled, what));
+    FSDPC_TRY(fsdpc_device_record(s->device, s->sync_event));
+    FSDPC_TRY(fsdpc_stream_await_host(x, s->sync_event, what));
     FSDPC_TRY(fsdpc_comm_check(comm));
     for (int r = 0; r < world; r++) {
         if (t->pinned[r] != word) {
@@ -241,7 +241,7 @@ fsdpc_stream_turn(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce)
 /* --- ends and beginnings ---------------------------------------------------------------------------- */
 
 static int
-look(fsdpc_exchange *x)
+check_digests(fsdpc_exchange *x)
 {
     struct fsdpc_streams *s = x->streams;
     struct fsdpc_turns *t = &s->turns;
@@ -249,7 +249,7 @@ look(fsdpc_exchange *x)
     if (!t->awaited) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_device_poll(s->device, t->told, &done));
+    FSDPC_TRY(fsdpc_device_poll(s->device, t->arrived, &done));
     if (!done) {
         return FSDPC_OK;
     }
@@ -276,7 +276,7 @@ fsdpc_stream_turns_begin(fsdpc_exchange *x)
     if (t->off || s->capture != 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(look(x));
+    FSDPC_TRY(check_digests(x));
     if (t->path[0] != START) {
         uint64_t over = mix(t->path[0], BEGIN);
         t->fresh[0] = is_known(&t->known[0], over) ? 0 : over;
@@ -329,11 +329,11 @@ fsdpc_stream_turns_take(fsdpc_exchange *x, const float *bits)
     if (t->off || s->capture != 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(look(x));
+    FSDPC_TRY(check_digests(x));
     if (t->awaited) {
         return FSDPC_OK; /* the last digests are still in flight: skips this check on this rank */
     }
     FSDPC_TRY(fsdpc_device_copy_out(s->device, t->digests->got, bits, sizeof t->digests->got));
     t->awaited = true;
-    return fsdpc_device_record(s->device, t->told);
+    return fsdpc_device_record(s->device, t->arrived);
 }

@@ -31,8 +31,8 @@ fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what)
 }
 
 int
-fsdpc_stream_settle(fsdpc_exchange *x, const char *what)
+fsdpc_stream_sync(fsdpc_exchange *x, const char *what)
 {
-    FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->settled));
-    return fsdpc_stream_await_host(x, x->streams->settled, what);
+    FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->sync_event));
+    return fsdpc_stream_await_host(x, x->streams->sync_event, what);
 }

@@ -73,8 +73,8 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     shm->timeout_s = timeout_s;
     shm->owner = getpid();
     shm->forks = fsdpc_shm_forks();
-    shm->who = fsdpc_shm_who();
-    shm->place = -1;
+    shm->process = fsdpc_shm_process();
+    shm->entry = -1;
     shm->serial = atomic_fetch_add(&serials, 1);
     shm->fd = shm->stop_fd = -1;
     shm->peers = peers;
@@ -121,7 +121,9 @@ map_control(fsdpc_shm *shm)
 {
     off_t end = lseek(shm->fd, 0, SEEK_END);
     if (end < (off_t)FIRST_OFFSET) {
-        return fsdpc_error(FSDPC_E_INTERNAL, "the shared segment has %lld bytes", (long long)end);
+        return fsdpc_error(FSDPC_E_INTERNAL,
+                           "the shared segment has %lld bytes, fewer than its control area",
+                           (long long)end);
     }
     shm->file_bytes = (uint64_t)end;
     void *address = NULL;
@@ -144,7 +146,7 @@ publish_self(fsdpc_shm *shm)
         }
     }
     atomic_store(&shm->control->slots[shm->rank].pid, (int32_t)shm->owner);
-    atomic_store(&shm->control->slots[shm->rank].who, (int32_t)shm->who);
+    atomic_store(&shm->control->slots[shm->rank].process, (int32_t)shm->process);
 }
 
 /* Cores of all ranks together, because each may be pinned to one core. */
@@ -179,10 +181,10 @@ build(fsdpc_shm *shm)
     if (shm->world == 1) {
         return set_up(shm);
     }
-    FSDPC_TRY(fsdpc_shm_meet(shm, deadline_ns));
+    FSDPC_TRY(fsdpc_shm_rendezvous(shm, deadline_ns));
     FSDPC_TRY(fsdpc_shm_confirm(shm, set_up(shm), deadline_ns));
     shm->spins = count_spins(shm);
-    fsdpc_shm_turn_join(shm);
+    fsdpc_shm_stuck_join(shm);
     return FSDPC_OK;
 }
 
@@ -219,7 +221,7 @@ fsdpc_shm_free(fsdpc_shm *shm)
         return;
     }
     fsdpc_shm_leave(shm);
-    fsdpc_shm_turn_leave(shm);
+    fsdpc_shm_stuck_leave(shm);
     if (fsdpc_shm_is_owner(shm)) {
         fsdpc_shm_watch_stop(shm);
     }

@@ -105,38 +105,38 @@ int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *m
 /* FSDPC_E_PEER: `rank` has left although this rank waits for it. */
 int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
-/* --- waits that a rank may also end by itself: [Note: turns] in shm_turn.c -------------------- */
+/* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
 
-enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that know of each other */
+enum { FSDPC_SHM_GROUPS = 32 }; /* segments of a process that publish their waits to each other */
 
-/* A waiter's way out when nobody else can end its wait; better ones go first. */
+/* A waiter's fallback when no other rank can end the wait; the highest one is used first. */
 enum fsdpc_shm_way { FSDPC_WAY_NONE, FSDPC_WAY_LEAVE, FSDPC_WAY_OLDER, FSDPC_WAY_PRIVATE };
 
-/* The turns of this process's segments at one moment. */
+/* The counts of changes of this process's segments at one moment. */
 typedef struct fsdpc_shm_view {
     uint32_t bell;
     int count;
     struct {
-        uint64_t serial, turn;
+        uint64_t serial, changes;
     } of[FSDPC_SHM_GROUPS];
 } fsdpc_shm_view;
 
-/* Something has changed that others may wait for. */
+/* After a change that other ranks may wait for: counts the change and wakes them. */
 void fsdpc_shm_notify(fsdpc_shm *shm);
-/* Before what is waited for is examined. */
-void fsdpc_shm_look(fsdpc_shm *shm, fsdpc_shm_view *view);
-/* True when everybody who could end this rank's wait stands still since `view`, and none of them
- * has a way out that is better than `way`: this rank is to take its own now. False for WAY_NONE. */
+/* Reads the counts; call before the state that is waited for is examined. */
+void fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view);
+/* A deadlock: all ranks that could end this rank's wait have been waiting since `view`, and none of
+ * them has a better fallback than `way`. True: this rank must use `way` now. False for WAY_NONE. */
 bool fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way);
-/* Around a wait: begin, then look, examine, stand, again and again, then end. */
+/* Around a wait: begin, then read_changes, examine, stand, again and again, then end. */
 void fsdpc_shm_stand_begin(fsdpc_shm *shm);
 void fsdpc_shm_stand_end(fsdpc_shm *shm);
-/* Sleeps until something has changed since `view`, at most until `until_ns`; `way` is this rank's
- * if it is stuck. Returns at once when it is. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
+/* Sleeps until a change since `view`, at most until `until_ns`; `way` is this rank's fallback. Returns
+ * at once if this rank is stuck. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
  * `until_ns`. */
 int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
                     int64_t until_ns, const fsdpc_wait *what);
-/* True while `rank` stands so, for whatever group. */
+/* True while `rank` is in such a wait, of any group. */
 bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
 /* Processor time that the process of `rank` has used, or -1. */
 int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
@@ -144,8 +144,8 @@ int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 /* --- collectives over the control area ------------------------------------------------------- */
 
 int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
-/* True while `rank` is in a barrier that this rank has yet to enter: until then it does nothing. */
-bool fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank);
+/* True while `rank` is in a barrier that this rank has not entered: `rank` does nothing until then. */
+bool fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank);
 /* Every rank passes a text (at most 64 KiB are compared by digest, the first 4 KiB are kept);
  * FSDPC_E_MISMATCH on every rank when they differ, quoting the first differing line of the lowest
  * rank that differs from rank 0, with both ranks named. Collective. */

@@ -244,7 +244,7 @@ wait_for_messages(host *self, struct pollfd *polls)
     if (poll(polls, count, fsdpc_shm_slice_ms(self->deadline_ns)) < 0) {
         memset(polls, 0, count * sizeof *polls);
     }
-    return fsdpc_shm_interrupted(&fsdpc_shm_meeting);
+    return fsdpc_shm_interrupted(&fsdpc_shm_rendezvous_wait);
 }
 
 static int
@@ -316,7 +316,7 @@ send_failure(const fsdpc_shm *shm, int status)
 }
 
 int
-fsdpc_shm_host_meet(fsdpc_shm *shm, int64_t deadline_ns)
+fsdpc_shm_host_rendezvous(fsdpc_shm *shm, int64_t deadline_ns)
 {
     host self = {.shm = shm, .deadline_ns = deadline_ns, .listener = -1, .here = 1};
     int ready = 0;

@@ -10,7 +10,7 @@
  *
  * Files: shm_state.c clock, failure word, forks; shm.c lifecycle; shm_map.c mapping;
  * shm_rendezvous.c and shm_host.c meeting of the ranks;
- * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree; shm_turn.c waits
+ * shm_watch.c death of peers; shm_wait.c sleeping; shm_sync.c barrier and agree; shm_stuck.c waits
  * that a rank may end by itself.
  */
 #ifndef FSDPC_SHM_IMPL_H
@@ -40,8 +40,8 @@ typedef struct fsdpc_shm_slot {
         blocked_seq; /* begins and ends of waits inside fsdpc_shm_wait_word: odd while blocked */
     _Atomic uint32_t left;
     _Atomic int32_t pid;
-    _Atomic int32_t who;                         /* fsdpc_shm_who() */
-    _Atomic uint64_t wait;                       /* how its process waits now: [Note: turns] */
+    _Atomic int32_t process;                     /* fsdpc_shm_process() */
+    _Atomic uint64_t wait;                       /* how its process waits now: [Note: stuck] */
     _Atomic int64_t note_ns;                     /* when `note` was written */
     _Atomic uint64_t note[FSDPC_SHM_NOTE_WORDS]; /* what the rank last waited for, as text */
 } fsdpc_shm_slot;
@@ -59,11 +59,11 @@ typedef struct fsdpc_shm_control {
     alignas(128) _Atomic uint32_t barrier_arrived;
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
-    alignas(128) _Atomic uint64_t turn;      /* changes by members: [Note: turns] */
-    _Atomic uint32_t bell;                   /* what waits sleep on: moves on with each turn, too */
+    alignas(128) _Atomic uint64_t changes;   /* changes by members: [Note: stuck] */
+    _Atomic uint32_t bell;                   /* what waits sleep on: grows with each change, too */
     _Atomic uint32_t sleepers;               /* ranks asleep on it */
     alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
-    _Atomic uint64_t reserved_end;           /* everything asked for below has its pages */
+    _Atomic uint64_t reserved_end;           /* all memory below has its pages */
     alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
     fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
     fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];
@@ -93,12 +93,13 @@ struct fsdpc_shm {
     _Atomic uint32_t waiters; /* threads of this rank that wait now */
     _Atomic uint32_t aborting;
     _Atomic int64_t reported_ns; /* when a long wait was reported last */
-    /* shm_turn.c, under its lock but for `who` and `serial`. */
-    int who, place;           /* this process; where it is noted, or -1 */
-    uint64_t serial;          /* of this process's segments, never used again */
-    uint32_t kin, covered_by; /* places of all this process's segments, of those with all members */
-    int stands;               /* threads between stand_begin and stand_end */
-    uint64_t rung;            /* the turn at which this rank rang last, plus 1 */
+    /* shm_stuck.c, under its lock but for `process` and `serial`. */
+    int process, entry; /* this process; its entry in the table of segments, or -1 */
+    uint64_t serial;    /* of this process's segments, never used again */
+    uint32_t kin,
+        covered_by; /* entries of all this process's segments, of those with all members */
+    int stands;     /* threads between stand_begin and stand_end */
+    uint64_t rung;  /* the count of changes at which this rank rang last, plus 1 */
     char name[];
 };
 
@@ -109,30 +110,30 @@ extern bool fsdpc_shm_without_waitv;
  * thread sanitizer goes by addresses. */
 extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
 extern int (*fsdpc_shm_munmap)(void *, size_t);
-/* Ranks that are threads of one process are told apart by this; getpid() otherwise. */
-extern int (*fsdpc_shm_who)(void);
+/* Ranks that are threads of one process have different values of this; getpid() otherwise. */
+extern int (*fsdpc_shm_process)(void);
 
 /* shm_state.c */
 /* Forks between the first process that made a segment and this one. */
 int fsdpc_shm_forks(void);
 /* False in a forked child of the rank. */
 bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
-/* Every sleeper of the segment looks again. */
+/* Wakes every sleeper of the segment: each checks its condition again. */
 void fsdpc_shm_wake_all(fsdpc_shm *shm);
 /* FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
 /* fsdpc_shm_reports.verdict; false without one. */
 bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
                        size_t bytes);
-/* First failure wins; wakes everybody. */
+/* Records the first failure, and wakes all ranks. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 
-/* shm_rendezvous.c. meet: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
+/* shm_rendezvous.c. rendezvous: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
  * pidfds; the others receive them. confirm: all send rank 0 the status of their set-up (`status`,
  * with this thread's error text) and succeed or fail together. */
-int fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns);
+int fsdpc_shm_rendezvous(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
 void fsdpc_shm_peers_close(fsdpc_shm *shm);
 
@@ -140,10 +141,10 @@ void fsdpc_shm_peers_close(fsdpc_shm *shm);
 int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
-/* shm_turn.c. join: once all members have written `who`; leave: before the control area is
+/* shm_stuck.c. join: once all members have written `process`; leave: before the control area is
  * unmapped. */
-void fsdpc_shm_turn_join(fsdpc_shm *shm);
-void fsdpc_shm_turn_leave(fsdpc_shm *shm);
+void fsdpc_shm_stuck_join(fsdpc_shm *shm);
+void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
 
 /* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);

@@ -24,7 +24,8 @@ static const uint64_t MAGIC = 0x6673647063736d31u;
 
 bool fsdpc_shm_without_pidfd;
 
-const fsdpc_wait fsdpc_shm_meeting = {.op = "the rendezvous of the group's ranks", .unit = ""};
+const fsdpc_wait fsdpc_shm_rendezvous_wait = {.op = "the rendezvous of the group's ranks",
+                                              .unit = ""};
 
 int
 fsdpc_shm_socket(void)
@@ -139,10 +140,12 @@ fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds
             return fsdpc_shm_connection_error(rc, "a rank");
         }
         if (fsdpc_shm_now_ns() >= deadline_ns) {
-            return fsdpc_error(FSDPC_E_TIMEOUT,
-                               "the rendezvous: a rank does not read its messages");
+            return fsdpc_error(
+                FSDPC_E_TIMEOUT,
+                "the rendezvous: another rank has not read its messages within the deadline "
+                "(FSDPC_TIMEOUT sets this limit): that process hangs or is stopped");
         }
-        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
+        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_rendezvous_wait));
         poll(NULL, 0, RETRY_MS);
     }
 }
@@ -194,7 +197,7 @@ fsdpc_shm_slice_ms(int64_t deadline_ns)
 }
 
 int
-fsdpc_shm_late_meeting(const fsdpc_shm *shm, const int *missing, int count)
+fsdpc_shm_late_rendezvous(const fsdpc_shm *shm, const int *missing, int count)
 {
     char what[160];
     snprintf(what, sizeof what, "the rendezvous of group \"%s\"", shm->name);
@@ -212,7 +215,7 @@ fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived)
             missing[count++] = i;
         }
     }
-    return fsdpc_shm_late_meeting(shm, missing, count);
+    return fsdpc_shm_late_rendezvous(shm, missing, count);
 }
 
 int

@@ -46,7 +46,7 @@ int fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *
 /* The same, waiting for room until the deadline. */
 int fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds, int count,
                            int64_t deadline_ns);
-/* Tells a failure; a peer that cannot be told sees the connection end. */
+/* Sends a failure; a peer that it cannot reach finds the connection closed. */
 void fsdpc_shm_message_fail(int socket, int status, const char *text);
 /* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for what is not a message of ours. The
  * caller closes the descriptors. */
@@ -65,17 +65,17 @@ void fsdpc_shm_close(int *fd);
 /* Milliseconds to poll for: until the deadline, at most one slice. */
 int fsdpc_shm_slice_ms(int64_t deadline_ns);
 /* FSDPC_E_TIMEOUT of the rendezvous, naming the ranks that are missing. */
-int fsdpc_shm_late_meeting(const fsdpc_shm *shm, const int *missing, int count);
+int fsdpc_shm_late_rendezvous(const fsdpc_shm *shm, const int *missing, int count);
 /* The error of a connection to `peer` ("rank 0"): FSDPC_E_PEER at its end, FSDPC_E_MISMATCH for
  * bytes of another protocol, else errno's. */
 int fsdpc_shm_connection_error(int errnum, const char *peer);
 /* The first of both, for the ranks that are not in the bitmap. */
 int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
 
-/* Rank 0's side of fsdpc_shm_meet and fsdpc_shm_confirm (shm_host.c). */
-int fsdpc_shm_host_meet(fsdpc_shm *shm, int64_t deadline_ns);
+/* Rank 0's side of fsdpc_shm_rendezvous and fsdpc_shm_confirm (shm_host.c). */
+int fsdpc_shm_host_rendezvous(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_host_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
 
-extern const fsdpc_wait fsdpc_shm_meeting;
+extern const fsdpc_wait fsdpc_shm_rendezvous_wait;
 
 #endif

@@ -53,9 +53,9 @@ connect_host(guest *self)
         }
         if (fsdpc_shm_now_ns() >= self->deadline_ns) {
             const int host = 0;
-            return fsdpc_shm_late_meeting(shm, &host, 1);
+            return fsdpc_shm_late_rendezvous(shm, &host, 1);
         }
-        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
+        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_rendezvous_wait));
         poll(NULL, 0, RETRY_MS);
     }
     if (!fsdpc_shm_same_user(caller)) {
@@ -104,7 +104,7 @@ receive_from_host(guest *self, fsdpc_shm_message *got, fsdpc_shm_descriptors *pa
         }
         struct pollfd wait = {.fd = socket, .events = POLLIN};
         poll(&wait, 1, fsdpc_shm_slice_ms(self->deadline_ns));
-        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_meeting));
+        FSDPC_TRY(fsdpc_shm_interrupted(&fsdpc_shm_rendezvous_wait));
     }
 }
 
@@ -160,7 +160,7 @@ guest_failed(const fsdpc_shm *shm, int status)
 }
 
 static int
-guest_meet(fsdpc_shm *shm, int64_t deadline_ns)
+guest_rendezvous(fsdpc_shm *shm, int64_t deadline_ns)
 {
     guest self = {.shm = shm, .deadline_ns = deadline_ns};
     int status = FSDPC_OK;
@@ -195,9 +195,10 @@ end:
 /* --- both ----------------------------------------------------------------------------------- */
 
 int
-fsdpc_shm_meet(fsdpc_shm *shm, int64_t deadline_ns)
+fsdpc_shm_rendezvous(fsdpc_shm *shm, int64_t deadline_ns)
 {
-    return shm->rank == 0 ? fsdpc_shm_host_meet(shm, deadline_ns) : guest_meet(shm, deadline_ns);
+    return shm->rank == 0 ? fsdpc_shm_host_rendezvous(shm, deadline_ns)
+                          : guest_rendezvous(shm, deadline_ns);
 }
 
 static void

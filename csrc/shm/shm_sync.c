@@ -20,11 +20,11 @@ before(uint32_t a, uint32_t b)
 }
 
 static int
-list_missing(const fsdpc_shm *shm, uint32_t turn, int *missing)
+list_missing(const fsdpc_shm *shm, uint32_t round, int *missing)
 {
     int count = 0;
     for (int i = 0; i < shm->world; i++) {
-        if (before(atomic_load(&shm->control->slots[i].barrier_seq), turn)) {
+        if (before(atomic_load(&shm->control->slots[i].barrier_seq), round)) {
             missing[count++] = i;
         }
     }
@@ -33,11 +33,11 @@ list_missing(const fsdpc_shm *shm, uint32_t turn, int *missing)
 
 /* A rank that leaves may have arrived just before: what is read first is that the rank has left. */
 static int
-check_missing_left(const fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
+check_missing_left(const fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
 {
     for (int i = 0; i < shm->world; i++) {
         if (fsdpc_shm_left(shm, i) &&
-            before(atomic_load(&shm->control->slots[i].barrier_seq), turn)) {
+            before(atomic_load(&shm->control->slots[i].barrier_seq), round)) {
             return fsdpc_shm_left_error(shm, i, what);
         }
     }
@@ -45,7 +45,7 @@ check_missing_left(const fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
 }
 
 static int
-wait_turn(fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
+wait_round(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
 {
     _Atomic uint32_t *done = &shm->control->barrier_done;
     int64_t deadline_ns = fsdpc_shm_deadline(shm);
@@ -54,30 +54,30 @@ wait_turn(fsdpc_shm *shm, uint32_t turn, const fsdpc_wait *what)
     fsdpc_board_begin(what ? what->op : NULL, what ? what->unit : NULL, NULL);
     for (;;) {
         uint32_t old = atomic_load(done);
-        if (!before(old, turn)) {
+        if (!before(old, round)) {
             break;
         }
-        FSDPC_GOTO(check_missing_left(shm, turn, what), end);
+        FSDPC_GOTO(check_missing_left(shm, round, what), end);
         FSDPC_GOTO(fsdpc_shm_wait_word(shm, done, old, deadline_ns, what), end);
     }
 end:
     atomic_fetch_sub(&shm->control->barrier_sleepers, 1);
     if (status == FSDPC_E_TIMEOUT) {
         int missing[FSDPC_SHM_MAX_RANKS];
-        int count = list_missing(shm, turn, missing);
+        int count = list_missing(shm, round, missing);
         status = fsdpc_shm_timeout_error(shm, what, missing, count);
     }
     fsdpc_board_end();
     return status;
 }
 
-/* Spins for shm->spins rounds; true if the turn is over. */
+/* Spins shm->spins times; true if the round is over. */
 static bool
-spin_turn(const fsdpc_shm *shm, uint32_t turn)
+spin_round(const fsdpc_shm *shm, uint32_t round)
 {
     for (int i = 0; i <= shm->spins; i++) {
         uint32_t done = atomic_load_explicit(&shm->control->barrier_done, memory_order_acquire);
-        if (!before(done, turn)) {
+        if (!before(done, round)) {
             return true;
         }
         fsdpc_pause();
@@ -105,20 +105,20 @@ fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what)
 {
     FSDPC_TRY(enter(shm, what));
     fsdpc_shm_control *control = shm->control;
-    uint32_t turn = ++shm->barrier_seq;
-    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, turn, memory_order_release);
+    uint32_t round = ++shm->barrier_seq;
+    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, round, memory_order_release);
     uint32_t arrived = atomic_fetch_add(&control->barrier_arrived, 1) + 1;
-    if (arrived == turn * (uint32_t)shm->world) {
-        atomic_store(&control->barrier_done, turn);
+    if (arrived == round * (uint32_t)shm->world) {
+        atomic_store(&control->barrier_done, round);
         if (atomic_load(&control->barrier_sleepers) > 0) {
             fsdpc_shm_wake(&control->barrier_done);
         }
         return FSDPC_OK;
     }
-    if (spin_turn(shm, turn)) {
+    if (spin_round(shm, round)) {
         return FSDPC_OK;
     }
-    int status = wait_turn(shm, turn, what);
+    int status = wait_round(shm, round, what);
     shm->barrier_broken = status != FSDPC_OK;
     return status;
 }
@@ -131,7 +131,7 @@ record_of(const void *context, int rank)
 }
 
 bool
-fsdpc_shm_awaits_this(const fsdpc_shm *shm, int rank)
+fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
 {
     uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
     return before(own, atomic_load(&shm->control->slots[rank].barrier_seq));

@@ -119,7 +119,7 @@ check_device(const fsdpc_tree *tree)
                 fsdpc_unit_name(unit));
         }
     }
-    return tree->count > 0 ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "norm: no units");
+    return tree->count > 0 ? FSDPC_OK : fsdpc_error(FSDPC_E_INVAL, "norm: the tree has no units");
 }
 
 static int

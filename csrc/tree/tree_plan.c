@@ -32,7 +32,7 @@ use_slot(struct fsdpc_slot_plan *plan, int unit, int slot, size_t bytes)
 
 /* `shared[depth * per_level + k]` is the k-th slot of a level, -1 until used. */
 static void
-assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *shared, int *turn,
+assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *shared, int *next,
        struct fsdpc_slot_plan *plan)
 {
     for (int i = 0; i < count; i++) {
@@ -45,8 +45,8 @@ assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *share
             use_slot(plan, i, plan->slot_count++, need->bytes);
             continue;
         }
-        int *slot = &shared[need->depth * per_level + turn[need->depth]];
-        turn[need->depth] = (turn[need->depth] + 1) % per_level;
+        int *slot = &shared[need->depth * per_level + next[need->depth]];
+        next[need->depth] = (next[need->depth] + 1) % per_level;
         if (*slot < 0) {
             *slot = plan->slot_count++;
         }
@@ -61,20 +61,20 @@ fsdpc_slot_plan_make(const struct fsdpc_slot_need *needs, int count, int per_lev
     memset(out, 0, sizeof *out);
     size_t levels = (size_t)deepest(needs, count) + 1, slots = levels * (size_t)per_level;
     int *shared = fsdpc_mem_calloc(slots, sizeof *shared);
-    int *turn = fsdpc_mem_calloc(levels, sizeof *turn);
+    int *next = fsdpc_mem_calloc(levels, sizeof *next);
     out->slot_of = fsdpc_mem_calloc((size_t)count, sizeof *out->slot_of);
     out->slot_bytes = fsdpc_mem_calloc((size_t)count, sizeof *out->slot_bytes);
-    bool ok = shared && turn && out->slot_of && out->slot_bytes;
+    bool ok = shared && next && out->slot_of && out->slot_bytes;
     if (ok) {
         for (size_t i = 0; i < slots; i++) {
             shared[i] = -1;
         }
-        assign(needs, count, per_level, shared, turn, out);
+        assign(needs, count, per_level, shared, next, out);
     } else {
         fsdpc_slot_plan_free(out);
     }
     fsdpc_mem_free(shared);
-    fsdpc_mem_free(turn);
+    fsdpc_mem_free(next);
     return ok ? FSDPC_OK : fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of gather slots");
 }
 

@@ -83,9 +83,9 @@ fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm
         const void *own = fsdpc_unit_grad_part(unit, i, &length);
         fsdpc_dtype dtype = fsdpc_unit_grad_dtype(unit, i);
         fsdpc_norm one;
-        FSDPC_TRY(fsdpc_device_norm2(unit->own_device, own, dtype, length, &one));
+        FSDPC_TRY(fsdpc_device_norm2(unit->shard_device, own, dtype, length, &one));
         if (p != 2.0) {
-            FSDPC_TRY(fsdpc_device_norm_p(unit->own_device, own, dtype, length, p, &one.sum));
+            FSDPC_TRY(fsdpc_device_norm_p(unit->shard_device, own, dtype, length, p, &one.sum));
         }
         out->sum += one.sum;
         out->nonfinite |= one.nonfinite;
@@ -105,8 +105,8 @@ fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
         }
         int64_t length;
         void *own = fsdpc_unit_grad_part(unit, i, &length);
-        FSDPC_TRY(fsdpc_device_scale(unit->own_device, own, fsdpc_unit_grad_dtype(unit, i), length,
-                                     factor));
+        FSDPC_TRY(fsdpc_device_scale(unit->shard_device, own, fsdpc_unit_grad_dtype(unit, i),
+                                     length, factor));
     }
     return FSDPC_OK;
 }
@@ -119,13 +119,13 @@ fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     size_t item = fsdpc_dtype_bytes(seg->accumulate);
     char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
-    FSDPC_TRY(fsdpc_device_zero(unit->own_device, acc, (size_t)span.length * item));
+    FSDPC_TRY(fsdpc_device_zero(unit->shard_device, acc, (size_t)span.length * item));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     int64_t length;
     void *out = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_zero(unit->own_device, out,
+    return fsdpc_device_zero(unit->shard_device, out,
                              (size_t)length * fsdpc_dtype_bytes(seg->storage));
 }
 
@@ -137,17 +137,17 @@ fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor)
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     char *acc = (char *)unit->grad + seg->grad_offset +
                 (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
-    FSDPC_TRY(fsdpc_device_scale(unit->own_device, acc, seg->accumulate, span.length, factor));
+    FSDPC_TRY(fsdpc_device_scale(unit->shard_device, acc, seg->accumulate, span.length, factor));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     int64_t length;
     void *out = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_scale(unit->own_device, out, seg->storage, length, factor);
+    return fsdpc_device_scale(unit->shard_device, out, seg->storage, length, factor);
 }
 
 static char *
-own_sum(const fsdpc_unit *unit, int param, int64_t *length)
+shard_sum(const fsdpc_unit *unit, int param, int64_t *length)
 {
     const fsdpc_segment *seg = segment_of(unit, param);
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
@@ -162,14 +162,14 @@ fsdpc_unit_take_grad(fsdpc_unit *unit, int param, const void *values, fsdpc_dtyp
     FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
     int64_t length;
-    char *acc = own_sum(unit, param, &length);
+    char *acc = shard_sum(unit, param, &length);
     FSDPC_TRY(
-        fsdpc_device_cast(unit->own_device, acc, seg->accumulate, values, dtype, length, 1.0));
+        fsdpc_device_cast(unit->shard_device, acc, seg->accumulate, values, dtype, length, 1.0));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
     void *out = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_cast(unit->own_device, out, seg->storage, values, dtype, length, 1.0);
+    return fsdpc_device_cast(unit->shard_device, out, seg->storage, values, dtype, length, 1.0);
 }
 
 int
@@ -181,7 +181,8 @@ fsdpc_unit_reload_grad(fsdpc_unit *unit, int param)
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
-    char *acc = own_sum(unit, param, &length);
+    char *acc = shard_sum(unit, param, &length);
     const char *out = fsdpc_unit_grad_part(unit, param, &length);
-    return fsdpc_device_refresh(unit->own_device, acc, seg->accumulate, out, seg->storage, length);
+    return fsdpc_device_refresh(unit->shard_device, acc, seg->accumulate, out, seg->storage,
+                                length);
 }

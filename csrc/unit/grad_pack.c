@@ -68,8 +68,8 @@ forget_local(fsdpc_unit *unit)
 enum plan_kind { SEND, KEEP, DIRECT, WIDE };
 
 static void
-place(const fsdpc_unit *unit, int param, enum plan_kind kind, fsdpc_pack_target *target,
-      fsdpc_pack_base *base)
+locate(const fsdpc_unit *unit, int param, enum plan_kind kind, fsdpc_pack_target *target,
+       fsdpc_pack_base *base)
 {
     const fsdpc_segment *seg = segment_of(unit, param);
     const fsdpc_param_place *own = &unit->layout->params[param];
@@ -97,7 +97,7 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
                    done);
     }
     for (; count < unit->layout->trainable_count; count++) {
-        place(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
+        locate(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
     }
     /* Reduce buffers serve many units: gaps between parameters must become zero. */
     FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes,

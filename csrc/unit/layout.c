@@ -38,7 +38,7 @@ check_rows(const fsdpc_param_spec *spec)
 {
     if (spec->row_numel < 0 || (spec->row_numel > 0 && spec->numel % spec->row_numel != 0)) {
         return fsdpc_error(FSDPC_E_INVAL,
-                           "parameter '%s': %lld elements are no whole number of rows of %lld",
+                           "parameter '%s': %lld elements do not divide into rows of %lld",
                            spec->name, (long long)spec->numel, (long long)spec->row_numel);
     }
     return FSDPC_OK;
@@ -75,10 +75,11 @@ static int
 check_arguments(int param_count, int world, size_t align_bytes)
 {
     if (param_count < 0) {
-        return fsdpc_error(FSDPC_E_INVAL, "%d parameters", param_count);
+        return fsdpc_error(FSDPC_E_INVAL, "layout: the number of parameters is negative (%d)",
+                           param_count);
     }
     if (world < 1) {
-        return fsdpc_error(FSDPC_E_INVAL, "a world of %d ranks", world);
+        return fsdpc_error(FSDPC_E_INVAL, "layout: world must be at least 1, but is %d", world);
     }
     if (align_bytes < MIN_ALIGN || align_bytes > MAX_ALIGN ||
         (align_bytes & (align_bytes - 1)) != 0) {

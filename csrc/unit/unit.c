@@ -42,7 +42,7 @@ make_masters(fsdpc_unit *unit)
     if (shm && unit->world > 1) {
         return map_shared_masters(unit, shm);
     }
-    FSDPC_TRY(fsdpc_unit_own_alloc(unit, unit->layout->shard_bytes, &unit->master));
+    FSDPC_TRY(fsdpc_unit_shard_alloc(unit, unit->layout->shard_bytes, &unit->master));
     unit->peers[unit->rank] = unit->master;
     return FSDPC_OK;
 }
@@ -92,7 +92,7 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     if (!unit->name) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);
     }
-    FSDPC_GOTO(fsdpc_unit_open_own(unit), fail);
+    FSDPC_GOTO(fsdpc_unit_open_shard_device(unit), fail);
     size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
     FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
     FSDPC_GOTO(make_buffers(unit), fail);
@@ -128,18 +128,18 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_grad_close(unit);
     fsdpc_unit_free_retired(unit);
     if (unit->layout) {
-        fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
-        fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);
+        fsdpc_unit_shard_free(unit, unit->grad, unit->layout->grad_bytes);
+        fsdpc_unit_shard_free(unit, unit->grad_out, unit->layout->shard_bytes);
         fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
         fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
         if (!unit->master_map) {
-            fsdpc_unit_own_free(unit, unit->master, unit->layout->shard_bytes);
+            fsdpc_unit_shard_free(unit, unit->master, unit->layout->shard_bytes);
         }
     }
     if (unit->master_map) {
         give_masters_back(unit);
     }
-    fsdpc_unit_close_own(unit);
+    fsdpc_unit_close_shard_device(unit);
     fsdpc_layout_free(unit->layout);
     fsdpc_mem_free(unit->peers);
     fsdpc_mem_free(unit->grads.used);
@@ -224,7 +224,7 @@ fsdpc_unit_finish_grad(fsdpc_unit *unit)
         fsdpc_dtype dtype;
         char *out = fsdpc_unit_grad_out(unit, s, &dtype);
         if (seg->trainable) {
-            FSDPC_TRY(fsdpc_device_cast(unit->own_device, out, dtype,
+            FSDPC_TRY(fsdpc_device_cast(unit->shard_device, out, dtype,
                                         (char *)unit->grad + seg->grad_offset, seg->accumulate,
                                         seg->piece_numel, 1.0));
         }

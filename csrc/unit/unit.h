@@ -87,7 +87,7 @@ int fsdpc_unit_finish_grad(fsdpc_unit *unit);
 /* The shard gradient's values are needed no more: its memory goes back to the kernel until the next sum. */
 int fsdpc_unit_discard_grads(fsdpc_unit *unit);
 
-/* `place` says whether the caller's buffers are in device or host memory. On a device that queues, copies
+/* `place`: whether the caller's buffers are in device or host memory. On a device that queues, copies
  * within device memory are asynchronous, in the order of the current stream; all other copies end with a
  * host sync, so that a host buffer may be freed on return. Not for use in a step.
  *

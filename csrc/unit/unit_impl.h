@@ -34,7 +34,7 @@ struct fsdpc_unit {
 
     /* The device of operations on master, grad and grad_out outside of the step's streams: `device`, or
      * the CPU for an offloaded unit. */
-    fsdpc_device *own_device;
+    fsdpc_device *shard_device;
     bool offload;
     fsdpc_event *touched[2]; /* the device's last use of masters and of gradients, by fsdpc_which */
     bool in_flight[2];       /* the host has not waited for the event */
@@ -72,8 +72,8 @@ struct fsdpc_unit {
 };
 
 /* This rank's piece of a segment, and the size of its elements. */
-char *fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
-                           size_t *item);
+char *fsdpc_unit_shard_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment,
+                             size_t *item);
 
 /* --- unit_memory.c, unit_thaw.c --------------------------------------------------------------- */
 
@@ -85,11 +85,11 @@ void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
 /* --- unit_offload.c -------------------------------------------------------------------------- */
 
-int fsdpc_unit_open_own(fsdpc_unit *unit);
-void fsdpc_unit_close_own(fsdpc_unit *unit);
+int fsdpc_unit_open_shard_device(fsdpc_unit *unit);
+void fsdpc_unit_close_shard_device(fsdpc_unit *unit);
 /* Zeroed memory for master shard and gradients. */
-int fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out);
-void fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes);
+int fsdpc_unit_shard_alloc(fsdpc_unit *unit, size_t bytes, void **out);
+void fsdpc_unit_shard_free(fsdpc_unit *unit, void *block, size_t bytes);
 
 /* --- grad.c ---------------------------------------------------------------------------------- */
 

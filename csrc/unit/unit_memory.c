@@ -13,7 +13,7 @@ fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
 }
 
 char *
-fsdpc_unit_own_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
+fsdpc_unit_shard_piece(const fsdpc_unit *unit, enum fsdpc_which which, int segment, size_t *item)
 {
     const fsdpc_segment *seg = &unit->layout->segments[segment];
     fsdpc_dtype dtype = seg->storage;
@@ -29,7 +29,7 @@ part(const fsdpc_unit *unit, enum fsdpc_which which, int param, int64_t *length)
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     *length = span.length;
     size_t item;
-    char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
+    char *piece = fsdpc_unit_shard_piece(unit, which, unit->layout->params[param].segment, &item);
     return piece + (size_t)span.piece_begin * item;
 }
 
@@ -73,9 +73,9 @@ fsdpc_unit_make_grads(fsdpc_unit *unit)
 {
     fsdpc_unit_plan(unit); /* again: parameters may have been unfrozen */
     const fsdpc_footprint *print = &unit->footprint;
-    FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->grad_bytes, &unit->grad));
+    FSDPC_TRY(fsdpc_unit_shard_alloc(unit, print->grad_bytes, &unit->grad));
     if (print->grad_out_bytes) {
-        FSDPC_TRY(fsdpc_unit_own_alloc(unit, print->grad_out_bytes, &unit->grad_out));
+        FSDPC_TRY(fsdpc_unit_shard_alloc(unit, print->grad_out_bytes, &unit->grad_out));
     }
     if (unit->replicate) {
         FSDPC_TRY(fsdpc_device_alloc(unit->device, print->partial_bytes, &unit->partial));

@@ -12,20 +12,20 @@
 #include "unit/unit_impl.h"
 
 int
-fsdpc_unit_open_own(fsdpc_unit *unit)
+fsdpc_unit_open_shard_device(fsdpc_unit *unit)
 {
     unit->offload = unit->offload && fsdpc_device_get_caps(unit->device)->asynchronous;
-    unit->own_device = unit->device;
+    unit->shard_device = unit->device;
     if (!unit->offload) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_device_cpu(&unit->own_device));
+    FSDPC_TRY(fsdpc_device_cpu(&unit->shard_device));
     FSDPC_TRY(fsdpc_device_event_new(unit->device, &unit->touched[FSDPC_MASTER]));
     return fsdpc_device_event_new(unit->device, &unit->touched[FSDPC_GRAD]);
 }
 
 void
-fsdpc_unit_close_own(fsdpc_unit *unit)
+fsdpc_unit_close_shard_device(fsdpc_unit *unit)
 {
     for (int which = 0; which < 2; which++) {
         fsdpc_device_event_free(unit->device, unit->touched[which]);
@@ -33,14 +33,14 @@ fsdpc_unit_close_own(fsdpc_unit *unit)
 }
 
 int
-fsdpc_unit_own_alloc(fsdpc_unit *unit, size_t bytes, void **out)
+fsdpc_unit_shard_alloc(fsdpc_unit *unit, size_t bytes, void **out)
 {
     return unit->offload ? fsdpc_device_host_alloc(unit->device, bytes, out)
                          : fsdpc_device_alloc(unit->device, bytes, out);
 }
 
 void
-fsdpc_unit_own_free(fsdpc_unit *unit, void *block, size_t bytes)
+fsdpc_unit_shard_free(fsdpc_unit *unit, void *block, size_t bytes)
 {
     if (unit->offload) {
         fsdpc_device_host_free(unit->device, block, bytes);

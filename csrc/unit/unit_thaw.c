@@ -58,8 +58,8 @@ make_new(fsdpc_unit *unit, const struct buffers *old)
 static void
 free_new(fsdpc_unit *unit)
 {
-    fsdpc_unit_own_free(unit, unit->grad, unit->layout->grad_bytes);
-    fsdpc_unit_own_free(unit, unit->grad_out, unit->layout->shard_bytes);
+    fsdpc_unit_shard_free(unit, unit->grad, unit->layout->grad_bytes);
+    fsdpc_unit_shard_free(unit, unit->grad_out, unit->layout->shard_bytes);
     fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
     fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
 }
@@ -70,12 +70,12 @@ copy_segment(fsdpc_unit *unit, const struct buffers *old, int s)
 {
     const fsdpc_segment *was = &old->segments[s], *seg = &unit->layout->segments[s];
     const char *sum = (const char *)old->grad + was->grad_offset;
-    FSDPC_TRY(fsdpc_device_cast(unit->own_device, (char *)unit->grad + seg->grad_offset,
+    FSDPC_TRY(fsdpc_device_cast(unit->shard_device, (char *)unit->grad + seg->grad_offset,
                                 seg->accumulate, sum, seg->accumulate, seg->piece_numel, 1.0));
     if (unit->grad_out) {
         const char *out = old->grad_out ? (const char *)old->grad_out + was->shard_offset : sum;
         FSDPC_TRY(fsdpc_device_cast(
-            unit->own_device, (char *)unit->grad_out + seg->shard_offset, seg->storage, out,
+            unit->shard_device, (char *)unit->grad_out + seg->shard_offset, seg->storage, out,
             old->grad_out ? seg->storage : seg->accumulate, seg->piece_numel, 1.0));
     }
     if (old->local) {
@@ -211,7 +211,7 @@ fsdpc_unit_free_retired(fsdpc_unit *unit)
     while (unit->retired) {
         struct fsdpc_retired *one = unit->retired;
         unit->retired = one->next;
-        fsdpc_unit_own_free(unit, one->block, one->bytes);
+        fsdpc_unit_shard_free(unit, one->block, one->bytes);
         fsdpc_mem_free(one);
     }
 }

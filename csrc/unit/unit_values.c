@@ -48,7 +48,7 @@ segment_of(const fsdpc_unit *unit, int param)
 /* --- copies of the device -------------------------------------------------------------------- */
 
 static enum fsdpc_place
-own_place(const fsdpc_unit *unit)
+shard_place(const fsdpc_unit *unit)
 {
     return unit->offload ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
 }
@@ -79,10 +79,10 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
     }
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
     size_t item;
-    char *piece = fsdpc_unit_own_piece(unit, which, unit->layout->params[param].segment, &item);
+    char *piece = fsdpc_unit_shard_piece(unit, which, unit->layout->params[param].segment, &item);
     FSDPC_TRY(fsdpc_unit_settle(unit));
     if (span.length > 0) {
-        FSDPC_TRY(copy(unit, piece + (size_t)span.piece_begin * item, own_place(unit),
+        FSDPC_TRY(copy(unit, piece + (size_t)span.piece_begin * item, shard_place(unit),
                        (const char *)full + (size_t)span.param_begin * item, place,
                        (size_t)span.length * item));
     }
@@ -205,8 +205,8 @@ read_parts(fsdpc_unit *unit, const reading *to)
     }
     for (int s = 0; s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
-        stretch own = {.segment = s, .place = own_place(unit), .count = seg->piece_numel};
-        own.data = fsdpc_unit_own_piece(unit, to->which, s, &own.item);
+        stretch own = {.segment = s, .place = shard_place(unit), .count = seg->piece_numel};
+        own.data = fsdpc_unit_shard_piece(unit, to->which, s, &own.item);
         if (seg->piece_numel > 0 && (to->which == FSDPC_MASTER || seg->trainable)) {
             FSDPC_TRY(unit->world > 1 ? read_segment(unit, &own, to) : copy_out(unit, &own, to));
         }
@@ -219,7 +219,7 @@ new_parts(const fsdpc_unit *unit)
 {
     part *parts = fsdpc_mem_calloc((size_t)unit->layout->param_count + 1, sizeof *parts);
     if (!parts) {
-        (void)fsdpc_error(FSDPC_E_NOMEM, "unit %s: no memory for the places of its values",
+        (void)fsdpc_error(FSDPC_E_NOMEM, "no memory for the addresses of the values of unit %s",
                           unit->name);
     }
     return parts;
@@ -299,7 +299,7 @@ copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_place pl
     }
     char *piece = (char *)unit->peers[r] + seg->shard_offset;
     return copy(unit, piece + (size_t)(span.piece_begin + begin - span.param_begin) * item,
-                own_place(unit), from.data + (size_t)(begin - from.begin) * item, place,
+                shard_place(unit), from.data + (size_t)(begin - from.begin) * item, place,
                 (size_t)(end - begin) * item);
 }
 

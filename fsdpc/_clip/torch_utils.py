@@ -44,10 +44,10 @@ def install() -> None:
     cell = _function_cell(found)
     if cell is not None:  # also changes references imported before
         theirs = cell.cell_contents
-        cell.cell_contents = _looking_for_shards(theirs)
+        cell.cell_contents = _over_shards(theirs)
         _undo.append(lambda: setattr(cell, "cell_contents", theirs))
         return
-    ours = torch.no_grad()(_looking_for_shards(found))
+    ours = torch.no_grad()(_over_shards(found))
     for module, name in ((clip_grad, TOTAL_NORM), (torch.nn.utils, "get_total_norm")):
         setattr(module, name, ours)
         _undo.append(lambda module=module, name=name: setattr(module, name, found))
@@ -65,7 +65,7 @@ def _function_cell(wrapper: Any) -> CellType | None:
     return cells[0] if names == ("func",) and cells else None
 
 
-def _looking_for_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _over_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,

@@ -1,13 +1,13 @@
 """What the processes of this host do in fsdpc, and in which line of Python.
 
-Each process has a board: a memfd whose first page says what the process waits for
+Each process has a board: a memfd whose first page holds what the process waits for
 (csrc/base/board.h). Another process of the same user opens the board through ``/proc/PID/fd``, also
 while the process is stopped or holds the interpreter's lock in C code. For the Python line it sends
 a real-time signal, for which faulthandler writes the main thread's frames behind that page: no lock
 is needed for that.
 
 The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before
-faulthandler's handler is installed, and a sender looks up the handler in ``/proc`` first, so the
+faulthandler's handler is installed, and a sender reads the handler in ``/proc`` first, so the
 signal never ends a process. System calls that it interrupts are restarted; a sleep in C code may
 end early.
 """
@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
     for path in (os.path.dirname(__file__), torch.__file__)
 )
 _STANDARD = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep, "<frozen")
-LOOK_S = 0.25  # over which a process's processor time is measured
+SAMPLE_S = 0.25  # over which a process's processor time is measured
 
 _opened_by: int | None = None
 
@@ -59,7 +59,7 @@ def open_board() -> None:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart from later ones with the same number."""
+    """A process, distinct from later ones with the same number."""
 
     pid: int
     started: int  # in clock ticks after boot; 0: not on this host, or gone already
@@ -71,13 +71,13 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Look:
+class Status:
     """What a process does. ``state``: "runs", "sleeps", "stopped", "dead" or "in the kernel"."""
 
     state: str
     waits: str = ""  # in fsdpc, for other ranks
     since: float = 0.0  # seconds, of that wait or of the last operation
-    seen: str = ""  # the last operation in fsdpc
+    last_operation: str = ""  # the last operation in fsdpc
     line: str = ""  # of the user's Python: "train.py:41 in step"
 
     @property
@@ -85,34 +85,34 @@ class Look:
         return self.state in ("stopped", "dead")
 
 
-def look(process: Process, patience: float) -> Look:
+def status_of(process: Process, patience: float) -> Status:
     """What another process of this host does; at most ``patience`` seconds and a bit. Local."""
     before = _stat(process.pid)
     if before is None or int(before[19]) != process.started or before[0] in "ZX":
-        return Look("dead")
+        return Status("dead")
     board = _board_of(process.pid)
     if board is None:
-        return Look(_state(before, before, 0.0))
+        return Status(_state(before, before, 0.0))
     try:
         words = read_board(board)
         if before[0] in "Tt":
-            return Look("stopped", *words)
+            return Status("stopped", *words)
         begun = time.monotonic()
-        line = _ask_line(process.pid, board, patience)
-        time.sleep(max(0.0, LOOK_S - (time.monotonic() - begun)))
+        line = _request_line(process.pid, board, patience)
+        time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - begun)))
         after = _stat(process.pid)
         if after is None:
-            return Look("dead", *words)
-        return Look(_state(before, after, time.monotonic() - begun), *words, line)
+            return Status("dead", *words)
+        return Status(_state(before, after, time.monotonic() - begun), *words, line)
     finally:
         os.close(board)
 
 
-def look_here() -> Look:
+def own_status() -> Status:
     """The same of this process, whose line is that of the main thread."""
     descriptor, _ = _C.board_open()
     words = read_board(descriptor)
-    return Look("runs", *words, own_line())
+    return Status("runs", *words, own_line())
 
 
 def own_line() -> str:
@@ -139,12 +139,12 @@ def read_board(descriptor: int) -> tuple[str, float, str]:
         return "", 0.0, ""
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     lines = [_LINE.unpack_from(page, _HEAD.size + i * _LINE.size) for i in range(3)]
-    (waited, wait), (acted, seen), (asked, device) = (
+    (waited, wait), (acted, last), (synced, device) = (
         (at, text.partition(b"\0")[0].decode(errors="replace")) for at, text in lines
     )
-    if waited or asked:
-        return wait if waited else device, (now - (waited or asked)) / 1e9, seen
-    return "", (now - acted) / 1e9 if acted else 0.0, seen
+    if waited or synced:
+        return wait if waited else device, (now - (waited or synced)) / 1e9, last
+    return "", (now - acted) / 1e9 if acted else 0.0, last
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -182,7 +182,7 @@ def _board_of(pid: int) -> int | None:
 # --- the Python line ------------------------------------------------------------------------------
 
 
-def _ask_line(pid: int, board: int, patience: float) -> str:
+def _request_line(pid: int, board: int, patience: float) -> str:
     number = _HEAD.unpack(os.pread(board, _HEAD.size, 0))[1]
     begin = max(FRAMES_AT, os.fstat(board).st_size)
     if not number or not _handles(pid, number):

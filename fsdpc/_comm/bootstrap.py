@@ -56,7 +56,7 @@ from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.error_file import follows, write_error_file
-from fsdpc._comm.stall import Place, Stall
+from fsdpc._comm.stall import Location, Stall
 from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import gather_texts
 
@@ -102,7 +102,10 @@ def make_groups(
     """
     if strategy is ShardingStrategy.NO_SHARD:
         if replicate_pg is not None:
-            raise ValueError("NO_SHARD replicates over the process group itself: give one group")
+            raise ValueError(
+                "process_group is a pair of groups, but NO_SHARD replicates over one group: pass "
+                "that group alone"
+            )
         shard_pg, replicate_pg = None, shard_pg
     shard = _alone(device) if shard_pg is None else comm_for_group(shard_pg, device=device)
     replicate = None
@@ -119,7 +122,7 @@ def comm_for_group(
 
     Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
     each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
-    when the group already has a communicator). ``ValueError``: ``shm`` is asked for although the
+    when the group already has a communicator). ``ValueError``: ``shm`` is chosen although the
     ranks are on several hosts, or a kind that does not support this device's memory.
     ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks;
     ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: none on another rank.
@@ -193,7 +196,7 @@ def _say_note(device: int) -> None:
 
 
 def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
-    """The communicator, and the kind that was asked for."""
+    """The communicator, and the requested kind."""
     if pg.size() > 1 and device is None and dist.get_backend(pg) != "fake":
         return _make_cpu(pg, kind)
     wanted, timeout = _read_kind(kind), read_timeout()
@@ -254,8 +257,8 @@ def _connect(
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, everyone)
         elif channel is not None:
-            places = [Place(each.host, int(each.pid)) for each in everyone]
-            collectives.stalls = _follow_hosts(channel, places)
+            locations = [Location(each.host, int(each.pid)) for each in everyone]
+            collectives.stalls = _follow_hosts(channel, locations)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
@@ -284,9 +287,9 @@ def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | N
     return Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
 
 
-def _follow_hosts(channel: Channel, places: list[Place]) -> _Hosts:
+def _follow_hosts(channel: Channel, locations: list[Location]) -> _Hosts:
     patience = min(_verdict.read_stall(), channel.timeout / 2)
-    hosts = _Hosts(channel, patience, places)
+    hosts = _Hosts(channel, patience, locations)
     _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))
     return hosts
 
@@ -304,7 +307,7 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     except ValueError as error:
         return _Offer("", "0", "", pid, name, refusal=_one_line(error)), error
     host = _host()
-    with suppress(OSError, _C.CommError):  # then tables of stalled ranks say less of this one
+    with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
         _board.open_board()
     try:
         if wanted != "c10d":
@@ -436,7 +439,7 @@ class _Collectives:
     def __init__(self, pg: dist.ProcessGroup, channel: Channel | None = None) -> None:
         self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
         self._rank = pg.rank()
-        self._channel = channel  # by which a rank that fails says why
+        self._channel = channel  # by which a rank that fails sends the reason
         self.stalls: _verdict.Group | _Hosts | None = None
         _wires.add(self)
 
@@ -458,7 +461,7 @@ class _Collectives:
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
-        """Other ranks can read what this one waits for; an error says why, as far as is known."""
+        """Publish what this rank waits for; an error has the reason, as far as is known."""
         _C.board_begin(what)
         try:
             yield
@@ -474,7 +477,10 @@ class _Collectives:
     def _group(self) -> dist.ProcessGroup:
         pg = self._pg()
         if pg is None:
-            raise RuntimeError("the process group was destroyed")
+            raise RuntimeError(
+                f"rank {self._rank}: the process group was destroyed while its model is in use: "
+                "call destroy_process_group() after the last step"
+            )
         return pg
 
     def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
@@ -507,14 +513,14 @@ class _Collectives:
 
 
 class _Hosts:
-    """Stalls of ranks on several hosts, which look at each other through the group's store."""
+    """Stalls of ranks on several hosts: their status goes through the group's store."""
 
-    def __init__(self, channel: Channel, patience: float, places: list[Place]) -> None:
+    def __init__(self, channel: Channel, patience: float, locations: list[Location]) -> None:
         asking = channel.for_watching()
         self._stall = Stall(
             asking.for_stalls(),
             channel.rank,
-            places,
+            locations,
             patience=patience,
             seconds=lambda _: _verdict.waited(),
             note=lambda _, text: None,
@@ -538,13 +544,13 @@ class _Hosts:
         took.wait(self._stall.answer_s + _SPARE_S)
 
     def _of_this_host(self) -> tuple[list[int], str]:
-        rows = _verdict.look_at(self._stall.members)
-        guilty = [row.rank for row in rows if row.look.gone]
-        said = report(rows, guilty) if guilty else table(rows)
+        rows = _verdict.statuses(self._stall.members)
+        guilty = [row.rank for row in rows if row.status.gone]
+        message = report(rows, guilty) if guilty else table(rows)
         head = (
             "the process group's store, mostly in rank 0's process, does not answer: of this host"
         )
-        return guilty, f"\n{head}{said}"
+        return guilty, f"\n{head}{message}"
 
 
 # --- the end of the process ----------------------------------------------------------------------
@@ -555,7 +561,7 @@ ON_UNCAUGHT: list[Callable[[BaseException], None]] = []
 
 
 def _prepare_end() -> None:
-    """Once a process: let peers know how this one ends."""
+    """Once a process: make peers find out how this one ends."""
     global _prepared_pid
     if _prepared_pid == os.getpid():
         return

@@ -111,8 +111,8 @@ class Channel:
                 ends = list(accumulate(lengths, initial=lengths_end))[1:]
                 return [everything[e - n : e] for n, e in zip(lengths, ends, strict=True)]
         raise _C.CommError(
-            f"{what}: what rank 0 has put into the store for all {self.world} ranks cannot be read "
-            f"({len(everything)} bytes, communicator {self.name})"
+            f"{what}: rank {self.rank} cannot read the message of rank 0 to all {self.world} ranks "
+            f"in the process group's store ({len(everything)} bytes, communicator {self.name})"
         )
 
     def _read(self, keys: list[str]) -> list[bytes]:
@@ -122,12 +122,12 @@ class Channel:
 
     def _await(self, wanted: list[str], keys: list[str], what: str) -> None:
         """Waits until all keys in ``wanted`` exist; ``keys`` are those of the ranks, for errors."""
-        begun = looked = time.monotonic()
+        begun = checked = time.monotonic()
         nap = 0.0002
         while not self._store.check(wanted):
             now = time.monotonic()
-            if self.known or now - looked > _PEERS_S:
-                looked = now
+            if self.known or now - checked > _PEERS_S:
+                checked = now
                 self._check_peers(wanted, keys, what)
             if now - begun > self.timeout:
                 raise _C.CommTimeout(self._late(keys, what))

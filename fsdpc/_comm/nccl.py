@@ -25,7 +25,7 @@ from fsdpc._comm import verdict as _verdict
 from fsdpc._comm import wire as _wire
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.plain import Malformed, decode, encode
-from fsdpc._comm.stall import Place, Stall
+from fsdpc._comm.stall import Location, Stall
 
 WATCH_S = 0.5
 _VERSION = "the version of NCCL"
@@ -77,7 +77,7 @@ def _check_ids(ids: Any, rank: int, what: str) -> None:
 
 
 def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
-    return _C.CommError(f"{what}: what rank {rank} sent cannot be read: {why}")
+    return _C.CommError(f"{what}: the message of rank {rank} cannot be read: {why}")
 
 
 def make_nccl_comm(
@@ -104,26 +104,26 @@ def make_nccl_comm(
     number = _made.get(pg, 0)
     _made[pg] = number + 1
     name = f"group {pg.group_name}/{number}"
-    meeting = Channel(store, f"fsdpc/nccl/{number}", pg.rank(), pg.size(), timeout, name)
+    starting = Channel(store, f"fsdpc/nccl/{number}", pg.rank(), pg.size(), timeout, name)
     everyone = _exchange_hellos(
-        meeting, device, host, {**(settings or {}), "FSDPC_TIMEOUT": timeout}
+        starting, device, host, {**(settings or {}), "FSDPC_TIMEOUT": timeout}
     )
-    channel = meeting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
-    start = _Start(meeting, channel, device, name, timeout)
+    channel = starting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
+    start = _Start(starting, channel, device, name, timeout)
     try:
         comm = start.twice(everyone)
     except _C.CommError as error:
         raise type(error)(f"{error}{_sharing(everyone)}") from error
     if all(hello.host == host for hello in everyone):
         _wire.note_one_host(comm)
-    meeting.gather(b"", f"starting communicator {name}")  # deletes the keys of the round before
-    watch(comm, channel, [Place(hello.host, hello.pid) for hello in everyone])
+    starting.gather(b"", f"starting communicator {name}")  # deletes the keys of the round before
+    watch(comm, channel, [Location(hello.host, hello.pid) for hello in everyone])
     return comm
 
 
 @dataclass(frozen=True)
 class _Start:
-    meeting: Channel
+    starting: Channel
     channel: Channel
     device: int
     name: str
@@ -133,14 +133,14 @@ class _Start:
         try:
             return self.now(everyone[0].ids, register=all(hello.registers for hello in everyone))
         except NotImplementedError:  # on all ranks: the trial of registration broke NCCL's side
-            mine = _new_ids() if self.meeting.rank == 0 else None
-            texts = self.meeting.gather(encode(mine), self.name)
+            mine = _new_ids() if self.starting.rank == 0 else None
+            texts = self.starting.gather(encode(mine), self.name)
             ids = _read(texts[0], 0, self.name)
             _check_ids(ids, 0, self.name)
             return self.now(ids, register=False)
 
     def now(self, ids: tuple[bytes, bytes, str], *, register: bool) -> _C.Comm:
-        rank, world = self.meeting.rank, self.meeting.world
+        rank, world = self.starting.rank, self.starting.world
         how = (self.device, self.name, self.timeout, self.channel)
         free, _ = _C.cuda_memory(self.device)
         comm = _C.Comm.nccl(rank, world, ids[0], ids[1], *how, register=register)
@@ -179,7 +179,7 @@ def _exchange_hellos(
     channel: Channel, device: int, host: str, settings: dict[str, Any]
 ) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
-    with suppress(OSError, _C.CommError):  # then tables of stalled ranks say less of this one
+    with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
         _board.open_board()
     ids, version, failure, registers = (b"", b"", ""), "", None, False
     wanted = os.environ.get("FSDPC_NCCL_REGISTER", "1") != "0"
@@ -220,17 +220,17 @@ def _exchange_hellos(
 class _Watched:
     """A communicator (weakly referenced) and the state of its other ranks."""
 
-    def __init__(self, comm: _C.Comm, channel: Channel, places: list[Place]) -> None:
+    def __init__(self, comm: _C.Comm, channel: Channel, locations: list[Location]) -> None:
         self.comm = weakref.ref(comm)
         self.channel = channel
         self._asking = channel.for_watching()
         self._answers = True
-        self._stall = _stalls_of(channel, self._asking, places)
+        self._stall = _stalls_of(channel, self._asking, locations)
         self.peers: dict[int, tuple[int, int]] = {}  # descriptor: (rank, process)
-        for rank, place in enumerate(places):
-            if place.host == places[channel.rank].host and rank != channel.rank:
+        for rank, location in enumerate(locations):
+            if location.host == locations[channel.rank].host and rank != channel.rank:
                 try:
-                    self.peers[os.pidfd_open(place.pid)] = (rank, place.pid)
+                    self.peers[os.pidfd_open(location.pid)] = (rank, location.pid)
                 except OSError:  # not permitted, or dead already: the deadline detects that
                     continue
 
@@ -292,16 +292,16 @@ class _OneHost:
         self._noted = stalled
 
 
-def _stalls_of(channel: Channel, asking: Channel, places: list[Place]) -> Stall | _OneHost:
+def _stalls_of(channel: Channel, asking: Channel, locations: list[Location]) -> Stall | _OneHost:
     patience = min(_verdict.read_stall(), channel.timeout / 2)
-    if len({place.host for place in places}) == 1:
+    if len({location.host for location in locations}) == 1:
         with suppress(OSError):
-            pids = [place.pid for place in places]
+            pids = [location.pid for location in locations]
             return _OneHost(_verdict.Group(f"nccl {channel.name}", channel.rank, pids, patience))
     return Stall(
         asking.for_stalls(),
         channel.rank,
-        places,
+        locations,
         patience=patience,
         seconds=lambda comm: _C.nccl_stall(comm)[0],
         note=_C.nccl_note_others,
@@ -313,15 +313,15 @@ _lock = threading.Lock()
 _thread_pid: int | None = None
 
 
-def watch(comm: _C.Comm, channel: Channel, places: list[Place]) -> None:
-    """Watch a communicator until it is gone. ``places``: of its ranks."""
+def watch(comm: _C.Comm, channel: Channel, locations: list[Location]) -> None:
+    """Watch a communicator until it is gone. ``locations``: of its ranks."""
     global _thread_pid
     with _lock:
         if _thread_pid != os.getpid():  # the first one, or a forked child's first one
             _watched.clear()
             _thread_pid = os.getpid()
             threading.Thread(target=_watch_all, name="fsdpc-watch", daemon=True).start()
-        _watched.append(_Watched(comm, channel, places))
+        _watched.append(_Watched(comm, channel, locations))
 
 
 def _watch_all() -> None:

@@ -68,7 +68,7 @@ def _unpacked(data: bytes, rank: int, what: str) -> Any:
         if data[:1] not in (_VALUE, _PROBLEM):
             raise Malformed("it is neither a value nor a problem")
     except Malformed as error:
-        raise _C.CommError(f"{what}: what rank {rank} sent cannot be read: {error}") from error
+        raise _C.CommError(f"{what}: the message of rank {rank} cannot be read: {error}") from error
     if data[:1] == _PROBLEM:
         raise TypeError(f"{what}: on rank {rank} {value}")
     return value

@@ -1,7 +1,7 @@
 """Plain values as bytes and back: what ranks send each other runs nothing when it is read.
 
 JSON for the form, and raw bytes behind it for tensors, arrays and bytes. What is read is checked: a
-peer, or whoever reaches the process group's store, can send a wrong value but no code.
+peer, or any process that reaches the process group's store, can send a wrong value but no code.
 
     "fsdpc1" | length of the JSON, 8 bytes | JSON | raw bytes
 
@@ -104,7 +104,10 @@ class _Writer:
 
 def _numpy_name(dtype: np.dtype, path: str) -> str:
     if dtype.kind not in _NUMPY_KINDS:
-        raise TypeError(f"{path or 'the value'} is of NumPy's {dtype}, which is not sent")
+        raise TypeError(
+            f"{path or 'the value'} is a NumPy array of dtype {dtype}, which cannot be sent to "
+            "other ranks: convert it to an array of numbers or bools"
+        )
     return dtype.str
 
 

@@ -1,10 +1,10 @@
 """Ranks of several hosts that stand still: one table and one cause, through the group's store.
 
-A rank that has waited for ``patience`` seconds asks. On each host the first rank whose watching
-thread runs looks at all ranks of that host, so that a stopped one, or one that holds the
-interpreter's lock, is seen too. The rank that asked puts the rows of all hosts together; every rank
-logs this table, and one that waits has it for the text of a deadline that passes. The ranks ask
-again after twice, four times ... as long.
+A rank that has waited for ``patience`` seconds starts a query. On each host the first rank whose
+watching thread runs reads the status of all ranks of that host, so a stopped one, or one that holds
+the interpreter's lock, is found too. The rank that started the query joins the rows of all hosts to
+one table. Every rank logs this table, and adds it to its error if its deadline passes. The next
+query starts after twice, four times ... as long.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from fsdpc._comm.board import Look, Process
+from fsdpc._comm.board import Process, Status
 from fsdpc._comm.table import NO_ANSWER, Row, causes, report
-from fsdpc._comm.verdict import look_at
+from fsdpc._comm.verdict import statuses
 
 LONGEST_ANSWER_S = 5.0  # for the rows of all hosts
-_HEARD_S = 2.0  # for other ranks to take the table of a rank that gives up
+_RECEIVED_S = 2.0  # for other ranks to take the table of a rank that gives up
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs. ``host`` is equal for ranks that can look at each other; its first word is
-    what users call the host.
+class Location:
+    """Where a rank runs. ``host`` is equal for ranks that can read each other's status; its first
+    word is what users call the host.
     """
 
     host: str
@@ -51,25 +51,25 @@ class Stall:
         self,
         store: Any,
         rank: int,
-        places: Sequence[Place],
+        locations: Sequence[Location],
         *,
         patience: float,
         seconds: Callable[[Any], float],
         note: Callable[[Any, str], None],
-        look: Callable[[dict[int, Process]], list[Row]] = look_at,
+        read: Callable[[dict[int, Process]], list[Row]] = statuses,
     ) -> None:
-        self._store, self._rank, self._places = store, rank, places
-        self._seconds, self._note, self._look = seconds, note, look
+        self._store, self._rank, self._locations = store, rank, locations
+        self._seconds, self._note, self._read = seconds, note, read
         self._patience = patience
         self.answer_s = min(LONGEST_ANSWER_S, patience)
         first: dict[str, int] = {}
-        self._host = [first.setdefault(place.host, r) for r, place in enumerate(places)]
+        self._host = [first.setdefault(location.host, r) for r, location in enumerate(locations)]
         self.members = {
-            r: Process.find(place.pid)
-            for r, place in enumerate(places)
+            r: Process.find(location.pid)
+            for r, location in enumerate(locations)
             if self._host[r] == self._host[rank]
         }
-        self._question = 0  # the last one that this rank has seen
+        self._question = 0  # the last one that this rank has read
         self._asks_at = 0.0  # not again before this many seconds of waiting
         self._collects_until: float | None = None  # set if this rank asked
         self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
@@ -108,7 +108,7 @@ class Stall:
         return f"stall/{self._question}/{what}"
 
     def _answer(self) -> None:
-        """Look at the ranks of this host, if there is a question and no other rank of it does."""
+        """Read the status of this host's ranks, if there is a question and no other rank does."""
         before = self._question
         while self._store.check([f"stall/{self._question + 1}/asked"]):
             self._question += 1
@@ -116,9 +116,9 @@ class Stall:
             return
         self._report_until = time.monotonic() + 4 * LONGEST_ANSWER_S
         mine, host = str(self._rank), self._host[self._rank]
-        claim = self._store.compare_set(self._key(f"looks/{host}"), "", mine)
+        claim = self._store.compare_set(self._key(f"claims/{host}"), "", mine)
         if claim.decode(errors="replace") == mine:
-            rows = [astuple(row) for row in self._look(self.members)]
+            rows = [astuple(row) for row in self._read(self.members)]
             self._store.set(self._key(f"rows/{host}"), json.dumps(rows))
 
     def _ask(self) -> None:
@@ -138,38 +138,38 @@ class Stall:
         if len(here) < len(keys) and not late:
             return
         self._collects_until = None
-        rows = [Row(r, p.pid, Look(NO_ANSWER), "") for r, p in enumerate(self._places)]
+        rows = [Row(r, p.pid, Status(NO_ANSWER), "") for r, p in enumerate(self._locations)]
         for host in here:
-            for rank, pid, look, _ in json.loads(self._store.get(keys[host])):
-                rows[rank] = Row(rank, pid, Look(*look))
+            for rank, pid, status, _ in json.loads(self._store.get(keys[host])):
+                rows[rank] = Row(rank, pid, Status(*status))
         several = len(keys) > 1
         rows = [
-            Row(row.rank, row.pid, row.look, place.host_name if several else "")
-            for row, place in zip(rows, self._places, strict=True)
+            Row(row.rank, row.pid, row.status, location.host_name if several else "")
+            for row, location in zip(rows, self._locations, strict=True)
         ]
         guilty = causes(rows)
         waiting = [row.rank for row in rows if row.state == "waits" and row.rank != self._rank]
-        said = {
+        message = {
             "causes": guilty,
             "seconds": seconds,
             "text": report(rows, guilty),
             "waiting": len(waiting),
         }
-        self._store.set(self._key("report"), json.dumps(said))
+        self._store.set(self._key("report"), json.dumps(message))
 
     def _take(self, comm: Any) -> None:
         self._report_until = 0.0
-        said = json.loads(self._store.get(self._key("report")))
+        message = json.loads(self._store.get(self._key("report")))
         logging.getLogger("fsdpc").warning(
-            "rank %d: no progress for %.0f s%s", self._rank, said["seconds"], said["text"]
+            "rank %d: no progress for %.0f s%s", self._rank, message["seconds"], message["text"]
         )
         if self._seconds(comm) > 0.0:
-            self.verdict, self._took_at = (said["causes"], said["text"]), time.monotonic()
-            self._note(comm, said["text"])
-        heard = self._store.add(self._key("heard"), 1)
+            self.verdict, self._took_at = (message["causes"], message["text"]), time.monotonic()
+            self._note(comm, message["text"])
+        received = self._store.add(self._key("received"), 1)
         if self._urgent:  # the process that gives up may be the store's: others read first
-            until = time.monotonic() + _HEARD_S
-            while heard <= said["waiting"] and time.monotonic() < until:
+            until = time.monotonic() + _RECEIVED_S
+            while received <= message["waiting"] and time.monotonic() < until:
                 time.sleep(0.02)
-                heard = self._store.add(self._key("heard"), 0)
+                received = self._store.add(self._key("received"), 0)
         self._took.set()

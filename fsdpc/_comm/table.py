@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdpc._comm.board import Look
+    from fsdpc._comm.board import Status
 
 TABLE_BYTES = 2800  # so that an error's text has room for the table
 _EACH = 8  # so many ranks have a line each; more are grouped by what they do
-NO_ANSWER = "no answer"  # the state of a rank whose host says nothing
+NO_ANSWER = "no answer"  # the state of a rank whose host sends nothing
 _WHAT_TO_DO = {
     "stopped": "is stopped (SIGSTOP or a debugger): kill -CONT {pid}",
     "dead": "has ended",
@@ -26,18 +26,18 @@ _WHAT_TO_DO = {
 class Row:
     rank: int
     pid: int
-    look: Look
+    status: Status
     host: str = ""  # where the ranks are on several
 
     @property
     def state(self) -> str:
-        return self.look.state if self.look.gone or not self.look.waits else "waits"
+        return self.status.state if self.status.gone or not self.status.waits else "waits"
 
     @property
-    def place(self) -> str:
-        if self.look.waits:
-            return self.look.waits
-        return f"after {self.look.seen}" if self.look.seen else ""
+    def where(self) -> str:
+        if self.status.waits:
+            return self.status.waits
+        return f"after {self.status.last_operation}" if self.status.last_operation else ""
 
 
 def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
@@ -49,10 +49,10 @@ def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
         found = [row.rank for row in rows if row.state in kind]
         if found:
             return found
-    places: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for row in rows:
-        places.setdefault(row.place, []).append(row.rank)
-    return min(places.values(), key=len) if len(places) > 1 else list(late)
+        groups.setdefault(row.where, []).append(row.rank)
+    return min(groups.values(), key=len) if len(groups) > 1 else list(late)
 
 
 def report(rows: Sequence[Row], guilty: Sequence[int]) -> str:
@@ -78,7 +78,7 @@ def _sentence(rows: Sequence[Row], guilty: Sequence[int]) -> str:
     verb = _WHAT_TO_DO.get(first.state, "waits elsewhere than the others").format(pid=first.pid)
     if len(named) > 1:
         verb = _plural(verb)
-    at = f", at {first.look.line}" if first.look.line else ""
+    at = f", at {first.status.line}" if first.status.line else ""
     on = f" on {first.host}" if first.host else ""
     return f"the cause: {who} (pid {first.pid}{on}) {verb}{at}"
 
@@ -92,14 +92,14 @@ def _plural(verb: str) -> str:
 def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
     groups: dict[object, list[Row]] = {}
     for row in rows:
-        what = (row.state, row.place, row.look.line, row.rank in guilty)
+        what = (row.state, row.where, row.status.line, row.rank in guilty)
         groups.setdefault(row.rank if len(rows) <= _EACH else what, []).append(row)
     cells = [
         ("ranks" if len(rows) > _EACH else "rank", "host", "pid", "state", "for", "where", "line")
     ]
     for members in groups.values():
         row = members[0]
-        since = max(member.look.since for member in members)
+        since = max(member.status.since for member in members)
         cells.append(
             (
                 ("* " if row.rank in guilty else "  ") + spans([m.rank for m in members]),
@@ -107,8 +107,8 @@ def _lines(rows: Sequence[Row], guilty: Sequence[int]) -> list[str]:
                 str(row.pid) + (" ..." if len(members) > 1 else ""),
                 row.state,
                 f"{since:.1f} s" if since else "",
-                row.place,
-                row.look.line,
+                row.where,
+                row.status.line,
             )
         )
     if not any(row.host for row in rows):

@@ -2,11 +2,11 @@
 deadline.
 
 The ranks of a group keep one book, behind the first rank's board. The first rank that waits longer
-than ``FSDPC_STALL`` seconds looks at all ranks and writes a table into the book; each rank's thread
-logs it. The first rank that reaches its deadline writes the verdict, under the file's lock, and
-every later one repeats that: a rank that has given up would otherwise look like the cause to the
-next one. The lock and the book need no process but those that use them, so a stopped first rank is
-no obstacle.
+than ``FSDPC_STALL`` seconds reads the status of all ranks and writes a table into the book; each
+rank's thread logs that table. The first rank that reaches its deadline writes the verdict, under
+the file's lock, and every later one repeats the verdict: a rank that has given up would otherwise
+appear as the cause to the next one. The lock and the book need no process but those that use them,
+so a stopped first rank is no obstacle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdpc._comm.table import Row, causes, report
 
 DEFAULT_STALL_S = 30.0
 _LINE_S = 1.0  # patience for a Python line
-_LOCK_S = 15.0  # for another rank that looks at all ranks
+_LOCK_S = 15.0  # for another rank that reads the status of all ranks
 _EARLIEST_NEWS_S, _LATEST_NEWS_S = 0.1, 5.0
 _HEAD = struct.Struct("<QQ")  # the number of changes; bytes of the text
 
@@ -82,7 +82,7 @@ class Group:
                 count = warning["count"] + 1
                 if now < warning["at"] + self.stall * 2 ** warning["count"]:
                     return
-            rows = self.look()
+            rows = self.rows()
             text = f"no progress for {waited:.0f} s{report(rows, causes(rows))}"
             book["warning"] = {"at": time.monotonic(), "count": count, "text": text}
 
@@ -106,13 +106,13 @@ class Group:
             return (found["causes"], found["text"]) if found else None
         with self._open() as book:
             if "verdict" not in book:
-                rows = self.look()
+                rows = self.rows()
                 guilty = causes(rows, late)
                 book["verdict"] = {"causes": guilty, "text": report(rows, guilty)}
             return book["verdict"]["causes"], book["verdict"]["text"]
 
-    def look(self) -> list[Row]:
-        return look_at(dict(enumerate(self.members)))
+    def rows(self) -> list[Row]:
+        return statuses(dict(enumerate(self.members)))
 
     # --- the book ---------------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class Group:
         os.pwrite(self._book, _HEAD.pack(_HEAD.unpack(head)[0] + 1, len(text)) + text, PAGE)
 
 
-def look_at(members: Mapping[int, Process]) -> list[Row]:
-    """Each rank's process, all of this host, looked at one after the other but for their waiting
+def statuses(members: Mapping[int, Process]) -> list[Row]:
+    """Each rank's process, all of this host, read one after the other but for their waiting
     times. Local.
     """
     rows: dict[int, Row] = {}
@@ -173,14 +173,14 @@ def look_at(members: Mapping[int, Process]) -> list[Row]:
     def one(rank: int) -> None:
         process = members[rank]
         here = process.pid == os.getpid()
-        found = board.look_here() if here else board.look(process, _LINE_S)
+        found = board.own_status() if here else board.status_of(process, _LINE_S)
         rows[rank] = Row(rank, process.pid, found)
 
-    looks = [threading.Thread(target=one, args=[rank]) for rank in members]
-    for at in range(0, len(looks), 16):
-        for thread in looks[at : at + 16]:
+    threads = [threading.Thread(target=one, args=[rank]) for rank in members]
+    for at in range(0, len(threads), 16):
+        for thread in threads[at : at + 16]:
             thread.start()
-        for thread in looks[at : at + 16]:
+        for thread in threads[at : at + 16]:
             thread.join()
     return [rows[rank] for rank in members if rank in rows]
 
@@ -223,7 +223,7 @@ def follow(group: Group) -> None:
 
 
 def pause_of(stall: float, longest: float) -> float:
-    """Seconds between looks at stalls that are reported after so many."""
+    """Seconds between checks for stalls that are reported after so many."""
     return min(longest, max(_EARLIEST_NEWS_S, stall / 6))
 
 
@@ -234,7 +234,7 @@ def follow_remote(poller: Any, pause: float) -> None:
 
 
 def wake() -> None:
-    """Have the thread look at once. Local."""
+    """Have the thread check at once. Local."""
     _woken.set()
 
 
@@ -256,11 +256,11 @@ def _start_thread(pause: float) -> None:
     with _lock:
         if _thread_pid != os.getpid():
             _thread_pid, _pause = os.getpid(), pause
-            threading.Thread(target=_look_around, name="fsdpc-stall", daemon=True).start()
+            threading.Thread(target=_watch, name="fsdpc-stall", daemon=True).start()
         _pause = min(_pause, pause)
 
 
-def _look_around() -> None:
+def _watch() -> None:
     while True:
         _woken.wait(_pause)
         _woken.clear()

@@ -1,4 +1,4 @@
-"""What the engine asks of a front end: the description of a unit's host, and the front end's
+"""What the engine needs of a front end: the description of a unit's host, and the front end's
 part of lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` both fill them; a
 third front end needs no change below these two protocols.
 """

@@ -1,6 +1,6 @@
 """Allocations that fail: where they are noticed, so that each gets a report.
 
-An exception says that memory is exhausted if ``is_shortage``. Wrapping, lazy initialisation and
+An exception means that memory is exhausted if ``is_shortage``. Wrapping, lazy initialisation and
 forwards pass theirs to ``explain``. Backwards and optimizer steps run in torch, so torch's function
 for the first and the ``step`` of optimizers get a handler when the first unit is made; a handler
 costs nothing until something is raised. What is raised elsewhere gets its report when the exception
@@ -125,7 +125,7 @@ def watch(unit: Any) -> None:
 
 def process_bytes() -> dict[str, int]:
     """The process's part of the host's memory: ``Pss_Anon`` its own, ``Pss_Shmem`` its share of
-    what ranks share. Empty where the kernel does not say.
+    what ranks share. Empty where the kernel gives no figure.
     """
     try:
         with open("/proc/self/smaps_rollup") as file:
@@ -137,7 +137,7 @@ def process_bytes() -> dict[str, int]:
 
 def private_bytes() -> int:
     """The sum of ``process_bytes`` while no other process has touched the memory that ranks share,
-    0 where the kernel does not say. Some 0.1 ms where ``process_bytes`` takes 3 to 30.
+    0 where the kernel gives no figure. Some 0.1 ms where ``process_bytes`` takes 3 to 30.
     """
     if _forked:  # the parent has a part of these pages
         return sum(process_bytes().values())

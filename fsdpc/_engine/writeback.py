@@ -95,8 +95,8 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
 
 
 def _in_functional_call() -> bool:
-    """Whether the replacement ends with the call in progress: nothing else tells it from one that
-    the user has made for good.
+    """Whether the replacement ends with the call in progress: nothing else distinguishes it from a
+    permanent one.
     """
     frame = sys._getframe()
     while frame is not None:

@@ -23,7 +23,7 @@ def asked_device(device_id: Any, rank: int) -> torch.device | None:
     """The device of the constructor's ``device_id``, with an index for a GPU. Local.
 
     A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: not
-    a device. ``RuntimeError``: the device is unusable; the message says why.
+    a device. ``RuntimeError``: the device is unusable; the message has the reason.
     """
     if device_id is None:
         return None

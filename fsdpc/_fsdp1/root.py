@@ -1,5 +1,5 @@
 """FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): which instances belong to a
-root, what each needs to know of its position, the root's communication hooks.
+root, what each needs of its position, the root's communication hooks.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from fsdpc.api import ShardingStrategy
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a unit's parameters lie. ``mesh``: that of their DTensors; the last of its
+class DataMesh:
+    """The ranks that share a unit. ``mesh``: that of its DTensors; the last of its
     data-parallel dimensions shards, one before replicates. ``groups``: the communicators over these
-    dimensions. ``own_dims``: their indices in ``mesh`` if ``dp_mesh_dims`` names them; all
+    dimensions. ``data_dims``: their indices in ``mesh`` if ``dp_mesh_dims`` names them; all
     parameters are then DTensors on ``mesh``.
     """
 
@@ -29,7 +29,7 @@ class Place:
     groups: Groups
     device: torch.device
     replicates: bool
-    own_dims: tuple[int, ...] = ()
+    data_dims: tuple[int, ...] = ()
 
     def placements(self, dim: int) -> tuple[Any, ...]:
         """Placements of a parameter that is plain before sharding and cut along ``dim``."""
@@ -96,7 +96,7 @@ def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
     return (*kinds[0], *kinds[1])
 
 
-def place_on(mesh: DeviceMesh, dims: Any = None) -> Place:
+def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:
     """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
     over its second; or those of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
     """
@@ -115,7 +115,7 @@ def place_on(mesh: DeviceMesh, dims: Any = None) -> Place:
     replicate = mesh.get_group(used[0]) if replicates else None
     strategy = ShardingStrategy.HYBRID_SHARD if replicates else ShardingStrategy.FULL_SHARD
     groups = make_groups(strategy, shard, replicate, device=engine_device(device))
-    return Place(mesh, groups, device, replicates, own)
+    return DataMesh(mesh, groups, device, replicates, own)
 
 
 def reshards(value: Any, world: int) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdpc._engine.modules import collect, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
-from fsdpc._fsdp2.args import Place
+from fsdpc._fsdp2.args import DataMesh
 
 
 def state_of(module: nn.Module) -> Any:
@@ -45,9 +45,9 @@ def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def collect_infos(
-    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, place: Place | None
+    managed: list[tuple[str, nn.Module]], ignored: set[int], what: str, data_mesh: DataMesh | None
 ) -> list[ParamInfo]:
-    """The call's parameters with all their sites. ``place``: None without process groups.
+    """The call's parameters with all their sites. ``data_mesh``: None without process groups.
 
     torch's exceptions: ``ValueError`` for a 0-dim parameter, ``NotImplementedError`` for one that
     is not contiguous. ``ValueError``: a parameter that another call or an FSDP1 unit shards.
@@ -55,8 +55,8 @@ def collect_infos(
 
     def check(param: nn.Parameter, name: str) -> None:
         _check(param, name, what)
-        if place is not None:
-            _check_mesh(param, name, place)
+        if data_mesh is not None:
+            _check_mesh(param, name, data_mesh)
 
     return collect(managed, lambda param: id(param) in ignored, check)
 
@@ -103,9 +103,9 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
         )
 
 
-def _check_mesh(param: nn.Parameter, name: str, place: Place) -> None:
+def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
     """torch's exceptions for a DTensor's mesh and placements."""
-    if not place.own_dims:
+    if not data_mesh.data_dims:
         if isinstance(param, DTensor) and param.device_mesh.ndim > 2:
             raise NotImplementedError(
                 f"FSDP only supports 1D TP/EP or 2D EP+TP: parameter {name!r} is a DTensor with "
@@ -117,16 +117,16 @@ def _check_mesh(param: nn.Parameter, name: str, place: Place) -> None:
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
             f"(e.g. via distribute_module). Got plain tensor for parameter {name!r}."
         )
-    if param.device_mesh is not place.mesh:
+    if param.device_mesh is not data_mesh.mesh:
         raise ValueError(
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
             f"different mesh objects for parameter {name!r}"
         )
-    for dim in place.own_dims:
+    for dim in data_mesh.data_dims:
         if not isinstance(param.placements[dim], Replicate):
             raise ValueError(
-                f"Expected Replicate() on DP dim {place.mesh.mesh_dim_names[dim]!r} (index {dim}) "
-                f"but got {param.placements[dim]} for parameter {name!r}"
+                f"Expected Replicate() on DP dim {data_mesh.mesh.mesh_dim_names[dim]!r} "
+                f"(index {dim}) but got {param.placements[dim]} for parameter {name!r}"
             )
 
 

@@ -15,7 +15,7 @@ from fsdpc._torch import RNG_TRACKER, dtensor_random
 
 
 class Draws:
-    """Stands where torch's DTensor dispatch looks for a tracker: each random operation on a DTensor
+    """Stands where torch's DTensor dispatch reads a tracker: each random operation on a DTensor
     runs inside of ``_distribute_region``.
     """
 
@@ -25,7 +25,7 @@ class Draws:
     def _distribute_region(
         self, spec: Any, generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        """Seed the operation from one number of the generator and this rank's place among the
+        """Seed the operation from one number of the generator and this rank's index among the
         shards of ``spec``: replicas draw equal values, shards different ones. The generator
         advances equally on all ranks. Local.
         """
@@ -33,20 +33,20 @@ class Draws:
         source = default if generator is None else generator
         number = int(torch.randint(2**48, (), generator=source))
         before = default.get_state()
-        default.manual_seed(number * 2**15 + _place(spec))
+        default.manual_seed(number * 2**15 + _shard_index(spec))
         try:
             yield
         finally:
             default.set_state(before)
 
 
-def _place(spec: Any) -> int:
+def _shard_index(spec: Any) -> int:
     """This rank's number among the shards of a DTensor."""
-    place = 0
+    index = 0
     for dim, placement in enumerate(spec.placements):
         if not placement.is_replicate():
-            place = place * spec.mesh.size(dim) + spec.mesh.get_local_rank(dim)
-    return place
+            index = index * spec.mesh.size(dim) + spec.mesh.get_local_rank(dim)
+    return index
 
 
 def install() -> None:

@@ -313,13 +313,13 @@ def fully_shard(  # type: ignore[misc]
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
-    place = _args.place_on(mesh, dp_mesh_dims)
-    infos = collect_infos(managed, ignored, what, place)
-    dims = [_args.dim_of(shard_placement_fn, info, place.shard_world) for info in infos]
+    data_mesh = _args.data_mesh_of(mesh, dp_mesh_dims)
+    infos = collect_infos(managed, ignored, what, data_mesh)
+    dims = [_args.dim_of(shard_placement_fn, info, data_mesh.shard_world) for info in infos]
     state = State(
         modules,
-        place,
-        reshard=_args.reshards(reshard_after_forward, place.shard_world),
+        data_mesh,
+        reshard=_args.reshards(reshard_after_forward, data_mesh.shard_world),
         automatic=reshard_after_forward is None,
         precision=mp_policy,
         offload=offload_policy,
@@ -327,8 +327,8 @@ def fully_shard(  # type: ignore[misc]
     _stepping.install()
     _clip.install()
     with explained("wrapping", what):
-        move_to(place.device, managed, ignored)
-        if place.device.type == "cpu":
+        move_to(data_mesh.device, managed, ignored)
+        if data_mesh.device.type == "cpu":
             _draws.install()
         if infos:
             state.make_unit(infos, dims)

@@ -19,7 +19,7 @@ from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.shortage import explain
 from fsdpc._engine.unit import ParamInfo
-from fsdpc._fsdp2.args import Place
+from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._torch import global_backward_hooks, tree_leaves
@@ -34,7 +34,7 @@ class State:
     def __init__(
         self,
         modules: list[nn.Module],
-        place: Place,
+        data_mesh: DataMesh,
         *,
         reshard: bool,
         automatic: bool,
@@ -42,17 +42,17 @@ class State:
         offload: OffloadPolicy,
     ) -> None:
         self.modules = modules
-        self.place = place
+        self.data_mesh = data_mesh
         self.reshard, self.automatic = reshard, automatic
         self.precision = precision
         self.offload = offload
         self.divide: float | None = None
-        self.compute_device = place.device
+        self.compute_device = data_mesh.device
         self.rank = torch.distributed.get_rank()
-        self.world_size = place.shard_world
+        self.world_size = data_mesh.shard_world
         self.precision_line = ""
         self._name = ", ".join(type(module).__name__ for module in modules)
-        self._groups = place.groups
+        self._groups = data_mesh.groups
         self._unit: RowUnit | None = None
         self._pass_unit: RowUnit | None = None
         self._tree: Any = None
@@ -81,7 +81,7 @@ class State:
         unit = RowUnit(
             self._name,
             infos,
-            self.place,
+            self.data_mesh,
             dims=dims,
             adopted=adopted,
             parallel=parallel,
@@ -105,7 +105,7 @@ class State:
         if replicas is not None:
             self._sync_replicas = bool(replicas)
         if self._unit is not None:
-            waits = self.place.replicates and not self._sync_replicas
+            waits = self.data_mesh.replicates and not self._sync_replicas
             self._unit.require_sync = self._sync_gradients and not waits
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:

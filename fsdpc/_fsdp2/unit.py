@@ -18,12 +18,12 @@ from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import over
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
-from fsdpc._fsdp2.args import Place
+from fsdpc._fsdp2.args import DataMesh
 from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
 
 class RowUnit(Unit):
-    """The parameters of one call of ``fully_shard``. Collective over the groups of ``place``.
+    """The parameters of one call of ``fully_shard``. Collective over the groups of ``data_mesh``.
 
     Parameters on the meta device stay there until ``to_empty`` or a load replaces them; the memory
     of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit that
@@ -41,7 +41,7 @@ class RowUnit(Unit):
         self,
         name: str,
         infos: list[ParamInfo],
-        place: Place,
+        data_mesh: DataMesh,
         *,
         dims: Sequence[int] = (),
         adopted: Sequence[nn.Parameter] = (),
@@ -49,19 +49,19 @@ class RowUnit(Unit):
         **options: Any,
     ) -> None:
         dims = list(dims) or [0] * len(infos)
-        self.place = place
+        self.data_mesh = data_mesh
         self.adopted = adopted
         # Per parameter: its spec on the tensor-parallel mesh, or None.
         self.parallel = list(parallel) or [_take_local(info) for info in infos]
         self.specs = [
-            sharded_spec(info.param, place, spec, dim)
+            sharded_spec(info.param, data_mesh, spec, dim)
             for info, spec, dim in zip(infos, self.parallel, dims, strict=True)
         ]
         for info, dim in zip(infos, dims, strict=True):
             if dim > 0:
                 _put_first(info, dim)
         super().__init__(
-            name, infos, place.groups, use_orig_params=True, by_rows=True, dims=dims, **options
+            name, infos, data_mesh.groups, use_orig_params=True, by_rows=True, dims=dims, **options
         )
 
     # --- gathered parameters ---------------------------------------------------------------------
@@ -80,7 +80,7 @@ class RowUnit(Unit):
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
-            kept = self.place.own_dims
+            kept = self.data_mesh.data_dims
             param.register_hook(lambda grad: _as_placed(grad, spec, kept))
         return param
 
@@ -201,7 +201,7 @@ def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
     return grad
 
 
-def sharded_spec(param: Tensor, place: Place, parallel: Any, cut: int) -> Any:
+def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) -> Any:
     """Mesh and placements of the sharded parameter: parts along its dimension ``cut`` over the
     data-parallel dimensions, which stand before those of tensor parallelism. ``param`` is this
     rank's local tensor then.
@@ -209,23 +209,23 @@ def sharded_spec(param: Tensor, place: Place, parallel: Any, cut: int) -> Any:
     if parallel is None:
         shape = param.shape
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
-        return DTensorSpec(place.mesh, place.placements(cut), tensor_meta=meta)
-    if place.own_dims:
-        return _spmd_spec(place, parallel, cut)
-    mesh = joined_mesh(place.mesh, parallel.mesh)
+        return DTensorSpec(data_mesh.mesh, data_mesh.placements(cut), tensor_meta=meta)
+    if data_mesh.data_dims:
+        return _spmd_spec(data_mesh, parallel, cut)
+    mesh = joined_mesh(data_mesh.mesh, parallel.mesh)
     rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == cut]
     split = 1
     for dim, placement in enumerate(parallel.placements):
         split *= parallel.mesh.size(dim) if placement in rows else 1
-    own = list(place.placements(cut))
+    own = list(data_mesh.placements(cut))
     if split > 1:
         own[-1] = StridedShard(cut, split_factor=split)
     return DTensorSpec(mesh, (*own, *parallel.placements), tensor_meta=parallel.tensor_meta)
 
 
-def _spmd_spec(place: Place, spec: Any, cut: int) -> Any:
+def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
     """As ``sharded_spec``, on the mesh that the parameter is distributed on already."""
-    dim, split = place.own_dims[-1], 1
+    dim, split = data_mesh.data_dims[-1], 1
     for later in range(dim + 1, spec.mesh.ndim):
         split *= spec.mesh.size(later) if spec.placements[later] == Shard(cut) else 1
     placements = list(spec.placements)

@@ -266,8 +266,8 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
 
 
 def flops(g: Geometry, setup: Setup, tokens: int) -> float:
-    """Of forward and backward: 6 per active parameter and token (the embedding is a look-up), and
-    causal attention.
+    """Of forward and backward: 6 per active parameter and token (the embedding is an indexed read),
+    and causal attention.
     """
     dense = 6.0 * (g.active - (0 if g.tied else g.vocab * g.hidden)) * tokens
     return dense + 6.0 * g.layers * g.heads * g.head_dim * setup.sequence * tokens

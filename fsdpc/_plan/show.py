@@ -111,9 +111,9 @@ def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -
         ("phase", "unit", "bytes"),
         [(p.phase, p.unit or "-", size(p.bytes)) for p in tops.values()],
     )
-    place = f" in {peak.unit}" if peak.unit else ""
+    where = f" in {peak.unit}" if peak.unit else ""
     out.line(
-        f"peak {size(peak.bytes)} during {peak.phase}{place}, at most {size(plan.upper)} "
+        f"peak {size(peak.bytes)} during {peak.phase}{where}, at most {size(plan.upper)} "
         "with the allocator's slack"
         + (f"; host memory {size(plan.host_bytes)}" if plan.host_bytes else "")
     )

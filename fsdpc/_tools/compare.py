@@ -451,7 +451,7 @@ def _tensors(
 
 
 def fault(ratio: float, cosine: float, clipped: bool = False) -> str:
-    """What a ratio of norms and a cosine tell about the kind of fault. ``clipped``: the gradients
+    """The kind of fault that a ratio of norms and a cosine point to. ``clipped``: the gradients
     were equal before the training's ``clip``.
     """
     if ratio < 1e-6:

@@ -241,8 +241,8 @@ def _limit(number: int, value: int) -> str:
 
 
 def stall_tables() -> Iterator[Check]:
-    """Another process's board is read, and asked for its Python line, as a stalled rank would."""
-    from fsdpc._comm.board import Process, look
+    """Reads another process's board and its Python line, as a stalled rank would."""
+    from fsdpc._comm.board import Process, status_of
     from fsdpc._comm.verdict import read_stall
 
     try:
@@ -256,7 +256,7 @@ def stall_tables() -> Iterator[Check]:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found = look(Process.find(child.pid), ANSWER_SECONDS)
+        found = status_of(Process.find(child.pid), ANSWER_SECONDS)
         child.kill()
     when = "never" if seconds == float("inf") else f"after {seconds:g} s"
     yield Check(
@@ -321,7 +321,7 @@ def network() -> Iterator[Check]:
         "interfaces",
         "ok" if "lo" in names else "warning",
         ", ".join(f"{name} ({_state_of(name)})" for name in names) or "none",
-        "" if "lo" in names else "a loopback interface is needed for ranks to meet",
+        "" if "lo" in names else "ranks need a loopback interface to connect",
     )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "").lstrip("^=")
@@ -335,12 +335,12 @@ def network() -> Iterator[Check]:
 
 
 def _state_of(interface: str) -> str:
-    """``up, 25 Gbit/s``, as far as the kernel says."""
+    """``up, 25 Gbit/s``, as far as the kernel gives it."""
     words = []
     for what in ("operstate", "speed"):
         try:
             words.append((Path("/sys/class/net") / interface / what).read_text().strip())
-        except OSError:  # a driver that does not know its speed
+        except OSError:  # a driver without a speed
             words.append("")
     state, speed = words
     state = "up" if interface == "lo" and state == "unknown" else state or "state unknown"

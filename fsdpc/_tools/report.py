@@ -40,7 +40,7 @@ MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop
 @dataclass(frozen=True)
 class Line:
     """``planned`` None: not known beforehand, such as a foreign optimizer's states; ``assumed``:
-    what the planner takes without a device, which says nothing of a run.
+    what the planner takes without a device, which does not describe a run.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""The report of an allocation that failed: who asked for what, what is there, what would help.
+"""The report of an allocation that failed: by what, how much, what is in use, what would help.
 
 Made while memory is short: it reads counters of the engine and of the process, and repeats the
 planner's arithmetic; it allocates some hundred kilobytes.
@@ -89,7 +89,7 @@ def _asked(error: BaseException) -> Iterator[str]:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """What the error's text says that was asked for; 0 if it does not say."""
+    """The requested bytes in the error's text; 0 if it has none."""
     match = _SAID.search(str(error))
     if match is None:
         return 0

@@ -38,7 +38,7 @@ from fsdpc.checkpoint.write import rows_of, waves
 
 Verify = Literal["before", "during", "no"]
 _FILES_AT_ONCE = 4
-_WAVE_BYTES = 256 << 20  # read by one call, between two looks at signals
+_WAVE_BYTES = 256 << 20  # read by one call, between two checks for signals
 _COLUMNS = 6
 _MOST_NAMED = 20
 
@@ -106,7 +106,7 @@ def run_load(
     parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
     with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
         read.value = [_read_into(part) for part in works]
-    parts = [[told[i] for told in read.values] for i in range(len(works))]
+    parts = [[received[i] for received in read.values] for i in range(len(works))]
     if found.manifest is not None and verify == "during":
         _compare_during(works, found, parts, what)
     with ranks.step(what):
@@ -254,7 +254,7 @@ def _verify(works: Sequence[_Work], found: Opened, ranks: Ranks, what: str) -> N
         checked.value = [_read_digests(work, ranks) for work in works]
     with ranks.step(what):
         for i, work in enumerate(works):
-            _compare(work, found, [told[i] for told in checked.values])
+            _compare(work, found, [received[i] for received in checked.values])
 
 
 def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
@@ -282,8 +282,8 @@ def _compare_during(
     what: str,
 ) -> None:
     try:
-        for work, told in zip(works, parts, strict=True):
-            rows, crcs = _without_doubles(told)
+        for work, received in zip(works, parts, strict=True):
+            rows, crcs = _without_doubles(received)
             # A flat parameter's common number is read under its first name alone.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
@@ -295,12 +295,12 @@ def _compare_during(
 
 
 def _without_doubles(
-    told: Sequence[tuple[np.ndarray, np.ndarray]],
+    received: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fragments that several replicas have read, once each. ``CheckpointError``: they read
     different bytes.
     """
-    rows, crcs = _joined(told)
+    rows, crcs = _joined(received)
     keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
     keyed = np.unique(keyed, axis=0)
     return np.ascontiguousarray(keyed[:, :3]), keyed[:, 3].astype(np.uint32)

@@ -62,7 +62,7 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     all have the tensors that nothing shards. Local.
 
     ``RuntimeError``: inside ``summon_full_params``. ``TypeError``, ``ValueError``: a parameter
-    whose elements this rank cannot tell, by name.
+    whose elements are unknown on this rank, by name.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")

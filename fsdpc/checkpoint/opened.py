@@ -244,7 +244,9 @@ def _pread(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
     while at < offset + nbytes:
         part = os.pread(fd, offset + nbytes - at, at)
         if not part:
-            raise CheckpointError(f"{path} ends at byte {at}")
+            raise CheckpointError(
+                f"{path} ends at byte {at} of {offset + nbytes}: the file was cut"
+            )
         parts.append(part)
         at += len(part)
     return b"".join(parts)

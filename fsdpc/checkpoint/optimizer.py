@@ -95,14 +95,14 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         found.groups.append({**options, "params": [n for seen in members for n in names_of(seen)]})
-    everyone = [_unpacked(told) for told in step.values]
-    for rank, told in enumerate(everyone):
-        if len(told) != len(everyone[0]):
+    everyone = [_unpacked(received) for received in step.values]
+    for rank, received in enumerate(everyone):
+        if len(received) != len(everyone[0]):
             raise CheckpointError(
-                f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(told)} on "
+                f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(received)} on "
                 f"rank {rank}"
             )
-    merged = [_merge(each, [told[i] for told in everyone]) for i, each in enumerate(held)]
+    merged = [_merge(each, [received[i] for received in everyone]) for i, each in enumerate(held)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
     for each, (outline, first) in zip(held, merged, strict=True):
@@ -150,7 +150,10 @@ def _tensors(optimizer: torch.optim.Optimizer, seen: Seen) -> dict[str, Any]:
     state = optimizer.state.get(seen.param, {})
     for key in state:
         if not isinstance(key, str):
-            raise TypeError(f"the optimizer state of {names_of(seen)} has a key {key!r}")
+            raise TypeError(
+                f"the optimizer state of {names_of(seen)} has the key {key!r} of type "
+                f"{type(key).__name__}: a checkpoint holds states under keys of type str"
+            )
     return {key: _local(value) for key, value in state.items()}
 
 
@@ -196,7 +199,7 @@ def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
 
 
 def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
-    """What this rank tells the others: most parameters have one and the same form."""
+    """What this rank sends to the others: most parameters have one and the same form."""
     forms: list[dict[str, list[Any]]] = []
     known: dict[Any, int] = {}
     which = np.empty(len(outlines), dtype=np.int64)
@@ -211,18 +214,18 @@ def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
     return {"forms": forms, "which": which, "counts": counts}
 
 
-def _unpacked(told: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]]:
-    pairs = zip(told["counts"].tolist(), told["which"].tolist(), strict=True)
-    return [(count, told["forms"][number]) for count, number in pairs]
+def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]]:
+    pairs = zip(received["counts"].tolist(), received["which"].tolist(), strict=True)
+    return [(count, received["forms"][number]) for count, number in pairs]
 
 
-def _merge(each: Held, told: list[Any]) -> tuple[dict[str, list[Any]], int]:
+def _merge(each: Held, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
     """The parameter's outline, and the first rank that has it. ``CheckpointError``: they differ."""
-    ranks = [rank for rank, (count, _) in enumerate(told) if count > 0] or [0]
+    ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
-    outline = told[first][1]
+    outline = received[first][1]
     for rank in ranks[1:]:
-        other = told[rank][1]
+        other = received[rank][1]
         if other == outline:
             continue
         names = names_of(each)
@@ -469,7 +472,11 @@ def _cut_target(
             continue
         name = state_name(entry.name, key)
         if known[entry.name] != (dtype, tuple(entry.shape)):
-            raise ValueError(f"{name} has {known[entry.name]}, expected {(dtype, entry.shape)}")
+            has, expected = known[entry.name], (dtype, tuple(entry.shape))
+            raise ValueError(
+                f"{name} has dtype {has[0]} and shape {has[1]} in the checkpoint, but must have "
+                f"dtype {expected[0]} and shape {expected[1]} in this optimizer"
+            )
         made.entries.append(Entry(name, entry.shape, dtype, target.view(-1), spans, entry.replica))
     if isinstance(seen.param, DTensor):
         return DTensor.from_local(

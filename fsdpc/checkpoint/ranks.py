@@ -28,7 +28,7 @@ _beside: _Made = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """A communicator and what a message must say about its ranks."""
+    """A communicator and what a message must state about its ranks."""
 
     def __init__(self, comm: Any, group: Any = None) -> None:
         self.comm = comm
@@ -124,12 +124,12 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if isinstance(error, _C.CommError):  # another rank has died or left: nobody to ask
+        if isinstance(error, _C.CommError):  # another rank has died or left: no exchange
             raise CheckpointError(f"{self.what}: {error}") from error
         problem = None if error is None else _text(error)
         mine = {"problem": problem, "value": self.value if problem is None else None}
         try:
-            told = self.ranks.exchange(mine, self.what)
+            received = self.ranks.exchange(mine, self.what)
         except (_C.CommError, TypeError) as failure:
             cause = error if error is not None else failure
             raise CheckpointError(f"{self.what}: {_text(cause)}") from cause
@@ -137,10 +137,12 @@ class Step:
             error.add_note(f"in {self.what}")
             self.ranks.told = error
             return False
-        problems = {rank: t["problem"] for rank, t in enumerate(told) if t["problem"] is not None}
+        problems = {
+            rank: t["problem"] for rank, t in enumerate(received) if t["problem"] is not None
+        }
         if problems:
             raise CheckpointError(self._message(problems)) from error
-        self.values = [t["value"] for t in told]
+        self.values = [t["value"] for t in received]
         return False
 
     def _message(self, problems: dict[int, str]) -> str:

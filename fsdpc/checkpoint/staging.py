@@ -217,7 +217,7 @@ def by_device(
 class Landing:
     """A snapshot that the lanes may still be copying.
 
-    ``watched``: parameters that a program may write where no hook tells; the snapshot is torn
+    ``watched``: parameters that a program may write without a hook; the snapshot is torn
     if one is written before the current stream has waited.
     """
 
@@ -251,8 +251,8 @@ class Landing:
             return
         if self.torn or (not self.joined and self._changed()):
             raise CheckpointError(
-                "a parameter was written in place while the snapshot was being copied, by no "
-                "torch.optim.Optimizer: call handle.join() before such writes"
+                "a parameter was written in place while the snapshot was being copied, outside of "
+                "torch.optim.Optimizer.step(): call handle.join() before such writes"
             )
 
     def _changed(self) -> bool:

@@ -43,7 +43,7 @@ class Report:
 
 def verify(path: Path, advance: Advance | None = None) -> Report:
     """Compare every byte of a checkpoint with its manifest. ``CheckpointError``: headers, sizes or
-    the manifest are damaged, so that tensors cannot be told.
+    the manifest are damaged, so the tensors are unknown.
     """
     found = Opened(path)
     report = Report(0, 0, found.manifest is not None, [])
@@ -78,7 +78,7 @@ def _places(found: Opened) -> Iterator[tuple[StoredFile, Place]]:
 
 
 def compare(one: Path, other: Path) -> list[str]:
-    """Lines that say how the tensors of two checkpoints differ: names, shapes, dtypes, values by
+    """Lines that state how the tensors of two checkpoints differ: names, shapes, dtypes, values by
     their digests (from the manifests, or computed). Empty: they are equal.
     """
     first, second = Opened(one), Opened(other)

@@ -10,6 +10,7 @@
 
 #include <errno.h>
 
+#include "items.h"
 #include "ranks.h"
 #include "tree/tree.h"
 #include "unit/unit_impl.h"
@@ -29,55 +30,6 @@ engine_start(void)
     }
 }
 
-/* --- items ----------------------------------------------------------------------------------- */
-
-static double
-engine_get(const void *buffer, fsdpc_dtype dtype, int64_t i)
-{
-    switch (dtype) {
-    case FSDPC_F64:
-        return ((const double *)buffer)[i];
-    case FSDPC_F32:
-        return ((const float *)buffer)[i];
-    case FSDPC_BF16:
-        return fsdpc_bf16_to_f32(((const uint16_t *)buffer)[i]);
-    case FSDPC_F16:
-        return fsdpc_f16_to_f32(((const uint16_t *)buffer)[i]);
-    default:
-        return ((const uint8_t *)buffer)[i];
-    }
-}
-
-static void
-engine_put(void *buffer, fsdpc_dtype dtype, int64_t i, double value)
-{
-    switch (dtype) {
-    case FSDPC_F64:
-        ((double *)buffer)[i] = value;
-        break;
-    case FSDPC_F32:
-        ((float *)buffer)[i] = (float)value;
-        break;
-    case FSDPC_BF16:
-        ((uint16_t *)buffer)[i] = fsdpc_f32_to_bf16((float)value);
-        break;
-    case FSDPC_F16:
-        ((uint16_t *)buffer)[i] = fsdpc_f32_to_f16((float)value);
-        break;
-    default:
-        ((uint8_t *)buffer)[i] = (uint8_t)value;
-    }
-}
-
-/* What `value` is once stored in `dtype`. */
-__attribute__((unused)) static double
-engine_stored(fsdpc_dtype dtype, double value)
-{
-    double item;
-    engine_put(&item, dtype, 0, value);
-    return engine_get(&item, dtype, 0);
-}
-
 /* --- values ---------------------------------------------------------------------------------- */
 
 /* A whole number below 251: exact in bfloat16 and in a byte. */
@@ -95,8 +47,8 @@ engine_set_masters(fsdpc_unit *unit, int number, int version)
         const fsdpc_segment *seg = &unit->layout->segments[s];
         char *piece = (char *)unit->master + seg->shard_offset;
         for (int64_t i = 0; i < seg->piece_numel; i++) {
-            engine_put(piece, seg->storage, i,
-                       engine_value(number, s, seg->piece_numel * unit->rank + i, version));
+            item_put(piece, seg->storage, i,
+                     engine_value(number, s, seg->piece_numel * unit->rank + i, version));
         }
     }
 }
@@ -110,7 +62,7 @@ engine_count_wrong(fsdpc_unit *unit, int number, int version)
         const fsdpc_segment *seg = &unit->layout->segments[s];
         const char *full = (const char *)fsdpc_unit_full(unit) + seg->full_offset;
         for (int64_t i = 0; i < seg->piece_numel * unit->world; i++) {
-            wrong += engine_get(full, seg->compute, i) != engine_value(number, s, i, version);
+            wrong += item_get(full, seg->compute, i) != engine_value(number, s, i, version);
         }
     }
     return wrong;
@@ -247,7 +199,7 @@ engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int un
         }
     }
     double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
-    return travels ? engine_stored(seg->reduce, sum) : sum;
+    return travels ? item_stored(seg->reduce, sum) : sum;
 }
 
 /* What `step` leaves in the gradient when rank r took part in rounds[r] rounds: ranks in order. */
@@ -267,7 +219,7 @@ engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param
             narrow += (float)sent;
         }
         double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
-        sum = wire ? engine_stored(seg->reduce, sum) : sum;
+        sum = wire ? item_stored(seg->reduce, sum) : sum;
         double scale = 1 / unit->divide;
         float scaled = (float)sum * (float)scale;
         all = seg->accumulate == FSDPC_F64 ? all + sum * scale : (float)all + scaled;
@@ -307,7 +259,7 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
                         engine_expected(unit, rounds, number, i, at - place->offset, step, wire);
                 }
             }
-            wrong += engine_get(sums, seg->accumulate, k) != expected;
+            wrong += item_get(sums, seg->accumulate, k) != expected;
         }
     }
     for (int i = 0; i < unit->layout->param_count; i++) {

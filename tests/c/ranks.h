@@ -224,7 +224,7 @@ typedef struct ranks_thread {
 static _Thread_local int ranks_own;
 
 static int
-ranks_who(void)
+ranks_process(void)
 {
     return ranks_own;
 }
@@ -244,7 +244,7 @@ ranks_start_threads(ranks_run *run, rank_function function)
     ranks_thread threads[RANKS_MAX];
     fsdpc_shm_mmap = ranks_mmap;
     fsdpc_shm_munmap = ranks_munmap;
-    fsdpc_shm_who = ranks_who;
+    fsdpc_shm_process = ranks_process;
     /* The deadline of a stuck thread is that of the whole program. */
     alarm(RANKS_DEADLINE_S * 2);
     for (int i = 0; i < run->world; i++) {

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "comm/comm.h"
+#include "items.h"
 #include "ranks.h"
 
 static fsdpc_device *device;
@@ -28,43 +29,10 @@ value_of(int rank, int64_t i)
 }
 
 static void
-put(void *buffer, fsdpc_dtype dtype, int64_t i, double value)
-{
-    switch (dtype) {
-    case FSDPC_F64:
-        ((double *)buffer)[i] = value;
-        break;
-    case FSDPC_F32:
-        ((float *)buffer)[i] = (float)value;
-        break;
-    case FSDPC_BF16:
-        ((uint16_t *)buffer)[i] = fsdpc_f32_to_bf16((float)value);
-        break;
-    default:
-        ((uint16_t *)buffer)[i] = fsdpc_f32_to_f16((float)value);
-    }
-}
-
-static double
-get(const void *buffer, fsdpc_dtype dtype, int64_t i)
-{
-    switch (dtype) {
-    case FSDPC_F64:
-        return ((const double *)buffer)[i];
-    case FSDPC_F32:
-        return ((const float *)buffer)[i];
-    case FSDPC_BF16:
-        return fsdpc_bf16_to_f32(((const uint16_t *)buffer)[i]);
-    default:
-        return fsdpc_f16_to_f32(((const uint16_t *)buffer)[i]);
-    }
-}
-
-static void
 fill(void *buffer, fsdpc_dtype dtype, int64_t n, int rank)
 {
     for (int64_t i = 0; i < n; i++) {
-        put(buffer, dtype, i, value_of(rank, i));
+        item_put(buffer, dtype, i, value_of(rank, i));
     }
 }
 
@@ -72,9 +40,7 @@ fill(void *buffer, fsdpc_dtype dtype, int64_t n, int rank)
 static double
 stored(fsdpc_dtype dtype, int rank, int64_t i)
 {
-    double item;
-    put(&item, dtype, 0, value_of(rank, i));
-    return get(&item, dtype, 0);
+    return item_stored(dtype, value_of(rank, i));
 }
 
 /* The reduction in rank order, in F32 (F64 for F64), rounded to dtype at the end. */
@@ -90,9 +56,7 @@ expected(fsdpc_dtype dtype, enum fsdpc_op op, int world, int64_t i)
             result = next;
         }
     }
-    double item;
-    put(&item, dtype, 0, result);
-    return get(&item, dtype, 0);
+    return item_stored(dtype, result);
 }
 
 static void
@@ -100,7 +64,7 @@ check_range(const void *buffer, fsdpc_dtype dtype, enum fsdpc_op op, int world, 
             int64_t to)
 {
     for (int64_t i = from; i < to; i++) {
-        double got = get(buffer, dtype, i);
+        double got = item_get(buffer, dtype, i);
         double want = expected(dtype, op, world, i);
         if (got != want) {
             TEST_FAIL("%s, op %d, %d ranks: element %lld is %.9g, expected %.9g",
@@ -223,13 +187,13 @@ reduce_nans(int rank, ranks_run *run)
     for (size_t t = 0; t < sizeof TYPES / sizeof *TYPES; t++) {
         double store[4];
         for (int op = FSDPC_MAX; op <= FSDPC_MIN; op++) {
-            put(store, TYPES[t], 0, rank == 1 ? (double)NAN : 3);
-            put(store, TYPES[t], 1, rank == 1 ? INFINITY : 3);
-            put(store, TYPES[t], 2, rank == 1 ? -INFINITY : 3);
+            item_put(store, TYPES[t], 0, rank == 1 ? (double)NAN : 3);
+            item_put(store, TYPES[t], 1, rank == 1 ? INFINITY : 3);
+            item_put(store, TYPES[t], 2, rank == 1 ? -INFINITY : 3);
             REQUIRE_OK(fsdpc_comm_all_reduce(comm, store, 3, TYPES[t], (enum fsdpc_op)op, "flags"));
-            CHECK(isnan(get(store, TYPES[t], 0)));
-            CHECK(get(store, TYPES[t], 1) == (op == FSDPC_MAX ? INFINITY : 3));
-            CHECK(get(store, TYPES[t], 2) == (op == FSDPC_MAX ? 3 : -INFINITY));
+            CHECK(isnan(item_get(store, TYPES[t], 0)));
+            CHECK(item_get(store, TYPES[t], 1) == (op == FSDPC_MAX ? INFINITY : 3));
+            CHECK(item_get(store, TYPES[t], 2) == (op == FSDPC_MAX ? 3 : -INFINITY));
         }
     }
     fsdpc_comm_free(comm);
@@ -573,7 +537,7 @@ new_parts(fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
         for (int64_t k = 0; k < n * world; k++) {
             bool own = k / (n ? n : 1) == fsdpc_comm_rank(comm);
             double value = value_of(gather ? i : fsdpc_comm_rank(comm), k);
-            put(parts[i].buffer, dtype, k, gather && !own ? -1.0 : value);
+            item_put(parts[i].buffer, dtype, k, gather && !own ? -1.0 : value);
         }
     }
 }
@@ -589,7 +553,7 @@ count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gat
              k++) {
             double value = gather ? stored(parts[i].dtype, i, k)
                                   : expected(parts[i].dtype, FSDPC_SUM, fsdpc_comm_world(comm), k);
-            wrong += get(parts[i].buffer, parts[i].dtype, k) != value;
+            wrong += item_get(parts[i].buffer, parts[i].dtype, k) != value;
         }
         free(parts[i].buffer);
     }

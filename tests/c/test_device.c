@@ -39,7 +39,7 @@ bad_arguments_are_refused(void)
     CHECK_ERROR(fsdpc_device_reduce(device, x, FSDPC_F16, list, 1, FSDPC_F16, 4, 1, false),
                 FSDPC_E_INVAL, "float16");
     CHECK_ERROR(fsdpc_device_reduce(device, x, FSDPC_F32, list, -1, FSDPC_F32, 4, 1, false),
-                FSDPC_E_INVAL, "-1 sources");
+                FSDPC_E_INVAL, "sources is negative (-1)");
     CHECK_ERROR(fsdpc_device_reduce(device, x, FSDPC_F32, NULL, 1, FSDPC_F32, 4, 1, false),
                 FSDPC_E_INVAL, "NULL");
     CHECK_ERROR(fsdpc_device_refresh(device, x, FSDPC_BF16, x, FSDPC_BF16, 4), FSDPC_E_INVAL,

@@ -120,14 +120,15 @@ faults_have_names(fsdpc_disk_io io)
     CHECK_INT(info.bytes, 4 * FSDPC_DISK_PAGE);
     CHECK_ERROR(fsdpc_disk_grow(disk, INT64_MAX / 2), FSDPC_E_IO, "rank 3: reserving");
     part.offset = 3 * FSDPC_DISK_PAGE;
-    CHECK_ERROR(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_E_INVAL, "not valid");
+    CHECK_ERROR(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_E_INVAL, "outside of the file");
     part.offset = 0;
     REQUIRE(ftruncate(info.fd, FSDPC_DISK_PAGE) == 0);
     CHECK_INT(fsdpc_disk_start(disk, false, 0, &part, 1), FSDPC_OK);
-    CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL, "not valid");
+    CHECK_ERROR(fsdpc_disk_start(disk, false, 3, &part, 1), FSDPC_E_INVAL,
+                "buffer 3 does not exist");
     CHECK_ERROR(fsdpc_disk_wait(disk, 0), FSDPC_E_IO, "which ends there");
-    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is told once */
-    CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "no buffer 7");
+    CHECK_INT(fsdpc_disk_wait(disk, 0), FSDPC_OK); /* an error is returned once */
+    CHECK_ERROR(fsdpc_disk_wait(disk, 7), FSDPC_E_INVAL, "buffer 7 does not exist");
     CHECK(fsdpc_disk_close(disk));
     options.folder = "/nowhere";
     CHECK_ERROR(fsdpc_disk_open(&options, &disk), FSDPC_E_IO, "rank 3: making a file of states");

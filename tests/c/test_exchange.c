@@ -478,7 +478,7 @@ run_poison(int rank, ranks_run *run)
             const fsdpc_segment *seg = &g.units[u]->layout->segments[s];
             const char *full = (char *)fsdpc_unit_full(g.units[u]) + seg->full_offset;
             for (int64_t i = 0; i < seg->piece_numel * g.world; i++) {
-                double value = engine_get(full, seg->compute, i);
+                double value = item_get(full, seg->compute, i);
                 CHECK(seg->compute == FSDPC_BYTES ? value == 127 : value != value);
             }
         }

@@ -60,7 +60,7 @@ names_and_limits(void)
     CHECK_STR(fsdpc_trace_op_name(FSDPC_TRACE_OP_COUNT), "?");
     CHECK_STR(fsdpc_phase_name(FSDPC_PHASE_RECOMPUTE), "recompute");
     CHECK_STR(fsdpc_phase_name(255), "?");
-    CHECK_ERROR(fsdpc_trace_new(SIZE_MAX, &trace), FSDPC_E_INVAL, "too long");
+    CHECK_ERROR(fsdpc_trace_new(SIZE_MAX, &trace), FSDPC_E_INVAL, "at most");
     CHECK(trace == NULL);
     REQUIRE_OK(fsdpc_trace_new(0, &trace));
     add(trace, 1);

@@ -248,7 +248,7 @@ check_doubled(model *m, int step)
             const fsdpc_segment *seg = &unit->layout->segments[s];
             char *sums = (char *)unit->grad + seg->grad_offset;
             for (int64_t k = 0; seg->trainable && k < seg->piece_numel; k++) {
-                engine_put(sums, seg->accumulate, k, engine_get(sums, seg->accumulate, k) / 2);
+                item_put(sums, seg->accumulate, k, item_get(sums, seg->accumulate, k) / 2);
             }
         }
         CHECK_INT(engine_count_wrong_grads(unit, rounds, u, step, false), 0);

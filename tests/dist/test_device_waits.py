@@ -60,8 +60,8 @@ class Run:
         return loss.item()
 
 
-def settle() -> None:
-    """All that was queued is done, and the program knows."""
+def sync_host() -> None:
+    """Wait until all queued work is done, and free what waited for it."""
     import simgpu
 
     assert simgpu.cuda().cuCtxSynchronize() == 0
@@ -141,13 +141,13 @@ def leave_out_each_wait(
     for i in range(2):
         run.step(i)
     name_memory(run.model)
-    settle()
+    sync_host()
     before = simgpu.calls("cuStreamWaitEvent")
     run.step(2)
     waits = simgpu.calls("cuStreamWaitEvent") - before
     found = [("none", simgpu.take_reports())]
     for k in range(1, waits + 1):
-        settle()
+        sync_host()
         run.optimizer.step()  # else all is done that the first gather waits for
         if rank == 0:
             simgpu.skip_wait(k)

@@ -157,29 +157,28 @@ run_reduce(fsdpc_py_flat *self, PyObject *list, bool add)
 /* --- functions ------------------------------------------------------------------------------- */
 
 static PyObject *
-gather(PyObject *Py_UNUSED(module), PyObject *unit)
+call_on_unit(PyObject *unit, PyObject *(*run)(fsdpc_py_flat *))
 {
     fsdpc_py_flat *flat;
     fsdpc_py_use use;
     if (fsdpc_py_flat_get(unit, &flat) < 0 || fsdpc_py_use_flat(flat, &use) < 0) {
         return NULL;
     }
-    PyObject *result = run_gather(flat);
+    PyObject *result = run(flat);
     fsdpc_py_end_use(&use);
     return result;
 }
 
 static PyObject *
+gather(PyObject *Py_UNUSED(module), PyObject *unit)
+{
+    return call_on_unit(unit, run_gather);
+}
+
+static PyObject *
 release(PyObject *Py_UNUSED(module), PyObject *unit)
 {
-    fsdpc_py_flat *flat;
-    fsdpc_py_use use;
-    if (fsdpc_py_flat_get(unit, &flat) < 0 || fsdpc_py_use_flat(flat, &use) < 0) {
-        return NULL;
-    }
-    PyObject *result = run_release(flat);
-    fsdpc_py_end_use(&use);
-    return result;
+    return call_on_unit(unit, run_release);
 }
 
 static PyObject *

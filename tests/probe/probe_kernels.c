@@ -69,13 +69,6 @@ open_pair(const char *function, PyObject *const *args, Py_ssize_t count, PyObjec
     return check_same_count(&pair->dst, &pair->src);
 }
 
-static void
-close_pair(struct pair *pair)
-{
-    fsdpc_py_buffer_close(&pair->dst);
-    fsdpc_py_buffer_close(&pair->src);
-}
-
 static int
 run_cast(const struct pair *pair)
 {
@@ -87,24 +80,6 @@ run_cast(const struct pair *pair)
     pair->kernels.table->cast(dst->view.data, dst->dtype, src->view.data, src->dtype, dst->n,
                               pair->scale);
     return FSDPC_OK;
-}
-
-static PyObject *
-kernel_cast(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
-{
-    struct pair pair = {0};
-    PyObject *result = NULL;
-    (void)module;
-    if (open_pair("kernel_cast", args, count, keywords, &pair) == 0 &&
-        ((pair.dst.dtype == FSDPC_BYTES && pair.src.dtype == FSDPC_BYTES) ||
-         (check_arithmetic(&pair.dst, false) == 0 && check_arithmetic(&pair.src, false) == 0))) {
-        PyThreadState *saved = PyEval_SaveThread();
-        int status = run_cast(&pair);
-        PyEval_RestoreThread(saved);
-        result = fsdpc_py_kernels_finish(status);
-    }
-    close_pair(&pair);
-    return result;
 }
 
 static int
@@ -120,21 +95,51 @@ run_accumulate(const struct pair *pair)
     return FSDPC_OK;
 }
 
+static int
+check_cast(const struct pair *pair)
+{
+    if (pair->dst.dtype == FSDPC_BYTES && pair->src.dtype == FSDPC_BYTES) {
+        return 0;
+    }
+    return check_arithmetic(&pair->dst, false) < 0 ? -1 : check_arithmetic(&pair->src, false);
+}
+
+static int
+check_accumulate(const struct pair *pair)
+{
+    return check_arithmetic(&pair->dst, true) < 0 ? -1 : check_arithmetic(&pair->src, false);
+}
+
 static PyObject *
-kernel_accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+call_on_pair(const char *function, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+             int (*check)(const struct pair *), int (*run)(const struct pair *))
 {
     struct pair pair = {0};
     PyObject *result = NULL;
-    (void)module;
-    if (open_pair("kernel_accumulate", args, count, keywords, &pair) == 0 &&
-        check_arithmetic(&pair.dst, true) == 0 && check_arithmetic(&pair.src, false) == 0) {
+    if (open_pair(function, args, count, keywords, &pair) == 0 && check(&pair) == 0) {
         PyThreadState *saved = PyEval_SaveThread();
-        int status = run_accumulate(&pair);
+        int status = run(&pair);
         PyEval_RestoreThread(saved);
         result = fsdpc_py_kernels_finish(status);
     }
-    close_pair(&pair);
+    fsdpc_py_buffer_close(&pair.dst);
+    fsdpc_py_buffer_close(&pair.src);
     return result;
+}
+
+static PyObject *
+kernel_cast(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
+{
+    return call_on_pair("kernel_cast", args, count, keywords, check_cast, run_cast);
+}
+
+static PyObject *
+kernel_accumulate(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                  PyObject *keywords)
+{
+    return call_on_pair("kernel_accumulate", args, count, keywords, check_accumulate,
+                        run_accumulate);
 }
 
 /* --- reduce ---------------------------------------------------------------------------------- */

@@ -316,7 +316,7 @@ count_far_grads(const fsdpc_unit *unit, const int *rounds, int u, int step)
             int64_t at = place->offset + k - seg->piece_numel * unit->rank;
             if (at >= 0 && at < seg->piece_numel) {
                 double wanted = engine_expected(unit, rounds, u, i, k, step, true);
-                double off = engine_get(sums, seg->accumulate, at) - wanted;
+                double off = item_get(sums, seg->accumulate, at) - wanted;
                 double unit_in_last = seg->reduce == FSDPC_BF16 ? 0.008 : 1e-6;
                 far += !(fabs(off) <= unit_in_last * (fabs(wanted) + 5));
             }

@@ -8,7 +8,7 @@
 static fsdpc_device *gpu;
 
 static void
-settle(void)
+sync_host(void)
 {
     fsdpc_event *event;
     REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
@@ -26,7 +26,7 @@ write_word(void *address, uint64_t word)
     host = block;
     *host = word;
     REQUIRE_OK(fsdpc_device_copy_in(gpu, address, host, sizeof word));
-    settle();
+    sync_host();
     fsdpc_device_host_free(gpu, host, sizeof word);
 }
 
@@ -36,7 +36,7 @@ read_word(const void *address)
     void *block;
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, sizeof(uint64_t), &block));
     REQUIRE_OK(fsdpc_device_copy_out(gpu, block, address, sizeof(uint64_t)));
-    settle();
+    sync_host();
     const uint64_t word = *(uint64_t *)block;
     fsdpc_device_host_free(gpu, block, sizeof word);
     return word;

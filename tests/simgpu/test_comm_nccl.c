@@ -267,7 +267,7 @@ registration(int rank, ranks_run *run)
     CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
     CHECK_INT(simnccl_count().direct, registers ? 1 : 0);
 
-    fsdpc_comm_forget(s.comm, slot);
+    fsdpc_comm_unregister(s.comm, slot);
     CHECK_INT(simnccl_count().registered, 0);
     CHECK_INT(fsdpc_comm_register(s.comm, slot, GRANULE), FSDPC_OK);
     bad_registrations(&s, slot, windows, registers);
@@ -314,7 +314,7 @@ many_registrations(int rank, ranks_run *run)
     }
     CHECK_INT(simnccl_count().registered, MANY);
     for (int i = 0; i < MANY; i += 2) {
-        fsdpc_comm_forget(s.comm, slots[i]);
+        fsdpc_comm_unregister(s.comm, slots[i]);
     }
     CHECK_INT(simnccl_count().registered, MANY / 2);
     fsdpc_comm_free(s.comm);
@@ -373,7 +373,7 @@ a_child_frees_its_parents(int rank, ranks_run *run)
     const pid_t child = fork();
     if (child == 0) {
         alarm(5); /* in it no thread would ever end a wait */
-        fsdpc_comm_forget(s.comm, s.x);
+        fsdpc_comm_unregister(s.comm, s.x);
         fsdpc_comm_close(s.comm);
         fsdpc_comm_free(s.comm);
         _exit(0);

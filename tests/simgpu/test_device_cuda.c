@@ -478,7 +478,7 @@ new_both(int64_t n, fsdpc_dtype type)
 }
 
 static void
-settle(void)
+sync_host(void)
 {
     fsdpc_event *event;
     REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
@@ -493,7 +493,7 @@ equal(const struct both *both)
     void *seen;
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, both->bytes, &seen));
     REQUIRE_OK(fsdpc_device_copy_out(gpu, seen, both->gpu, both->bytes));
-    settle();
+    sync_host();
     const bool result = memcmp(seen, both->cpu, both->bytes) == 0;
     fsdpc_device_host_free(gpu, seen, both->bytes);
     return result;
@@ -511,7 +511,7 @@ free_both(struct both *both)
     do {                                       \
         fsdpc_device *device = cpu;            \
         void *a = first.cpu, *b = second.cpu;  \
-        settle();                              \
+        sync_host();                           \
         (void)a, (void)b;                      \
         REQUIRE_OK(call(device, __VA_ARGS__)); \
         device = gpu, a = first.gpu;           \
@@ -598,7 +598,7 @@ clipping_needs_no_look_by_the_host(void)
         sums[u] = new_both(N, FSDPC_F32);
         sources[u] = new_both(N, FSDPC_BF16);
     }
-    settle();
+    sync_host();
     const simgpu_counters before = simgpu_count();
     const int64_t waits = fsdpc_device_waits(gpu);
     for (int u = 0; u < UNITS; u++) {
@@ -626,7 +626,7 @@ clipping_needs_no_look_by_the_host(void)
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, 16, &block));
     host = block;
     REQUIRE_OK(fsdpc_device_copy_out(gpu, host, clip, 16));
-    settle();
+    sync_host();
     CHECK_INT(fsdpc_device_waits(gpu), waits + 1);
     CHECK_INT(fsdpc_device_waits(cpu), 0);
     for (int u = 0; u < UNITS; u++) {
@@ -706,7 +706,7 @@ pack_unit(int count, bool strided)
     REQUIRE_OK(fsdpc_device_pack_plan(gpu, unit->targets, count, unit->bytes, &on_gpu));
     for (int round = 0; round < 3; round++) {
         const double scale = round ? 0.125 : 1;
-        settle();
+        sync_host();
         const simgpu_counters before = simgpu_count();
         REQUIRE_OK(fsdpc_device_pack_all(cpu, on_cpu, buffer.cpu, unit->sources[0], scale));
         REQUIRE_OK(fsdpc_device_pack_all(gpu, on_gpu, buffer.gpu, unit->sources[1], scale));

@@ -1,9 +1,9 @@
 /* The simulated NCCL: values, order, mismatches, misuse, between processes and between threads. */
 #include <dlfcn.h>
 
-#include "convert.h"
 #include "gpu.h"
 #include "comm/nccl_api.h"
+#include "items.h"
 #include "ranks.h"
 #include "nccl/simnccl.h"
 
@@ -76,40 +76,6 @@ run_ranks_of(int world, bool threads, int option, rank_function function)
 
 static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_F64, FSDPC_F16, FSDPC_BF16};
 
-static double
-load(fsdpc_dtype type, const void *base, int64_t i)
-{
-    switch (type) {
-    case FSDPC_F32:
-        return load_F32(base, i);
-    case FSDPC_F64:
-        return load_F64(base, i);
-    case FSDPC_F16:
-        return load_F16(base, i);
-    default:
-        return load_BF16(base, i);
-    }
-}
-
-static void
-store(fsdpc_dtype type, void *base, int64_t i, double value)
-{
-    switch (type) {
-    case FSDPC_F32:
-        store_F32(base, i, (float)value);
-        break;
-    case FSDPC_F64:
-        store_F64(base, i, value);
-        break;
-    case FSDPC_F16:
-        store_F16(base, i, (float)value);
-        break;
-    default:
-        store_BF16(base, i, (float)value);
-        break;
-    }
-}
-
 /* What rank r puts at place i. */
 static double
 input(int r, int64_t i)
@@ -125,14 +91,14 @@ ring(fsdpc_dtype type, int world, int destination, int64_t i, fsdpc_nccl_op op)
     for (int step = 1; step <= world; step++) {
         char own[8];
         int r = (destination + step) % world;
-        store(type, own, 0, input(r, i));
-        double a = load(type, sum, 0), b = load(type, own, 0);
+        item_put(own, type, 0, input(r, i));
+        double a = item_get(sum, type, 0), b = item_get(own, type, 0);
         double next = op == FSDPC_NCCL_SUM   ? a + b
                       : op == FSDPC_NCCL_MAX ? (a > b ? a : b)
                                              : (a < b ? a : b);
-        store(type, sum, 0, step == 1 ? b : next);
+        item_put(sum, type, 0, step == 1 ? b : next);
     }
-    return load(type, sum, 0);
+    return item_get(sum, type, 0);
 }
 
 typedef struct values_case {
@@ -148,7 +114,7 @@ static void
 fill(const values_case *c, int64_t from, int64_t count)
 {
     for (int64_t i = from; i < from + count; i++) {
-        store(c->type, c->buffer, i, input(c->rank, i));
+        item_put(c->buffer, c->type, i, input(c->rank, i));
     }
 }
 
@@ -172,8 +138,8 @@ check_all_gather(const values_case *c)
     int64_t wrong = 0;
     for (int64_t i = 0; i < c->count * c->world; i++) {
         char expected[8];
-        store(c->type, expected, 0, input((int)(i / c->count), i));
-        wrong += load(c->type, c->buffer, i) != load(c->type, expected, 0);
+        item_put(expected, c->type, 0, input((int)(i / c->count), i));
+        wrong += item_get(c->buffer, c->type, i) != item_get(expected, c->type, 0);
     }
     CHECK_INT(wrong, 0);
 }
@@ -190,7 +156,8 @@ check_reduce_scatter(const values_case *c)
     await_stream(c->stream);
     int64_t wrong = 0;
     for (int64_t i = c->rank * c->count; i < (c->rank + 1) * c->count; i++) {
-        wrong += load(c->type, c->buffer, i) != ring(c->type, c->world, c->rank, i, FSDPC_NCCL_SUM);
+        wrong +=
+            item_get(c->buffer, c->type, i) != ring(c->type, c->world, c->rank, i, FSDPC_NCCL_SUM);
     }
     CHECK_INT(wrong, 0);
 }
@@ -205,7 +172,7 @@ check_all_reduce(const values_case *c, fsdpc_nccl_op op)
     await_stream(c->stream);
     int64_t wrong = 0;
     for (int64_t i = 0; i < c->count; i++) {
-        wrong += load(c->type, c->buffer, i) != ring(c->type, c->world, 0, i, op);
+        wrong += item_get(c->buffer, c->type, i) != ring(c->type, c->world, 0, i, op);
     }
     CHECK_INT(wrong, 0);
 }
@@ -219,8 +186,8 @@ check_broadcast(const values_case *c)
                FSDPC_NCCL_SUCCESS);
     await_stream(c->stream);
     char expected[8];
-    store(c->type, expected, 0, input(c->world - 1, c->count - 1));
-    CHECK(load(c->type, c->buffer, c->count - 1) == load(c->type, expected, 0));
+    item_put(expected, c->type, 0, input(c->world - 1, c->count - 1));
+    CHECK(item_get(c->buffer, c->type, c->count - 1) == item_get(expected, c->type, 0));
 }
 
 static void

@@ -104,8 +104,8 @@ set_grads(model *m, int seed)
             const fsdpc_segment *seg = &unit->layout->segments[place->segment];
             fsdpc_span span = fsdpc_layout_span(unit->layout, i, unit->rank);
             for (int64_t k = 0; seg->trainable && k < span.length; k++) {
-                engine_put((char *)unit->grad + seg->grad_offset, seg->accumulate,
-                           span.piece_begin + k, value(u, i, span.param_begin + k, seed));
+                item_put((char *)unit->grad + seg->grad_offset, seg->accumulate,
+                         span.piece_begin + k, value(u, i, span.param_begin + k, seed));
             }
         }
         REQUIRE_OK(fsdpc_unit_finish_grad(unit));
@@ -155,11 +155,11 @@ count_wrong(const model *m, double factor, int seed)
             bool scaled = m->mask[u] && m->mask[u][i];
             for (int64_t k = 0; k < length && unit->layout->params[i].trainable_index >= 0; k++) {
                 double each[1];
-                engine_put(each, dtype, 0, value(u, i, span.param_begin + k, seed));
+                item_put(each, dtype, 0, value(u, i, span.param_begin + k, seed));
                 if (scaled) {
                     REQUIRE_OK(fsdpc_device_scale(engine_device, each, dtype, 1, factor));
                 }
-                wrong += engine_get(own, dtype, k) != engine_get(each, dtype, 0);
+                wrong += item_get(own, dtype, k) != item_get(each, dtype, 0);
             }
         }
     }

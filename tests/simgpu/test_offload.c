@@ -150,8 +150,8 @@ move_piece(const fsdpc_unit *unit, int s)
     fsdpc_dtype dtype;
     const char *grad = fsdpc_unit_grad_out(unit, s, &dtype);
     for (int64_t i = 0; seg->trainable && i < seg->piece_numel; i++) {
-        engine_put(master, seg->storage, i,
-                   engine_get(master, seg->storage, i) - 0.125 * engine_get(grad, dtype, i));
+        item_put(master, seg->storage, i,
+                 item_get(master, seg->storage, i) - 0.125 * item_get(grad, dtype, i));
     }
 }
 

@@ -31,7 +31,7 @@ static void
 fill(char *block, fsdpc_dtype type, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
-        engine_put(block, type, i, (double)(below(4001) - 2000) / 64.0);
+        item_put(block, type, i, (double)(below(4001) - 2000) / 64.0);
     }
 }
 

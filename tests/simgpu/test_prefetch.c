@@ -115,8 +115,8 @@ count_readable(const model *m, int u)
     const fsdpc_unit *unit = m->units[u];
     const fsdpc_segment *seg = &unit->layout->segments[0];
     for (int64_t i = 0; i < seg->piece_numel * unit->world; i++) {
-        readable += !isnan(
-            engine_get((const char *)unit->range.address + seg->full_offset, seg->compute, i));
+        readable +=
+            !isnan(item_get((const char *)unit->range.address + seg->full_offset, seg->compute, i));
     }
     return readable;
 }

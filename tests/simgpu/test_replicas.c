@@ -54,7 +54,7 @@ wrong_in(const model *m, int u, int i, int step)
         int64_t at = place->offset + k - seg->piece_numel * unit->rank;
         if (at >= 0 && at < seg->piece_numel) {
             total t = want(m, u, i, k, step);
-            double off = engine_get(sums, seg->accumulate, at) - t.sum;
+            double off = item_get(sums, seg->accumulate, at) - t.sum;
             wrong += !(fabs(off) <= last * (fabs(t.sum) + 5));
         }
     }

@@ -90,7 +90,7 @@ fill(struct block *block, bool wild, bool positive)
         if (block->type == FSDPC_BYTES) {
             block->host[block->offset + (size_t)i] = (char)below(256);
         } else {
-            engine_put(block->host + block->offset, block->type, i, positive ? fabs(value) : value);
+            item_put(block->host + block->offset, block->type, i, positive ? fabs(value) : value);
         }
     }
 }
@@ -117,8 +117,8 @@ same(const struct block *block)
             continue;
         }
         const bool is_float = block->type != FSDPC_BYTES;
-        const double a = is_float ? engine_get(got + block->offset, block->type, i) : got[at];
-        const double b = is_float ? engine_get(want + block->offset, block->type, i) : want[at];
+        const double a = is_float ? item_get(got + block->offset, block->type, i) : got[at];
+        const double b = is_float ? item_get(want + block->offset, block->type, i) : want[at];
         if (!is_float || !isnan(a) || !isnan(b)) {
             fprintf(stderr, "%s %lld of %lld: %a, not %a\n", fsdpc_dtype_name(block->type),
                     (long long)i, (long long)block->n, a, b);

@@ -108,9 +108,9 @@ known_turns(model *m)
     return m->tree->exchanges[0]->streams->turns.known;
 }
 
-/* Both sets are full again and again: what was forgotten is compared again, on all ranks. */
+/* Both sets are full again and again: what was cleared is compared again, on all ranks. */
 static void
-forgotten_turns_are_compared_again(int rank, ranks_run *run)
+cleared_turns_are_compared_again(int rank, ranks_run *run)
 {
     static const int orders[][UNITS] = {
         {0, 1, 2, 3, 4}, {0, 2, 3, 4, 1}, {0, 3, 4, 1, 2}, {0, 4, 1, 2, 3}};
@@ -122,7 +122,7 @@ forgotten_turns_are_compared_again(int rank, ranks_run *run)
         CHECK_INT(step_in_order(&m, orders[step % ORDERS], step), FSDPC_OK);
         CHECK(simgpu_drain());
     }
-    CHECK(known_turns(&m)[0].forgotten > 2 && known_turns(&m)[1].forgotten > 2);
+    CHECK(known_turns(&m)[0].cleared > 2 && known_turns(&m)[1].cleared > 2);
     CHECK_INT(m.wrong, 0);
     CHECK_INT(simnccl_count().mismatches, 0);
     close_model(&m);
@@ -131,7 +131,7 @@ forgotten_turns_are_compared_again(int rank, ranks_run *run)
 /* Rank 0 makes a gather that is known before the reduction whose turn fills the set, the others after it. The
  * gather must be known to all of them, or one would compare alone. */
 static void
-reductions_that_are_forgotten_leave_gathers_known(int rank, ranks_run *run)
+cleared_reductions_leave_gathers_known(int rank, ranks_run *run)
 {
     model m;
     start(&m, rank, run, false);
@@ -140,8 +140,8 @@ reductions_that_are_forgotten_leave_gathers_known(int rank, ranks_run *run)
         CHECK_INT(step_late(&m, plain, step, step > 0 && rank == 0), FSDPC_OK);
         CHECK(simgpu_drain());
     }
-    CHECK_INT(known_turns(&m)[0].forgotten, 0);
-    CHECK(known_turns(&m)[1].forgotten > 2);
+    CHECK_INT(known_turns(&m)[0].cleared, 0);
+    CHECK(known_turns(&m)[1].cleared > 2);
     CHECK_INT(m.wrong, 0);
     CHECK_INT(simnccl_count().mismatches, 0);
     close_model(&m);
@@ -203,8 +203,8 @@ main(void)
             with_ranks(world, policy, a_new_turn_is_compared_first);
             with_ranks(world, policy, spare_memory_on_one_rank);
             with_ranks(world, policy, known_turns_are_compared_later);
-            with_ranks(world, policy, forgotten_turns_are_compared_again);
-            with_ranks(world, policy, reductions_that_are_forgotten_leave_gathers_known);
+            with_ranks(world, policy, cleared_turns_are_compared_again);
+            with_ranks(world, policy, cleared_reductions_leave_gathers_known);
             with_ranks(world, policy, a_turn_that_one_rank_knows_fails);
             with_ranks(world, policy, what_is_known_is_not_compared);
         }

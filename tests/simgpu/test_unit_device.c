@@ -377,7 +377,7 @@ fill_floats(pair *p, void *out, fsdpc_dtype dtype, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
         double value = (double)(engine_random(&p->random) % 200003) / 20000.0 - 5;
-        engine_put(out, dtype, i, value);
+        item_put(out, dtype, i, value);
     }
 }
 

@@ -303,12 +303,12 @@ def test_buffers_and_transfers_are_refused_by_the_extension(tmp_path: Path):
     store = _disk.Store(optim.Disk(tmp_path, SMALL), "test")
     _C.disk_grow(store.disk, 4 * PAGE)
     for parts in ([(1, PAGE, 0)], [(0, PAGE, 1 << 40)], [(4 * PAGE, PAGE, 0)], [(0, 0, 0)]):
-        with pytest.raises(ValueError, match="parts of a file of states are not valid"):
+        with pytest.raises(ValueError, match="a part is outside of the file"):
             _C.disk_start(store.disk, False, 0, parts)
-    with pytest.raises(ValueError, match="parts of a file"):
+    with pytest.raises(ValueError, match="buffer 3 does not exist"):
         _C.disk_start(store.disk, False, 3, [])
     for wrong in ([bytearray(PAGE + 1)], [bytearray(100)]):
-        with pytest.raises(ValueError, match="buffers of whole pages"):
+        with pytest.raises(ValueError, match="buffers are needed, in whole pages"):
             _C.disk_open(str(tmp_path), 0, wrong)
     with pytest.raises(ValueError, match="io 'x'"):
         _C.disk_open(str(tmp_path), 0, store.buffers, "x")

@@ -12,29 +12,31 @@ import pytest
 import torch.distributed as dist
 
 from fsdpc._comm import stall as _stall
-from fsdpc._comm.board import Look
-from fsdpc._comm.stall import Place, Stall
+from fsdpc._comm.board import Status
+from fsdpc._comm.stall import Location, Stall
 from fsdpc._comm.table import Row, spans
 
-WORK = Look("runs", line="t.py:3 in data")
+WORK = Status("runs", line="t.py:3 in data")
 
 
 class Rank:
-    """A rank of a simulated world: what boards of its host would say, and what it was told."""
+    """A rank of a simulated world: what boards of its host would hold, and the text it gets."""
 
-    def __init__(self, world: list[Rank], store: Any, places: list[Place], patience: float) -> None:
+    def __init__(
+        self, world: list[Rank], store: Any, locations: list[Location], patience: float
+    ) -> None:
         self.rank, self.seconds, self.does, self.others = len(world), 0.0, WORK, ""
         world.append(self)
         self.world = world
         self.stall = Stall(
             store,
             self.rank,
-            places,
+            locations,
             patience=patience,
             seconds=lambda comm: self.seconds,
             note=lambda comm, text: setattr(self, "others", text),
-            look=lambda members: [
-                Row(r, 100 + r, Look(world[r].does.state, world[r].does.waits, world[r].seconds))
+            read=lambda members: [
+                Row(r, 100 + r, Status(world[r].does.state, world[r].does.waits, world[r].seconds))
                 if world[r].does.waits
                 else Row(r, 100 + r, world[r].does)
                 for r in members
@@ -42,7 +44,7 @@ class Rank:
         )
 
     def waits(self, seconds: float, what: str) -> None:
-        self.seconds, self.does = seconds, Look("sleeps", what)
+        self.seconds, self.does = seconds, Status("sleeps", what)
 
 
 @pytest.fixture
@@ -55,14 +57,14 @@ def clock(monkeypatch) -> Iterator[SimpleNamespace]:
 
 def make(hosts: list[str], patience: float = 30.0) -> list[Rank]:
     store = dist.PrefixStore("t", dist.HashStore())
-    places = [Place(f"{host} and more", os.getpid()) for host in hosts]
+    locations = [Location(f"{host} and more", os.getpid()) for host in hosts]
     world: list[Rank] = []
     for _ in hosts:
-        Rank(world, store, places, patience)
+        Rank(world, store, locations, patience)
     return world
 
 
-def look(ranks: list[Rank], clock: SimpleNamespace, seconds: float = 0.0) -> None:
+def poll(ranks: list[Rank], clock: SimpleNamespace, seconds: float = 0.0) -> None:
     clock.now += seconds
     for rank in ranks:
         rank.seconds += seconds if rank.seconds else 0.0
@@ -76,7 +78,7 @@ def test_one_table_of_all_hosts_in_every_ranks_log(clock, caplog):
         rank.waits(1.0, "gather of unit x")
     with caplog.at_level(logging.WARNING, logger="fsdpc"):
         for _ in range(64):
-            look(ranks, clock, 0.5)
+            poll(ranks, clock, 0.5)
     first, head, *lines = ranks[0].others.strip().splitlines()
     assert (
         first
@@ -92,10 +94,10 @@ def test_one_table_of_all_hosts_in_every_ranks_log(clock, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"rank {r}: no progress for 30 s{ranks[0].others}" for r in range(4)]
     for _ in range(60):  # again after twice the time, not before
-        look(ranks, clock, 0.5)
+        poll(ranks, clock, 0.5)
     assert len(caplog.records) == 8
     for _ in range(50):
-        look(ranks, clock, 0.5)
+        poll(ranks, clock, 0.5)
     assert len(caplog.records) == 8
 
 
@@ -103,19 +105,19 @@ def test_a_host_that_does_not_answer_is_the_cause(clock):
     ranks = make(["a", "b", "b"], patience=3.0)
     ranks[0].waits(1.0, "gather of unit x")
     for _ in range(12):
-        look(ranks[:1], clock, 0.5)
+        poll(ranks[:1], clock, 0.5)
     text = ranks[0].others
     assert "the cause: ranks 1-2 (pid" in text and " on b) do not answer: the process" in text
     assert text.count("no answer") == 2
 
 
-def test_any_rank_of_a_host_looks_at_those_that_stand_still(clock):
+def test_any_rank_of_a_host_reads_the_status_of_all(clock):
     ranks = make(["a", "b", "b"], patience=3.0)
     ranks[0].waits(1.0, "gather of unit x")
     ranks[2].waits(1.0, "gather of unit x")
-    ranks[1].does = Look("stopped")
+    ranks[1].does = Status("stopped")
     for _ in range(8):
-        look([ranks[0], ranks[2]], clock, 0.5)
+        poll([ranks[0], ranks[2]], clock, 0.5)
     assert ranks[0].others == ranks[2].others
     assert "the cause: rank 1 (pid 101 on b) is stopped" in ranks[0].others
 
@@ -124,15 +126,15 @@ def test_the_table_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks = make(["a", "b"], patience=10.0)
     ranks[0].waits(1.0, "gather of unit x")
     for _ in range(26):
-        look(ranks, clock, 0.5)
+        poll(ranks, clock, 0.5)
     assert "the cause: rank 1" in ranks[0].others
     ranks[0].seconds, ranks[0].does = 0.0, WORK
-    look(ranks, clock)
+    poll(ranks, clock)
     assert ranks[0].others == "" and ranks[0].stall.verdict is None
     # The next stall starts a question of its own, on whichever rank.
     ranks[1].waits(1.0, "gather of unit y")
     for _ in range(26):
-        look(ranks, clock, 0.5)
+        poll(ranks, clock, 0.5)
     assert "the cause: rank 0" in ranks[1].others and ranks[0].others == ""
     assert len(caplog.records) == 4
 
@@ -141,9 +143,9 @@ def test_a_stall_that_ends_in_time_is_not_reported(clock, caplog):
     ranks = make(["a", "b"], patience=10.0)
     ranks[0].waits(1.0, "gather of unit x")
     for _ in range(17):
-        look(ranks, clock, 0.5)
+        poll(ranks, clock, 0.5)
     ranks[0].seconds = 0.0
-    look(ranks, clock, 20)
+    poll(ranks, clock, 20)
     assert not caplog.records and ranks[0].others == ""
 
 
@@ -152,13 +154,13 @@ def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
     for rank in ranks:
         rank.waits(1.0, "gather of unit x")
     for _ in range(58):
-        look(ranks, clock, 0.5)  # rank 0 has asked
+        poll(ranks, clock, 0.5)  # rank 0 has asked
     ranks[1].seconds = 0.0
     for _ in range(60):
-        look(ranks[1:], clock, 0.5)
+        poll(ranks[1:], clock, 0.5)
     ranks[1].waits(1.0, "reduce of unit y")
     for _ in range(75):
-        look(ranks[1:], clock, 0.5)
+        poll(ranks[1:], clock, 0.5)
     assert "the cause: rank 0 (pid" in ranks[1].others and "no answer" in ranks[1].others
 
 
@@ -170,15 +172,15 @@ def test_a_deadline_that_passes_before_any_table(clock):
 
     def wait(took: Any) -> None:
         for _ in range(5):
-            look(ranks[1:], clock, 0.1)
-            look(ranks[:1], clock, 0.1)
+            poll(ranks[1:], clock, 0.1)
+            poll(ranks[:1], clock, 0.1)
         assert took.is_set()
 
     ranks[0].stall.urge(wait)
-    look(ranks, clock, 0.5)
+    poll(ranks, clock, 0.5)
     assert ranks[0].stall.verdict == ranks[1].stall.verdict
     assert ranks[0].stall.verdict is not None and ranks[0].stall.verdict[0] == [2]
-    look(ranks, clock, 5.0)  # the wait goes on: the table stays
+    poll(ranks, clock, 5.0)  # the wait goes on: the table stays
     assert ranks[1].stall.verdict is not None
 
 

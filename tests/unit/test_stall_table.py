@@ -12,27 +12,27 @@ import pytest
 
 from fsdpc import _C
 from fsdpc._comm import board
-from fsdpc._comm.board import Look, Process, look, look_here, open_board, users_line
+from fsdpc._comm.board import Process, Status, open_board, own_status, status_of, users_line
 from fsdpc._comm.error_file import follows, write_error_file
 from fsdpc._comm.table import TABLE_BYTES, Row, causes, report
 from fsdpc._comm.verdict import Group, read_stall
 
 
-def rows(*looks: Look) -> list[Row]:
-    return [Row(rank, 100 + rank, each) for rank, each in enumerate(looks)]
+def rows(*statuses: Status) -> list[Row]:
+    return [Row(rank, 100 + rank, each) for rank, each in enumerate(statuses)]
 
 
-WAITS = Look(
+WAITS = Status(
     "sleeps", "gather of unit a, forward", 31.0, "release of unit a, forward", "t.py:4 in f"
 )
-OTHER = Look("sleeps", "reduce of unit b, backward", 31.0)
-OUTSIDE = Look("runs", "", 32.0, "gather of unit a, forward", "t.py:9 in data")
-STOPPED = Look("stopped", "gather of unit a, forward", 31.0)
-DEAD = Look("dead")
+OTHER = Status("sleeps", "reduce of unit b, backward", 31.0)
+OUTSIDE = Status("runs", "", 32.0, "gather of unit a, forward", "t.py:9 in data")
+STOPPED = Status("stopped", "gather of unit a, forward", 31.0)
+DEAD = Status("dead")
 
 
 @pytest.mark.parametrize(
-    ("looks", "late", "expected"),
+    ("statuses", "late", "expected"),
     [
         ((WAITS, OUTSIDE, WAITS), [], [1]),
         ((WAITS, STOPPED, OUTSIDE), [], [1]),
@@ -42,8 +42,8 @@ DEAD = Look("dead")
         ((WAITS, OUTSIDE, OUTSIDE), [1], [1, 2]),
     ],
 )
-def test_causes(looks, late, expected):
-    assert causes(rows(*looks), late) == expected
+def test_causes(statuses, late, expected):
+    assert causes(rows(*statuses), late) == expected
 
 
 def test_report_names_the_cause_first_and_groups_many_ranks():
@@ -96,28 +96,28 @@ def child(request):
 @pytest.mark.parametrize("child", ["handled"], indirect=True)
 def test_another_process_is_looked_at_while_it_runs_stopped_and_dead(child):
     process = Process.find(child.pid)
-    found = look(process, 5.0)
+    found = status_of(process, 5.0)
     assert (found.state in ("sleeps", "runs"), found.waits) == (True, "gather of unit a")
     assert found.line in ("<string>:10 in <module>", "<string>:11 in <module>")  # still in print
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    stopped = look(process, 5.0)
+    stopped = status_of(process, 5.0)
     assert (stopped.state, stopped.waits) == ("stopped", "gather of unit a")
     child.kill()
     child.wait()
-    assert look(process, 5.0) == Look("dead")
+    assert status_of(process, 5.0) == Status("dead")
 
 
 @pytest.mark.parametrize("child", ["unhandled"], indirect=True)
 def test_a_process_without_a_handler_is_not_ended_by_the_signal(child):
-    found = look(Process.find(child.pid), 5.0)
+    found = status_of(Process.find(child.pid), 5.0)
     assert found.state in ("sleeps", "runs") and found.line == ""
     descriptor = board.open_descriptor(child.pid)
     assert descriptor is not None
     number = board._HEAD.unpack(os.pread(descriptor, board._HEAD.size, 0))[1]
     os.close(descriptor)
     os.kill(child.pid, number)  # ignored: even a signal that is on its way does no harm
-    assert look(Process.find(child.pid), 5.0).state in ("sleeps", "runs")
+    assert status_of(Process.find(child.pid), 5.0).state in ("sleeps", "runs")
 
 
 def test_a_signal_that_the_user_has_is_left_alone():
@@ -140,7 +140,7 @@ def test_one_verdict_for_all_who_ask():
     _C.board_begin("something else")
     try:
         assert other.verdict(True, [5]) == first == other.verdict(False, [])
-        assert look_here().waits == "something else"
+        assert own_status().waits == "something else"
     finally:
         _C.board_end()
 

@@ -210,7 +210,7 @@ int fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place);
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
 /* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
 int fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out);
-/* True if the object's type says that it is a torch tensor. */
+/* True if the object's type is a torch tensor's. */
 bool fsdpc_py_is_torch(PyObject *object);
 /* Fills in numel and contiguous from ndim, shape and strides, and checks that the memory is there.
  * BufferError. */

@@ -4,7 +4,7 @@
  * A type's functions are looked up once and kept in the module state, which holds a reference to the
  * type so that its address stays its own. Those behind attributes are kept with the type's version:
  * Python gives the type another one when the type or a base changes, and then they are looked up again.
- * A type that has something else under the name, or its own way to attributes, is asked by name, as is
+ * A type that has something else under the name, or its own way to attributes, is read by name, as is
  * any type for which the module state has no room.
  */
 #include "py/base/py.h"
@@ -132,7 +132,7 @@ renew_functions(PyTypeObject *type)
     return known;
 }
 
-/* NULL without an exception: ask by name. */
+/* NULL without an exception: read the attribute by name. */
 static inline const fsdpc_py_tensor_type *
 functions_of(PyObject *tensor)
 {

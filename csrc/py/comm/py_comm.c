@@ -247,7 +247,7 @@ comm_rounds_sums(PyObject *self, void *Py_UNUSED(closure))
     return PyBool_FromLong(fsdpc_comm_get_caps(((fsdpc_py_comm *)self)->comm)->rounds_sums);
 }
 
-/* Asks the communicator of reductions: the attribute says how gradients are summed. */
+/* Of the communicator of reductions: the attribute describes how gradients are summed. */
 static PyObject *
 comm_symmetric(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -350,7 +350,7 @@ set_timeout(PyObject *module, PyObject *number)
         return NULL;
     }
     if (!(seconds > 0) || isinf(seconds)) {
-        return PyErr_Format(PyExc_ValueError, "set_timeout: %R is no number of seconds above 0",
+        return PyErr_Format(PyExc_ValueError, "set_timeout: seconds must be above 0, but is %R",
                             number);
     }
     fsdpc_set_timeout(seconds);

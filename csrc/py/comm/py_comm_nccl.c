@@ -18,21 +18,21 @@ typedef struct channel {
     int world;
 } channel;
 
-/* Status of the exception that is set; the exception is cleared where its text says all. */
+/* Status of the exception that is set; the exception is cleared where its text is enough. */
 static int
 status_of_exception(const char *what)
 {
     const fsdpc_py_module_state *state = fsdpc_py_current();
     char text[1024];
     fsdpc_py_exception_text(text, sizeof text);
-    const char *said = strstr(text, ": ") ? strstr(text, ": ") + 2 : text;
+    const char *message = strstr(text, ": ") ? strstr(text, ": ") + 2 : text;
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return fsdpc_error(FSDPC_E_INTERRUPT, "%s: %s", what, text);
     }
     bool late = PyErr_ExceptionMatches(state->comm_timeout);
     if (late || PyErr_ExceptionMatches(state->peer_error)) {
         PyErr_Clear();
-        return fsdpc_error(late ? FSDPC_E_TIMEOUT : FSDPC_E_PEER, "%s", said);
+        return fsdpc_error(late ? FSDPC_E_TIMEOUT : FSDPC_E_PEER, "%s", message);
     }
     return fsdpc_error(FSDPC_E_COMM, "%s: %s", what, text);
 }

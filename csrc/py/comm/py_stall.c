@@ -18,9 +18,9 @@ static PyObject *
 consumed(PyObject *result, const char *method)
 {
     if (result == NULL) {
-        PyObject *place = PyUnicode_FromString(method);
-        PyErr_WriteUnraisable(place);
-        Py_XDECREF(place);
+        PyObject *where = PyUnicode_FromString(method);
+        PyErr_WriteUnraisable(where);
+        Py_XDECREF(where);
     }
     return result;
 }
@@ -54,8 +54,8 @@ static bool
 read_verdict(PyObject *found, int *causes, int *count, char *text, size_t bytes)
 {
     PyObject *list = NULL;
-    const char *said = NULL;
-    if (!PyTuple_Check(found) || !PyArg_ParseTuple(found, "O!s", &PyList_Type, &list, &said)) {
+    const char *report = NULL;
+    if (!PyTuple_Check(found) || !PyArg_ParseTuple(found, "O!s", &PyList_Type, &list, &report)) {
         PyErr_Clear();
         return false;
     }
@@ -65,7 +65,7 @@ read_verdict(PyObject *found, int *causes, int *count, char *text, size_t bytes)
     }
     PyErr_Clear();
     *count = kept;
-    const int written = snprintf(text, bytes, "%s", said);
+    const int written = snprintf(text, bytes, "%s", report);
     return written >= 0;
 }
 

@@ -119,23 +119,23 @@ def names_of(
     """The original parameters' names of a name in the model; torch's function handles only one
     flat parameter per unit.
     """
-    place, _, last = name.rpartition(".")
-    flats = _flats_at(model, place) if last.startswith(FLAT_PARAM) else {}
+    path, _, last = name.rpartition(".")
+    flats = _flats_at(model, path) if last.startswith(FLAT_PARAM) else {}
     if last not in flats:
         return theirs(model, name, *args, **kwargs)
-    of_first = theirs(model, f"{place}.{FLAT_PARAM}", *args, **kwargs)
+    of_first = theirs(model, f"{path}.{FLAT_PARAM}", *args, **kwargs)
     prefix = min(of_first).removesuffix(min(flats[FLAT_PARAM]._fqns))
     return _InOrder(prefix + fqn for fqn in flats[last]._fqns)
 
 
-def _flats_at(model: nn.Module, place: str) -> dict[str, Any]:
-    """fsdpc's flat parameters registered at the module ``place`` of the model, by name."""
-    path = place.split(".")
-    if path[-1] == CHECKPOINT_WRAPPED:
-        path.pop()
-    if not path or path.pop() != FSDP_WRAPPED:
+def _flats_at(model: nn.Module, path: str) -> dict[str, Any]:
+    """fsdpc's flat parameters registered at the module ``path`` of the model, by name."""
+    names = path.split(".")
+    if names[-1] == CHECKPOINT_WRAPPED:
+        names.pop()
+    if not names or names.pop() != FSDP_WRAPPED:
         return {}
-    member: Any = model.get_submodule(".".join(path))
+    member: Any = model.get_submodule(".".join(names))
     if not is_unit_module(member) or member._unit is None:
         return {}
     return {flat_param_name(i): flat for i, flat in enumerate(member._unit.flat_params)}

@@ -5,37 +5,38 @@
  * only then. Ranks may wait in different places, for slots of different trees or of different groups.
  * So the state below belongs to the process, not to a tree or a group.
  *
- * [Note: turns] Each segment counts the changes that its members make (`turn`), and has one word per
- * member. The word is 0 while the member does not wait; else it holds the turn at which the wait
- * began and the member's fallback. The first three rules are kept by this file, the others by its
- * callers:
+ * [Note: stuck] Each segment counts the changes that its members make (`changes`), and has one
+ * word per member. The word is 0 while the member does not wait; else it holds the count at
+ * which the wait began and the member's fallback. The first three rules are kept by this file,
+ * the others by its callers:
  *
- *   1. A process that has changed anything that a wait may depend on increments the turn of every
- *      segment it is in: after the change, and before it waits or examines a wait again.
- *   2. A waiter reads the turns (fsdpc_shm_look) and then examines what it waits for. Only if it can
- *      do nothing does it write its word, with the turn it has read, into each of its segments.
- *   3. The word in a segment S is marked CLOSED if only members of S can end the wait. That is so if
- *      all members of the segment that the wait is for are in S.
- *   4. Whether a waiter can do something depends on the shared state alone, not on time. The fallback
- *      PRIVATE is the exception: it is correct at any time.
- *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL). If two
- *      threads wait at the same time, their words do not count.
+ *   1. A process that has changed anything that a wait may depend on increments the count of
+ *      every segment it is in: after the change, and before it waits or examines a wait again.
+ *   2. A waiter reads the counts (fsdpc_shm_read_changes) and then examines what it waits for.
+ *      Only if it can do nothing does it write its word, with the count it has read, into each
+ *      of its segments.
+ *   3. The word in a segment S is marked CLOSED if only members of S can end the wait. That is
+ *      so if all members of the segment that the wait is for are in S.
+ *   4. Whether a waiter can do something depends on the shared state alone, not on time. The
+ *      fallback PRIVATE is the exception: it is correct at any time.
+ *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL). If
+ *      two threads wait at the same time, their words do not count.
  *
- * Claim: a waiter of S reads the words of all other members one after the other, finds each CLOSED
- * and of turn t, and then reads the segment's turn as t, the turn of its own look. Then no member is
- * changing anything, except members that have made the same finding at turn t, and members that go
- * on because of a change by one of those.
- *   Proof. Suppose there are other members that change something, and let y be the first of them. The
- * segment's turn was still t at the last read, so by rule 1 y made its change after writing its word
- * for t. In between, y examined its wait again and could do something. By rules 2 and 4 the state had
- * changed since y wrote its word, by a member of S (rule 3), before y's change, and without an
- * increment of the turn either. So y was not the first. All these loads and stores are sequentially
- * consistent, so there is one order of all of them.
+ * Claim: a waiter of S reads the words of all other members one after the other, finds each
+ * CLOSED and of count t, and then reads the segment's count as t, the count of its own first
+ * read. Then no member is changing anything, except members that have made the same finding at
+ * count t, and members that go on because of a change by one of those.
+ *   Proof. Suppose there are other members that change something, and let y be the first of
+ * them. The segment's count was still t at the last read, so by rule 1 y made its change after
+ * writing its word for t. In between, y examined its wait again and could do something. By rules
+ * 2 and 4 the state had changed since y wrote its word, by a member of S (rule 3), before y's
+ * change, and without an increment of the count either. So y was not the first. All these loads
+ * and stores are sequentially consistent, so there is one order of all of them.
  *
  * So a waiter that is `stuck` may rely on all other members standing still until it acts, except
- * members that are stuck as well and act at the same time. For that case fallbacks are ordered: a
- * waiter uses its fallback only if no other member has a better one, so all members that act at turn
- * t use the same.
+ * members that are stuck as well and act at the same time. For that case fallbacks are ordered:
+ * a waiter uses its fallback only if no other member has a better one, so all members that act
+ * at count t use the same.
  *
  *   PRIVATE  private memory in place of a slot. Other ranks see no change.
  *   OLDER    the values of a peer that has not begun this pass and stands still before it. If the
@@ -45,12 +46,12 @@
  *            afterwards, so no rank may be about to read them: a rank that is has OLDER.
  *   NONE     no fallback: the wait goes on.
  *
- * A rank in a barrier that this rank has not entered stands still at any turn: nothing ends that wait
+ * A rank in a barrier that this rank has not entered stands still at any count: nothing ends that wait
  * before this rank enters.
  *
  * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
  * segment's `bell`, the futex word of these sleeps, which every change increments as well.
- * tests/unit/test_turns.py runs the rules through all orders of the steps of two and three ranks.
+ * tests/unit/test_stuck.py runs the rules through all orders of the steps of two and three ranks.
  */
 #include <time.h>
 #include <unistd.h>
@@ -58,7 +59,7 @@
 #include "shm/shm_impl.h"
 #include "base/status.h"
 
-enum { WAITS = 1, CLOSED = 2, WAY_SHIFT = 2, TURN_SHIFT = 4 };
+enum { WAITS = 1, CLOSED = 2, WAY_SHIFT = 2, COUNT_SHIFT = 4 };
 
 /* This process's segments: each wait and each change is published in all of them. A segment for which the
  * table has no entry left sees its own waits only. */
@@ -73,7 +74,7 @@ own_pid(void)
     return (int)getpid();
 }
 
-int (*fsdpc_shm_who)(void) = own_pid;
+int (*fsdpc_shm_process)(void) = own_pid;
 
 static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
 
@@ -93,10 +94,10 @@ watch_forks(void)
 /* --- which segments a process is in ----------------------------------------------------------- */
 
 static int
-member(const fsdpc_shm *shm, int who)
+member(const fsdpc_shm *shm, int process)
 {
     for (int r = 0; r < shm->world; r++) {
-        if (atomic_load(&shm->control->slots[r].who) == who) {
+        if (atomic_load(&shm->control->slots[r].process) == process) {
             return r;
         }
     }
@@ -107,7 +108,7 @@ static bool
 covers(const fsdpc_shm *outer, const fsdpc_shm *inner)
 {
     for (int r = 0; r < inner->world; r++) {
-        if (member(outer, atomic_load(&inner->control->slots[r].who)) < 0) {
+        if (member(outer, atomic_load(&inner->control->slots[r].process)) < 0) {
             return false;
         }
     }
@@ -117,7 +118,7 @@ covers(const fsdpc_shm *outer, const fsdpc_shm *inner)
 static bool
 same_process(const fsdpc_shm *a, const fsdpc_shm *b)
 {
-    return a && b && a->who == b->who && a->forks == b->forks;
+    return a && b && a->process == b->process && a->forks == b->forks;
 }
 
 static void
@@ -137,13 +138,13 @@ set_relations(int index)
 }
 
 void
-fsdpc_shm_turn_join(fsdpc_shm *shm)
+fsdpc_shm_stuck_join(fsdpc_shm *shm)
 {
     pthread_once(&forks_once, watch_forks);
     pthread_mutex_lock(&joined.lock);
-    for (int i = 0; i < FSDPC_SHM_GROUPS && shm->place < 0; i++) {
+    for (int i = 0; i < FSDPC_SHM_GROUPS && shm->entry < 0; i++) {
         if (!joined.of[i]) {
-            shm->place = i;
+            shm->entry = i;
             joined.of[i] = shm;
             set_relations(i);
         }
@@ -152,12 +153,12 @@ fsdpc_shm_turn_join(fsdpc_shm *shm)
 }
 
 void
-fsdpc_shm_turn_leave(fsdpc_shm *shm)
+fsdpc_shm_stuck_leave(fsdpc_shm *shm)
 {
     pthread_mutex_lock(&joined.lock);
-    if (shm->place >= 0 && joined.of[shm->place] == shm) {
-        uint32_t here = UINT32_C(1) << shm->place;
-        joined.of[shm->place] = NULL;
+    if (shm->entry >= 0 && joined.of[shm->entry] == shm) {
+        uint32_t here = UINT32_C(1) << shm->entry;
+        joined.of[shm->entry] = NULL;
         for (int i = 0; i < FSDPC_SHM_GROUPS; i++) {
             if (joined.of[i]) {
                 joined.of[i]->kin &= ~here;
@@ -165,7 +166,7 @@ fsdpc_shm_turn_leave(fsdpc_shm *shm)
             }
         }
     }
-    shm->place = -1;
+    shm->entry = -1;
     pthread_mutex_unlock(&joined.lock);
 }
 
@@ -174,7 +175,7 @@ fsdpc_shm_turn_leave(fsdpc_shm *shm)
 static fsdpc_shm *
 next_of(fsdpc_shm *shm, uint32_t set, int *at)
 {
-    if (shm->place < 0) {
+    if (shm->entry < 0) {
         return (*at)++ == 0 ? shm : NULL;
     }
     while (*at < FSDPC_SHM_GROUPS) {
@@ -204,7 +205,7 @@ fsdpc_shm_notify(fsdpc_shm *shm)
     pthread_mutex_lock(&joined.lock);
     fsdpc_shm *each;
     for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
-        atomic_fetch_add(&each->control->turn, 1);
+        atomic_fetch_add(&each->control->changes, 1);
         ring(each);
     }
     pthread_mutex_unlock(&joined.lock);
@@ -213,7 +214,7 @@ fsdpc_shm_notify(fsdpc_shm *shm)
 /* --- waits ------------------------------------------------------------------------------------ */
 
 void
-fsdpc_shm_look(fsdpc_shm *shm, fsdpc_shm_view *view)
+fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view)
 {
     pthread_mutex_lock(&joined.lock);
     fsdpc_shm *each;
@@ -221,18 +222,18 @@ fsdpc_shm_look(fsdpc_shm *shm, fsdpc_shm_view *view)
     view->count = 0;
     for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
         view->of[view->count].serial = each->serial;
-        view->of[view->count++].turn = atomic_load(&each->control->turn);
+        view->of[view->count++].changes = atomic_load(&each->control->changes);
     }
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* False for a segment that was joined after the look. */
+/* False for a segment that was joined after the read. */
 static bool
-turn_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *turn)
+changes_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *count)
 {
     for (int i = 0; i < view->count; i++) {
         if (view->of[i].serial == shm->serial) {
-            *turn = view->of[i].turn;
+            *count = view->of[i].changes;
             return true;
         }
     }
@@ -241,12 +242,12 @@ turn_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *turn)
 
 /* The process waits in a barrier of some segment until this process enters the barrier. */
 static bool
-awaits_this(fsdpc_shm *shm, int who)
+waits_for_this_rank(fsdpc_shm *shm, int process)
 {
     fsdpc_shm *each;
     for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
-        int rank = member(each, who);
-        if (rank >= 0 && fsdpc_shm_awaits_this(each, rank)) {
+        int rank = member(each, process);
+        if (rank >= 0 && fsdpc_shm_waits_for_this_rank(each, rank)) {
             return true;
         }
     }
@@ -255,21 +256,21 @@ awaits_this(fsdpc_shm *shm, int who)
 
 /* All other members of `outer` stand still, and none has a better fallback than `way`. */
 static bool
-all_stand(fsdpc_shm *shm, const fsdpc_shm *outer, uint64_t turn, enum fsdpc_shm_way way)
+all_stand(fsdpc_shm *shm, const fsdpc_shm *outer, uint64_t count, enum fsdpc_shm_way way)
 {
     for (int r = 0; r < outer->world; r++) {
         const fsdpc_shm_slot *slot = &outer->control->slots[r];
         uint64_t word = atomic_load(&slot->wait);
-        bool waits = word & WAITS && word & CLOSED && word >> TURN_SHIFT == turn;
+        bool waits = word & WAITS && word & CLOSED && word >> COUNT_SHIFT == count;
         if (r == outer->rank || fsdpc_shm_left(outer, r) ||
             (waits && (word >> WAY_SHIFT & 3) <= (uint64_t)way)) {
             continue;
         }
-        if (waits || !awaits_this(shm, atomic_load(&slot->who))) {
+        if (waits || !waits_for_this_rank(shm, atomic_load(&slot->process))) {
             return false;
         }
     }
-    return atomic_load(&outer->control->turn) == turn;
+    return atomic_load(&outer->control->changes) == count;
 }
 
 static bool
@@ -277,8 +278,8 @@ stuck_locked(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
     fsdpc_shm *each;
     for (int at = 0; (each = next_of(shm, shm->covered_by, &at));) {
-        uint64_t turn;
-        if (turn_of(each, view, &turn) && all_stand(shm, each, turn, way)) {
+        uint64_t count;
+        if (changes_of(each, view, &count) && all_stand(shm, each, count, way)) {
             return true;
         }
     }
@@ -307,10 +308,11 @@ publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
         waits += each->stands;
     }
     for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
-        bool closed = each == shm || (shm->covered_by >> each->place & 1);
-        uint64_t turn, word = 0;
-        if (waits == 1 && turn_of(each, view, &turn)) {
-            word = turn << TURN_SHIFT | (uint64_t)way << WAY_SHIFT | (closed ? CLOSED : 0) | WAITS;
+        bool closed = each == shm || (shm->covered_by >> each->entry & 1);
+        uint64_t count, word = 0;
+        if (waits == 1 && changes_of(each, view, &count)) {
+            word =
+                count << COUNT_SHIFT | (uint64_t)way << WAY_SHIFT | (closed ? CLOSED : 0) | WAITS;
         }
         atomic_store(&each->control->slots[each->rank].wait, word);
     }
@@ -328,10 +330,10 @@ wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way 
         return way != FSDPC_WAY_NONE;
     }
     fsdpc_shm *each;
-    uint64_t turn = 0;
-    /* Once per turn: two ranks that wake a third one must not keep waking each other. */
-    if (turn_of(shm, view, &turn) && shm->rung != turn + 1) {
-        shm->rung = turn + 1;
+    uint64_t count = 0;
+    /* Once per count: two ranks that wake a third one must not keep waking each other. */
+    if (changes_of(shm, view, &count) && shm->rung != count + 1) {
+        shm->rung = count + 1;
         for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
             ring(each);
         }

@@ -1,9 +1,9 @@
-"""The rules by which a rank finds that nobody else can end its wait ([Note: turns] in
-csrc/shm/shm_turn.c), run through all orders of the ranks' steps in a small model.
+"""The rules by which a rank detects that no other rank can end its wait ([Note: stuck] in
+csrc/shm/shm_stuck.c), run through all orders of the ranks' steps in a small model.
 
 Each rank waits for the flag of one other rank, then sets its own and ends; a rank that is stuck
-takes its way out, which here sets its flag, too. Each read and each write of a shared word is one
-step, and a sleep may also end for no reason.
+uses its fallback, which sets its flag here as well. Each read and each write of a shared word is
+one step, and a sleep may also end for no reason.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import NamedTuple
 import pytest
 
 NONE, LEAVE, OLDER, PRIVATE = range(4)
-LOOK, TURN, EXAMINE, CHECK, PUBLISH, CHECK_AGAIN, SLEEP = range(7)
-CHANGE, MOVE_TURN, RING, WITHDRAW, DEPART, END = range(10, 16)
+READ_BELL, READ_COUNT, EXAMINE, CHECK, PUBLISH, CHECK_AGAIN, SLEEP = range(7)
+CHANGE, COUNT_CHANGE, RING, WITHDRAW, DEPART, END = range(10, 16)
 
 
 class Rank(NamedTuple):
-    at: int = LOOK
+    at: int = READ_BELL
     bell: int = 0
-    turn: int = 0
+    count: int = 0
     read: int = 0  # words of others read so far in a check
     better: bool = False  # one of them had a better way out
     rung: int = -1
-    concluded: int = -1  # the turn at which it found itself stuck
+    concluded: int = -1  # the count of changes at which it found itself stuck
 
 
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
-    words: tuple[tuple[int, int] | None, ...]  # (turn, way) of who waits
+    words: tuple[tuple[int, int] | None, ...]  # (count, way) of ranks that wait
     flags: tuple[bool, ...]
-    turn: int = 0
+    count: int = 0
     bell: int = 0
 
 
@@ -53,10 +53,10 @@ class Model:
 
     def step(self, state: State, i: int) -> State | None:
         me = state.ranks[i]
-        if me.at == LOOK:
-            return self.put(state, i, at=TURN, bell=state.bell)
-        if me.at == TURN:
-            return self.put(state, i, at=EXAMINE, turn=state.turn)
+        if me.at == READ_BELL:
+            return self.put(state, i, at=READ_COUNT, bell=state.bell)
+        if me.at == READ_COUNT:
+            return self.put(state, i, at=EXAMINE, count=state.count)
         if me.at == EXAMINE:
             found = self.ready(state, i)
             return self.put(state, i, at=CHANGE if found else CHECK, read=0, better=False)
@@ -64,17 +64,17 @@ class Model:
             return self.check(state, i)
         if me.at == PUBLISH:
             words = list(state.words)
-            words[i] = (me.turn, self.ways[i])
+            words[i] = (me.count, self.ways[i])
             return self.put(state, i, words=words, at=CHECK_AGAIN, read=0, better=False)
         if me.at == SLEEP:
-            return self.put(state, i, at=LOOK)
+            return self.put(state, i, at=READ_BELL)
         if me.at == CHANGE:
             flags = list(state.flags)
             flags[i] = True
-            return self.put(state, i, flags=flags, at=MOVE_TURN)
-        if me.at == MOVE_TURN:
-            moved = state.turn + (self.fault != "turn stays")
-            return self.put(state._replace(turn=moved), i, at=RING)
+            return self.put(state, i, flags=flags, at=COUNT_CHANGE)
+        if me.at == COUNT_CHANGE:
+            moved = state.count + (self.fault != "count stays")
+            return self.put(state._replace(count=moved), i, at=RING)
         if me.at == RING:
             return self.put(state._replace(bell=state.bell + 1), i, at=WITHDRAW)
         if me.at == WITHDRAW:
@@ -86,33 +86,33 @@ class Model:
         return None
 
     def check(self, state: State, i: int) -> State:
-        """Reads one more word; after the last one, the turn."""
+        """Reads one more word; after the last one, the count."""
         me = state.ranks[i]
         others = [r for r in range(len(self.needs)) if r != i]
         refused = PUBLISH if me.at == CHECK else SLEEP
         if me.read < len(others):
             other = others[me.read]
             word = state.words[other]
-            stands = word is not None and (word[0] == me.turn or self.fault == "any turn")
+            stands = word is not None and (word[0] == me.count or self.fault == "any count")
             if state.ranks[other].at >= DEPART:
-                stands, word = True, (me.turn, NONE)
+                stands, word = True, (me.count, NONE)
             if not stands:
                 return self.put(state, i, at=refused)
             better = me.better or (word[1] > self.ways[i] and self.fault != "no order")
             return self.put(state, i, read=me.read + 1, better=better)
         acts = not me.better and self.ways[i] != NONE
-        if state.turn != me.turn and self.fault != "any turn":
+        if state.count != me.count and self.fault != "any count":
             return self.put(state, i, at=refused)
         if me.at == CHECK:
             if not acts:
                 return self.put(state, i, at=PUBLISH)
             self.judge(state, i)
-            return self.put(state, i, at=CHANGE, concluded=me.turn)
+            return self.put(state, i, at=CHANGE, concluded=me.count)
         if acts:
-            return self.put(state, i, at=LOOK)
-        if me.rung == me.turn or self.fault == "no bell":
+            return self.put(state, i, at=READ_BELL)
+        if me.rung == me.count or self.fault == "no bell":
             return self.put(state, i, at=SLEEP)
-        return self.put(state._replace(bell=state.bell + 1), i, at=SLEEP, rung=me.turn)
+        return self.put(state._replace(bell=state.bell + 1), i, at=SLEEP, rung=me.count)
 
     def put(self, state: State, i: int, *, words=None, flags=None, **changes) -> State:
         ranks = state.ranks
@@ -120,16 +120,16 @@ class Model:
             (*ranks[:i], ranks[i]._replace(**changes), *ranks[i + 1 :]),
             tuple(words) if words else state.words,
             tuple(flags) if flags else state.flags,
-            state.turn,
+            state.count,
             state.bell,
         )
 
     def judge(self, state: State, i: int) -> None:
         """Rank i has found itself stuck: is it?"""
-        turn = state.ranks[i].turn
-        alike = [r for r, rank in enumerate(state.ranks) if r != i and rank.concluded == turn]
+        count = state.ranks[i].count
+        alike = [r for r, rank in enumerate(state.ranks) if r != i and rank.concluded == count]
         for r in alike:
-            assert self.ways[r] == self.ways[i], "two ways out at one turn"
+            assert self.ways[r] == self.ways[i], "two ways out at one count"
         for r, rank in enumerate(state.ranks):
             if r != i and rank.at < DEPART and not alike:
                 assert rank.at < CHANGE, "another rank is changing something"
@@ -150,13 +150,13 @@ class Model:
         return len(seen)
 
     def check_sleepers(self, state: State) -> None:
-        """When all sleep, nobody can do anything."""
+        """When all sleep, no rank can go on."""
         for rank in state.ranks:
             if rank.at != END and (rank.at != SLEEP or rank.bell != state.bell):
                 return
         live = [i for i, rank in enumerate(state.ranks) if rank.at != END]
         if live:
-            assert not any(self.ready(state, i) for i in live), "a change has woken nobody"
+            assert not any(self.ready(state, i) for i in live), "a change has woken no rank"
             assert all(self.ways[i] == NONE for i in live), "a rank with a way out sleeps"
 
 
@@ -185,8 +185,8 @@ def test_three_ranks(needs: tuple[int, ...], ways: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("any turn", "another rank"),
-        ("turn stays", "another rank"),
+        ("any count", "another rank"),
+        ("count stays", "another rank"),
         ("no order", "two ways out"),
         ("no bell", "sleeps"),
     ],
