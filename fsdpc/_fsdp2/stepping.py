@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
+from fsdpc._engine.runs import Runs, steps_in_runs
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp2.unit import around
 from fsdpc._torch import INIT_GROUP
@@ -61,7 +62,8 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(type(param) is DTensor and owner_of(param) is not None for param in params):
-        collect = functools.partial(_collect, weakref.ref(optimizer))
+        runs = Runs() if steps_in_runs(optimizer) else None
+        collect = functools.partial(_collect, weakref.ref(optimizer), runs)
         optimizer.__dict__[INIT_GROUP] = collect
 
 
@@ -78,11 +80,13 @@ def _lay_like(param: Any, state: dict[str, Any]) -> None:
                 value._local_tensor = torch.empty_like(local, dtype=other.dtype).copy_(other)
 
 
-def _collect(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
+def _collect(optimizer: Any, runs: Runs | None, group: dict[str, Any], *lists: list[Any]) -> Any:
     """The optimizer's own collection of a group's parameters, gradients and states; then, if the
-    parts of all of them lie alike, local tensors in place of DTensors.
+    parts of all of them lie alike, local tensors in place of DTensors, and runs of small ones.
     """
     this = optimizer()
+    if runs is not None and runs.collect(this, group, lists):
+        return False
     result = getattr(type(this), INIT_GROUP)(this, group, *lists)
     scaled = isinstance(getattr(this, "found_inf", None), DTensor)
     if scaled or group.get("differentiable"):
@@ -92,6 +96,8 @@ def _collect(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
     elif all(_alike(lists[0], tensors) for tensors in lists[1:]):
         for tensors in lists:
             tensors[:] = _locals(tensors)
+        if runs is not None:
+            runs.plan(this, group, lists)
     return result
 
 

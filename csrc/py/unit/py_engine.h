@@ -150,8 +150,12 @@ int fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out);
 /* The tensor with this rank's memory behind a parameter or gradient that the optimizer sees: the tensor
  * itself, or what a DTensor wraps. New reference, NULL with an exception. */
 PyObject *fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor);
+/* The same for any object: plain tensors and DTensors. */
+PyObject *fsdpc_py_any_local(PyObject *tensor);
 /* The same for a gathered parameter or its gradient: only those of tensor parallelism are DTensors. */
 PyObject *fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor);
+/* py_places.c: places(), at_places(). */
+extern PyMethodDef fsdpc_py_places_methods[];
 /* Address of its first element. 0, or -1 with an exception. */
 int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
 /* Writes that autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */

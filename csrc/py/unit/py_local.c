@@ -33,13 +33,19 @@ look_up(PyObject *object, PyObject *name, PyObject **out)
 }
 
 PyObject *
-fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor)
+fsdpc_py_any_local(PyObject *tensor)
 {
     PyObject *local = NULL;
-    if (flat->full_dtensors && look_up(tensor, fsdpc_py_name.local_tensor, &local) < 0) {
+    if (look_up(tensor, fsdpc_py_name.local_tensor, &local) < 0) {
         return NULL;
     }
     return local ? local : Py_NewRef(tensor);
+}
+
+PyObject *
+fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor)
+{
+    return flat->full_dtensors ? fsdpc_py_any_local(tensor) : Py_NewRef(tensor);
 }
 
 int
