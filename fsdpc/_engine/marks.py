@@ -70,7 +70,20 @@ class _Marked:
             return None
         from fsdpc._torch import tree_map_only  # imports torch
 
+        if self.leaves_out(output):
+            output = tree_map_only(Tensor, with_gradient, output)
         return tree_map_only(Tensor, self.watched, output)
+
+    def leaves_out(self, output: Any) -> bool:
+        """Whether no gradient can come to the outputs here, but may on ranks that have run units:
+        those would gather alone.
+        """
+        from fsdpc._torch import tree_leaves  # imports torch
+
+        tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+        if any(tensor.requires_grad for tensor in tensors):
+            return False
+        return any(param.requires_grad for unit in self.units for param in unit.shard_params)
 
     def watched(self, tensor: Tensor) -> Tensor:
         """``tensor`` behind a new autograd node. An output that a module passes through unchanged
@@ -85,3 +98,10 @@ class _Marked:
     def gather(self, gradients: tuple[Tensor | None, ...]) -> None:
         for hook in self.backward:
             hook(gradients)
+
+
+def with_gradient(tensor: Tensor) -> Tensor:
+    """``tensor`` with a graph that ends here, and the same values."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor * torch.ones((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)

@@ -283,7 +283,7 @@ class Unit(WholeValues):
 
     def _bind(self) -> None:
         sites: list[tuple[Any, ...]] = []
-        alone = not self.is_sharded and self.groups.replicate is None
+        alone = not (self.is_sharded or self.groups.replicate or self.dtensors)
         for i, info in enumerate(self.infos):
             released = self.released[i]
             for module, attribute in info.sites:

@@ -177,6 +177,7 @@ class State:
     # --- what torch's pipelines call behind their last backward ----------------------------------
 
     _fsdp_param_groups = ()
+    _fsdp_param_group = None  # torch 2.11
 
     @property
     def _state_ctx(self) -> Any:

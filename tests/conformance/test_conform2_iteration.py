@@ -117,6 +117,25 @@ def a_penalty_beside_the_loss(lib):
     return lib.gradients(model)
 
 
+@case(over={"first": [True, False], "none": [True, False]})
+def a_penalty_on_sharded_parameters(lib, first, none):
+    """In the graph before the forward, or after it."""
+    model = lib.shard_blocks(toy())
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+
+    def penalty():
+        return 0.1 * sum(p.square().sum() for p in params).full_tensor()
+
+    for step in range(2):
+        before = penalty() if first else 0.0
+        loss = loss_of(model, lib.batch(step)) + before
+        (loss if first else loss + penalty()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+    return lib.full(model)
+
+
 @case(over={"times": [2, 3], "reshard": [None, True, False]})
 def backward_of_a_kept_graph(lib, times, reshard):
     model = chain(lib, reshard_after_forward=reshard)

@@ -278,21 +278,37 @@ def weights_used_twice_in_one_module(lib):
     return lib.gradients(model)
 
 
-@case(torch=raises(RuntimeError, "DTensor"), fsdpc=raises(RuntimeError, "is not gathered here"))
-def a_weight_of_another_unit(lib):
-    """the root's forward reads the weight of a unit"""
+class Reader(nn.Module):
+    """Its forward reads the weight of a unit."""
 
-    class Reader(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.own = linear(), linear(seed=1)
+    def __init__(self):
+        super().__init__()
+        self.block, self.own = linear(), linear(seed=1)
 
-        def forward(self, x):
-            return nn.functional.linear(self.own(x), self.block.weight)
+    def forward(self, x):
+        return nn.functional.linear(self.own(x), self.block.weight)
 
+
+def read_of_another_unit(lib):
     model = Reader()
     lib.fully_shard(model.block)
     lib.fully_shard(model)(inputs(lib))
+
+
+@case(torch=raises(RuntimeError, "DTensor"), fsdpc=raises(RuntimeError, "is not gathered here"))
+def a_weight_of_another_unit(lib):
+    """the root's forward reads the weight of a unit"""
+    read_of_another_unit(lib)
+
+
+@case(
+    world=1,
+    torch=raises(RuntimeError, "DTensor"),
+    fsdpc=raises(RuntimeError, "is not gathered here"),
+)
+def a_weight_of_another_unit_on_one_rank(lib):
+    """the root's forward reads the weight of a unit, on one rank"""
+    read_of_another_unit(lib)
 
 
 # --- files ---------------------------------------------------------------------------------------

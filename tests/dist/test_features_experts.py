@@ -28,6 +28,8 @@ from toys import (
     wrap_blocks,
 )
 
+import fsdpc
+
 WIDTH, ROWS = 6, 7
 
 
@@ -242,3 +244,50 @@ def test_ranks_drop_different_layers(rank, world, engine):
     trained = full_parameters(sharded)
     for name, value in untouched.items():
         assert torch.equal(trained[f"blocks.3.{name}"], value), f"{name} moved though unused"
+
+
+class Maybe(nn.Module):
+    """Runs its block where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x, runs):
+        return self.block(x) if runs else x
+
+
+class Beside(nn.Module):
+    """A block on inputs without gradient: a rank that leaves the block out has no graph there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.maybe = nn.Linear(WIDTH, WIDTH), Maybe()
+        self.leave = Block(WIDTH)
+
+    def forward(self, batch):
+        return self.leave(self.enter(batch["x"]) + self.maybe(batch["x"], batch["runs"]))
+
+
+@ranks(2)
+@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
+    """Two forwards, whose backwards run in reverse order, so that nothing is gathered ahead."""
+    fsdpc.set_collectives(collectives)
+    torch.manual_seed(1)
+    model = Beside()
+    plain = copy.deepcopy(model)
+    fsdpc.mark_data_dependent(model.maybe)
+    fsdpc.fully_shard(model.maybe)
+    fsdpc.fully_shard(model)
+
+    def losses(one, who):
+        data = [batch_with(10 * step + who, [], [])["x"] for step in range(2)]
+        return [one({"x": x, "runs": who == 0}).square().mean() for x in data]
+
+    for loss in reversed(losses(model, rank)):
+        loss.backward()
+    for who in range(world):
+        (sum(losses(plain, who)) / world).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)

@@ -114,6 +114,85 @@ def test_units_called_in_threads(rank, world, reentrant, use_orig_params):
     )
 
 
+class Straight(nn.Module):
+    """Three layers of one unit, run by another thread; the last one on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.also = True
+
+    def all(self, x):
+        for layer in self.layers[: 3 if self.also else 2]:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x):
+        return in_thread(self.all, x)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), Straight()
+
+    def forward(self, x):
+        return self.inner(self.first(x))
+
+
+@ranks(2, env=POISON)
+def test_a_unit_whose_layers_run_in_a_thread(rank, world):
+    """All parameters get gradients after a step with frozen ones. With an unused one the unit's end
+    is seen at its inputs, to which autograd comes early: refused.
+    """
+    torch.manual_seed(0)
+    reference, model = Around(), Around()
+    model.load_state_dict(reference.state_dict())
+    fsdpc.fully_shard(model.inner)
+    fsdpc.fully_shard(model)
+    for step in range(2):
+        for one in (model, reference):
+            one.inner.requires_grad_(step == 1)
+            one.inner.layers[1].bias.requires_grad_(True)
+            one.zero_grad()
+            one(batch(0, step)).sum().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+    model.inner.also = False
+    model(batch(0, 2)).sum().backward()
+    with pytest.raises(fsdpc.StateError, match="ran in a thread that forward had started"):
+        model(batch(0, 3)).sum().backward()
+
+
+class Again(nn.Module):
+    """A unit that a reentrant checkpoint runs, twice in a forward, and another one behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unit, self.last = nn.Linear(6, 6), TwoOutputs(), TwoOutputs()
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = self.last(sum(checkpoint(self.unit, x, use_reentrant=True)))[0] + x
+        return x
+
+
+@ranks(2, 3, env=POISON)
+@both_ways
+@both_wires
+def test_a_unit_that_is_done_again_before_its_sum_is_due(rank, world, use_orig_params, collectives):
+    fsdpc.set_collectives(collectives)
+    torch.manual_seed(0)
+    compare(
+        Again(),
+        lambda m: wrap_blocks("fsdpc", m, TwoOutputs, use_orig_params=use_orig_params),
+        lambda step: batch(rank, step).requires_grad_(),
+        loss_of=squares,
+    )
+
+
 class Ring(nn.Module):
     def __init__(self):
         super().__init__()

@@ -65,6 +65,7 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     }
     flat->expected += wanted ? sharded->cover_count : -sharded->cover_count;
     sharded->requires_grad = wanted;
+    flat->incomplete = false; /* of other parameters than are trained now */
     return 0;
 }
 

@@ -289,6 +289,24 @@ any_used(const fsdpc_py_sharded *sharded, const uint8_t *used)
 }
 
 /* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
+/* The sharded parameter may be in the loss itself (a penalty on weights): autograd has put such a
+ * gradient into .grad meanwhile. Shows the sum of both. */
+static int
+show_with(fsdpc_py_sharded *sharded, PyObject *own)
+{
+    if (fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, sharded->shown) < 0) {
+        return -1;
+    }
+    if (own == Py_None || own == sharded->shown) {
+        return 0;
+    }
+    PyObject *plain = PyObject_CallMethod(own, "detach", NULL);
+    PyObject *sum = plain ? PyObject_CallMethod(sharded->shown, "add_", "O", plain) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(sum);
+    return sum ? 0 : -1;
+}
+
 static int
 show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
 {
@@ -302,7 +320,10 @@ show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
         (data != sharded->grad_data && point_back(flat, sharded) < 0)) {
         return -1;
     }
-    return fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, sharded->shown);
+    PyObject *own = fsdpc_py_field(sharded->param, FSDPC_PY_GRAD);
+    int result = own ? show_with(sharded, own) : -1;
+    Py_XDECREF(own);
+    return result;
 }
 
 /* A rank without elements of a parameter shows no gradient, as torch does, except while a gradient

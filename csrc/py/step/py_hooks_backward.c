@@ -83,6 +83,18 @@ finish_lingering(fsdpc_py_flat *flat)
     return other->complete ? fsdpc_py_finish_unit(other) : 0;
 }
 
+/* A backward that enters a unit which was done before finds gradients there if their sum is not due
+ * yet: gradients to come are counted by hooks then, not by looking. */
+static int
+count_again(fsdpc_py_flat *flat)
+{
+    if (!flat->entered || flat->watch_all) {
+        return 0;
+    }
+    int some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
+    return some > 0 ? fsdpc_py_watch_all(flat) : some;
+}
+
 int
 fsdpc_py_pre_backward(fsdpc_py_hook *self)
 {
@@ -99,6 +111,9 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || look_for_second(flat) < 0) {
+        return -1;
+    }
+    if (!flat->hold_installed && count_again(flat) < 0) {
         return -1;
     }
     open_call(flat, self);
@@ -172,12 +187,20 @@ fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
 int
 fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
 {
+    /* autograd runs the operations of one thread in reverse order, but not those of several. */
+    bool early = flat->tree && flat->closed == flat->tree->backward;
+    const char *why =
+        early ? "a part of its forward ran in a thread that forward had started, and autograd came "
+                "to the forward's inputs first. Run the whole forward in one thread, or wrap the "
+                "module that the other thread runs as well"
+              : "a tensor that its forward computed reaches the loss without being returned from "
+                "forward (an attribute, a global, a custom class). Return it, or wrap the module "
+                "that uses that tensor as well";
     PyErr_Format(fsdpc_py_current()->state_error,
                  "a gradient of parameter %s of unit %s was computed while the unit was not "
-                 "gathered: a tensor that its forward computed reaches the loss without being "
-                 "returned from forward (an attribute, a global, a custom class). Return it, "
-                 "or wrap the module that uses that tensor as well",
-                 fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit));
+                 "gathered: %s",
+                 fsdpc_unit_layout(flat->unit)->params[param].name, fsdpc_unit_name(flat->unit),
+                 why);
     return -1;
 }
 
@@ -336,6 +359,7 @@ all_closed(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
     int some = flat->arrived_count > 0;
+    flat->closed = tree->backward;
     if (!some && !flat->watch_all) {
         some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
     }

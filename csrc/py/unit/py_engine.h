@@ -99,6 +99,7 @@ typedef struct fsdpc_py_flat {
     int arrived_count, expected;
     bool prepared;   /* fsdpc_py_prepare_grads has run */
     bool incomplete; /* the last backward left parameters without gradient */
+    uint64_t closed; /* number of the last backward that ended at the unit's inputs */
 } fsdpc_py_flat;
 
 typedef struct fsdpc_py_tree {
