@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class AdamMini(SpannedOptimizer):
     parameter is cut: called with its name and shape, it returns the number of consecutive elements
     that share a ``v``, 1 for a ``v`` of each element, or None for the rules of the published code:
     biases by element, query and key weights by head (``head_dim`` rows; needed then), embeddings,
-    output, value, projection and MLP weights by row, everything else as a whole. Names come from
+    output, value, projection and MLP weights by row, everything else as a whole (matrices with a
+    warning, because names that the rules do not know make a worse optimizer). Names come from
     ``model.named_parameters()``, or from FSDP's units, and no default rule applies without a name:
     ``ValueError``. Weight decay is that of the group for every parameter.
 
@@ -50,6 +52,7 @@ class AdamMini(SpannedOptimizer):
     _state_names = ("exp_avg",)
     _reads_on_host = True  # blocks' sums of squares
     _known_lengths: dict[int, int] | None = None
+    _warned = False
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
 
@@ -106,6 +109,15 @@ class AdamMini(SpannedOptimizer):
             raise ValueError(
                 f"AdamMini needs the name of a parameter of shape {span.shape}: pass "
                 "model.named_parameters(), or block="
+            )
+        if not self._warned and not _has_rule(name, span.shape):
+            self._warned = True
+            warnings.warn(
+                f"AdamMini: no rule of the published code knows {name!r} of shape {span.shape}, so "
+                "all of the parameter shares one second moment, as may others: block= gives "
+                "parameters with names of their own theirs, for example by row: "
+                "block=lambda name, shape: shape[-1] if len(shape) == 2 else None",
+                stacklevel=2,
             )
         return default_block(name, span.shape, self._head_dim)
 
@@ -337,6 +349,11 @@ def block_squares(values: Tensor, counts: list[int]) -> Tensor:
     """The sum of squares of each of the blocks of ``counts`` elements, float64."""
     lengths = torch.tensor(counts, device=values.device)
     return torch.segment_reduce(values.reshape(-1).double().square(), "sum", lengths=lengths)
+
+
+def _has_rule(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a rule names this parameter, or it is no matrix."""
+    return len(shape) < 2 or any(text in name.lower() for text in ("bias", *HEADS, *ROWS))
 
 
 def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -358,6 +359,18 @@ def test_mini_equals_its_formula():
     run(resumed, 1, 3)
     for mine, theirs in zip(params.values(), resumed.param_groups[0]["params"], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_mini_warns_of_a_name_without_a_rule():
+    names = {"mlp.up.weight": (8, 4), "norm.scale": (8,), "mixer": (8, 4), "other": (8, 4)}
+    params = [(name, nn.Parameter(values(0, *shape))) for name, shape in names.items()]
+    with pytest.warns(UserWarning, match="no rule of the published code knows 'mixer'") as found:
+        run(optim.AdamMini(params), 2)
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(optim.AdamMini(params[:2]), 1)
+        run(optim.AdamMini(params, block=lambda name, shape: shape[-1]), 1)
 
 
 @pytest.mark.parametrize(
