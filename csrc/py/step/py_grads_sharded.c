@@ -288,7 +288,6 @@ any_used(const fsdpc_py_sharded *sharded, const uint8_t *used)
     return false;
 }
 
-/* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
 /* The sharded parameter may be in the loss itself (a penalty on weights): autograd has put such a
  * gradient into .grad meanwhile. Shows the sum of both. */
 static int
@@ -307,6 +306,7 @@ show_with(fsdpc_py_sharded *sharded, PyObject *own)
     return sum ? 0 : -1;
 }
 
+/* After no_sync nothing was summed yet: a zero gradient stands for what waits. */
 static int
 show_one(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, bool sync)
 {
