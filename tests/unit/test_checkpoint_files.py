@@ -786,6 +786,9 @@ def peak(call):
     return status("VmHWM") - before
 
 torch.set_num_threads(1)
+"""
+
+SAVED = """
 def make():
     model = torch.nn.Linear(4096, 2048)  # 32 MB, and twice that of moments
     optimizer = torch.optim.AdamW(model.parameters())
@@ -806,13 +809,52 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     """96 MB are saved and loaded with the staging of 8 MB and little else."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
-    ended = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    peaks = [float(word) for word in ended.stdout.split()]
+    peaks = run_measured(SAVED, tmp_path)
     assert len(peaks) == 3 and all(peak < 20 for peak in peaks), peaks
     assert peaks[0] > 4, "the staging does not show, so nothing was measured"
+
+
+def run_measured(code: str, tmp_path: Path) -> list[float]:
+    """The figures that a program prints which begins with MEMORY."""
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY + code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [float(word) for word in ended.stdout.split()]
+
+
+CONVERTED = """
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from fsdpc.checkpoint.convert import convert
+
+def write(name, tensors, side):
+    state = {f"{i}.weight": torch.full((side, side), float(i)) for i in range(tensors)}
+    save_file(state, f"{sys.argv[1]}/{name}.safetensors")
+    dcp.save(state, checkpoint_id=f"{sys.argv[1]}/{name}.dcp", no_dist=True)
+
+def run(name, kind):
+    convert(Path(f"{sys.argv[1]}/{name}.{kind}"), Path(f"{sys.argv[1]}/{name}-{kind}"), None,
+            "safetensors", True)
+
+write("small", 2, 4)  # what is made on first use
+write("big", 16, 1024)  # 64 MB
+for kind in ("safetensors", "dcp"):
+    run("small", kind)
+    print(peak(lambda: run("big", kind)))
+"""
+
+
+def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
+    """64 MB in tensors of 4 MB: one tensor, what reads one, and the staging."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("no high-water mark that can be reset")
+    peaks = run_measured(CONVERTED, tmp_path)
+    assert len(peaks) == 2 and all(3 < peak < 48 for peak in peaks), peaks
+    assert not compare(tmp_path / "big-safetensors", tmp_path / "big-dcp")
 
 
 # --- in the background, and folders of steps -----------------------------------------------------
