@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -944,6 +945,50 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     for step in (41, 42, 43):
         again.save(step, model, optimizer)
     assert again.steps() == [40, 42, 43]  # what was resumed from stays
+
+
+REMOVING = """
+import shutil, sys, time
+import torch
+from fsdpc import checkpoint
+
+def never_ends(path, quiet):  # with the folder half gone
+    (path / "fsdpc.json").unlink()
+    print("removing", flush=True)
+    time.sleep(60)
+
+shutil.rmtree = never_ends
+run = checkpoint.Checkpointer(sys.argv[1], keep=1)
+for step in (1, 2, 2, 3):
+    run.save(step, torch.nn.Linear(2, 2))
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
+    """Every save begins while what the one before has replaced is still there."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", REMOVING, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert program.stdout is not None
+    lines = [program.stdout.readline() for _ in range(4)]
+    assert sorted(lines) == ["removing\n"] * 3 + ["saved\n"]
+    deadline = time.monotonic() + 40
+    while program.poll() is None and time.monotonic() < deadline:
+        program.send_signal(signal.SIGINT)  # the first ends the program, one more its wait at exit
+        time.sleep(0.2)
+    program.stdout.close()
+    ended = program.poll() is not None
+    program.kill()
+    assert ended, "Ctrl-C waits until folders are removed"
+    assert len(list(tmp_path.glob(".old-*"))) == 3
+    found = checkpoint.Checkpointer(tmp_path).resume(nn.Linear(2, 2))
+    assert found is not None and (found.step, found.verified) == (3, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
 
 
 # --- conversion and the command ------------------------------------------------------------------
