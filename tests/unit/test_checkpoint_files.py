@@ -998,7 +998,9 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     model, _ = trained()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert command("convert", tmp_path / "model.pt", tmp_path / "from_pt") == 0
+    assert not capsys.readouterr().out
     assert command("convert", saved, tmp_path / "dcp", "--to", "dcp") == 0
+    assert " and 2 more (optimizer states" in capsys.readouterr().out
     assert command("convert", tmp_path / "dcp", tmp_path / "from_dcp") == 2
     assert "pickle" in capsys.readouterr().err
     assert command("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "from_dcp") == 0
@@ -1029,7 +1031,23 @@ def test_a_dcp_folder_of_a_model_and_its_optimizer(tmp_path: Path, capsys: Any):
     assert command(*convert) == 2
     assert "--prefix model." in capsys.readouterr().err
     assert command(*convert, "--prefix", "net.") == 2
+    capsys.readouterr()
     assert command(*convert, "--prefix", "model.") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("not converted: optimizer.") and "optimizer states are kept only" in out
+    other = Net(9)
+    checkpoint.load(tmp_path / "to", other)
+    assert same(values(other), values(model))
+
+
+def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
+    model, _ = trained()
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "ddp.pt")
+    assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "net.") == 2
+    assert "has no name with the prefix 'net.', but 'module.scale'" in capsys.readouterr().err
+    assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "module.") == 0
+    assert capsys.readouterr().out.startswith("not converted: epoch (")
     other = Net(9)
     checkpoint.load(tmp_path / "to", other)
     assert same(values(other), values(model))
