@@ -23,6 +23,7 @@ from fsdpc.checkpoint.loading import Loaded, run_load
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
+from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
 
 __all__ = ["CheckpointError", "Checkpointer", "Loaded", "SaveHandle", "load", "save"]
 
@@ -37,6 +38,7 @@ def save(
     dtype: torch.dtype | None = None,
     step: int | None = None,
     overwrite: bool = False,
+    format: Literal["safetensors", "dcp"] = "safetensors",
     file_bytes: int = FILE_BYTES,
     async_: bool = False,
     when_busy: WhenBusy = "wait",
@@ -58,6 +60,9 @@ def save(
         dtype: floats of the model are saved in this dtype; by default as they are stored.
         step: a number to find again in ``Loaded.step``.
         overwrite: replace an existing folder, which stays until the new one is durable.
+        format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
+            pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
+            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_`` and ``progress`` are refused.
         file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
@@ -75,6 +80,19 @@ def save(
     target = Path(os.path.abspath(path))
     with ranks.together():
         make_room(when_busy, group)
+        if format != "safetensors":
+            given = {
+                "extra": extra is not None,
+                "dtype": dtype is not None,
+                "step": step is not None,
+                "file_bytes": file_bytes != FILE_BYTES,
+                "async_": async_,
+                "progress": progress,
+            }
+            with ranks.step(f"saving checkpoint {target}"):
+                check_options(format, [name for name, is_given in given.items() if is_given])
+            save_dcp(target, ranks, model, optimizer, scheduler, overwrite=overwrite)
+            return None
         plan = make_plan(
             target,
             ranks,

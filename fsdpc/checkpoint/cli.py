@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--dtype", help="of the model's floats, such as bfloat16")
     convert.add_argument("--to", choices=("safetensors", "dcp"), default="safetensors")
     convert.add_argument(
-        "--prefix", default="", help="of the names to take from a DCP folder, such as model."
+        "--prefix",
+        default="",
+        help="of the names to take from a DCP folder or a torch.save file, such as model.",
     )
     convert.add_argument(
         "--trust-pickle",
@@ -82,7 +84,13 @@ def _diff(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from fsdpc.checkpoint.convert import convert
 
-    convert(args.source, args.target, args.dtype, args.to, args.trust_pickle, args.prefix)
+    left = convert(args.source, args.target, args.dtype, args.to, args.trust_pickle, args.prefix)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        print(
+            f"not converted: {left[0]}{more} (optimizer states are kept only between checkpoints "
+            "of fsdpc)"
+        )
     return 0
 
 

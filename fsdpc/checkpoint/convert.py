@@ -8,7 +8,7 @@ state is kept between checkpoints of fsdpc; other sources give the tensors of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,15 @@ Fetch = Callable[[str], torch.Tensor]
 
 @dataclass
 class _Set:
-    """Tensors by name, without values, and how to get one's values."""
+    """Tensors by name, without values, and how to get one's values. ``left``: names in the source
+    that are not taken.
+    """
 
     name: str
     folder: str
     entries: list[Entry]
     fetch: Fetch
+    left: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -50,10 +53,11 @@ def convert(
     to: str,
     trust_pickle: bool = False,
     prefix: str = "",
-) -> None:
+) -> list[str]:
     """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
     ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: of the names
-    that are taken, and lose it, from a DCP folder.
+    that are taken, and lose it, from a DCP folder or a ``torch.save`` file. Returns the names and
+    files of the source that were left out.
 
     ``CheckpointError``: a damaged source. ``ValueError``: a DCP folder without ``trust_pickle``, or
     an unknown dtype. ``FileExistsError``.
@@ -69,8 +73,9 @@ def convert(
         if cast is not None:
             state = {name: _cast(name, value, cast) for name, value in state.items()}
         dcp.save(state, checkpoint_id=str(target), no_dist=True)
-        return
+        return sets[0].left + [path for path in files if (source / path).is_file()]
     _write(target, sets, files, cast, step)
+    return sets[0].left
 
 
 def _cast(name: str, value: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
@@ -129,13 +134,14 @@ def _open(
                 "pickle: it can run code when torch reads it. --trust-pickle reads it all the same"
             )
         return [_open_dcp(source, prefix)], nothing, None
-    if prefix:
-        raise ValueError(
-            f"--prefix is for folders of torch's distributed checkpoints, not {source}"
-        )
     if source.is_dir() or source.suffix == ".safetensors":
+        if prefix:
+            raise ValueError(
+                f"--prefix is for folders of torch's distributed checkpoints and files of "
+                f"torch.save, not {source}"
+            )
         return _open_safetensors(source, nothing)
-    return [_open_torch(source)], nothing, None
+    return [_open_torch(source, prefix)], nothing, None
 
 
 def _open_safetensors(
@@ -175,12 +181,15 @@ def _fetch_stored(found: Opened, stored: StoredSet) -> Fetch:
     return fetch
 
 
-def _open_torch(source: Path) -> _Set:
+def _open_torch(source: Path, prefix: str) -> _Set:
     state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    left: list[str] = []
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        left = [str(name) for name in state if name != "state_dict"]
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(f"{source} holds no state dict: a dict of names to tensors")
+    state, more = _below(state, prefix, source)
     strange = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if strange:
         raise ValueError(f"{source}: {strange[0]!r} is no tensor, so it cannot be converted")
@@ -189,17 +198,21 @@ def _open_torch(source: Path) -> _Set:
         memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
         if value.numel() == 0 or first.setdefault(memory, name) == name:
             entries.append(_outline(name, value.shape, value.dtype))
-    return _Set("model", "", entries, lambda name: state[name].detach())
+    return _Set("model", "", entries, lambda name: state[name].detach(), left + more)
+
+
+def _below(every: dict[str, Any], prefix: str, source: Path) -> tuple[dict[str, Any], list[str]]:
+    """What has the prefix, without it, and the names of the rest. ``ValueError``: nothing has."""
+    known = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
+    if prefix and not known:
+        first = next(iter(every), None)
+        raise ValueError(f"{source} has no name with the prefix {prefix!r}, but {first!r}")
+    return known, [name for name in every if not name.startswith(prefix)]
 
 
 def _open_dcp(source: Path, prefix: str) -> _Set:
     reader = FileSystemReader(str(source))
-    every = reader.read_metadata().state_dict_metadata
-    known = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
-    if not known:
-        raise ValueError(
-            f"{source} has no name with the prefix {prefix!r}, but {next(iter(every))!r}"
-        )
+    known, left = _below(reader.read_metadata().state_dict_metadata, prefix, source)
     strange = [n for n, value in known.items() if not isinstance(value, TensorStorageMetadata)]
     if strange:
         raise ValueError(
@@ -213,4 +226,4 @@ def _open_dcp(source: Path, prefix: str) -> _Set:
         dcp.load({prefix + name: value}, checkpoint_id=str(source), no_dist=True)
         return value
 
-    return _Set("model", "", entries, fetch)
+    return _Set("model", "", entries, fetch, left)

@@ -27,9 +27,13 @@ _removing: dict[Path, threading.Thread] = {}
 
 
 class Draft:
-    """A checkpoint that is being written; one rank has it. ``path``: its temporary folder."""
+    """A checkpoint that is being written; one rank has it. ``path``: its temporary folder.
+    ``replaces``: files, one of which a folder must hold to be overwritten.
+    """
 
-    def __init__(self, target: Path, overwrite: bool) -> None:
+    def __init__(
+        self, target: Path, overwrite: bool, replaces: Sequence[str] = (_manifest.NAME,)
+    ) -> None:
         self.target = target
         self.overwrite = overwrite
         if not overwrite and os.path.lexists(target):
@@ -39,8 +43,8 @@ class Draft:
             )
         if overwrite and os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
             raise NotADirectoryError(f"{target} is not a folder, so it is not replaced")
-        if overwrite and target.is_dir() and not (target / _manifest.NAME).is_file():
-            if any(target.iterdir()):
+        if overwrite and target.is_dir() and any(target.iterdir()):
+            if not any((target / name).is_file() for name in replaces):
                 raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
         clean(target)

@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, comm: Any, group: Any = None) -> None:
         self.comm = comm
         self.rank, self.world = comm.rank, comm.world
-        self._group = group  # kept: torch's group ends with its last reference
+        self.group = group  # kept: torch's group ends with its last reference
         self._ended = ""
         self.told: BaseException | None = None  # an interruption that the others know of
         here = f"{socket.gethostname()}, pid {os.getpid()}"
@@ -68,9 +68,9 @@ class Ranks:
             f"{type(error).__name__} has ended an earlier save or load in the middle of a message "
             "to the other ranks: start the program again"
         )
-        if self._group is not None and self.comm.kind == "c10d":
-            dist.destroy_process_group(self._group)  # with the last reference connections end
-            self._group = None
+        if self.group is not None and self.comm.kind == "c10d":
+            dist.destroy_process_group(self.group)  # with the last reference connections end
+            self.group = None
 
     def step(self, what: str) -> Step:
         """A step that all ranks take; see ``Step``."""

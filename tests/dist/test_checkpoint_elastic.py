@@ -5,6 +5,7 @@ compared by their manifests; the first one is compared with torch's own full sta
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoints import FULL, KINDS, Mixed, build, mixed, typed
 from harness import run_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from toys import loss_of, tokens, toy, wrap_blocks
 
-from fsdpc import checkpoint
+from fsdpc import checkpoint, fully_shard
+from fsdpc.checkpoint import folders
+from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.ranks import ranks_of
 
 
@@ -49,6 +55,11 @@ def make(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, torch.op
     elif kind in ("no_shard", "fsdp1-no_shard"):
         engine = "fsdpc" if kind == "no_shard" else "torch.distributed.fsdp"
         model = wrap_blocks(engine, toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    elif kind == "fsdpc2":
+        model = toy() if model is None else model
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     else:
         model = build(kind, model)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -217,3 +228,71 @@ def load_wide(rank: int, world: int, path: str, kind: str) -> None:
 def test_casts_on_request(tmp_path: Path, kind: str):
     run_ranks(write_cut, 2, path=str(tmp_path / "low"))
     run_ranks(load_wide, 3, path=str(tmp_path / "low"), kind=kind)
+
+
+# --- torch's own format --------------------------------------------------------------------------
+
+
+def write_dcp(rank: int, world: int, path: str, kind: str) -> None:
+    """The same values in both formats."""
+    model, optimizer = make(kind)
+    with pytest.raises(checkpoint.CheckpointError, match="the optimizer has no state"):
+        checkpoint.save(f"{path}/dcp", model, optimizer, format="dcp")
+    train(rank, model, optimizer)
+    checkpoint.save(f"{path}/native", model, optimizer)
+    checkpoint.save(f"{path}/dcp", model, format="dcp")
+    checkpoint.save(f"{path}/dcp", model, optimizer, overwrite=True, format="dcp")
+    folders.finish_removing()
+
+
+def read_dcp(rank: int, world: int, path: str) -> None:
+    """By torch alone, into torch's fully_shard."""
+    model, optimizer = make("fsdp2", toy(seed=5))
+    weights, states = get_state_dict(model, optimizer)
+    held = {"model": weights, "optimizer": states}
+    dcp.load(held, checkpoint_id=f"{path}/dcp")
+    set_state_dict(
+        model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
+    )
+    checkpoint.save(f"{path}/again", model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["fsdpc-flat", "fsdpc2"])
+def test_torch_reads_folders_in_its_format(tmp_path: Path, kind: str):
+    run_ranks(write_dcp, 2, path=str(tmp_path), kind=kind)
+    run_ranks(read_dcp, 3, path=str(tmp_path))
+    assert digests(str(tmp_path / "again")) == digests(str(tmp_path / "native"))
+    convert(tmp_path / "dcp", tmp_path / "converted", None, "safetensors", True, "model.")
+    model, expected = toy(seed=5), tensors_of(str(tmp_path / "native"))
+    checkpoint.load(tmp_path / "converted", model)
+    assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def fail_dcp(rank: int, world: int, path: str) -> list[str]:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(rank)
+    checkpoint.save(f"{path}/a", model, format="dcp")
+    texts = []
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.save(f"{path}/b", model, format="dcp", step=3, async_=True)
+    texts.append(str(error.value))
+    if rank == 1:
+
+        def broken(*arguments: Any, **options: Any) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        FileSystemWriter.write_data = broken
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.save(f"{path}/a", model, overwrite=True, format="dcp")
+    return [*texts, str(error.value)]
+
+
+def test_torch_format_is_refused_or_fails_as_a_whole(tmp_path: Path):
+    for refused, failed in run_ranks(fail_dcp, 2, path=str(tmp_path)):
+        assert "format='dcp' has no step, async_: save without format=" in refused
+        assert "rank 1: OSError: [Errno 5] Input/output error" in failed
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    held = {"model": {"running_mean": torch.full((3,), 9.0)}}
+    dcp.load(held, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    assert held["model"]["running_mean"].tolist() == [0.0] * 3  # rank 0's

@@ -115,3 +115,40 @@ def load_after_forward(rank: int, world: int, path: str, strategy: int, orig: bo
 @pytest.mark.parametrize("orig", [True, False])
 def test_values_are_seen_by_the_next_forward(tmp_path: Path, strategy: int, orig: bool):
     run_ranks(load_after_forward, 2, path=str(tmp_path / "a"), strategy=strategy, orig=orig)
+
+
+def bytes_read() -> int:
+    """By this process so far, from the page cache or a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+
+
+def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
+    """What loads of this rank read, without a checksum and with all of them first."""
+    model = build(kind, nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(param.sum() for param in model.parameters()).backward()
+    optimizer.step()
+    checkpoint.save(path, model, optimizer)
+    checkpoint.load(path, model, optimizer)  # what is imported and opened once
+    found = {}
+    for verify in ("no", "before"):
+        before = bytes_read()
+        checkpoint.load(path, model, optimizer, verify=verify)
+        found[verify] = bytes_read() - before
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
+def test_a_rank_reads_its_shard_and_no_more(tmp_path: Path, kind: str):
+    """Each range may cost a page. Headers and JSON are read whole, some twice."""
+    found = run_ranks(count_bytes, 2, path=str(tmp_path / "a"), kind=kind)
+    params = [512 * 1024, 1024, 512 * 1024, 512]
+    shard = 3 * 4 * sum(params) // 2  # values and two moments
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    small = sum(path.stat().st_size for path in files if path.suffix == ".json")
+    headers = 4096 * sum(path.suffix == ".safetensors" for path in files)
+    pages = 4096 * 3 * len(params)
+    for read in found:
+        assert shard <= read["no"] <= shard + pages + 2 * (small + headers), (read, shard)
+        assert 2 * shard <= read["before"] <= 2 * (shard + pages + small + headers), (read, shard)

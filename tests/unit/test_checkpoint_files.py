@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -786,6 +787,9 @@ def peak(call):
     return status("VmHWM") - before
 
 torch.set_num_threads(1)
+"""
+
+SAVED = """
 def make():
     model = torch.nn.Linear(4096, 2048)  # 32 MB, and twice that of moments
     optimizer = torch.optim.AdamW(model.parameters())
@@ -806,13 +810,52 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     """96 MB are saved and loaded with the staging of 8 MB and little else."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
-    ended = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    peaks = [float(word) for word in ended.stdout.split()]
+    peaks = run_measured(SAVED, tmp_path)
     assert len(peaks) == 3 and all(peak < 20 for peak in peaks), peaks
     assert peaks[0] > 4, "the staging does not show, so nothing was measured"
+
+
+def run_measured(code: str, tmp_path: Path) -> list[float]:
+    """The figures that a program prints which begins with MEMORY."""
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY + code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [float(word) for word in ended.stdout.split()]
+
+
+CONVERTED = """
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from fsdpc.checkpoint.convert import convert
+
+def write(name, tensors, side):
+    state = {f"{i}.weight": torch.full((side, side), float(i)) for i in range(tensors)}
+    save_file(state, f"{sys.argv[1]}/{name}.safetensors")
+    dcp.save(state, checkpoint_id=f"{sys.argv[1]}/{name}.dcp", no_dist=True)
+
+def run(name, kind):
+    convert(Path(f"{sys.argv[1]}/{name}.{kind}"), Path(f"{sys.argv[1]}/{name}-{kind}"), None,
+            "safetensors", True)
+
+write("small", 2, 4)  # what is made on first use
+write("big", 16, 1024)  # 64 MB
+for kind in ("safetensors", "dcp"):
+    run("small", kind)
+    print(peak(lambda: run("big", kind)))
+"""
+
+
+def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
+    """64 MB in tensors of 4 MB: one tensor, what reads one, and the staging."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("no high-water mark that can be reset")
+    peaks = run_measured(CONVERTED, tmp_path)
+    assert len(peaks) == 2 and all(3 < peak < 48 for peak in peaks), peaks
+    assert not compare(tmp_path / "big-safetensors", tmp_path / "big-dcp")
 
 
 # --- in the background, and folders of steps -----------------------------------------------------
@@ -904,6 +947,50 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     assert again.steps() == [40, 42, 43]  # what was resumed from stays
 
 
+REMOVING = """
+import shutil, sys, time
+import torch
+from fsdpc import checkpoint
+
+def never_ends(path, quiet):  # with the folder half gone
+    (path / "fsdpc.json").unlink()
+    print("removing", flush=True)
+    time.sleep(60)
+
+shutil.rmtree = never_ends
+run = checkpoint.Checkpointer(sys.argv[1], keep=1)
+for step in (1, 2, 2, 3):
+    run.save(step, torch.nn.Linear(2, 2))
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
+    """Every save begins while what the one before has replaced is still there."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", REMOVING, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert program.stdout is not None
+    lines = [program.stdout.readline() for _ in range(4)]
+    assert sorted(lines) == ["removing\n"] * 3 + ["saved\n"]
+    deadline = time.monotonic() + 40
+    while program.poll() is None and time.monotonic() < deadline:
+        program.send_signal(signal.SIGINT)  # the first ends the program, one more its wait at exit
+        time.sleep(0.2)
+    program.stdout.close()
+    ended = program.poll() is not None
+    program.kill()
+    assert ended, "Ctrl-C waits until folders are removed"
+    assert len(list(tmp_path.glob(".old-*"))) == 3
+    found = checkpoint.Checkpointer(tmp_path).resume(nn.Linear(2, 2))
+    assert found is not None and (found.step, found.verified) == (3, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
+
+
 # --- conversion and the command ------------------------------------------------------------------
 
 
@@ -911,7 +998,9 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     model, _ = trained()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert command("convert", tmp_path / "model.pt", tmp_path / "from_pt") == 0
+    assert not capsys.readouterr().out
     assert command("convert", saved, tmp_path / "dcp", "--to", "dcp") == 0
+    assert " and 2 more (optimizer states" in capsys.readouterr().out
     assert command("convert", tmp_path / "dcp", tmp_path / "from_dcp") == 2
     assert "pickle" in capsys.readouterr().err
     assert command("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "from_dcp") == 0
@@ -942,7 +1031,23 @@ def test_a_dcp_folder_of_a_model_and_its_optimizer(tmp_path: Path, capsys: Any):
     assert command(*convert) == 2
     assert "--prefix model." in capsys.readouterr().err
     assert command(*convert, "--prefix", "net.") == 2
+    capsys.readouterr()
     assert command(*convert, "--prefix", "model.") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("not converted: optimizer.") and "optimizer states are kept only" in out
+    other = Net(9)
+    checkpoint.load(tmp_path / "to", other)
+    assert same(values(other), values(model))
+
+
+def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
+    model, _ = trained()
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "ddp.pt")
+    assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "net.") == 2
+    assert "has no name with the prefix 'net.', but 'module.scale'" in capsys.readouterr().err
+    assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "module.") == 0
+    assert capsys.readouterr().out.startswith("not converted: epoch (")
     other = Net(9)
     checkpoint.load(tmp_path / "to", other)
     assert same(values(other), values(model))

@@ -1,0 +1,135 @@
+"""Folders of torch's distributed checkpoints (DCP), written by torch's own library: for programs
+that read nothing else. They appear as a whole, as fsdpc's own do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor
+
+from fsdpc._torch import ShardedTensor
+from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.layout import lay_out
+from fsdpc.checkpoint.model import read_model
+from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.saving import _check_equal, _fingerprint
+
+INDEX = ".metadata"  # torch writes it last
+
+
+def check_options(format: str, given: list[str]) -> None:
+    """``ValueError``: no such format, or options of ``save`` that this one does not have."""
+    if format != "dcp":
+        raise ValueError(f"format must be 'safetensors' or 'dcp', not {format!r}")
+    if given:
+        raise ValueError(
+            f"format='dcp' has no {', '.join(given)}: save without format= and convert the folder "
+            "(python -m fsdpc.checkpoint convert SOURCE TARGET --to dcp)"
+        )
+
+
+def save_dcp(
+    target: Path,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write ``{"model", "optimizer", "scheduler"}``. Collective over ``ranks``.
+
+    ``CheckpointError``: a rank failed; the target is what it was before.
+    """
+    what = f"saving checkpoint {target} in torch's format"
+    state = _state_of(ranks, model, optimizer, scheduler, target, what)
+    draft: Draft | None = None
+    try:
+        with ranks.step(what) as created:
+            if ranks.rank == 0:
+                draft = Draft(target, overwrite, replaces=(_manifest.NAME, INDEX))
+                created.value = str(draft.path)
+        with ranks.step(what):
+            _write(state, created.values[0], ranks)
+        with ranks.step(what):
+            if draft is not None:
+                draft.publish(list(draft.path.iterdir()))
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+
+
+def _state_of(
+    ranks: Ranks, model: nn.Module, optimizer: Any, scheduler: Any, target: Path, what: str
+) -> dict[str, Any]:
+    with ranks.step(what) as read:
+        found = read_model(model, (ranks.rank, ranks.world))  # refuses what has no values to save
+        read.value = {
+            "sets": _fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),
+            "target": str(target),
+            "states": 1 if optimizer is None else len(optimizer.state),
+        }
+    _check_equal(what, read.values)
+    if not any(told["states"] for told in read.values):
+        raise CheckpointError(
+            f"{what}: the optimizer has no state: torch's library would make one by a step without "
+            "gradients. Save after its first step, or without optimizer="
+        )
+    with ranks.step(what):
+        weights, states = get_state_dict(model, () if optimizer is None else optimizer)
+        state: dict[str, Any] = {"model": weights}
+        if optimizer is not None:
+            _check_states(weights, states["state"])
+            state["optimizer"] = states
+        if scheduler is not None:
+            state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def _check_states(weights: dict[str, Any], states: dict[str, Any]) -> None:
+    """``TypeError``: a state of a sharded parameter is a plain tensor, of which torch's library
+    would write one rank's part as if it were the whole.
+    """
+    for name, values in states.items():
+        if not _is_sharded(weights.get(name)):
+            continue
+        for key, value in values.items():
+            if _is_sharded(value) or not isinstance(value, torch.Tensor):
+                continue
+            if value.numel() > 1:
+                raise TypeError(
+                    f"state {key!r} of {name} is no distributed tensor, as torch's format needs: "
+                    "save without format="
+                )
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def _write(state: dict[str, Any], folder: str, ranks: Ranks) -> None:
+    try:
+        dcp.save(
+            state,
+            checkpoint_id=folder,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),  # buffers: rank 0's
+            process_group=ranks.group,
+            no_dist=ranks.world == 1,
+        )
+    except CheckpointException as error:  # the same on every rank
+        own = error.failures.get(ranks.rank)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None  # Ctrl-C
+        texts = [f"rank {r}: {type(e).__name__}: {e}" for r, (e, _) in error.failures.items()]
+        raise CheckpointError("; ".join(texts)) from error
