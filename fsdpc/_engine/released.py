@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 
@@ -22,7 +23,9 @@ class ReleasedParameter(torch.Tensor):
     readable.
     """
 
-    _fsdpc_refusal: str
+    _fsdpc_name: str
+    _fsdpc_unit: str  # follows the unit's name
+    _fsdpc_outside: str
     _fsdpc_sharded: nn.Parameter | None
 
     @staticmethod
@@ -42,12 +45,20 @@ class ReleasedParameter(torch.Tensor):
         )
         self._fsdpc_sharded = sharded
         self._is_param = sharded is not None  # for isinstance(..., nn.Parameter)
-        self._fsdpc_refusal = (
-            f"parameter {name!r} of unit {unit!r} is not gathered here: its values are readable in "
-            f"the forward of its own unit and {outside}. If another module uses the "
-            "parameter (tied weights), wrap both modules in one unit, or call the owning module"
-        )
+        self._fsdpc_name, self._fsdpc_unit, self._fsdpc_outside = name, unit, outside
         return self
+
+    @property
+    def _fsdpc_which(self) -> str:
+        return f"parameter {self._fsdpc_name!r} of unit {self._fsdpc_unit!r}"
+
+    @property
+    def _fsdpc_refusal(self) -> str:
+        return (
+            f"{self._fsdpc_which} is not gathered here: its values are readable in the forward of "
+            f"its own unit and {self._fsdpc_outside}. If another module uses the parameter (tied "
+            "weights), wrap both modules in one unit, or call the owning module"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,9 +80,24 @@ class ReleasedParameter(torch.Tensor):
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _pass_on(name: str) -> None:
+class ReleasedDTensor(ReleasedParameter):
+    """Stands for a parameter whose sharded form is a DTensor: mesh and placements are that one's.
+
+    A rank's rows are not readable either: changes of them would reach the gathers of some ranks.
+    """
+
+    def _refuse_part(self, *args: Any, **kwargs: Any) -> Any:
+        raise _C.StateError(
+            f"{self._fsdpc_which} is not gathered here: call to_local(), full_tensor() or "
+            "redistribute() of it before the model's forward, and pass the result in"
+        )
+
+    to_local = full_tensor = redistribute = _refuse_part
+
+
+def _pass_on(name: str, kind: type = torch.Tensor, to: type = ReleasedParameter) -> None:
     """Forward an attribute or method to the user's sharded parameter, if there is one."""
-    plain = getattr(torch.Tensor, name)
+    plain = getattr(kind, name)
 
     def method(self: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
         own = self._fsdpc_sharded
@@ -86,7 +112,7 @@ def _pass_on(name: str) -> None:
         own = self._fsdpc_sharded
         plain.__set__(self if own is None else own, value)
 
-    setattr(ReleasedParameter, name, method if callable(plain) else property(get, put))
+    setattr(to, name, method if callable(plain) else property(get, put))
 
 
 for _name in (
@@ -97,6 +123,8 @@ for _name in (
     "register_post_accumulate_grad_hook",
 ):
     _pass_on(_name)
+for _name in ("device_mesh", "placements"):
+    _pass_on(_name, DTensor, ReleasedDTensor)
 
 
 def _find(args: Any, kwargs: Any) -> ReleasedParameter:

@@ -50,6 +50,7 @@ class Unit(WholeValues):
 
     readable_outside = "inside summon_full_params"
     dtensors = False  # the optimizer sees DTensors around this rank's rows
+    released_class = ReleasedParameter
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class Unit(WholeValues):
     def _stand_in(self, i: int) -> ReleasedParameter:
         full, info = self.full[i], self.infos[i]
         own = info.param if self.use_orig_params else None
-        return ReleasedParameter(
+        return self.released_class(
             full.shape,
             full.dtype,
             full.device,
@@ -331,6 +332,8 @@ class Unit(WholeValues):
     @name.setter
     def name(self, value: str) -> None:
         self._name = self.flat.name = value
+        for released in self.released:
+            released._fsdpc_unit = value
 
     @property
     def shard_params(self) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import over
+from fsdpc._engine.released import ReleasedDTensor
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
 from fsdpc._fsdp2.args import DataMesh
@@ -35,6 +36,7 @@ class RowUnit(Unit):
     """
 
     dtensors = True
+    released_class = ReleasedDTensor
     readable_outside = "between unshard() and reshard()"
 
     def __init__(

@@ -1,13 +1,18 @@
-"""The examples for frameworks, run as their first lines say, in sizes that take seconds."""
+"""The examples, run as their first lines say, in sizes that take seconds."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,3 +63,37 @@ def test_checkpoints_in_frameworks():
     for door in ("FullyShardedDataParallel", "fully_shard"):
         (line,) = (line for line in lines if line.startswith(f"{door}: losses"))
         assert line.endswith("from the checkpoint the same: True")
+
+
+def trained_by(example, api: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the saved weights of a few steps of train_gpt.py."""
+    options = "--steps 3 --batch 2 --seq 16 --device cpu --api".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_gpt.py", *options, api])
+        args = example.parse_args()
+    torch.manual_seed(args.seed)
+    device = torch.device("cpu")
+    plain = example.GPT(example.GPTConfig(layers=2, width=24, heads=2, context=16))
+    model = example.shard(plain, args, device)
+    corpus = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(1))
+    stop = SimpleNamespace(wanted=False)
+    history, complete = example.train(model, corpus.to(torch.uint8), args, stop, device)
+    assert complete
+    example.save_weights(model, folder / api)
+    dist.barrier()
+    return [step["loss"] for step in history], torch.load(folder / api)
+
+
+@ranks(2)
+def test_train_gpt_by_both_interfaces(rank, world, tmp_path):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        example = importlib.import_module("train_gpt")
+    expected, weights = trained_by(example, "FSDP", tmp_path)
+    losses, ours = trained_by(example, "fully_shard", tmp_path)
+    assert len(set(expected)) == 3
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert list(ours) == list(weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -295,7 +295,10 @@ def read_of_another_unit(lib):
     lib.fully_shard(model)(inputs(lib))
 
 
-@case(torch=raises(RuntimeError, "DTensor"), fsdpc=raises(RuntimeError, "is not gathered here"))
+@case(
+    torch=raises(RuntimeError, "DTensor"),
+    fsdpc=raises(RuntimeError, "of unit 'block' is not gathered here"),
+)
 def a_weight_of_another_unit(lib):
     """the root's forward reads the weight of a unit"""
     read_of_another_unit(lib)
@@ -309,6 +312,60 @@ def a_weight_of_another_unit(lib):
 def a_weight_of_another_unit_on_one_rank(lib):
     """the root's forward reads the weight of a unit, on one rank"""
     read_of_another_unit(lib)
+
+
+class Asking(nn.Module):
+    """Its forward asks the weight of a unit, which is not gathered then."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.block, self.own = linear(), linear(seed=1)
+        self.ask = ask
+
+    def forward(self, x, part=None):
+        answer = self.ask(self.block.weight)
+        self.answer = None if isinstance(answer, torch.Tensor) else answer
+        y = self.own(self.block(x))
+        return y if part is None else y + part.square().sum()
+
+
+def asking(lib, ask):
+    model = Asking(ask)
+    lib.fully_shard(model.block)
+    return lib.fully_shard(model)
+
+
+PARTS = {
+    "to_local": lambda weight: weight.to_local(),
+    "full_tensor": lambda weight: weight.full_tensor(),
+    "redistribute": lambda weight: weight.redistribute(placements=weight.placements),
+}
+
+
+@case(
+    fsdpc=raises(RuntimeError, "'weight' of unit 'block' is not gathered here: call to_local()"),
+    over={"method": list(PARTS)},
+)
+def part_of_a_weight_of_another_unit(lib, method):
+    """the root's forward calls to_local(), full_tensor() or redistribute() of a unit's weight"""
+    asking(lib, PARTS[method])(inputs(lib))
+
+
+@case()
+def placements_of_a_weight_of_another_unit(lib):
+    model = asking(lib, lambda w: (str(w.placements), w.device_mesh.size(), w.requires_grad))
+    for _ in range(2):
+        model(inputs(lib)).sum().backward()
+    return model.answer, lib.gradients(model)
+
+
+@case(over={"times": [1, 2]})
+def part_of_a_weight_passed_to_the_forward(lib, times):
+    """The way out: this rank's rows go in as an argument, and their gradient counts."""
+    model = asking(lib, lambda weight: None)
+    for seed in range(times):
+        model(inputs(lib, seed), model.block.weight.to_local()).sum().backward()
+    return lib.gradients(model)
 
 
 # --- files ---------------------------------------------------------------------------------------

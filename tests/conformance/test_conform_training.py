@@ -378,4 +378,80 @@ def ranks_hold_equal_losses_for_equal_batches(lib):
     return loss
 
 
+# --- faults of torch's fully_shard, under the class ----------------------------------------------
+
+
+@case(
+    torch=raises(AssertionError, "`grad_fn` is needed"),
+    fsdpc_does="trains",
+    over={"orig": BOTH},
+)
+def training_after_a_first_forward_in_inference_mode(lib, orig):
+    """the first forward under torch.inference_mode, then training"""
+    model, reference = lib.wrap_blocks(toy(), use_orig_params=orig), Reference(toy())
+    with torch.inference_mode():
+        model(lib.batch())
+    loss_of(model, lib.batch()).backward()
+    reference.backward(lib.batch())
+    text = difference(lib.gradients(model), reference.gradients(), rtol=1e-5)
+    assert not text, text
+
+
+@case(over={"orig": BOTH})
+def a_step_after_a_validation_forward(lib, orig):
+    """a validation forward between backward and optimizer.step()"""
+    model = lib.wrap_blocks(toy(), use_orig_params=orig, sharding_strategy=S.SHARD_GRAD_OP)
+    plain = toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss_of(model, lib.batch()).backward()
+    with torch.no_grad():
+        model(lib.batch(1))
+    optimizer.step()
+    with torch.no_grad():
+        after = model(lib.batch(1))
+    plain.load_state_dict(lib.full(model))
+    assert torch.allclose(after, plain(lib.batch(1)), rtol=1e-5, atol=1e-6), "old weights"
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+class Boxed(nn.Linear):
+    def forward(self, x):
+        return Box(super().forward(x))
+
+
+@case(
+    torch=raises(ValueError, "current state is TrainingState.IDLE"),
+    fsdpc=raises(RuntimeError, "was computed while the unit was not gathered"),
+)
+def an_output_in_an_object_of_the_users(lib):
+    """the root returns an object of the user's class"""
+    model, plain = lib.wrap(Boxed(3, 3), use_orig_params=True), Boxed(3, 3)
+    plain.load_state_dict(lib.full(model))
+    x = torch.ones(2, 3)
+    model(x).value.sum().backward()
+    plain(x).value.sum().backward()
+    text = difference(lib.gradients(model), {n: p.grad for n, p in plain.named_parameters()})
+    assert not text, text
+
+
+@case(world=4, torch=wrong("elements"), fsdpc_does="adds in fp32 and rounds once")
+def a_mean_in_bfloat16(lib):
+    """the mean over four ranks of gradients in bfloat16"""
+    mixed = MixedPrecision(reduce_dtype=torch.bfloat16)
+    model = lib.wrap(nn.Linear(64, 64, bias=False), mixed_precision=mixed, use_orig_params=True)
+    grads = [
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(r)).bfloat16().float()
+        for r in range(lib.world)
+    ]
+    (model(torch.eye(64)) * grads[lib.rank].t()).sum().backward()
+    mean = sum(g.double() for g in grads) / lib.world
+    got = lib.gradients(model)["weight"].double()
+    far = int(((got - mean).abs() > mean.abs() * 2.0**-8 * 1.01).sum())
+    assert far == 0, f"{far} elements differ by more than one rounding"
+
+
 test_torch, test_fsdpc = case.tests()

@@ -8,6 +8,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from suite import Cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +30,13 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
 HYBRID = ShardingStrategy.HYBRID_SHARD
 BLOCKS = ModuleWrapPolicy({Block})
+
+LOCAL_ON_A_MESH = "Found state_dict_type LOCAL_STATE_DICT"
+if hasattr(torch_fsdp, "DataParallelMeshDims"):  # before torch 2.13 an argument for each sentence
+    LOCAL_ON_A_MESH += (
+        ". DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set state_dict_type to "
+        "SHARDED_STATE_DICT to get DTensor state_dict."
+    )
 
 
 def mesh(*shape):
@@ -266,9 +274,7 @@ WORDS = {
         f"local on a mesh, {call}": (
             functools.partial(local_on_a_mesh, call=call),
             RuntimeError,
-            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
-            "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
-            "state_dict.",
+            LOCAL_ON_A_MESH,
         )
         for call in ("save", "settings", "optimizer")
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from harness import ranks, run_ranks
 from test_features_experts import loss_of as mixture_loss
 from test_features_experts import mixture, random_batch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from toys import (
     PRECISIONS,
     Block,
@@ -90,6 +91,31 @@ def test_two_runs_are_equal_to_the_bit(precision):
     )
     for one, other in zip(first, second, strict=True):
         check_equal(one, other, "second run")
+
+
+@ranks(4)
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
+    """Equal to the bit, where ranks arrive in one order in the first run and turned in the next."""
+    runs = []
+    for turned in (False, True):
+        place = world - 1 - rank if turned else rank
+        model = toy()
+        for module in (*model.blocks, model):
+            fsdpc.fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        history = {}
+        for step in range(3):
+            loss = loss_of(model, tokens(rank, step, 0))
+            time.sleep(0.02 * place)
+            loss.backward()
+            history[f"loss of step {step}"] = loss.detach()
+            for name, p in model.named_parameters():
+                history[f"gradient {name} of step {step}"] = p.grad.to_local().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(history)
+    check_equal(*runs, "the turned run")
 
 
 @ranks(2, 3, env=WIRE)
