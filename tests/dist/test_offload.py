@@ -22,7 +22,7 @@ from toys import (
 )
 
 from fsdpc import _C, optim
-from fsdpc.optim._device import ordinal_of
+from fsdpc.optim._device import gpu_of
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
@@ -122,7 +122,7 @@ def test_part_of_the_units_stays_on_the_device(rank, world, engine):
     here = [unit.flat.offloaded for unit in models[1]._tree.units]
     assert here == [False, True, True, False, False]
     for unit in models[1]._tree.units:
-        places = {ordinal_of(param) for param, _, _ in unit.optim_params}
+        places = {gpu_of(param) for param, _, _ in unit.optim_params}
         assert places == {None if unit.flat.offloaded else 0}
 
 
