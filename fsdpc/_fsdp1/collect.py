@@ -91,7 +91,7 @@ def _check_replicated(module: nn.Module, name: str, ignored: Ignored, unit_name:
 
 def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
     owner = owner_of(param)
-    if owner is not None and hasattr(param, "placements"):
+    if owner is not None and owner.dtensors:
         raise ValueError(
             f"parameter {name!r} of unit {unit_name!r} is sharded by fully_shard already, in unit "
             f"{owner.name!r}: shard a model with one of both interfaces"

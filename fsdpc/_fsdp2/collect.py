@@ -63,7 +63,7 @@ def collect_infos(
 
 def _check(param: nn.Parameter, name: str, what: str) -> None:
     owner = owner_of(param)
-    if owner is not None and not isinstance(param, DTensor):
+    if owner is not None and not owner.dtensors:
         raise ValueError(
             f"parameter {name!r} of {what} is sharded by FullyShardedDataParallel already, in unit "
             f"{owner.name!r}: shard a model with one of both interfaces"
