@@ -250,6 +250,28 @@ def test_safetensors_go_between_both_interfaces(rank, world):
     assert losses[0] == losses[1] == losses[2]
 
 
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_module_is_sharded_by_one_interface(rank, world, tied):
+    """A parameter that is tied to a sharded one is still a plain one in the second call."""
+
+    def pair():
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            second.weight = first.weight
+        return first, second if tied else first
+
+    first, second = pair()
+    fsdpc.fully_shard(first)
+    with pytest.raises(ValueError, match="by fully_shard already.* one of both interfaces"):
+        fsdpc.FullyShardedDataParallel(nn.Sequential(second), use_orig_params=True)
+    first, second = pair()
+    wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel already.* one of both"):
+        fsdpc.fully_shard(nn.Sequential(second))
+    assert wrapped.module is first  # a wrapper that is gone shards nothing
+
+
 def checkpoint_folder(rank: int) -> str:
     """One new path for all ranks."""
     paths = [tempfile.mkdtemp() if rank == 0 else None]
