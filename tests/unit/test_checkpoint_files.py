@@ -853,6 +853,8 @@ def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: 
     """64 MB in tensors of 4 MB: one tensor, what reads one, and the staging."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("ASan keeps memory that was freed")
     peaks = run_measured(CONVERTED, tmp_path)
     assert len(peaks) == 2 and all(3 < peak < 48 for peak in peaks), peaks
     assert not compare(tmp_path / "big-safetensors", tmp_path / "big-dcp")
@@ -948,20 +950,20 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
 
 
 REMOVING = """
-import shutil, sys, time
+import os, shutil, sys, time
 import torch
 from fsdpc import checkpoint
 
 def never_ends(path, quiet):  # with the folder half gone
     (path / "fsdpc.json").unlink()
-    print("removing", flush=True)
+    os.write(1, b"removing\\n")  # whole, beside the lines of other threads
     time.sleep(60)
 
 shutil.rmtree = never_ends
 run = checkpoint.Checkpointer(sys.argv[1], keep=1)
 for step in (1, 2, 2, 3):
     run.save(step, torch.nn.Linear(2, 2))
-print("saved", flush=True)
+os.write(1, b"saved\\n")
 time.sleep(60)
 """
 
