@@ -950,9 +950,11 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
 
 
 REMOVING = """
-import os, shutil, sys, time
+import os, shutil, signal, sys, time
 import torch
 from fsdpc import checkpoint
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 def never_ends(path, quiet):  # with the folder half gone
     (path / "fsdpc.json").unlink()
