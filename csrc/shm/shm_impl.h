@@ -93,7 +93,7 @@ struct fsdpc_shm {
     _Atomic uint32_t waiters; /* threads of this rank that wait now */
     _Atomic uint32_t aborting;
     _Atomic int64_t reported_ns; /* when a long wait was reported last */
-    /* shm_stuck.c, under its lock but for `process` and `serial`. */
+    /* Fields of shm_stuck.c, whose lock protects all of them except `process` and `serial`. */
     int process, entry; /* this process; its entry in the table of segments, or -1 */
     uint64_t serial;    /* of this process's segments, never used again */
     uint32_t kin,

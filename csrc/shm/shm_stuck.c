@@ -15,8 +15,8 @@
  *   2. A waiter reads the counts (fsdpc_shm_read_changes) and then examines what it waits for.
  *      Only if it can do nothing does it write its word, with the count it has read, into each
  *      of its segments.
- *   3. The word in a segment S is marked CLOSED if only members of S can end the wait. That is
- *      so if all members of the segment that the wait is for are in S.
+ *   3. The word in a segment S is marked CLOSED if only members of S can end the wait: if S has
+ *      all members of the segment in which the rank waits.
  *   4. Whether a waiter can do something depends on the shared state alone, not on time. The
  *      fallback PRIVATE is the exception: it is correct at any time.
  *   5. One thread of a process uses its segments at a time (the waits of hooks hold the GIL). If

@@ -83,8 +83,8 @@ finish_lingering(fsdpc_py_flat *flat)
     return other->complete ? fsdpc_py_finish_unit(other) : 0;
 }
 
-/* A backward that enters a unit which was done before finds gradients there if their sum is not due
- * yet: gradients to come are counted by hooks then, not by looking. */
+/* A unit that a backward enters again may still hold gradients whose sum is not due yet. A gradient
+ * that is there is then no sign of a new one, so hooks count the new gradients. */
 static int
 count_again(fsdpc_py_flat *flat)
 {
