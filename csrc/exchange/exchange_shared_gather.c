@@ -247,7 +247,7 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
         enum fsdpc_shm_way way = final                ? FSDPC_WAY_PRIVATE
                                  : all_final(x, true) ? FSDPC_WAY_OLDER
                                                       : FSDPC_WAY_NONE;
-        bool act = may_wait && fsdpc_shared_must_act(x, &wait, way);
+        bool act = may_wait && !final && fsdpc_shared_must_act(x, &wait, way);
         FSDPC_GOTO(lock_slot(x, slot, &wait.what), done);
         enum hold hold = hold_locked(x, unit, slot, chunks, final || act);
         unlock_slot(slot);
@@ -258,7 +258,8 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
             fsdpc_shared_wait_was_worth(x, &wait);
             goto done;
         }
-        if (!may_wait || slot_held(x, slot)[x->rank] || act) {
+        if (!may_wait || slot_held(x, slot)[x->rank] || act ||
+            (final && fsdpc_shared_must_act(x, &wait, way))) {
             *busy = true;
             goto done;
         }

@@ -194,7 +194,7 @@ ring(fsdpc_shm *shm)
 {
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->bell, 1);
-    if (atomic_load(&control->sleepers) > 0) {
+    if (atomic_load(&control->asleep) && atomic_exchange(&control->asleep, 0)) {
         fsdpc_shm_wake(&control->bell);
     }
 }
@@ -374,10 +374,12 @@ fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way w
     if (act) {
         return fsdpc_shm_check(shm, what);
     }
-    atomic_fetch_add(&control->sleepers, 1);
-    int status = fsdpc_shm_wait_word(shm, &control->bell, view->bell, until_ns, what);
-    atomic_fetch_sub(&control->sleepers, 1);
-    return status;
+    /* A rank that spins is no sleeper yet: waking one is a system call of the rank that rings. */
+    if (fsdpc_shm_spin(shm, &control->bell, view->bell)) {
+        return FSDPC_OK;
+    }
+    atomic_store(&control->asleep, 1);
+    return fsdpc_shm_sleep_word(shm, &control->bell, view->bell, until_ns, what);
 }
 
 bool

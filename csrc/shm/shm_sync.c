@@ -58,7 +58,7 @@ wait_round(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
             break;
         }
         FSDPC_GOTO(check_missing_left(shm, round, what), end);
-        FSDPC_GOTO(fsdpc_shm_wait_word(shm, done, old, deadline_ns, what), end);
+        FSDPC_GOTO(fsdpc_shm_sleep_word(shm, done, old, deadline_ns, what), end);
     }
 end:
     atomic_fetch_sub(&shm->control->barrier_sleepers, 1);

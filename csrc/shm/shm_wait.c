@@ -180,21 +180,35 @@ sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadli
     return fsdpc_shm_check(shm, what);
 }
 
-int
-fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
-                    const fsdpc_wait *what)
+bool
+fsdpc_shm_spin(const fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old)
 {
     for (int i = 0; i <= shm->spins; i++) {
         if (atomic_load_explicit(word, memory_order_acquire) != old) {
-            return FSDPC_OK;
+            return true;
         }
         fsdpc_pause();
     }
+    return false;
+}
+
+int
+fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
+                     const fsdpc_wait *what)
+{
     FSDPC_TRY(fsdpc_shm_usable(shm));
     begin_blocked(shm, what);
     int status = sleep_slice(shm, word, old, deadline_ns, what);
     end_blocked(shm);
     return status;
+}
+
+int
+fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
+                    const fsdpc_wait *what)
+{
+    return fsdpc_shm_spin(shm, word, old) ? FSDPC_OK
+                                          : fsdpc_shm_sleep_word(shm, word, old, deadline_ns, what);
 }
 
 /* --- texts ---------------------------------------------------------------------------------- */

@@ -43,17 +43,25 @@ model_is_gone(const fsdpc_py_flat *flat)
     return -1;
 }
 
-/* See [Note: a second backward]. */
+/* See [Note: a second backward]. torch is asked once in each backward: its answer is the same for all nodes. */
 static int
 look_for_second(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
-    int again = fsdpc_py_call_truth(tree->grad_enabled);
-    if (again > 0) {
+    if (tree->asked_backward != tree->backward || tree->asked_task != flat->task) {
+        int again = fsdpc_py_call_truth(tree->grad_enabled);
+        if (again < 0) {
+            return -1;
+        }
+        tree->asked_backward = tree->backward;
+        tree->asked_task = flat->task;
+        tree->makes_graph = again;
+    }
+    if (tree->makes_graph) {
         tree->twice = true;
         fsdpc_tree_keep_hold(tree->tree, flat->id);
     }
-    return again < 0 ? -1 : 0;
+    return 0;
 }
 
 static void

@@ -8,18 +8,28 @@
  */
 #include "py/unit/py_engine.h"
 
-/* A key of the instance's own dictionary; unlike an attribute, its absence costs no exception. */
+/* Of the instance's own dictionary: unlike an attribute, an absent key costs no exception, and only a
+ * dictionary that has changed is searched. */
 static int
-has_own(PyObject *object, PyObject *key)
+has_optimizers(fsdpc_py_sharded *sharded)
 {
-    PyObject **dict = _PyObject_GetDictPtr(object);
-    return dict && *dict ? PyDict_Contains(*dict, key) : 0;
+    PyObject **dict = _PyObject_GetDictPtr(sharded->param);
+    if (!dict || !*dict) {
+        return 0;
+    }
+    uint64_t state = fsdpc_py_dict_state(*dict);
+    if (state != 0 && state == sharded->without_optimizers) {
+        return 0;
+    }
+    int has = PyDict_Contains(*dict, fsdpc_py_name.backward_optimizers);
+    sharded->without_optimizers = has == 0 ? state : 0;
+    return has;
 }
 
 static int
-has_listeners(const fsdpc_py_sharded *sharded)
+has_listeners(fsdpc_py_sharded *sharded)
 {
-    int own = has_own(sharded->param, fsdpc_py_name.backward_optimizers);
+    int own = has_optimizers(sharded);
     if (own != 0) {
         return own;
     }
@@ -30,7 +40,7 @@ has_listeners(const fsdpc_py_sharded *sharded)
 }
 
 int
-fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list)
+fsdpc_py_note_listeners(fsdpc_py_sharded *sharded, PyObject **list)
 {
     int some = has_listeners(sharded);
     if (some <= 0) {

@@ -25,9 +25,9 @@ put_sites(const fsdpc_py_flat *flat, bool gathered)
 }
 
 static long
-read_version(PyObject *tensor)
+read_version(const fsdpc_py_flat *flat)
 {
-    PyObject *number = fsdpc_py_field(tensor, FSDPC_PY_VERSION);
+    PyObject *number = fsdpc_py_field(PyTuple_GET_ITEM(flat->versions, 0), FSDPC_PY_VERSION);
     long value = number ? PyLong_AsLong(number) : -1;
     Py_XDECREF(number);
     return value;
@@ -35,9 +35,8 @@ read_version(PyObject *tensor)
 
 /* Values written into the gathered parameters never reach the shards, and other ranks may see them. */
 static int
-check_unwritten(const fsdpc_py_flat *flat)
+check_unwritten(const fsdpc_py_flat *flat, long found)
 {
-    long found = read_version(PyTuple_GET_ITEM(flat->versions, 0));
     if (found < 0 || found == flat->gathered_version) {
         return found < 0 ? -1 : 0;
     }
@@ -63,21 +62,20 @@ put_version(const fsdpc_py_flat *flat, long version)
     return result ? 0 : -1;
 }
 
-/* From the number `now`, as far as is known. Where the optimizer steps between two passes, most changes are
- * by one or three: increments, which take torch a third of the time. */
+/* From the number `found`. Where the optimizer steps between two passes, most changes are by one or three:
+ * increments, which take torch a third of the time. */
 static int
-set_version(const fsdpc_py_flat *flat, long now, long version)
+set_version(const fsdpc_py_flat *flat, long found, long version)
 {
-    if (version - now != 1 && version - now != 3) {
-        return put_version(flat, version);
+    if (found < 0) {
+        return -1;
     }
-    long found = read_version(PyTuple_GET_ITEM(flat->versions, 0));
-    if (found < 0 || found != now) {
-        return found < 0 ? -1 : put_version(flat, version);
+    if (version - found != 1 && version - found != 3) {
+        return put_version(flat, version);
     }
     PyObject *result =
         PyObject_CallOneArg(flat->tree->increment_versions,
-                            version - now == 1 ? flat->versions : flat->versions_thrice);
+                            version - found == 1 ? flat->versions : flat->versions_thrice);
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
@@ -96,12 +94,13 @@ static int
 close_values(fsdpc_py_flat *flat)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    int written = check_unwritten(flat);
+    long found = read_version(flat);
+    int written = check_unwritten(flat, found);
     if (written < 0) {
         PyErr_Fetch(&type, &value, &traceback);
     }
     flat->released_version = new_version(flat, true);
-    int result = set_version(flat, flat->gathered_version, flat->released_version);
+    int result = found < 0 ? -1 : set_version(flat, found, flat->released_version);
     if (written < 0) {
         PyErr_Restore(type, value, traceback);
     }
@@ -122,7 +121,7 @@ fsdpc_py_mark(fsdpc_py_flat *flat)
     if (!flat->versions || !flat->tree || !flat->tree->set_versions) {
         return 0;
     }
-    return gathered ? set_version(flat, flat->released_version, flat->gathered_version)
+    return gathered ? set_version(flat, read_version(flat), flat->gathered_version)
                     : close_values(flat);
 }
 

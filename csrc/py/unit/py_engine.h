@@ -19,6 +19,7 @@ typedef struct fsdpc_py_gate {
  * `stand_in` (may be NULL) while a forward of the model runs, else `sharded`. */
 typedef struct fsdpc_py_site {
     PyObject *dict, *key, *full, *sharded, *stand_in;
+    uint64_t shows_sharded; /* a state of the dictionary in which dict[key] is `sharded`, or 0 */
 } fsdpc_py_site;
 
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
@@ -30,8 +31,10 @@ typedef struct fsdpc_py_sharded {
     long param_version; /* of `param`, when last recorded: py_versions.c */
     long version;       /* of `grad` when the last backward ended, if it waits */
     long broken;        /* of `grad` when the last backward broke off, -1: not looked at */
-    bool touched;       /* by the user since then */
-    bool waits;         /* `grad` stands for gradients of no_sync */
+    uint64_t
+        without_optimizers; /* a state of param's dictionary without backward optimizers, or 0 */
+    bool touched;           /* by the user since then */
+    bool waits;             /* `grad` stands for gradients of no_sync */
     int *covers;
     int cover_count;
     bool requires_grad; /* when last read */
@@ -112,8 +115,11 @@ typedef struct fsdpc_py_tree {
     bool late_work; /* the tree or a unit has put something off until then */
     bool thaws;     /* on_thaw runs, and may detach the units */
     int forward_depth;
-    bool recompute;        /* the outermost forward in progress runs inside a backward */
-    bool twice;            /* the backward in progress makes a graph for a second one */
+    bool recompute;   /* the outermost forward in progress runs inside a backward */
+    bool twice;       /* the backward in progress makes a graph for a second one */
+    bool makes_graph; /* torch's answer to that, for this task of this backward: */
+    long asked_task;
+    uint64_t asked_backward;
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
     bool sums;             /* some unit's gradients of that backward are summed over the ranks */
     uint64_t backward;     /* number of that backward */
@@ -161,6 +167,10 @@ extern PyMethodDef fsdpc_py_places_methods[];
 int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
 /* Writes that autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */
 long fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor);
+
+/* A number that Python gives to the dictionary's contents of now and to no others; 0: this Python does not.
+ */
+uint64_t fsdpc_py_dict_state(PyObject *dict);
 
 /* A parameter's number from Python; IndexError names the unit. */
 int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
@@ -358,7 +368,7 @@ int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
 
 /* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
  * has listeners. 1: it has, 0, or -1 with an exception. */
-int fsdpc_py_note_listeners(const fsdpc_py_sharded *sharded, PyObject **list);
+int fsdpc_py_note_listeners(fsdpc_py_sharded *sharded, PyObject **list);
 /* The program refers to gradients of the unit beside .grad. */
 bool fsdpc_py_keeps_grads(const fsdpc_py_flat *flat);
 /* Calls them; `list` may be NULL. */
