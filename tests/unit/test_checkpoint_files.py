@@ -374,6 +374,24 @@ def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, tex
     assert same(values(fresh), before) and not into.state
 
 
+@pytest.mark.parametrize("kind", [fsdpc.optim.AdamW8bit, fsdpc.optim.AdamMini])
+def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
+    """Into the optimizer that has saved, and has such states already."""
+    model = nn.Linear(80, 80)
+    named = model.named_parameters() if kind is fsdpc.optim.AdamMini else model.parameters()
+    optimizer = kind(named, lr=0.1)
+    model(torch.ones(1, 80)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    optimizer.step()
+    after = model.weight.detach().clone()
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert torch.equal(model.weight, after)
+
+
 def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
     """The states that an optimizer makes are found by a step of a parameter of its class."""
     model, optimizer = trained(1)
