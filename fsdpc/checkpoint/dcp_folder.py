@@ -68,7 +68,9 @@ class Folder:
                 for name, form in metadata.state_dict_metadata.items()
             }
             self._check_files(metadata.storage_data)
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # values of any type may stand where torch has others
             raise CheckpointError(
                 f"{path / INDEX} is damaged: {type(error).__name__}: {error}"
             ) from error
@@ -136,12 +138,9 @@ class Folder:
                 keys = [MetadataIndex(name)]
             else:
                 keys = [MetadataIndex(name, chunk.offsets) for chunk in form.chunks]
-                held = sum(math.prod(chunk.sizes) for chunk in form.chunks)
-                if held != math.prod(form.size):
-                    raise CheckpointError(
-                        f"{self.path}: the parts of {name!r} have {held} elements, the tensor has "
-                        f"{math.prod(form.size)}: a rank's part is missing"
-                    )
+                problem = _gap(tuple(form.size), form.chunks)
+                if problem:
+                    raise CheckpointError(f"{self.path}: the parts of {name!r} {problem}")
             for key in keys:
                 if key not in places:
                     raise CheckpointError(f"{self.path}: the index has no place of {name!r}")
@@ -182,6 +181,26 @@ def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:
     """Parts that several ranks have written, once each."""
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in form.chunks}
     return TensorStorageMetadata(form.properties, form.size, list(chunks.values()))
+
+
+def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
+    """What keeps the parts from being the whole tensor, each element once; empty: nothing."""
+    boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(c.sizes))
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if held != whole:
+        return f"have {held} elements, the tensor has {whole}: a rank's part is missing"
+    ends = [tuple(map(sum, zip(*box, strict=True))) for box in boxes]
+    dims = range(len(shape))
+    for (begin, _), end in zip(boxes, ends, strict=True):
+        if not all(0 <= begin[d] < end[d] <= shape[d] for d in dims):
+            return f"have one at {begin} that ends at {end}, outside of the tensor"
+    cut = [d for d in dims if any(sizes[d] != shape[d] for _, sizes in boxes)]
+    for i, (_, sizes) in enumerate(boxes):  # sorted, so that along one dimension neighbours suffice
+        for j in range(i + 1, min(len(boxes), i + 2) if len(cut) == 1 else len(boxes)):
+            other = boxes[j][0]
+            if all(other[d] < ends[i][d] and boxes[i][0][d] < ends[j][d] for d in dims):
+                return f"overlap, at {boxes[i][0]} of {sizes} and at {other}"
+    return ""
 
 
 def _lists(tree: Any) -> Any:

@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -39,6 +40,7 @@ from fsdpc._engine.lane import call_before_write
 from fsdpc.checkpoint import (
     background,
     cli,
+    dcp_folder,
     folders,
     loading,
     manifest,
@@ -1191,6 +1193,53 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(source, model, optimizer)
     assert same(values(model, optimizer), before) and not (source / "evil").exists()
+
+
+def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
+    """A changed index is refused, or loads the same values: `FUZZ_SECONDS` for more."""
+    rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
+    wanted = trained()
+    weights, states = named_states(*wanted)
+    source = tmp_path / "in"
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(source), no_dist=True)
+    index, expected = source / ".metadata", values(*wanted)
+    original, (model, optimizer) = index.read_bytes(), trained(1)
+    before = values(model, optimizer)
+    until = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", 0))
+    tried = 0
+    while tried < 100 or time.monotonic() < until:
+        data = bytearray(original)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data))
+            piece = rng.choice([b"", bytes([data[at] ^ 1 << rng.randrange(8)]), data[:at][-9:]])
+            data[at : at + rng.randrange(2)] = piece
+        index.write_bytes(data)
+        tried += 1
+        try:
+            checkpoint.load(source, model, optimizer)
+        except checkpoint.CheckpointError as error:
+            if "values were being read" not in str(error):
+                assert same(values(model, optimizer), before), data
+                continue
+        else:
+            assert same(values(model, optimizer), expected), data
+        model, optimizer = trained(1)
+
+
+def test_parts_of_a_tensor_that_are_not_the_whole():
+    def problem(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+        size = torch.Size
+        chunks = [ChunkStorageMetadata(size(offsets), size(sizes)) for offsets, sizes in boxes]
+        return dcp_folder._gap((4, 6), chunks)
+
+    assert problem(((0, 0), (2, 6)), ((2, 0), (2, 6))) == ""
+    assert problem(((0, 3), (4, 3)), ((0, 0), (4, 3)), ((4, 0), (0, 6))) == ""
+    quarters = [((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)]
+    assert problem(*quarters) == ""
+    assert "is missing" in problem(*quarters[:3])
+    assert "overlap" in problem(*quarters[:3], ((1, 3), (2, 3)))
+    assert "overlap" in problem(((0, 0), (2, 6)), ((1, 0), (2, 6)))
+    assert "outside of the tensor" in problem(((0, 0), (2, 6)), ((3, 0), (2, 6)))
 
 
 def test_layouts_that_are_unknown_are_named(tmp_path: Path):
