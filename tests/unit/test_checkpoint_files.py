@@ -1138,6 +1138,20 @@ def test_what_torch_has_saved_loads(tmp_path: Path, form: Any, how: str):
     into.step()
 
 
+def test_parts_that_a_program_saves_one_by_one(tmp_path: Path):
+    model, optimizer = trained()
+    weights, states = named_states(model, optimizer)
+    for folder, part in (("pytorch_model_fsdp_0", {"model": weights}),
+                         ("optimizer_0", {"optimizer": states})):  # fmt: skip
+        dcp.save(part, checkpoint_id=str(tmp_path / "a" / folder), no_dist=True)
+    other, into = trained(1)
+    checkpoint.load(tmp_path / "a", other, into)
+    assert same(values(other, into), values(model, optimizer))
+    shutil.copytree(tmp_path / "a" / "optimizer_0", tmp_path / "a" / "optimizer_1")
+    with pytest.raises(checkpoint.CheckpointError, match="several folders with 'optimizer'"):
+        checkpoint.load(tmp_path / "a", other, into)
+
+
 def hostile_index(folder: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
