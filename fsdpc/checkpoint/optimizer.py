@@ -308,7 +308,8 @@ class NewState:
         """Replace the optimizer's state and its groups' options. Local."""
         staying = {p: optimizer.state[p] for p in self.kept if p in optimizer.state}
         optimizer.state.clear()
-        optimizer.state.update(staying)
+        if staying:
+            optimizer.state.update(staying)
         for param, state in self.states:
             optimizer.state[param] = state
             increment_version([_local(v) for v in state.values() if isinstance(v, torch.Tensor)])

@@ -1313,6 +1313,11 @@ def test_only_some_tensors(tmp_path: Path):
     for name, value in values(other, into).items():
         ours = name.startswith("one.") or name.partition(".")[0] in numbers
         assert torch.equal(value, (expected if ours else before)[name]), name
+    run = checkpoint.Checkpointer(tmp_path / "run", only="one.*")
+    run.save(1, model)
+    other = Net(1)
+    assert run.resume(other).unexpected == []
+    assert torch.equal(other.one.weight, model.one.weight)
     for bad, text in (("tow.*", "matches no name of the model"), ([3], "only must be a pattern")):
         with pytest.raises(checkpoint.CheckpointError, match=text):
             checkpoint.save(tmp_path / "none", model, only=bad)
