@@ -11,8 +11,10 @@ sets on single objects and that no class has.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -81,6 +83,24 @@ TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
 def fake_tensor_mode() -> Any:
     """``FakeTensorMode``, imported on demand: the import takes long."""
     return _find("torch._subclasses.fake_tensor", "FakeTensorMode")
+
+
+@functools.cache
+def dcp_index_classes() -> dict[tuple[str, str], Any]:
+    """What the pickled index of a DCP folder consists of, by module and name; on demand."""
+    home = "torch.distributed.checkpoint"
+    names = [(f"{home}.metadata", name) for name in (
+        "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING",
+    )]  # fmt: skip
+    names += [(f"{home}.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")]
+    names += [("torch", "Size"), ("collections", "OrderedDict")]
+    paths = [
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+    ]
+    return {name: _find(*name) for name in names} | {name: PurePosixPath for name in paths}
 
 
 # --- functions -----------------------------------------------------------------------------------

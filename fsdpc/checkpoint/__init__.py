@@ -20,6 +20,7 @@ from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, run_load
+from fsdpc.checkpoint.names import Only, Rename
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
@@ -43,6 +44,7 @@ def save(
     async_: bool = False,
     when_busy: WhenBusy = "wait",
     progress: bool = False,
+    only: Only = None,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle | None:
     """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
@@ -62,7 +64,8 @@ def save(
         overwrite: replace an existing folder, which stays until the new one is durable.
         format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
             pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
-            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_`` and ``progress`` are refused.
+            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_``, ``progress`` and ``only``
+            are refused.
         file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
@@ -70,6 +73,8 @@ def save(
         when_busy: while a save in the background is running on a rank, wait for it, or raise
             ``CheckpointError`` on every rank.
         progress: show a bar on rank 0, if tqdm is installed.
+        only: save these tensors of the model and the states of these parameters: a pattern of
+            names (``"*lora_*"``), several patterns, or a function of a name.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
@@ -88,6 +93,7 @@ def save(
                 "file_bytes": file_bytes != FILE_BYTES,
                 "async_": async_,
                 "progress": progress,
+                "only": only is not None,
             }
             with ranks.step(f"saving checkpoint {target}"):
                 check_options(format, [name for name, is_given in given.items() if is_given])
@@ -104,6 +110,7 @@ def save(
             step=step,
             overwrite=overwrite,
             file_bytes=file_bytes,
+            only=only,
         )
         advance = bar(plan, ranks, progress)
         if async_:
@@ -121,6 +128,8 @@ def load(
     strict: bool = True,
     cast: bool = False,
     verify: Literal["before", "during", "no"] = "before",
+    only: Only = None,
+    rename: Rename = None,
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load a checkpoint, whatever number of ranks, sharding and wrapping it was saved with.
@@ -131,13 +140,21 @@ def load(
 
     Args:
         path: a folder of ``save``, any folder of safetensors with an index or a single
-            ``model.safetensors``, or one safetensors file.
+            ``model.safetensors``, or one safetensors file; a folder of torch's distributed
+            checkpoints (DCP) or a ``torch.save`` file, of a model or of a dict with ``"model"``,
+            ``"optimizer"`` and ``"scheduler"`` (docs/checkpoints.md has the other keys). No pickle
+            runs code.
         strict: missing and unexpected names are an error; else they are in the result.
         cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
         verify: ``"before"`` compares all checksums before the model is touched (every byte is
             read twice, the second time as a rule from memory); ``"during"`` while the model is
             filled, so that damage is found but the model is lost; ``"no"`` not at all. Files that
             fsdpc did not write have no checksums.
+        only: load these tensors of the model and the states of these parameters, by the model's
+            names: a pattern, several patterns, or a function of a name. Everything else stays as it
+            is, and is neither missing nor unexpected.
+        rename: from a name in the checkpoint to the model's: a mapping (other names stay) or a
+            function, such as ``lambda name: name.removeprefix("module.")``.
 
     Raises:
         CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
@@ -158,4 +175,6 @@ def load(
             strict=strict,
             cast=cast,
             verify=verify,
+            only=only,
+            rename=rename,
         )

@@ -16,6 +16,7 @@ from fsdpc.checkpoint import folders as _folders
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.loading import Loaded, Verify, run_load
+from fsdpc.checkpoint.names import Only
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
@@ -35,6 +36,7 @@ class Checkpointer:
         async_: save in the background; see ``fsdpc.checkpoint.save``.
         dtype: of the model's floats in the files.
         when_busy, progress: see ``fsdpc.checkpoint.save``.
+        only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
         group: the ranks that save together; default all.
 
     Local. ``ValueError``: ``keep`` or ``every`` below 1.
@@ -50,6 +52,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         when_busy: _background.WhenBusy = "wait",
         progress: bool = False,
+        only: Only = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("keep", keep), ("every", every)):
@@ -59,7 +62,7 @@ class Checkpointer:
         self.keep, self.every, self.async_ = keep, every, async_
         self._dtype, self._group = dtype, group
         self._when_busy: _background.WhenBusy = when_busy
-        self._progress = progress
+        self._progress, self._only = progress, only
         self._resumed: Path | None = None
 
     def path(self, step: int) -> Path:
@@ -103,6 +106,7 @@ class Checkpointer:
                 dtype=self._dtype,
                 step=step,
                 overwrite=True,
+                only=self._only,
             )
             advance = bar(plan, ranks, self._progress)
             if self.async_:
@@ -149,6 +153,7 @@ class Checkpointer:
                 strict=strict,
                 cast=False,
                 verify=verify,
+                only=self._only,
             )
 
     def latest(self) -> Path | None:

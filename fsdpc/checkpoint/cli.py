@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="allow a DCP folder; its .metadata is a pickle, which can run code when it is read",
+        help="read an index of a DCP folder also with other classes than torch's: it can run code",
     )
 
 
@@ -87,10 +87,7 @@ def _convert(args: argparse.Namespace) -> int:
     left = convert(args.source, args.target, args.dtype, args.to, args.trust_pickle, args.prefix)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        print(
-            f"not converted: {left[0]}{more} (optimizer states are kept only between checkpoints "
-            "of fsdpc)"
-        )
+        print(f"not converted: {left[0]}{more}")
     return 0
 
 

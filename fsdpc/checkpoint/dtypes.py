@@ -61,3 +61,8 @@ def codes(memory: torch.dtype, file: torch.dtype) -> tuple[int, int]:
     if not (can_cast(memory) and can_cast(file)):
         raise TypeError(f"fsdpc does not convert {memory} to {file}")
     return _CODES[memory], _CODES[file]
+
+
+def dtype_of_code(code: int) -> torch.dtype:
+    """The dtype of the engine's type of a float."""
+    return next(dtype for dtype, known in _CODES.items() if known == code)

@@ -111,3 +111,29 @@ def block_spans(
     count = math.prod(sizes[last:])
     ats = at + np.arange(len(begins), dtype=np.int64) * count
     return np.stack([begins, ats, np.full(len(begins), count)], axis=1)
+
+
+def blocks_of(
+    shape: Sequence[int], begin: int, count: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on consist, in
+    their order: the inverse of ``block_spans``.
+    """
+    if not shape:
+        return [((), ())]
+    rest = tuple(shape[1:])
+    inner = math.prod(rest)
+    row, at = divmod(begin, inner)
+    found = []
+    if at or count < inner:  # a part of a row
+        part = min(count, inner - at)
+        blocks = blocks_of(rest, at, part)
+        found += [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]
+        row, count = row + 1, count - part
+    rows, left = divmod(count, inner)
+    if rows:
+        found.append(((row, *[0] * len(rest)), (rows, *rest)))
+    if left:
+        blocks = blocks_of(rest, 0, left)
+        found += [((row + rows, *offsets), (1, *sizes)) for offsets, sizes in blocks]
+    return found

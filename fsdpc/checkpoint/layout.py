@@ -158,6 +158,12 @@ def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
     return File(name, header, start + data, places)
 
 
+def fingerprint(layouts: Sequence[Layout]) -> str:
+    """Equal for equal names, shapes and dtypes."""
+    crcs = " ".join(f"{layout.fingerprint:08x}" for layout in layouts)
+    return f"{crcs} {sum(len(file.places) for layout in layouts for file in layout.files)}"
+
+
 # Columns of a table of ranges; the first six are those of ``ckpt_write``.
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
 

@@ -8,7 +8,7 @@ compared on all ranks. Checksums are verified together: each byte by one rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +27,14 @@ from fsdpc.checkpoint.entries import Entry, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
+from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, cut_groups, renamer
 from fsdpc.checkpoint.opened import Opened, StoredFile
 from fsdpc.checkpoint.optimizer import NewState, check_options, held_params, make_state, names_of
 from fsdpc.checkpoint.ranks import Ranks
-from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER_JSON, STATE_JSON, _joined
+from fsdpc.checkpoint.saving import EXTRA_JSON, joined
 from fsdpc.checkpoint.staging import by_device, in_host_memory
 from fsdpc.checkpoint.state_keys import check_keys
+from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.values import from_json
 from fsdpc.checkpoint.write import rows_of, waves
 
@@ -79,25 +81,28 @@ def run_load(
     strict: bool,
     cast: bool,
     verify: Verify,
+    only: Only = None,
+    rename: Rename = None,
 ) -> Loaded:
     """See ``fsdpc.checkpoint.load``. Collective."""
     what = f"loading checkpoint {path}"
     with ranks.step(what) as opened:
         if verify not in ("before", "during", "no"):
             raise ValueError(f"verify must be 'before', 'during' or 'no', not {verify!r}")
-        found = Opened(path)
+        chosen, own_name = chooser(only), renamer(rename)
+        found = open_any(path)
         opened.value = _identity(found)
     if any(identity != opened.values[0] for identity in opened.values):
         raise CheckpointError(f"{what}: the ranks see different files under this path")
     with ranks.step(what):
         target = read_model(model, (ranks.rank, ranks.world))
-        work, missing, unexpected = _match(found, target, cast)
+        work, missing, unexpected = _match(found, target, cast, chosen, own_name)
         if strict and (missing or unexpected):
             raise CheckpointError(_difference(missing, unexpected))
         works = [work]
         state = None
         if optimizer is not None:
-            state, more = _match_optimizer(found, target, optimizer, strict)
+            state, more = _match_optimizer(found, target, optimizer, strict, chosen, own_name)
             works.append(more)
         loaded, scheduled, extra_state = _read_values(found, ranks, scheduler)
         loaded.missing, loaded.unexpected = missing, unexpected
@@ -116,13 +121,20 @@ def run_load(
             state.give(optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(scheduled)
-        set_extra(model, {key: extra_state[key] for key in target.extra if key in extra_state})
+        extra_state = {own_name(key): value for key, value in extra_state.items()}
+        wanted = [key for key in target.extra if key in extra_state and chosen(key)]
+        set_extra(model, {key: extra_state[key] for key in wanted})
     loaded.verified = found.manifest is not None and verify != "no"
     return loaded
 
 
-def _identity(found: Opened) -> int:
-    crc = 0 if found.manifest is None else _C.ckpt_crc32c(found.manifest.encode())
+Found = Opened | TorchFiles
+
+
+def _identity(found: Found) -> int:
+    if found.manifest is not None:
+        return found.manifest.digest  # it has the digests of all headers, which were compared
+    crc = 0
     for stored in found.sets.values():
         for name, (file, place) in stored.where.items():
             crc = _C.ckpt_crc32c(repr((name, file.name, place)).encode(), crc)
@@ -132,16 +144,25 @@ def _identity(found: Opened) -> int:
 # --- what is compared ----------------------------------------------------------------------------
 
 
-def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], list[str]]:
+def _match(
+    found: Found,
+    target: Model,
+    cast: bool,
+    chosen: Callable[[str], bool],
+    own_name: Callable[[str], str],
+) -> tuple[_Work, list[str], list[str]]:
     """The model's entries with their places; names that are missing or not in the model.
     ``CheckpointError``: shapes or dtypes differ.
     """
+    kept = chosen_names(target, chosen)
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
     for alias, name in target.aliases.items():
         names[name].append(alias)
-    where = found.model.where
+    where = _renamed(found, own_name)
     items, missing, problems, castable, shapes = [], [], [], False, False
     for entry in target.entries:
+        if entry.name not in kept:
+            continue
         name = next((name for name in names[entry.name] if name in where), None)
         if name is None:
             missing.append(entry.name)
@@ -164,8 +185,18 @@ def _match(found: Opened, target: Model, cast: bool) -> tuple[_Work, list[str], 
             )
         raise CheckpointError(text + hint)
     known = {name for some in names.values() for name in some}
-    unexpected = [name for name in where if name not in known]
+    unexpected = [name for name in where if name not in known and chosen(name)]
     return _Work(items), missing, unexpected
+
+
+def _renamed(found: Found, own_name: Callable[[str], str]) -> dict[str, tuple[StoredFile, Place]]:
+    where: dict[str, tuple[StoredFile, Place]] = {}
+    for stored, place in found.model.where.items():
+        name = own_name(stored)
+        if name in where:
+            raise CheckpointError(f"rename gives two tensors the name {name!r}, one is {stored!r}")
+        where[name] = place
+    return where
 
 
 def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
@@ -193,62 +224,112 @@ def _shortened(names: Sequence[str]) -> list[str]:
 
 
 def _match_optimizer(
-    found: Opened, target: Model, optimizer: torch.optim.Optimizer, strict: bool
+    found: Found,
+    target: Model,
+    optimizer: torch.optim.Optimizer,
+    strict: bool,
+    chosen: Callable[[str], bool],
+    own_name: Callable[[str], str],
 ) -> tuple[NewState, _Work]:
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
-    kinds = found.values(OPTIMIZER_JSON, "kinds")
-    groups = found.values(OPTIMIZER_JSON, "param_groups")
-    first = {entry.name: entry.name for entry in target.entries} | target.aliases
+    shapes = {entry.name: entry.shape for entry in target.entries}
+    held = [[names_of(seen) for seen in group] for group in held_params(optimizer, target)]
+    if found.numbered:
+        own_name = _by_number(found, held)
+    first = {name: name for name in shapes} | target.aliases
+    kept = chosen_names(target, chosen)
+
+    def known_name(stored: str) -> str:
+        name = own_name(stored)
+        return first.get(name, name)
+
+    forms, groups = found.optimizer_forms(lambda name: shapes.get(known_name(name)))
+    for group in groups:
+        group["params"] = [known_name(name) for name in group["params"]]
+    kinds: dict[str, dict[str, Any]] = {}
     where: dict[str, tuple[StoredFile, Place]] = {}
     shared = []
-    for name, form in kinds.items():
+    for stored, form in forms.items():
+        name = known_name(stored)
+        if name not in kept and (name in shapes or not chosen(name)):
+            continue
+        kinds[name] = form
         for key, kind in form.items():
             if kind in ("cut", "whole") or kind[0] == "blocks":
-                full = f"state.{name}.{key}"
+                full = f"state.{stored}.{key}"
                 if full not in found.optimizer.where:
                     raise CheckpointError(f"{found.path} has no tensor {full!r}")
-                where[f"state.{first.get(name, name)}.{key}"] = found.optimizer.where[full]
+                where[f"state.{name}.{key}"] = found.optimizer.where[full]
                 if kind == "whole":
                     shared.append(found.optimizer.where[full])
-    kinds = {first.get(name, name): form for name, form in kinds.items()}
-    for group in groups:
-        group["params"] = [first.get(name, name) for name in group["params"]]
+    if isinstance(found, TorchFiles) and target.everyone[1] > 1:
+        _refuse_tables(shared, found.path)
+    kept |= {name for group in groups for name in group["params"] if chosen(name)} - shapes.keys()
+    cut_groups(groups, kept)
     if strict:
         saved = {name for group in groups for name in group["params"]}
-        held = {n for group in held_params(optimizer, target) for s in group for n in names_of(s)}
-        if saved != held:
-            text = _difference(sorted(held - saved), sorted(saved - held))
+        ours = {name for group in held for names in group for name in names if name in kept}
+        if saved != ours:
+            text = _difference(sorted(ours - saved), sorted(saved - ours))
             raise CheckpointError(f"parameters of the optimizer: {text}")
         check_options(optimizer, groups)
         check_keys(optimizer, target, kinds, groups)
     dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
-    state = make_state(optimizer, target, kinds, groups, dtypes)
+    state = make_state(optimizer, target, kinds, groups, dtypes, kept)
     items = [(entry, *where[entry.name]) for entry in state.entries]
     return state, _Work(items, shared)
 
 
-def _read_values(found: Opened, ranks: Ranks, scheduler: Any) -> tuple[Loaded, Any, dict[str, Any]]:
-    if found.manifest is None:
-        if scheduler is not None:
+def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str]:
+    """Names for the numbers of an optimizer's ``state_dict()``: its parameters in the order of its
+    groups, as ``load_state_dict`` takes them.
+    """
+    _, groups = found.optimizer_forms(lambda name: None)
+    counts = [len(group["params"]) for group in groups]
+    if counts != [len(group) for group in held]:
+        raise CheckpointError(
+            f"{found.path} has parameters by number, in groups of {counts}; the optimizer has "
+            f"groups of {[len(group) for group in held]}"
+        )
+    if any(len(names) != 1 for group in held for names in group):
+        raise CheckpointError(
+            f"{found.path} has parameters by number, and the optimizer holds flat parameters, of "
+            "which each has several: wrap with use_orig_params=True"
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in held for (name,) in group]
+    return dict(zip(numbers, names, strict=True)).__getitem__
+
+
+def _refuse_tables(places: Sequence[tuple[StoredFile, Place]], path: Path) -> None:
+    for _, place in places:
+        if place.nbytes > place.dtype.itemsize:
             raise CheckpointError(
-                f"{found.path} was not written by fsdpc: it has no scheduler state"
+                f"{path}: {place.name!r} of shape {place.shape} has not one element per element "
+                "of its parameter, so that ranks cannot share it: load it on one rank"
             )
-        return Loaded(found.path, None, 1, None, []), None, {}
-    scheduled = found.values(STATE_JSON, "scheduler")
-    if scheduler is not None and scheduled is None:
-        raise CheckpointError(f"{found.path} holds no scheduler state: load without scheduler=")
+
+
+def _read_values(found: Found, ranks: Ranks, scheduler: Any) -> tuple[Loaded, Any, dict[str, Any]]:
+    scheduled = None
+    if scheduler is not None:
+        scheduled = found.scheduler_state()
+        if scheduled is None:
+            raise CheckpointError(f"{found.path} holds no scheduler state: load without scheduler=")
+    if found.manifest is None:
+        return Loaded(found.path, None, 1, None, []), scheduled, found.extra_states()
     body = found.read_json(EXTRA_JSON)
     extras = [from_json(form, f"extra in {found.path / EXTRA_JSON}") for form in body["ranks"]]
     extra = extras[ranks.rank] if len(extras) == ranks.world else None
     loaded = Loaded(found.path, found.manifest.step, len(extras), extra, extras)
-    return loaded, scheduled, found.values(STATE_JSON, "extra_state")
+    return loaded, scheduled, found.extra_states()
 
 
 # --- checksums -----------------------------------------------------------------------------------
 
 
-def _verify(works: Sequence[_Work], found: Opened, ranks: Ranks, what: str) -> None:
+def _verify(works: Sequence[_Work], found: Found, ranks: Ranks, what: str) -> None:
     """Read all that will be loaded once, each byte on one rank, and compare the digests."""
     with ranks.step(what) as checked:
         checked.value = [_read_digests(work, ranks) for work in works]
@@ -258,7 +339,7 @@ def _verify(works: Sequence[_Work], found: Opened, ranks: Ranks, what: str) -> N
 
 
 def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
-    tables: dict[str, tuple[Path, list[np.ndarray]]] = {}
+    tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     shared = {place.index for _, place in work.shared}
     chosen = [
         (place, file, entry, entry.own(place.index, reading=True))
@@ -270,14 +351,14 @@ def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
             entry = Entry(place.name, place.shape, place.dtype, torch.empty(0, device="cpu"))
             chosen.append((place, file, entry, whole_span(entry.numel)))
     for place, file, entry, spans in chosen:
-        _, rows = tables.setdefault(file.name, (file.path, []))
+        _, rows = tables.setdefault(file.name, (file, []))
         rows.append(rows_of(place, entry, spans, memory=0))
-    return _joined(_read_tables(tables))
+    return joined(_read_tables(tables))
 
 
 def _compare_during(
     works: Sequence[_Work],
-    found: Opened,
+    found: Found,
     parts: list[list[tuple[np.ndarray, np.ndarray]]],
     what: str,
 ) -> None:
@@ -300,13 +381,13 @@ def _without_doubles(
     """Fragments that several replicas have read, once each. ``CheckpointError``: they read
     different bytes.
     """
-    rows, crcs = _joined(received)
+    rows, crcs = joined(received)
     keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
     keyed = np.unique(keyed, axis=0)
     return np.ascontiguousarray(keyed[:, :3]), keyed[:, 3].astype(np.uint32)
 
 
-def _compare(work: _Work, found: Opened, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _compare(work: _Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     assert found.manifest is not None
     places = {place.index: (file, place) for _, file, place in work.items}
     places |= {place.index: (file, place) for file, place in work.shared}
@@ -327,12 +408,12 @@ def _compare(work: _Work, found: Opened, parts: Sequence[tuple[np.ndarray, np.nd
 
 def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
     """Read this rank's elements into their memory. Returns fragments and digests."""
-    tables: dict[str, tuple[Path, list[np.ndarray]]] = {}
+    tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     found = []
     for entry, file, place in work.items:
         if not in_host_memory(entry):
             continue
-        _, rows = tables.setdefault(file.name, (file.path, []))
+        _, rows = tables.setdefault(file.name, (file, []))
         rows.append(rows_of(place, entry, entry.spans))
     found += _read_tables(tables)
     away = [item for item in work.items if not in_host_memory(item[0])]
@@ -342,26 +423,26 @@ def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
         if len(entry.borrowed) and in_host_memory(
             entry
         ):  # few bytes, in the digests of the rank that owns them
-            read_table(file.path, rows_of(place, entry, entry.borrowed))
+            read_rows(file, rows_of(place, entry, entry.borrowed))
     for entry, _, _ in work.items:
         if entry.home is not None:
             entry.home.copy_(entry.memory.view(entry.home.shape))
-    return _joined(found)
+    return joined(found)
 
 
 def _read_tables(
-    tables: dict[str, tuple[Path, list[np.ndarray]]],
+    tables: dict[str, tuple[StoredFile, list[np.ndarray]]],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read tables of ranges, several files at a time."""
 
     stopped = threading.Event()
 
-    def read_file(item: tuple[Path, list[np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        path, rows = item
+    def read_file(item: tuple[StoredFile, list[np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        file, rows = item
         table = np.concatenate(rows)
         table = table[np.argsort(table[:, OFFSET], kind="stable")]
         parts = takewhile(lambda _: not stopped.is_set(), waves(table, _WAVE_BYTES))
-        return [read_table(path, part) for part in parts]
+        return [read_rows(file, part) for part in parts]
 
     if len(tables) <= 1:
         return [part for item in tables.values() for part in read_file(item)]
@@ -370,6 +451,14 @@ def _read_tables(
             return [part for parts in pool.map(read_file, tables.values()) for part in parts]
         finally:
             stopped.set()  # after an error or Ctrl-C the other files are not read to their end
+
+
+def read_rows(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As ``read_table``; no digests of files that have none."""
+    if file.read is None:
+        return read_table(file.path, rows)
+    file.read(rows)
+    return joined([])
 
 
 def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -384,13 +473,13 @@ def _read_to_devices(
     items: Sequence[tuple[Entry, StoredFile, Place]], *, borrowed: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The same for memory of GPUs, through staging; the current stream waits, the host does not."""
-    files: dict[Path, list[tuple[Entry, np.ndarray]]] = {}
+    files: dict[str, tuple[StoredFile, list[tuple[Entry, np.ndarray]]]] = {}
     for entry, file, place in items:
         rows = rows_of(place, entry, entry.borrowed if borrowed else entry.spans)
-        files.setdefault(file.path, []).append((entry, rows))
+        files.setdefault(file.name, (file, []))[1].append((entry, rows))
     found = []
-    for path, tables in files.items():
+    for file, tables in files.values():
         for staging, table in by_device(tables):
-            found += list(staging.rows_in(table, partial(read_table, path)))
+            found += list(staging.rows_in(table, partial(read_rows, file)))
             staging.joined()
     return found

@@ -34,6 +34,7 @@ class Manifest:
     headers: dict[str, tuple[int, int]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Digest]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    digest: int = 0  # of the text that was read
 
     def add_set(self, layout: Layout, digests: list[Digest]) -> None:
         """Add a set whose tensors have these digests, in the set's order."""
@@ -69,6 +70,13 @@ def _signed(text: str) -> bytes:
     return f'{text[:-2]},\n "crc32c": "{_hex(crc)}"\n}}\n'.encode()
 
 
+def _check_signature(text: bytes) -> None:
+    end = len(_signed("{\n}")) - len(b"{")
+    bare = text[:-end] + b"\n}\n"
+    if _signed(bare[:-1].decode()) != text:
+        raise CheckpointError(f"{NAME} is damaged: its checksum differs")
+
+
 def _hex(crc: int) -> str:
     return f"{crc:08x}"
 
@@ -98,16 +106,14 @@ def _decode(text: bytes) -> Manifest:
         raise CheckpointError(
             f"{NAME} has version {body.get('version')!r}; this fsdpc reads version {_VERSION}"
         )
-    body.pop("crc32c", None)
-    if _signed(json.dumps(body, indent=1, ensure_ascii=False)) != text:
-        raise CheckpointError(f"{NAME} is damaged: its checksum differs")
+    _check_signature(text)
     block = body["block_bytes"]
     if block != BLOCK_BYTES:
         raise CheckpointError(f"{NAME} has blocks of {block!r} bytes; version 1 has {BLOCK_BYTES}")
     for path in {*body["headers"], *body["files"], *body["tensors"]}:
         if not _PATH.fullmatch(path):
             raise CheckpointError(f"{NAME} names the file {path!r}, which is not in the checkpoint")
-    manifest = Manifest(body["step"], body["world"], block)
+    manifest = Manifest(body["step"], body["world"], block, digest=_C.ckpt_crc32c(text))
     manifest.headers = {path: (size, int(crc, 16)) for path, (size, crc) in body["headers"].items()}
     manifest.files = {path: (size, int(crc, 16)) for path, (size, crc) in body["files"].items()}
     manifest.tensors = {

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fsdpc import _C
@@ -22,7 +23,7 @@ from fsdpc.checkpoint.dtypes import dtype_of
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
-from fsdpc.checkpoint.saving import OPTIMIZER, STATE_JSON
+from fsdpc.checkpoint.saving import OPTIMIZER, OPTIMIZER_JSON, STATE_JSON
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -38,6 +39,7 @@ class StoredFile:
     nbytes: int
     places: list[Place]
     metadata: dict[str, str]
+    read: Callable[[np.ndarray], None] | None = None  # reads ranges where it is another format
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Opened:
     ``path``: a folder, or one safetensors file. ``CheckpointError`` names the file and what is
     wrong: damaged or hostile headers, missing files, names that leave the folder, symbolic links.
     """
+
+    numbered = False  # parameters of the optimizer have names
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,6 +92,28 @@ class Opened:
         if key not in body:
             raise CheckpointError(f"{self.root / name} is damaged: it has no {key!r}")
         return from_json(body[key], f"{key!r} in {self.root / name}")
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        if self.manifest is None:
+            return "safetensors without a manifest of fsdpc"
+        step = "" if self.manifest.step is None else f" of step {self.manifest.step}"
+        return f"fsdpc checkpoint{step}, written by {self.manifest.world} ranks"
+
+    def scheduler_state(self) -> Any:
+        """``None`` if there is none."""
+        return None if self.manifest is None else self.values(STATE_JSON, "scheduler")
+
+    def extra_states(self) -> dict[str, Any]:
+        """``get_extra_state()`` of modules."""
+        return {} if self.manifest is None else self.values(STATE_JSON, "extra_state")
+
+    def optimizer_forms(
+        self, shape_of: Callable[[str], tuple[int, ...] | None]
+    ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """``kinds`` and ``groups`` as in ``optimizer.State``."""
+        return self.values(OPTIMIZER_JSON, "kinds"), self.values(OPTIMIZER_JSON, "param_groups")
 
     # --- the parts ---
 
@@ -223,7 +249,7 @@ def _refuse_link(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a symbolic link, and links are not followed")
 
 
-def _open(path: Path) -> tuple[int, int]:
+def open_regular(path: Path) -> tuple[int, int]:
     """Descriptor and size of a regular file, not by way of a link."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -253,7 +279,7 @@ def _pread(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    fd, size = _open(path)
+    fd, size = open_regular(path)
     try:
         if size > _MOST_JSON_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, which is too many")
@@ -264,7 +290,7 @@ def _read(path: Path) -> bytes:
 
 def _read_header(path: Path) -> tuple[bytes, int]:
     """A file's bytes before its data, and its size; the length is checked before it is used."""
-    fd, size = _open(path)
+    fd, size = open_regular(path)
     try:
         if size < 8:
             raise CheckpointError(f"{path} has {size} bytes: no safetensors file is so short")

@@ -302,10 +302,14 @@ class NewState:
     states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     by_span: list[tuple[torch.Tensor, list[dict[str, Any]]]] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)  # parameters whose state stays
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's state and its groups' options. Local."""
+        staying = {p: optimizer.state[p] for p in self.kept if p in optimizer.state}
         optimizer.state.clear()
+        if staying:
+            optimizer.state.update(staying)
         for param, state in self.states:
             optimizer.state[param] = state
             increment_version([_local(v) for v in state.values() if isinstance(v, torch.Tensor)])
@@ -321,9 +325,11 @@ def make_state(
     kinds: dict[str, dict[str, Any]],
     saved_groups: list[dict[str, Any]],
     dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    chosen: set[str],
 ) -> NewState:
     """Tensors for the saved state, of this rank's shapes. Local. ``dtypes``: of the state tensors
-    in the checkpoint, with their shapes. ``ValueError``: the state does not fit this optimizer.
+    in the checkpoint, with their shapes. ``chosen``: names of parameters; the states of others
+    stay. ``ValueError``: the state does not fit this optimizer.
     """
     made = NewState(model.everyone)
     groups = held_params(optimizer, model)
@@ -333,6 +339,16 @@ def make_state(
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
         for seen in members:
+            some = [name for name in names_of(seen) if name in chosen]
+            if not some and seen.covers:
+                made.kept.append(seen.param)
+                continue
+            if len(some) < len(seen.covers):
+                other = next(name for name in names_of(seen) if name not in chosen)
+                raise ValueError(
+                    f"only= has {some[0]!r} and not {other!r}, which share a flat parameter and "
+                    "its state: wrap with use_orig_params=True, or load without optimizer="
+                )
             if hasattr(optimizer, "span_states"):
                 _make_spans(made, optimizer, seen, by_name, dtypes)
             else:

@@ -35,7 +35,7 @@ class Ranks:
         self.rank, self.world = comm.rank, comm.world
         self.group = group  # kept: torch's group ends with its last reference
         self._ended = ""
-        self.told: BaseException | None = None  # an interruption that the others know of
+        self.known: BaseException | None = None  # an interruption that the others know of
         here = f"{socket.gethostname()}, pid {os.getpid()}"
         self.places: list[str] = exchange(comm, here, "checkpoint: the ranks' places")
         hosts = [place.rpartition(", pid ")[0] for place in self.places]
@@ -54,11 +54,11 @@ class Ranks:
         message ends it on every rank, at once, and so does every later save or load: the others
         would wait until their deadline for a rank that caught it and went on.
         """
-        self.told = None
+        self.known = None
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception) and error is not self.told:
+            if not isinstance(error, Exception) and error is not self.known:
                 self._give_up(error)
             raise
 
@@ -135,7 +135,7 @@ class Step:
             raise CheckpointError(f"{self.what}: {_text(cause)}") from cause
         if error is not None and not isinstance(error, Exception):
             error.add_note(f"in {self.what}")
-            self.ranks.told = error
+            self.ranks.known = error
             return False
         problems = {
             rank: t["problem"] for rank, t in enumerate(received) if t["problem"] is not None
@@ -152,6 +152,19 @@ class Step:
             f"rank {rank} ({self.ranks.places[rank]}): {text}" for rank, text in problems.items()
         ]
         return f"{self.what}: " + "; ".join(parts)
+
+
+def check_equal(what: str, received: list[dict[str, Any]]) -> None:
+    """``CheckpointError``: a rank plans another checkpoint than rank 0. ``received``: each rank's
+    ``"target"`` and ``"sets"``, the fingerprint of its layouts.
+    """
+    for key, text in (("target", "path"), ("sets", "names, shapes or dtypes of tensors")):
+        for rank, values in enumerate(received):
+            if values[key] != received[0][key]:
+                raise CheckpointError(
+                    f"{what}: rank {rank} has another {text} than rank 0: {values[key]!r} and "
+                    f"{received[0][key]!r}"
+                )
 
 
 def _text(error: BaseException) -> str:

@@ -19,12 +19,12 @@ from torch import nn
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry
-from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
-from fsdpc.checkpoint.layout import FILE_BYTES, Layout, lay_out
+from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
 from fsdpc.checkpoint.model import read_model
+from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
 from fsdpc.checkpoint.optimizer import State, read_state
-from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.ranks import Ranks, check_equal
 from fsdpc.checkpoint.values import dump, to_json
 from fsdpc.checkpoint.write import jobs, write_edges, write_job
 
@@ -60,6 +60,7 @@ def make_plan(
     step: int | None,
     overwrite: bool,
     file_bytes: int = FILE_BYTES,
+    only: Only = None,
 ) -> Plan:
     """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
     what = f"planning checkpoint {target}"
@@ -69,6 +70,8 @@ def make_plan(
         found = read_model(model, (ranks.rank, ranks.world))
     state = State() if optimizer is None else read_state(optimizer, found, ranks)
     with ranks.step(what) as planned:
+        if only is not None:
+            cut_state(state, cut_model(found, chooser(only), only))
         sets = [
             (
                 lay_out(
@@ -85,31 +88,16 @@ def make_plan(
             layout = lay_out(state.entries, name=OPTIMIZER, folder=OPTIMIZER, file_bytes=file_bytes)
             sets.append((layout, state.entries))
         planned.value = {
-            "sets": _fingerprint([layout for layout, _ in sets]),
+            "sets": fingerprint([layout for layout, _ in sets]),
             "target": str(target),
             "extra": json.dumps(to_json(extra, "extra")),
         }
         files = _files(ranks, found.extra, state, optimizer, scheduler)
-    _check_equal(what, planned.values)
+    check_equal(what, planned.values)
     if ranks.rank == 0:
-        extras = [json.loads(told["extra"]) for told in planned.values]
+        extras = [json.loads(planning["extra"]) for planning in planned.values]
         files[EXTRA_JSON] = dump({"world": ranks.world, "ranks": extras})
     return Plan(target, sets, files, step, overwrite, [seen.param for seen in found.seen])
-
-
-def _fingerprint(layouts: Sequence[Layout]) -> str:
-    crcs = " ".join(f"{layout.fingerprint:08x}" for layout in layouts)
-    return f"{crcs} {sum(len(file.places) for layout in layouts for file in layout.files)}"
-
-
-def _check_equal(what: str, told: list[dict[str, Any]]) -> None:
-    for key, text in (("target", "path"), ("sets", "names, shapes or dtypes of tensors")):
-        for rank, values in enumerate(told):
-            if values[key] != told[0][key]:
-                raise CheckpointError(
-                    f"{what}: rank {rank} has another {text} than rank 0: {values[key]!r} and "
-                    f"{told[0][key]!r}"
-                )
 
 
 def _files(
@@ -192,13 +180,13 @@ def _write_ranges(
                 found.append(write_job(job, skip_edges=several))
                 if advance is not None:
                     advance(int(job.rows[:, 2].sum()))
-            own.append(_joined(found))
+            own.append(joined(found))
         reach("sync")
         sync(_tensor_files(plan, folder))
         written.value = own
     if several:
         _write_edges_in_turns(plan, ranks, folder, what)
-    return [[told[i] for told in written.values] for i in range(len(plan.sets))]
+    return [[received[i] for received in written.values] for i in range(len(plan.sets))]
 
 
 def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> None:
@@ -214,9 +202,10 @@ def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> 
                 sync(_tensor_files(plan, folder))
 
 
-def _joined(
+def joined(
     found: Iterable[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Fragments and digests of several parts, one behind the other."""
     rows, crcs = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint32)]
     for part, digests in found:
         rows.append(part)
@@ -228,8 +217,8 @@ def _digested(
     plan: Plan, parts: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> list[tuple[Layout, list[Digest]]]:
     return [
-        (layout, combine([place for file in layout.files for place in file.places], told))
-        for (layout, _), told in zip(plan.sets, parts, strict=True)
+        (layout, combine([place for file in layout.files for place in file.places], received))
+        for (layout, _), received in zip(plan.sets, parts, strict=True)
     ]
 
 

@@ -17,14 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.dcp_folder import INDEX
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft
-from fsdpc.checkpoint.layout import lay_out
+from fsdpc.checkpoint.layout import fingerprint, lay_out
 from fsdpc.checkpoint.model import read_model
-from fsdpc.checkpoint.ranks import Ranks
-from fsdpc.checkpoint.saving import _check_equal, _fingerprint
-
-INDEX = ".metadata"  # torch writes it last
+from fsdpc.checkpoint.ranks import Ranks, check_equal
 
 
 def check_options(format: str, given: list[str]) -> None:
@@ -76,12 +74,12 @@ def _state_of(
     with ranks.step(what) as read:
         found = read_model(model, (ranks.rank, ranks.world))  # refuses what has no values to save
         read.value = {
-            "sets": _fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),
+            "sets": fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),
             "target": str(target),
             "states": 1 if optimizer is None else len(optimizer.state),
         }
-    _check_equal(what, read.values)
-    if not any(told["states"] for told in read.values):
+    check_equal(what, read.values)
+    if not any(values["states"] for values in read.values):
         raise CheckpointError(
             f"{what}: the optimizer has no state: torch's library would make one by a step without "
             "gradients. Save after its first step, or without optimizer="

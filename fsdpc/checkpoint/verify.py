@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from fsdpc import _C
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.layout import Place
+from fsdpc.checkpoint.layout import Place, fragments
 from fsdpc.checkpoint.loading import read_table
 from fsdpc.checkpoint.opened import Opened, StoredFile
+from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.write import rows_of
 
 Advance = Callable[[int], object]
@@ -24,8 +27,21 @@ def digest_of(file: StoredFile, place: Place) -> Digest:
     entry = Entry(
         place.name, place.shape, place.dtype, torch.empty(0, dtype=place.dtype, device="cpu")
     )
+    if file.read is not None:
+        return _digest_of_values(file, place, entry)
     rows = rows_of(place, entry, whole_span(entry.numel), memory=0)
     (digest,) = combine([place], [read_table(file.path, rows)])
+    return digest
+
+
+def _digest_of_values(file: StoredFile, place: Place, entry: Entry) -> Digest:
+    values = np.empty(place.nbytes, dtype=np.uint8)
+    rows = rows_of(place, entry, whole_span(entry.numel), memory=values.ctypes.data)
+    assert file.read is not None
+    file.read(rows)
+    parts = fragments(rows)
+    crcs = [_C.ckpt_crc32c(values[at : at + count]) for _, at, count in parts.tolist()]
+    (digest,) = combine([place], [(parts, np.array(crcs, dtype=np.uint32))])
     return digest
 
 
@@ -45,7 +61,7 @@ def verify(path: Path, advance: Advance | None = None) -> Report:
     """Compare every byte of a checkpoint with its manifest. ``CheckpointError``: headers, sizes or
     the manifest are damaged, so the tensors are unknown.
     """
-    found = Opened(path)
+    found = open_any(path)
     report = Report(0, 0, found.manifest is not None, [])
     if found.manifest is not None:
         for name in found.manifest.files:
@@ -72,7 +88,7 @@ def verify(path: Path, advance: Advance | None = None) -> Report:
     return report
 
 
-def _places(found: Opened) -> Iterator[tuple[StoredFile, Place]]:
+def _places(found: Opened | TorchFiles) -> Iterator[tuple[StoredFile, Place]]:
     for stored in found.sets.values():
         yield from stored.where.values()
 
@@ -81,7 +97,7 @@ def compare(one: Path, other: Path) -> list[str]:
     """Lines that state how the tensors of two checkpoints differ: names, shapes, dtypes, values by
     their digests (from the manifests, or computed). Empty: they are equal.
     """
-    first, second = Opened(one), Opened(other)
+    first, second = open_any(one), open_any(other)
     lines = []
     if (first.optimizer is None) != (second.optimizer is None):
         lines.append(f"only {one if first.optimizer else other} has optimizer state")
@@ -98,7 +114,7 @@ def compare(one: Path, other: Path) -> list[str]:
     return lines
 
 
-def _digest(found: Opened, file: StoredFile, place: Place) -> Digest:
+def _digest(found: Opened | TorchFiles, file: StoredFile, place: Place) -> Digest:
     if found.manifest is not None:
         return found.manifest.tensors[file.name][place.name]
     return digest_of(file, place)
@@ -110,13 +126,9 @@ def _form(place: Place) -> str:
 
 def describe(path: Path) -> Iterator[str]:
     """Lines about a checkpoint: its files and every tensor."""
-    found = Opened(path)
+    found = open_any(path)
     manifest = found.manifest
-    if manifest is None:
-        yield f"{path}: safetensors without a manifest of fsdpc"
-    else:
-        step = "" if manifest.step is None else f" of step {manifest.step}"
-        yield f"{path}: fsdpc checkpoint{step}, written by {manifest.world} ranks"
+    yield f"{path}: {found.kind}"
     for stored in found.sets.values():
         for file in stored.files:
             yield f"{file.name}: {file.nbytes} bytes, {len(file.places)} tensors"

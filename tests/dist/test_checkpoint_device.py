@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import checkpoint
 from fsdpc.checkpoint import background, saving, staging
+from fsdpc.checkpoint.convert import convert
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
@@ -72,6 +73,9 @@ def load_and_save(rank: int, world: int, folder: str, to: str) -> None:
         assert found.verified
     checkpoint.load(f"{folder}/cast", Run(rank).model, cast=True)
     checkpoint.save(to, run.model, run.optimizer)
+    run = Run(rank)
+    checkpoint.load(f"{folder}/dcp", run.model, run.optimizer)
+    checkpoint.save(f"{to}-dcp", run.model, run.optimizer)
 
 
 @pytest.mark.parametrize("world, more", [(1, {}), (2, {}), (2, BOUND)])
@@ -84,11 +88,12 @@ def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
         assert there == digest(tmp_path / "cpu" / kind)
         assert len(there) > 5
     folder, to = str(tmp_path / "cpu"), tmp_path / "loaded"
+    convert(tmp_path / "cpu/now", tmp_path / "cpu/dcp", None, "dcp")
     run_ranks(load_and_save, 3 - world, env=ON_GPU | more, folder=folder, to=str(to))
     tensors = {name for name in digest(to) if name.endswith(".safetensors")}
-    assert {name: digest(to)[name] for name in tensors} == {
-        name: digest(tmp_path / "cpu" / "now")[name] for name in tensors
-    }
+    expected = {name: digest(tmp_path / "cpu" / "now")[name] for name in tensors}
+    for loaded in (to, tmp_path / "loaded-dcp"):  # also from torch's format
+        assert {name: digest(loaded)[name] for name in tensors} == expected
 
 
 # --- what is copied, and who waits ---------------------------------------------------------------
@@ -222,8 +227,7 @@ def round_of(run: Run, folder: str, name: str) -> None:
     during("load")
     checkpoint.load(f"{folder}/{name}-now", run.model, run.optimizer, verify="no")
     during("")
-    with suppress(OverflowError):  # of wrong step counters, where a wait is left out
-        run.step(4)
+    run.step(4)
 
 
 def leave_out_waits_of_lanes() -> None:
@@ -271,7 +275,9 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
             assert simgpu.cuda().cuCtxSynchronize() == 0
             simgpu.take_reports()
             _waits["left out"] = planted
-            round_of(run, folder, str(number))
+            # Counts of steps that come too late are odd numbers, of which a step raises.
+            with suppress(OverflowError, RuntimeError) if planted else nullcontext():
+                round_of(run, folder, str(number))
             _waits["left out"] = None
             assert simgpu.drain()
             found.append((planted, simgpu.take_reports()))

@@ -262,11 +262,46 @@ def test_torch_reads_folders_in_its_format(tmp_path: Path, kind: str):
     run_ranks(write_dcp, 2, path=str(tmp_path), kind=kind)
     run_ranks(read_dcp, 3, path=str(tmp_path))
     assert digests(str(tmp_path / "again")) == digests(str(tmp_path / "native"))
-    convert(tmp_path / "dcp", tmp_path / "converted", None, "safetensors", True, "model.")
+    convert(tmp_path / "dcp", tmp_path / "converted", None, "safetensors")
     model, expected = toy(seed=5), tensors_of(str(tmp_path / "native"))
     checkpoint.load(tmp_path / "converted", model)
     assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def write_by_torch(rank: int, world: int, path: str, kind: str) -> None:
+    """As programs do that use torch alone; and the same values in fsdpc's format."""
+    model, optimizer = make(kind)
+    train(rank, model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"{path}/dcp")
+    checkpoint.save(f"{path}/native", model, optimizer)
+
+
+def load_dcp(rank: int, world: int, path: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        model, optimizer = make(kind, toy(seed=5))
+        with pytest.raises(checkpoint.CheckpointError, match="only in the checkpoint: head.bias"):
+            lacking = toy()
+            lacking.head.bias = None
+            checkpoint.load(f"{path}/dcp", build("fsdpc", lacking))
+        checkpoint.load(f"{path}/dcp", model, optimizer)
+        checkpoint.save(f"{path}/{kind}-{world}", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loads"),
+    [
+        ("fsdp2", [(1, ["fsdpc2"]), (3, ["fsdpc2", "fsdpc-flat", "fsdpc"])]),
+        ("fsdp1", [(3, ["fsdpc2", "plain"])]),
+    ],
+)
+def test_folders_of_torch_load(tmp_path: Path, kind: str, loads: list[tuple[int, list[str]]]):
+    run_ranks(write_by_torch, 2, path=str(tmp_path), kind=kind)
+    for world, kinds in loads:
+        run_ranks(load_dcp, world, path=str(tmp_path), kinds=kinds)
+        for loaded in kinds:
+            assert digests(str(tmp_path / f"{loaded}-{world}")) == digests(str(tmp_path / "native"))
 
 
 def fail_dcp(rank: int, world: int, path: str) -> list[str]:

@@ -158,6 +158,58 @@ def test_fine_tuning_with_another_head(tmp_path: Path):
     run_ranks(another_head, 3, path=str(tmp_path))
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank part beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.base = inner.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(2, inner.in_features))
+        self.lora_b = nn.Parameter(torch.randn(inner.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.lora_a.t() @ self.lora_b.t()
+
+
+def adapted(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = toy(1).requires_grad_(False)
+    torch.manual_seed(seed)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    model = build("fsdpc", model)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def adapters(rank: int, world: int, path: str, save: bool) -> list[float]:
+    """Their weights and moments alone are saved, and loaded into a whole model."""
+    model, optimizer = adapted(1 if save else 2)
+    if save:
+        loss_of(model, tokens(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint.save(path, model, optimizer, only="*lora_*")
+    else:
+        found = checkpoint.load(path, model, optimizer, only="*lora_*")
+        assert not found.missing and not found.unexpected
+        flat = build("fsdpc-flat")
+        checkpoint.save(f"{path}-flat", flat, adamw(flat))
+        with pytest.raises(checkpoint.CheckpointError, match="which share a flat parameter"):
+            checkpoint.load(f"{path}-flat", flat, adamw(flat), only="*.weight")
+    first = loss(model)
+    loss_of(model, tokens(0, 1)).backward()
+    optimizer.step()
+    return [first, loss(model)]
+
+
+def test_adapters_alone(tmp_path: Path):
+    path = str(tmp_path / "a")
+    expected = run_ranks(adapters, 1, path=path, save=True)[0]
+    names = {name for name in tensors_of(path) if not name.startswith("state.")}
+    assert names and all(".lora_" in name for name in names)
+    for found in run_ranks(adapters, 3, path=path, save=False):
+        assert found[0] == expected[0] and found[1] == pytest.approx(expected[1])
+
+
 def train_on(rank: int, world: int, path: str) -> None:
     run = checkpoint.Checkpointer(path, keep=2, async_=True)
     model = filled(0.0)

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import pickle
 import platform
 import random
 import shutil
@@ -26,6 +27,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,6 +40,7 @@ from fsdpc._engine.lane import call_before_write
 from fsdpc.checkpoint import (
     background,
     cli,
+    dcp_folder,
     folders,
     loading,
     manifest,
@@ -45,6 +49,7 @@ from fsdpc.checkpoint import (
     state_keys,
     write,
 )
+from fsdpc.checkpoint.entries import blocks_of
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 
@@ -369,6 +374,24 @@ def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, tex
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(tmp_path / "a", fresh, into)
     assert same(values(fresh), before) and not into.state
+
+
+@pytest.mark.parametrize("kind", [fsdpc.optim.AdamW8bit, fsdpc.optim.AdamMini])
+def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
+    """Into the optimizer that has saved, and has such states already."""
+    model = nn.Linear(80, 80)
+    named = model.named_parameters() if kind is fsdpc.optim.AdamMini else model.parameters()
+    optimizer = kind(named, lr=0.1)
+    model(torch.ones(1, 80)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    optimizer.step()
+    after = model.weight.detach().clone()
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert torch.equal(model.weight, after)
 
 
 def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
@@ -981,13 +1004,15 @@ def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
     assert program.stdout is not None
     lines = [program.stdout.readline() for _ in range(4)]
     assert sorted(lines) == ["removing\n"] * 3 + ["saved\n"]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while program.poll() is None and time.monotonic() < deadline:
         program.send_signal(signal.SIGINT)  # the first ends the program, one more its wait at exit
         time.sleep(0.2)
     program.stdout.close()
-    program.kill()  # an exit that still waits for the removals
+    ended = program.poll() is not None
+    program.kill()
     program.wait()
+    assert ended, "Ctrl-C waits until folders are removed"
     assert len(list(tmp_path.glob(".old-*"))) == 3
     found = checkpoint.Checkpointer(tmp_path).resume(nn.Linear(2, 2))
     assert found is not None and (found.step, found.verified) == (3, True)
@@ -1003,15 +1028,15 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert command("convert", tmp_path / "model.pt", tmp_path / "from_pt") == 0
     assert not capsys.readouterr().out
     assert command("convert", saved, tmp_path / "dcp", "--to", "dcp") == 0
-    assert " and 2 more (optimizer states" in capsys.readouterr().out
-    assert command("convert", tmp_path / "dcp", tmp_path / "from_dcp") == 2
-    assert "pickle" in capsys.readouterr().err
-    assert command("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "from_dcp") == 0
+    assert capsys.readouterr().out == "not converted: fsdpc/extra.json\n"
+    assert command("convert", tmp_path / "dcp", tmp_path / "from_dcp") == 0
+    assert command("diff", saved, tmp_path / "from_dcp") == 0
+    assert command("diff", saved, tmp_path / "dcp") == 0
+    assert not capsys.readouterr().out
     assert command("convert", saved, tmp_path / "low", "--dtype", "bfloat16") == 0
     for name in ("from_pt", "from_dcp"):
         other = Net(9)
-        found = checkpoint.load(tmp_path / name, other, strict=False)
-        assert not found.missing
+        checkpoint.load(tmp_path / name, other)
         assert same(values(other), values(model))
     low, optimizer = trained(1)
     checkpoint.load(tmp_path / "low", low, optimizer, cast=True)
@@ -1030,14 +1055,13 @@ def test_a_dcp_folder_of_a_model_and_its_optimizer(tmp_path: Path, capsys: Any):
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    convert = ("convert", "--trust-pickle", tmp_path / "dcp", tmp_path / "to")
-    assert command(*convert) == 2
-    assert "--prefix model." in capsys.readouterr().err
+    convert = ("convert", tmp_path / "dcp", tmp_path / "to")
     assert command(*convert, "--prefix", "net.") == 2
-    capsys.readouterr()
+    assert "no tensor with the prefix 'net.'" in capsys.readouterr().err
     assert command(*convert, "--prefix", "model.") == 0
-    out = capsys.readouterr().out
-    assert out.startswith("not converted: optimizer.") and "optimizer states are kept only" in out
+    assert capsys.readouterr().out.startswith("not converted: optimizer.state.0.step and ")
+    assert command("convert", tmp_path / "dcp", tmp_path / "all") == 0
+    assert "the optimizer's state, which is by numbers" in capsys.readouterr().out
     other = Net(9)
     checkpoint.load(tmp_path / "to", other)
     assert same(values(other), values(model))
@@ -1048,12 +1072,270 @@ def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "ddp.pt")
     assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "net.") == 2
-    assert "has no name with the prefix 'net.', but 'module.scale'" in capsys.readouterr().err
+    assert "no tensor with the prefix 'net.'" in (error := capsys.readouterr().err)
+    assert "there is 'state_dict.module.scale'" in error
     assert command("convert", tmp_path / "ddp.pt", tmp_path / "to", "--prefix", "module.") == 0
-    assert capsys.readouterr().out.startswith("not converted: epoch (")
-    other = Net(9)
+    assert capsys.readouterr().out == "not converted: epoch\n"
+    other, again = Net(9), Net(8)
     checkpoint.load(tmp_path / "to", other)
-    assert same(values(other), values(model))
+    checkpoint.load(tmp_path / "ddp.pt", again, rename=lambda name: name.removeprefix("module."))
+    assert same(values(other), values(model)) and same(values(again), values(model))
+
+
+# --- what torch has saved ------------------------------------------------------------------------
+
+
+def named_states(model: nn.Module, optimizer: Any, flat: bool = False) -> tuple[Any, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return get_state_dict(model, optimizer, options=options)
+
+
+def as_numbers(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def as_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, states = named_states(model, optimizer)
+    return {"state_dict": weights, "optim_state_dict": states, "epoch": 7}
+
+
+def as_flat_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, states = named_states(model, optimizer, flat=True)
+    return {"app": {"model": weights, "optim": states}}
+
+
+def beside_the_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, states = named_states(model, optimizer, flat=True)
+    return {**weights, "optimizer": states, "train_state": {"step": torch.tensor(3)}}
+
+
+@pytest.mark.parametrize("form", [as_numbers, as_names, as_flat_names, beside_the_model])
+@pytest.mark.parametrize("how", ["dcp", "torch.save", "converted"])
+def test_what_torch_has_saved_loads(tmp_path: Path, form: Any, how: str):
+    """Weights, moments, options and the scheduler, to the bit."""
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, last_epoch=-1)
+    scheduler.last_epoch = 2
+    state = form(model, optimizer)
+    state.get("app", state)["lr_scheduler"] = scheduler.state_dict()
+    source = tmp_path / "source"
+    if how == "torch.save":
+        torch.save(state, source)
+    else:
+        dcp.save(state, checkpoint_id=str(source), no_dist=True)
+    if how == "converted":
+        if form is as_numbers:
+            pytest.skip("there is no model to say which parameter has which number")
+        assert command("convert", source, tmp_path / "to") == 0
+        assert command("verify", tmp_path / "to") == 0
+        source = tmp_path / "to"
+    other, into = trained(1)
+    later = torch.optim.lr_scheduler.StepLR(into, 3)
+    found = checkpoint.load(source, other, into, later)
+    assert found.verified is (how == "converted")
+    assert same(values(other, into), values(model, optimizer))
+    assert into.param_groups[0]["lr"] == 0.5 and later.last_epoch == 2
+    into.step()
+
+
+def test_parts_that_a_program_saves_one_by_one(tmp_path: Path):
+    model, optimizer = trained()
+    weights, states = named_states(model, optimizer)
+    for folder, part in (("pytorch_model_fsdp_0", {"model": weights}),
+                         ("optimizer_0", {"optimizer": states})):  # fmt: skip
+        dcp.save(part, checkpoint_id=str(tmp_path / "a" / folder), no_dist=True)
+    other, into = trained(1)
+    checkpoint.load(tmp_path / "a", other, into)
+    assert same(values(other, into), values(model, optimizer))
+    shutil.copytree(tmp_path / "a" / "optimizer_0", tmp_path / "a" / "optimizer_1")
+    with pytest.raises(checkpoint.CheckpointError, match="several folders with 'optimizer'"):
+        checkpoint.load(tmp_path / "a", other, into)
+
+
+def hostile_index(folder: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {folder}/evil",)
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def index_with(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        change(index)
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    return write
+
+
+def cut_file(folder: Path) -> None:
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def leave(index: Any) -> None:
+    for info in index.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+
+
+WRONG_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "code in the index": (hostile_index, r"has posix.system, which is not of an index of torch's"),
+    "a cut index": (lambda folder: os.truncate(folder / ".metadata", 99), "is damaged"),
+    "a part is missing": (
+        index_with(lambda index: index.state_dict_metadata["model.one.weight"].chunks.clear()),
+        "the parts of 'model.one.weight' have 0 elements, the tensor has 35",
+    ),
+    "no place": (index_with(lambda index: index.storage_data.clear()), "has no place of"),
+    "a cut file": (cut_file, "the file was cut"),
+    "a missing file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "is missing"),
+    "leaves the folder": (index_with(leave), "which is not in its folder"),
+    "strange values": (
+        index_with(lambda index: setattr(index, "storage_data", {1: 2})), "has no place of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_FOLDERS)
+def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
+    change, text = WRONG_FOLDERS[name]
+    source = tmp_path / "in"
+    dcp.save(as_numbers(*trained()), checkpoint_id=str(source), no_dist=True)
+    change(source)
+    model, optimizer = trained(1)
+    before = values(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(source, model, optimizer)
+    assert same(values(model, optimizer), before) and not (source / "evil").exists()
+
+
+def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
+    """A changed index is refused, or loads the same values: `FUZZ_SECONDS` for more."""
+    rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
+    wanted = trained()
+    weights, states = named_states(*wanted)
+    source = tmp_path / "in"
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(source), no_dist=True)
+    index, expected = source / ".metadata", values(*wanted)
+    original, (model, optimizer) = index.read_bytes(), trained(1)
+    before = values(model, optimizer)
+    until = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", 0))
+    tried = 0
+    while tried < 100 or time.monotonic() < until:
+        data = bytearray(original)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data))
+            piece = rng.choice([b"", bytes([data[at] ^ 1 << rng.randrange(8)]), data[:at][-9:]])
+            data[at : at + rng.randrange(2)] = piece
+        index.write_bytes(data)
+        tried += 1
+        try:
+            checkpoint.load(source, model, optimizer)
+        except checkpoint.CheckpointError as error:
+            if "values were being read" not in str(error):
+                assert same(values(model, optimizer), before), data
+                continue
+        else:
+            assert same(values(model, optimizer), expected), data
+        model, optimizer = trained(1)
+
+
+def test_parts_of_a_tensor_that_are_not_the_whole():
+    def problem(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+        size = torch.Size
+        chunks = [ChunkStorageMetadata(size(offsets), size(sizes)) for offsets, sizes in boxes]
+        return dcp_folder._gap((4, 6), chunks)
+
+    assert problem(((0, 0), (2, 6)), ((2, 0), (2, 6))) == ""
+    assert problem(((0, 3), (4, 3)), ((0, 0), (4, 3)), ((4, 0), (0, 6))) == ""
+    quarters = [((i, j), (2, 3)) for i in (0, 2) for j in (0, 3)]
+    assert problem(*quarters) == ""
+    assert "is missing" in problem(*quarters[:3])
+    assert "overlap" in problem(*quarters[:3], ((1, 3), (2, 3)))
+    assert "overlap" in problem(((0, 0), (2, 6)), ((1, 0), (2, 6)))
+    assert "outside of the tensor" in problem(((0, 0), (2, 6)), ((3, 0), (2, 6)))
+
+
+def test_layouts_that_are_unknown_are_named(tmp_path: Path):
+    model, optimizer = trained()
+    torch.save({"net": model.state_dict(), "opt": 3}, tmp_path / "net.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=r"is under 'model'.*'net"):
+        checkpoint.load(tmp_path / "net.pt", model)
+    torch.save({"model": model.state_dict(), "optimizer": {"steps": 3}}, tmp_path / "odd.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="has 'steps': load without optimizer="):
+        checkpoint.load(tmp_path / "odd.pt", model, optimizer)
+    torch.save(model, tmp_path / "module.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="save state dicts, not modules"):
+        checkpoint.load(tmp_path / "module.pt", model)
+    torch.save(as_numbers(*trained()), tmp_path / "two.pt")
+    groups = [{"params": [model.scale]}, {"params": list(model.one.parameters())}]
+    with pytest.raises(checkpoint.CheckpointError, match=r"by number, in groups of \[7\]"):
+        checkpoint.load(tmp_path / "two.pt", model, torch.optim.AdamW(groups))
+    with pytest.raises(checkpoint.CheckpointError, match="holds no scheduler state"):
+        checkpoint.load(tmp_path / "two.pt", model, scheduler=object())
+
+
+def test_parts_of_tensors_are_read_as_blocks():
+    for shape in [(), (7,), (3, 5), (2, 3, 4), (4, 1, 1), (1, 6)]:
+        count = int(np.prod(shape))
+        whole = np.arange(count).reshape(shape)
+        for begin in range(count):
+            for end in range(begin + 1, count + 1):
+                found = [
+                    whole[tuple(slice(o, o + n) for o, n in zip(*block, strict=True))].reshape(-1)
+                    for block in blocks_of(shape, begin, end - begin)
+                ]
+                assert np.concatenate(found).tolist() == list(range(begin, end)), (shape, begin)
+
+
+# --- some tensors, other names -------------------------------------------------------------------
+
+
+def test_only_some_tensors(tmp_path: Path):
+    """What one pattern or function means, with the states of these parameters alone."""
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "part", model, optimizer, only=["one.*", "scale"])
+    stored = Opened(tmp_path / "part")
+    assert set(stored.model.where) == {"one.weight", "one.bias", "scale"}
+    assert set(stored.values("optimizer/optimizer.json", "kinds")) == {
+        "one.weight", "one.bias", "scale",
+    }  # fmt: skip
+    other, into = trained(1)
+    before, expected = values(other, into), values(model, optimizer)
+    with pytest.raises(checkpoint.CheckpointError, match="missing from the checkpoint: norm"):
+        checkpoint.load(tmp_path / "part", other, into)
+    with pytest.raises(checkpoint.CheckpointError, match="checkpoint: norm.weight, two.weight"):
+        checkpoint.load(tmp_path / "part", other, only="*.weight")
+    assert same(values(other, into), before)
+    checkpoint.load(tmp_path / "part", other, into, only=lambda name: name.startswith("one."))
+    names = [name for name, _ in other.named_parameters()]
+    numbers = {str(i) for i, name in enumerate(names) if name.startswith("one.")}
+    for name, value in values(other, into).items():
+        ours = name.startswith("one.") or name.partition(".")[0] in numbers
+        assert torch.equal(value, (expected if ours else before)[name]), name
+    run = checkpoint.Checkpointer(tmp_path / "run", only="one.*")
+    run.save(1, model)
+    other = Net(1)
+    assert run.resume(other).unexpected == []
+    assert torch.equal(other.one.weight, model.one.weight)
+    for bad, text in (("tow.*", "matches no name of the model"), ([3], "only must be a pattern")):
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.save(tmp_path / "none", model, only=bad)
+
+
+def test_other_names(saved: Path, tmp_path: Path):
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(1)
+
+    model, wanted = Inside(), trained()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load(saved, model, optimizer, rename=lambda name: f"net.{name}")
+    assert same(values(model.net, optimizer), values(*wanted))
+    table = {"one.weight": "two.weight", "two.weight": "two.weight"}
+    with pytest.raises(checkpoint.CheckpointError, match="gives two tensors the name 'two.weight'"):
+        checkpoint.load(saved, Net(), rename=table)
 
 
 def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():

@@ -1,0 +1,284 @@
+"""Folders of torch's distributed checkpoints (DCP), read by torch's own reader, tensor by tensor.
+
+The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, so
+that nothing of the folder runs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fsdpc._torch import dcp_index_classes
+from fsdpc.checkpoint.entries import blocks_of
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.opened import open_regular
+
+INDEX = ".metadata"  # torch writes it last
+
+
+@dataclass
+class Stored:
+    """A tensor in a file of torch's. ``read(first, target)`` fills ``target``, which is 1-D, with
+    elements of the whole tensor from ``first`` on, row-major, cast to the target's dtype.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, torch.Tensor], None]
+
+
+@dataclass
+class Pickled:
+    """A value that is no tensor, read (without running code) when it is asked for."""
+
+    get: Callable[[], Any]
+
+
+class Folder:
+    """The values of a DCP folder. Local. ``trust``: unpickle any class.
+
+    ``CheckpointError``: the index is damaged, has other classes, or files do not fit it.
+    """
+
+    def __init__(self, path: Path, trust: bool = False) -> None:
+        self.path = path
+        metadata = self._read_index(trust)
+        try:
+            self._paths = dict(metadata.planner_data or {})
+            self._stored = {
+                name: _without_doubles(form) if isinstance(form, TensorStorageMetadata) else None
+                for name, form in metadata.state_dict_metadata.items()
+            }
+            self._check_files(metadata.storage_data)
+        except CheckpointError:
+            raise
+        except Exception as error:  # values of any type may stand where torch has others
+            raise CheckpointError(
+                f"{path / INDEX} is damaged: {type(error).__name__}: {error}"
+            ) from error
+        self._reader = FileSystemReader(str(path))
+        self._reader.set_up_storage_reader(metadata, True)
+
+    def tree(self) -> dict[str, Any]:
+        """The saved dict, with ``Stored`` and ``Pickled`` for its values."""
+        root: dict[Any, Any] = {}
+        for name, form in self._stored.items():
+            *parents, last = self._paths.get(name, (name,))
+            place = root
+            for key in parents:
+                place = place.setdefault(key, {})
+            place[last] = self._leaf(name, form)
+        return dict(_lists(root))
+
+    def _leaf(self, name: str, form: TensorStorageMetadata | None) -> Stored | Pickled:
+        if form is None:
+            return Pickled(lambda: self._value(name))
+        shape = tuple(form.size)
+        return Stored(form.properties.dtype, shape, lambda first, to: self._fill(name, first, to))
+
+    def _fill(self, name: str, first: int, target: torch.Tensor) -> None:
+        form = self._stored[name]
+        assert form is not None
+        plan = _Blocks(name, form, first, target)
+        self._read(name, plan.create_local_plan(), plan)
+
+    def _value(self, name: str) -> Any:
+        plan = _Value(name)
+        self._read(name, plan.create_local_plan(), plan)
+        return plan.value
+
+    def _read(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
+        except Exception as error:  # torch's reader raises whatever a damaged file leads it to
+            raise CheckpointError(
+                f"{self.path}: {name!r} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    # --- the index ---
+
+    def _read_index(self, trust: bool) -> Metadata:
+        content = (self.path / INDEX).read_bytes()
+        try:
+            unpickler = (pickle.Unpickler if trust else _Unpickler)(io.BytesIO(content))
+            found = unpickler.load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path / INDEX} {error}") from None
+        except Exception as error:  # a pickle can raise anything
+            raise CheckpointError(
+                f"{self.path / INDEX} is damaged: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{self.path / INDEX} is no index of torch's")
+        return found
+
+    def _check_files(self, places: Any) -> None:
+        """Every part of a tensor is there, and in a file of the folder that is long enough."""
+        sizes: dict[str, int] = {}
+        for name, form in self._stored.items():
+            if form is None:
+                keys = [MetadataIndex(name)]
+            else:
+                keys = [MetadataIndex(name, chunk.offsets) for chunk in form.chunks]
+                problem = _gap(tuple(form.size), form.chunks)
+                if problem:
+                    raise CheckpointError(f"{self.path}: the parts of {name!r} {problem}")
+            for key in keys:
+                if key not in places:
+                    raise CheckpointError(f"{self.path}: the index has no place of {name!r}")
+                place = places[key]
+                file = place.relative_path
+                if file not in sizes:
+                    sizes[file] = self._size(file)
+                if place.offset < 0 or place.offset + place.length > sizes[file]:
+                    raise CheckpointError(
+                        f"{self.path / file} has {sizes[file]} bytes, but {name!r} is to end at "
+                        f"byte {place.offset + place.length}: the file was cut"
+                    )
+
+    def _size(self, file: str) -> int:
+        if file != os.path.basename(file) or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
+            )
+        fd, size = open_regular(self.path / file)
+        os.close(fd)
+        return size
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = dcp_index_classes().get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise CheckpointError(
+                f"has {module}.{name}, which is not of an index of torch's, so that reading it "
+                "could run code (convert --trust-pickle reads it all the same)"
+            )
+        return found
+
+
+def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:
+    """Parts that several ranks have written, once each."""
+    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in form.chunks}
+    return TensorStorageMetadata(form.properties, form.size, list(chunks.values()))
+
+
+def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
+    """What keeps the parts from being the whole tensor, each element once; empty: nothing."""
+    boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(c.sizes))
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if held != whole:
+        return f"have {held} elements, the tensor has {whole}: a rank's part is missing"
+    ends = [tuple(map(sum, zip(*box, strict=True))) for box in boxes]
+    dims = range(len(shape))
+    for (begin, _), end in zip(boxes, ends, strict=True):
+        if not all(0 <= begin[d] < end[d] <= shape[d] for d in dims):
+            return f"have one at {begin} that ends at {end}, outside of the tensor"
+    cut = [d for d in dims if any(sizes[d] != shape[d] for _, sizes in boxes)]
+    for i, (_, sizes) in enumerate(boxes):  # sorted, so that along one dimension neighbours suffice
+        for j in range(i + 1, min(len(boxes), i + 2) if len(cut) == 1 else len(boxes)):
+            other = boxes[j][0]
+            if all(other[d] < ends[i][d] and boxes[i][0][d] < ends[j][d] for d in dims):
+                return f"overlap, at {boxes[i][0]} of {sizes} and at {other}"
+    return ""
+
+
+def _lists(tree: Any) -> Any:
+    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: _lists(value) for key, value in tree.items()}
+    if found and all(isinstance(key, int) for key in found):
+        return [found[key] for key in sorted(found)]
+    return found
+
+
+# --- what torch's reader is to read --------------------------------------------------------------
+
+
+class _Planner(LoadPlanner):
+    """Of one rank alone."""
+
+    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise NotImplementedError
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class _Blocks(_Planner):
+    """A run of a tensor's elements, as the blocks of which the run consists."""
+
+    def __init__(
+        self, name: str, form: TensorStorageMetadata, first: int, target: torch.Tensor
+    ) -> None:
+        self._name, self._form = name, form
+        self._blocks: list[ChunkStorageMetadata] = []
+        self._targets: list[torch.Tensor] = []
+        at = 0
+        for offsets, sizes in blocks_of(tuple(form.size), first, len(target)):
+            count = math.prod(sizes)
+            self._blocks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            self._targets.append(target[at : at + count].view(sizes))
+            at += count
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(create_read_items_for_chunk_list(self._name, self._form, self._blocks))
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index.index
+        assert index is not None
+        return _part(self._targets[index], read_item.dest_offsets, read_item.lengths)
+
+
+def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+class _Value(_Planner):
+    """A value that is no tensor."""
+
+    def __init__(self, name: str) -> None:
+        self._index, self.value = MetadataIndex(name), None
+
+    def create_local_plan(self) -> LoadPlan:
+        none = torch.Size((0,))
+        item = ReadItem(LoadItemType.BYTE_IO, self._index, none, self._index, none, none)
+        return LoadPlan([item])
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.value = torch.load(value, map_location="cpu", weights_only=True)

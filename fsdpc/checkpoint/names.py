@@ -1,0 +1,78 @@
+"""Which tensors are saved or loaded (``only``), and other names for those of a checkpoint
+(``rename``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdpc.checkpoint.model import Model
+from fsdpc.checkpoint.optimizer import State, state_name
+
+Only = str | Iterable[str] | Callable[[str], bool] | None
+Rename = Mapping[str, str] | Callable[[str], str] | None
+_MOST_SHOWN = 3
+
+
+def chooser(only: Only) -> Callable[[str], bool]:
+    """True for names that are meant: any, those of a pattern (``*``, ``?``, ``[abc]``) or of one of
+    several, or those for which a function is true. ``TypeError``.
+    """
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        function = only
+        return lambda name: bool(function(name))
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError("only must be a pattern, several patterns, or a function of a name")
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """From a checkpoint's name to the model's. ``TypeError``."""
+    if rename is None:
+        return lambda name: name
+    if isinstance(rename, Mapping):
+        table = rename
+        return lambda name: table.get(name, name)
+    if not callable(rename):
+        raise TypeError("rename must be a mapping of names, or a function of a name")
+    return rename
+
+
+def chosen_names(model: Model, chosen: Callable[[str], bool]) -> set[str]:
+    """The names of the entries that are meant; a tied tensor by any of its names."""
+    aliases = {name for alias, name in model.aliases.items() if chosen(alias)}
+    return {entry.name for entry in model.entries if chosen(entry.name)} | aliases
+
+
+def cut_model(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
+    """Leave only the tensors and extra states that are meant; the names of the tensors.
+    ``ValueError``: there are none.
+    """
+    kept = chosen_names(model, chosen)
+    if not kept and model.entries:
+        shown = ", ".join(repr(entry.name) for entry in model.entries[:_MOST_SHOWN])
+        raise ValueError(f"only={only!r} matches no name of the model, which has {shown}, ...")
+    model.entries = [entry for entry in model.entries if entry.name in kept]
+    model.aliases = {alias: name for alias, name in model.aliases.items() if name in kept}
+    model.extra = {key: value for key, value in model.extra.items() if chosen(key)}
+    return kept
+
+
+def cut_state(state: State, kept: set[str]) -> None:
+    """Leave only the states of the parameters with these names."""
+    state.kinds = {name: form for name, form in state.kinds.items() if name in kept}
+    names = {state_name(name, key) for name, form in state.kinds.items() for key in form}
+    state.entries = [entry for entry in state.entries if entry.name in names]
+    cut_groups(state.groups, kept)
+
+
+def cut_groups(groups: list[dict[str, Any]], kept: set[str]) -> None:
+    """The same for groups; those that are left without parameters go."""
+    for group in groups:
+        group["params"] = [name for name in group["params"] if name in kept]
+    groups[:] = [group for group in groups if group["params"]]

@@ -1,0 +1,360 @@
+"""What others saved through torch, to load and to convert: DCP folders and torch.save files.
+
+Which values are the model's, the optimizer's and the scheduler's follows from the keys of the saved
+dict (``MODEL``, ``OPTIMIZER``, ``SCHEDULER``); docs/checkpoints.md lists them. There are no
+checksums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdpc._torch import ShardedTensor
+from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
+from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored
+from fsdpc.checkpoint.dtypes import dtype_of_code
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
+from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
+
+MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
+OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
+             "optimizer_0", "optimizer_states")  # fmt: skip
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict",
+             "lr_schedulers")  # fmt: skip
+_EXTRA = "_extra_state"
+_STARTS = (b"PK\x03\x04", b"\x80\x02\x8a")  # of torch.save's files, new and old
+
+
+class TorchFiles:
+    """A checkpoint that torch has written, in the form of ``Opened``. Local.
+
+    ``numbered``: the optimizer's parameters have numbers, not names. ``left``: names of values that
+    are no part of it. ``aliases``: tensors of the model that are another one, by name. ``prefix``:
+    of the model's names that are taken, and lose it.
+
+    ``CheckpointError``: the layout is unknown, or a tensor is one rank's part.
+    """
+
+    manifest = None
+
+    def __init__(self, path: Path, tree: dict[Any, Any], prefix: str = "") -> None:
+        self.path = self.root = path
+        self.kind = "a folder of torch's DCP" if path.is_dir() else "a torch.save file"
+        parts = _parts(path, tree, prefix)
+        self.left: list[str] = parts["left"]
+        self._scheduler = parts["scheduler"]
+        leaves = dict(_leaves(parts["model"], ""))
+        self.extra_state = {name: value for name, value in leaves.items() if _is_extra(name)}
+        values = {n: v for n, v in leaves.items() if not _is_extra(n)}
+        self.aliases = _tied(values)
+        self.model = self._set("model", values)
+        self.optimizer: StoredSet | None = None
+        self.numbered = False
+        self._states: dict[str, dict[str, Any]] = {}
+        self._groups: list[dict[str, Any]] = []
+        if parts["optimizer"] is not None:
+            self._read_optimizer(parts["optimizer"])
+
+    @property
+    def sets(self) -> dict[str, StoredSet]:
+        named = {"model": self.model, "optimizer": self.optimizer}
+        return {name: found for name, found in named.items() if found is not None}
+
+    def scheduler_state(self) -> Any:
+        """``None`` if there is none."""
+        return _values(self._scheduler)
+
+    def extra_states(self) -> dict[str, Any]:
+        """``get_extra_state()`` of modules."""
+        return {name: _values(value) for name, value in self.extra_state.items()}
+
+    def optimizer_forms(
+        self, shape_of: Callable[[str], tuple[int, ...] | None]
+    ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """``kinds`` and ``groups`` as in ``optimizer.State``, by the names or numbers that are
+        stored; ``shape_of`` such a parameter.
+        """
+        shapes = {name: shape_of(name) for name in self._states}
+        numbers = {"step"}
+        for name, state in self._states.items():
+            if shapes[name]:
+                numbers |= {k for k, v in state.items() if _is_tensor(v) and v.shape == ()}
+        kinds = {
+            name: {key: _kind(key, value, shapes[name], numbers) for key, value in state.items()}
+            for name, state in self._states.items()
+        }
+        return kinds, [dict(group) for group in self._groups]
+
+    # --- the optimizer ---
+
+    def _read_optimizer(self, form: Any) -> None:
+        form = form[0] if isinstance(form, list) and len(form) == 1 else form
+        states, groups = _optimizer_parts(form)
+        if states is None:
+            shown = list(form) if isinstance(form, dict) else type(form).__name__
+            raise CheckpointError(
+                f"{self.path}: the optimizer's part is no state dict of torch's, with 'state' and "
+                f"'param_groups', but has {_shown(shown)}: load without optimizer="
+            )
+        names = {}
+        self.numbered = any(isinstance(p, int) for group in groups for p in group["params"])
+        if self.numbered and all("param_names" in group for group in groups):
+            pairs = [(g["params"], g["param_names"]) for g in groups]
+            names = {str(n): name for ns, own in pairs for n, name in zip(ns, own, strict=True)}
+            self.numbered = False
+        self._states = {names.get(str(p), str(p)): dict(state) for p, state in states.items()}
+        for group in groups:
+            params = [names.get(str(p), str(p)) for p in group.pop("params")]
+            group.pop("param_names", None)
+            self._groups.append({**group, "params": params})
+        tensors = {
+            f"state.{name}.{key}": value
+            for name, state in self._states.items()
+            for key, value in state.items()
+            if _is_tensor(value)
+        }
+        self.optimizer = self._set("optimizer", tensors)
+
+    # --- tensors ---
+
+    def _set(self, name: str, values: dict[str, Any]) -> StoredSet:
+        places, leaves, at = [], [], 0
+        for tensor, value in values.items():
+            if not _is_tensor(value):
+                raise CheckpointError(f"{self.path}: {tensor!r} of the {name} is no tensor")
+            leaf = self._stored(tensor, value)
+            nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+            places.append(Place(tensor, leaf.dtype, leaf.shape, at, nbytes, len(places)))
+            leaves.append(leaf)
+            at += nbytes
+        file = StoredFile(self.path, name, at, places, {}, lambda rows: _read(leaves, rows))
+        return StoredSet([file], {place.name: (file, place) for place in places})
+
+    def _stored(self, name: str, value: Any) -> Stored:
+        if isinstance(value, Stored):
+            return value
+        if isinstance(value, DTensor | ShardedTensor):
+            raise CheckpointError(
+                f"{self.path}: {name!r} is one rank's part of a distributed tensor: save with "
+                "torch.distributed.checkpoint, or a full state dict"
+            )
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise CheckpointError(f"{self.path}: {name!r} is no dense tensor with values")
+
+        def read(first: int, target: torch.Tensor) -> None:
+            target.copy_(value.detach().reshape(-1)[first : first + len(target)])
+
+        return Stored(value.dtype, tuple(value.shape), read)
+
+
+def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | TorchFiles:
+    """Any checkpoint that ``load`` takes. Local. ``prefix``: see ``TorchFiles``; not for
+    safetensors. ``CheckpointError``.
+    """
+    folders = _dcp_folders(path)
+    if folders:
+        tree: dict[Any, Any] = {}
+        for folder in folders:
+            more = Folder(folder, trust).tree()
+            twice = tree.keys() & more.keys()
+            if twice:
+                raise CheckpointError(
+                    f"{path} has several folders with {sorted(twice)[0]!r}: load one of "
+                    f"{_shown([folder.name for folder in folders])}"
+                )
+            tree |= more
+        return TorchFiles(path, tree, prefix)
+    if path.is_file():
+        with open(path, "rb") as file:
+            start = file.read(4)
+        if start.startswith(_STARTS):
+            return TorchFiles(path, _read_file(path), prefix)
+    return Opened(path)
+
+
+def _dcp_folders(path: Path) -> list[Path]:
+    """The folder itself, or those in it, where a program has saved parts one by one."""
+    if (path / DCP_INDEX).is_file():
+        return [path]
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return []
+    return sorted(folder for folder in path.iterdir() if (folder / DCP_INDEX).is_file())
+
+
+def _read_file(path: Path) -> dict[Any, Any]:
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            state = torch.load(path, mmap=True, **options)
+        except RuntimeError as error:  # an old format, which cannot be mapped
+            if "mmap" not in str(error):
+                raise
+            state = torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, which torch.load(weights_only=True) "
+            f"refuses: save state dicts, not modules ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    return dict(state)
+
+
+# --- which value is what -------------------------------------------------------------------------
+
+
+def _parts(path: Path, tree: dict[Any, Any], prefix: str) -> dict[str, Any]:
+    if len(tree) == 1:  # a Stateful object around everything: {"app": {"model": ..., "optim": ...}}
+        (inner,) = tree.values()
+        tree = inner if isinstance(inner, dict) and _first(inner, MODEL) else tree
+    optimizer, scheduler = _first(tree, OPTIMIZER), _first(tree, SCHEDULER)
+    model = _first(tree, MODEL)
+    known = {key for key in (model, optimizer, scheduler) if key}
+    if model:
+        held = tree[model]
+    else:  # the model's state dict itself, perhaps with other values beside it
+        held = {key: value for key, value in tree.items() if _is_tensor(value) or _is_extra(key)}
+        known |= held.keys()
+    if prefix and not any(name.startswith(prefix) for name, _ in _leaves(held, "")):
+        held, known, optimizer = tree, set(tree), None
+    found = dict(_leaves(held, ""))
+    if not any(_is_tensor(value) and name.startswith(prefix) for name, value in found.items()):
+        raise CheckpointError(
+            f"{path}: no tensor"
+            + (f" with the prefix {prefix!r}" if prefix else " of a model")
+            + f" is under {_shown(MODEL)}, or at the top; there is {_shown(found or tree)}. "
+            "Save it under one of these, or take the names under a key: python -m "
+            "fsdpc.checkpoint convert --prefix KEY. SOURCE TARGET"
+        )
+    left = [name for name in found if not name.startswith(prefix)]
+    return {
+        "model": {n.removeprefix(prefix): v for n, v in found.items() if n.startswith(prefix)},
+        "optimizer": tree[optimizer] if optimizer else None,
+        "scheduler": tree[scheduler] if scheduler else None,
+        "left": left + [str(key) for key in tree if key not in known],
+    }
+
+
+def _first(tree: dict[Any, Any], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if isinstance(tree.get(key), dict | list)), None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Stored | torch.Tensor)
+
+
+def _is_extra(name: Any) -> bool:
+    return isinstance(name, str) and name.rpartition(".")[2] == _EXTRA
+
+
+def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and not _is_extra(name):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _tied(values: dict[str, Any]) -> dict[str, str]:
+    """Names of tensors in the same memory -> the first of them."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() and not isinstance(value, DTensor):
+            memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            if first.setdefault(memory, name) != name:
+                found[name] = first[memory]
+    return found
+
+
+def _values(tree: Any) -> Any:
+    """The tree with its values read."""
+    if isinstance(tree, dict):
+        return {key: _values(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_values(value) for value in tree]
+    if isinstance(tree, Pickled):
+        return tree.get()
+    if isinstance(tree, Stored):
+        value = torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
+        if value.numel():
+            tree.read(0, value.view(-1))
+        return value
+    return tree
+
+
+def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, Any]]]:
+    """States and groups of a state dict, also of one with flat names (``state.<name>.exp_avg``,
+    ``param_groups.<name>.lr``), in which each parameter is a group.
+    """
+    if not isinstance(form, dict):
+        return None, []
+    if isinstance(form.get("state"), dict) or isinstance(form.get("param_groups"), list | Pickled):
+        groups = _values(form.get("param_groups", []))
+        return _scalars(form.get("state", {})), [dict(group) for group in groups]
+    flat = {key: value for key, value in form.items() if isinstance(key, str)}
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        if kind == "state" and name:
+            states.setdefault(name, {})[last] = value
+        elif kind == "param_groups" and name:
+            options.setdefault(name, {})[last] = _values(value)
+    if not states and not options:
+        return None, []
+    return _scalars(states), [{**own, "params": [name]} for name, own in options.items()]
+
+
+def _scalars(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The states with values that are no tensors read."""
+    return {
+        param: {key: v if _is_tensor(v) else _values(v) for key, v in state.items()}
+        for param, state in states.items()
+    }
+
+
+def _kind(key: str, value: Any, shape: tuple[int, ...] | None, numbers: set[str]) -> Any:
+    if not _is_tensor(value):
+        return ["value", value]
+    same = shape is not None and tuple(value.shape) == tuple(shape)
+    return "cut" if same and not (shape == () and key in numbers) else "whole"
+
+
+def _shown(names: Any) -> str:
+    listed = [repr(name) for name in (names if not isinstance(names, str) else [names])]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read(leaves: Sequence[Stored], rows: np.ndarray) -> None:
+    """Ranges of tensors into host memory; see ``write.rows_of``."""
+    for row in rows.tolist():
+        leaf = leaves[row[INDEX]]
+        item = leaf.dtype.itemsize
+        count = row[NBYTES] // item
+        if count:
+            own = row[MEMORY_TYPE] == row[FILE_TYPE]
+            dtype = leaf.dtype if own else dtype_of_code(row[MEMORY_TYPE])
+            leaf.read(row[IN_TENSOR] // item, _memory(row[MEMORY], count, dtype))
+
+
+def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    buffer = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
