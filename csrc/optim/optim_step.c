@@ -123,6 +123,7 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
     if (rule->grad_scale != 1) {
         rules->divide(buffer, grad, rule->grad_scale, n);
         grad = buffer;
+        write = write && !rule->keeps_grads;
         if (write && (type == FSDPC_F32 || type == FSDPC_F64)) {
             memcpy(at(tensor->grad, type, begin), buffer, (size_t)n * fsdpc_dtype_bytes(type));
         } else if (write) {
@@ -273,6 +274,10 @@ step_part(void *context, int index, int64_t begin, int64_t end)
         } else if (!step_tile_low(pass, tensor, k, tile, n)) {
             step_tile(pass, tensor, k, tile, n);
         }
+        if (tensor->copy != NULL) { /* the tile is in the first cache */
+            fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, tile, n,
+                              at(tensor->param, FSDPC_F32, tile));
+        }
     }
 }
 
@@ -301,6 +306,15 @@ fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor
                            "tensor %d of the step: stochastic rounding is for Adam with two "
                            "bfloat16 states",
                            position);
+    }
+    if (tensor->copy != NULL &&
+        (tensor->param_type != FSDPC_F32 ||
+         (tensor->copy_type != FSDPC_BF16 && tensor->copy_type != FSDPC_F16))) {
+        return fsdpc_error(FSDPC_E_TYPE,
+                           "tensor %d of the step: a copy in %s of a parameter in %s: copies are "
+                           "bfloat16 or float16, of float32 parameters",
+                           position, fsdpc_dtype_name(tensor->copy_type),
+                           fsdpc_dtype_name(tensor->param_type));
     }
     return FSDPC_OK;
 }

@@ -254,10 +254,10 @@ class AdamMini(SpannedOptimizer):
         factor = (scaling.clip / scaling.scale) ** 2
         self._totals = {
             id(span): total / _whole(span, length) * factor
-            for _, span, total, length in self._sums(self._squares(members))
+            for _, span, total, length in self._sums(self._block_sums(members))
         }
 
-    def _squares(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+    def _block_sums(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
         for found in members:
             for piece in self._pieces(found.params, found.values, found.grads):
                 length = self.block_length(piece.param, piece.span)
@@ -316,6 +316,7 @@ class AdamMini(SpannedOptimizer):
             scaling.clip,
             True,
             group["maximize"],
+            keeps_grads=scaling.keeps_grads,
         )
         pieces = list(self._pieces(found.params, found.values, found.grads))
         states = [self.state[piece.param] for piece in pieces]
