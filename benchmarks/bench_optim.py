@@ -126,10 +126,10 @@ def step_call(name: str, count: int, numel: int) -> Call:
 
 
 def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
-    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. Each
-    step divides the same gradients again: the scale is near 1, and no power of two.
+    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. torch
+    divides the same gradients again in each step: the scale alternates between 2 and 1/2.
     """
-    scaler = ShardedGradScaler("cpu", init_scale=1 + 2**-20, growth_interval=1 << 30)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0, growth_interval=1 << 30)
     scaler.scale(torch.zeros(()))  # makes the scale
     copies = [torch.empty_like(param, dtype=BF16) for param in params]
     if ours:
@@ -142,7 +142,7 @@ def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(params, 1.0)
             scaler.step(optimizer)
-        scaler.update()
+        scaler.update(1 / scaler.get_scale())
         if not ours:
             with torch.no_grad():
                 torch._foreach_copy_(copies, params)

@@ -32,10 +32,21 @@ factor_of(const fsdpc_optim_rule *rule)
     return rule->maximize ? -rule->clip : rule->clip;
 }
 
+/* True if the loops multiply by the inverse of the scale: exact for powers of two, which scales are unless
+ * the user chose another one, and where no divided gradient is needed in between. */
+static bool
+folds_scale(const fsdpc_optim_rule *rule)
+{
+    int exponent;
+    return rule->keeps_grads && !decays_gradients(rule) &&
+           frexp(rule->grad_scale, &exponent) == 0.5 && exponent > -100 && exponent < 100;
+}
+
 fsdpc_optim_numbers
 fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
     fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .factor = 1, .nesterov = rule->nesterov};
+    k.inverse = folds_scale(rule) ? 1 / rule->grad_scale : 1;
     if (rule->decoupled) {
         k.decay = 1 - rule->lr * rule->weight_decay;
     }
@@ -120,7 +131,7 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
     const fsdpc_optim_rules *rules = rules_of(loops, tensor);
     const fsdpc_dtype type = tensor->grad_type;
     const void *grad = fsdpc_optim_load(loops, tensor->grad, type, begin, n, buffer);
-    if (rule->grad_scale != 1) {
+    if (rule->grad_scale != 1 && !folds_scale(rule)) {
         rules->divide(buffer, grad, rule->grad_scale, n);
         grad = buffer;
         write = write && !rule->keeps_grads;
@@ -208,7 +219,7 @@ step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc
 static bool
 gradient_is_plain(const fsdpc_optim_rule *rule)
 {
-    return rule->grad_scale == 1 && !decays_gradients(rule);
+    return (rule->grad_scale == 1 || folds_scale(rule)) && !decays_gradients(rule);
 }
 
 /* A tile of Adam whose bfloat16 states are rounded stochastically. */

@@ -17,12 +17,14 @@
 
 static const char capsule_name[] = "fsdpc._C.optim_table";
 
-enum { MAX_NAMES = FSDPC_OPTIM_STATES + 1 };
-
-/* A tensor as it was seen last: see is_plain. */
+/* A tensor as it was seen last: see is_plain. The shape lies in what torch has behind the object. */
 struct seen {
-    const void *object, *data;
+    const void *object, *data, *shape;
 };
+
+enum { GRAD, PARAM, COUNTER, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
+
+enum { AHEAD = 4 }; /* members */
 
 struct member {
     const PyObject *param; /* an address */
@@ -33,7 +35,7 @@ struct member {
     uint64_t key;
     fsdpc_dtype type;
     int part;
-    struct seen seen[MAX_NAMES];
+    struct seen seen[SEEN];
 };
 
 struct group {
@@ -153,7 +155,7 @@ allocate(struct table *self, Py_ssize_t pairs)
     self->steps = fsdpc_mem_calloc(n, sizeof *self->steps);
     self->numbers = fsdpc_mem_calloc(n, sizeof *self->numbers);
     self->grads = fsdpc_mem_calloc(n, sizeof *self->grads);
-    self->held = fsdpc_mem_calloc(n, (1 + MAX_NAMES) * sizeof *self->held);
+    self->held = fsdpc_mem_calloc(n, SEEN * sizeof *self->held);
     if (!self->members || !self->pairs || !self->tensors || !self->steps || !self->numbers ||
         !self->grads || !self->held) {
         PyErr_NoMemory();
@@ -322,22 +324,16 @@ float_type(const dlpack_tensor *tensor, fsdpc_dtype *out)
     return false;
 }
 
-/* False for a lazily negated tensor. The same object at the same place is not asked again. */
+/* False for a lazily negated tensor. */
 static bool
-is_plain(PyObject *tensor, const void *data, struct seen *seen)
+is_plain(PyObject *tensor)
 {
-    if (seen != NULL && seen->object == tensor && seen->data == data) {
-        return true;
-    }
     PyObject *lazy = fsdpc_py_call_field(tensor, FSDPC_PY_IS_NEG);
     const bool plain = lazy == Py_False;
     if (lazy == NULL) {
         PyErr_Clear();
     }
     Py_XDECREF(lazy);
-    if (plain && seen != NULL) {
-        *seen = (struct seen){tensor, data};
-    }
     return plain;
 }
 
@@ -362,16 +358,21 @@ same_state(const struct table *self, PyObject *state)
 
 /* Whether the parameter lies where it lay; its type may be any that DLPack's functions take. */
 static bool
-is_in_place(const struct table *self, PyObject *param, const struct member *member)
+is_in_place(const struct table *self, PyObject *param, struct member *member)
 {
     dlpack_tensor where;
     int64_t numel;
     fsdpc_dtype type;
-    return find(self, param, &where, &numel) && numel == member->numel &&
-           where.data == member->data && float_type(&where, &type) && type == member->type;
+    if (!find(self, param, &where, &numel) || numel != member->numel ||
+        where.data != member->data || !float_type(&where, &type) || type != member->type) {
+        return false;
+    }
+    member->seen[PARAM] = (struct seen){param, where.data, where.shape};
+    return true;
 }
 
-/* A tensor of the plain type that a step may use. */
+/* A tensor of the plain type that a step may use. The same one at the same place is not asked twice
+ * whether its values are negated. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
@@ -379,9 +380,13 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
     dlpack_tensor where;
     int64_t found;
     if (!Py_IS_TYPE(tensor, self->plain) || !find(self, tensor, &where, &found) ||
-        found != numel || !float_type(&where, type) || !is_plain(tensor, where.data, seen)) {
+        found != numel || !float_type(&where, type)) {
         return false;
     }
+    if ((seen->object != tensor || seen->data != where.data) && !is_plain(tensor)) {
+        return false;
+    }
+    *seen = (struct seen){tensor, where.data, where.shape};
     *out = where.data;
     return true;
 }
@@ -413,7 +418,7 @@ read_states(struct table *self, const struct group *group, struct member *member
     }
     for (int s = 0; s < group->name_count; s++) {
         PyObject *state = PyDict_GetItemWithError(member->state, group->names[s]);
-        if (!read_state(self, state, &member->seen[s], member->numel, &type,
+        if (!read_state(self, state, &member->seen[FIRST_STATE + s], member->numel, &type,
                         &tensor->states[s]) ||
             (s > 0 && type != tensor->state_type)) {
             return false;
@@ -424,7 +429,7 @@ read_states(struct table *self, const struct group *group, struct member *member
         return true;
     }
     PyObject *found = PyDict_GetItemWithError(member->state, group->counter);
-    if (!read_state(self, found, &member->seen[MAX_NAMES - 1], 1, &type, &counter) ||
+    if (!read_state(self, found, &member->seen[COUNTER], 1, &type, &counter) ||
         type != FSDPC_F32) {
         return false;
     }
@@ -442,11 +447,30 @@ read_copy(const struct table *self, const struct member *member, fsdpc_optim_ten
         return true;
     }
     if (!find(self, member->copy, &where, &numel) || numel != member->numel ||
-        !float_type(&where, &tensor->copy_type) || !is_plain(member->copy, where.data, NULL)) {
+        !float_type(&where, &tensor->copy_type) || !is_plain(member->copy)) {
         return false;
     }
     tensor->copy = where.data;
     return true;
+}
+
+/* Asks for the memory of a member that is read soon, where its objects were last: thousands of them are
+ * in no cache, and each hides where the next thing lies. */
+static void
+ask_for(const struct table *self, int number)
+{
+    if (number >= self->member_count) {
+        return;
+    }
+    const struct member *member = &self->members[number];
+    __builtin_prefetch(member->state);
+    for (int i = 0; i < SEEN; i++) {
+        const struct seen *seen = &member->seen[i];
+        __builtin_prefetch(seen->object);
+        for (int line = -2; line <= 1; line++) {
+            __builtin_prefetch((const void *)((uintptr_t)seen->shape + (uintptr_t)(line * 64)));
+        }
+    }
 }
 
 /* The tensors of one parameter's step, or nothing where it has no gradient. */
@@ -465,13 +489,14 @@ read_member(struct table *self, const struct group *group, int number, PyObject 
         return true;
     }
     self->held[self->held_count++] = grad;
+    member->seen[GRAD].data = NULL; /* another object may have the address of the last step's */
     *tensor = (fsdpc_optim_tensor){.param = (void *)member->data,
                                    .param_type = member->type,
                                    .numel = member->numel,
                                    .first = member->first,
                                    .block = 1,
                                    .key = member->key};
-    if (!lies(self, grad, member->numel, NULL, &tensor->grad_type, &tensor->grad) ||
+    if (!lies(self, grad, member->numel, &member->seen[GRAD], &tensor->grad_type, &tensor->grad) ||
         !is_in_place(self, param, member) ||
         !read_states(self, group, member, tensor, &self->steps[self->count]) ||
         !read_copy(self, member, tensor)) {
@@ -495,6 +520,7 @@ read_group(struct table *self, struct group *group, PyObject *params)
             PyList_GET_ITEM(params, i) != self->members[number].param) {
             return false;
         }
+        ask_for(self, number + AHEAD);
         PyObject *param = Py_NewRef(PyList_GET_ITEM(params, i));
         const bool read = read_member(self, group, number, param);
         Py_DECREF(param);
