@@ -10,7 +10,9 @@ the quotient of one round. Time is the thread's processor time. Bytes are what a
 write at least: parameter, gradient and states once each (the gradients twice for a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
-The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element.
+The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place" is
+what memory gives to a step: the rate of the one with the least arithmetic, SGD with momentum of one
+large parameter (20 bytes per element).
 
 "scaler, clip, cast" is a step with loss scaling (infinities found, gradients divided by the
 scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.
@@ -156,6 +158,11 @@ def triad_call(count: int, numel: int) -> Call:
     return lambda: torch.add(b, c, alpha=0.5, out=a)
 
 
+def in_place_call(count: int, numel: int) -> Call:
+    """A step's reads and writes, 20 bytes per element, with next to no arithmetic."""
+    return optim.SGD(parameters(F32, 1, count * numel), momentum=0.9).step
+
+
 def seconds(call: Call) -> float:
     """Processor seconds of one call; short ones are repeated."""
     done, start = 0, time.thread_time()
@@ -168,8 +175,8 @@ def seconds(call: Call) -> float:
 
 
 def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, Any]:
-    """ns per parameter, GB/s, and shares of the triad's rate and of torch's time."""
-    calls = {"triad": triad_call(count, numel)}
+    """ns per parameter, GB/s, and shares of two rates of memory and of torch's time."""
+    calls = {"triad": triad_call(count, numel), "in place": in_place_call(count, numel)}
     calls |= {name: step_call(name, count, numel) for name in names}
     for call in calls.values():  # states are made, and every page is there
         call()
@@ -177,14 +184,20 @@ def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, 
     cases = {name: (lambda call=call: seconds(call)) for name, call in calls.items()}
     values = common.interleave(cases, rounds)
     total = count * numel
-    triad = [12 * total / s for s in values["triad"]]
-    results: dict[str, Any] = {"triad": {"GB/s": common.spread([rate / 1e9 for rate in triad])}}
+    triad, in_place = (
+        [size * total / s for s in values[name]] for name, size in (("triad", 12), ("in place", 20))
+    )
+    results: dict[str, Any] = {
+        name: {"GB/s": common.spread([rate / 1e9 for rate in rates])}
+        for name, rates in (("triad", triad), ("in place", in_place))
+    }
     for name in names:
         rates = [STEPS[name][0] * total / s for s in values[name]]
         found = {
             "ns": common.spread([s / total * 1e9 for s in values[name]]),
             "GB/s": common.spread([rate / 1e9 for rate in rates]),
             "of_triad": common.spread([r / t for r, t in zip(rates, triad, strict=True)]),
+            "of_in_place": common.spread([r / t for r, t in zip(rates, in_place, strict=True)]),
         }
         rival = RIVALS.get(name)
         if rival in values:
@@ -196,16 +209,18 @@ def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, 
 
 def show(title: str, results: dict[str, Any]) -> None:
     """Print one table."""
-    print(f"\n{title}; triad {results['triad']['GB/s']['median']:.1f} GB/s")
+    triad, in_place = (results[name]["GB/s"]["median"] for name in ("triad", "in place"))
+    print(f"\n{title}; triad {triad:.1f} GB/s, in place {in_place:.1f} GB/s")
 
     def text(entry: dict[str, Any], key: str) -> str:
         return f"{entry[key]['median']:.3f}" if key in entry else ""
 
-    head = ["step", "ns / parameter", "GB/s", "x triad", "time / other's"]
+    head = ["step", "ns / parameter", "GB/s", "x triad", "x in place", "time / other's"]
+    keys = ("ns", "GB/s", "of_triad", "of_in_place", "of_torch")
     rows = [
-        [name, *(text(entry, key) for key in ("ns", "GB/s", "of_triad", "of_torch"))]
+        [name, *(text(entry, key) for key in keys)]
         for name, entry in results.items()
-        if name != "triad"
+        if "ns" in entry
     ]
     common.print_table(head, rows)
 
