@@ -10,9 +10,9 @@ the quotient of one round. Time is the thread's processor time. Bytes are what a
 write at least: parameter, gradient and states once each (the gradients twice for a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
-The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place" is
-what memory gives to a step: the rate of the one with the least arithmetic, SGD with momentum of one
-large parameter (20 bytes per element).
+The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place"
+is what memory gives to a step: the rate of the one with the least arithmetic, SGD with momentum of
+one large parameter (20 bytes per element).
 
 "scaler, clip, cast" is a step with loss scaling (infinities found, gradients divided by the
 scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.

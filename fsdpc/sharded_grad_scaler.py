@@ -70,8 +70,8 @@ class ShardedGradScaler(GradScaler):
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself, in
-        the pass that computes the norm if there is ``max_norm``. Collective.
+        """As torch's. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself,
+        in the pass that computes the norm if there is ``max_norm``. Collective.
         """
         self._stepping = optimizer
         try:

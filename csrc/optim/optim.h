@@ -56,15 +56,16 @@ typedef struct fsdpc_optim_rule {
     double clip;       /* factor of all gradients */
     bool decoupled;    /* weight decay */
     bool maximize, nesterov;
-    bool stochastic; /* Adam: bfloat16 states and parameters are rounded stochastically */
+    bool stochastic;  /* Adam: bfloat16 states and parameters are rounded stochastically */
     bool keeps_grads; /* scaled gradients stay in memory as they are */
-    uint64_t seed;   /* of the stochastic rounding */
+    uint64_t seed;    /* of the stochastic rounding */
 } fsdpc_optim_rule;
 
 /* The memory is the caller's, and no two tensors of a call overlap. */
 typedef struct fsdpc_optim_tensor {
     void *param, *grad;
-    uint16_t *copy; /* of a float32 parameter: where its new values go, rounded to copy_type; or NULL */
+    uint16_t
+        *copy; /* of a float32 parameter: where its new values go, rounded to copy_type; or NULL */
     void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v and with amsgrad x; SGD with momentum: b; else
                                          NULL. 8-bit: codes of m and v. Mini: m, denominators */
     float *scales[2];                 /* 8-bit: of each block that the range touches, for m and v */

@@ -53,7 +53,7 @@ class Scaling(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A search for infinities that a scaler leaves to the step, which reads the gradients anyway."""
+    """A search for infinities that a scaler leaves to the step, which reads all gradients."""
 
     found: Tensor  # 1 if there is one on any rank, else 0
     agree: Callable[[], None]  # the ranks' maximum, into ``found``
@@ -240,8 +240,9 @@ class FusedOptimizer(Optimizer):
                 self._finish(found, scaling.writes_grads)
 
     def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
-        """Let each step write the new values of float32 parameters also to ``copies[param]``, rounded
-        to the nearest bfloat16 or float16: in host memory in the same pass, 2 bytes per element.
+        """Let each step write the new values of float32 parameters also to ``copies[param]``,
+        rounded to the nearest bfloat16 or float16: in host memory in the same pass, 2 bytes per
+        element.
 
         For a model in low precision whose float32 masters are this optimizer's parameters. The
         copies get the parameters' values now and whenever a step changes these; a program that
@@ -495,7 +496,7 @@ class FusedOptimizer(Optimizer):
         return Scaling(control=control, keeps_grads=max_norm is not None)
 
     def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
-        """Of this rank's gradients, by the groups of ranks that hold the others' elements. Local."""
+        """Of this rank's gradients, by the groups of ranks that hold other elements. Local."""
         of: dict[int, list[Group]] = {}
         for group in self.param_groups:
             for param in group["params"]:

@@ -88,13 +88,10 @@ def table_of(optimizer: Any) -> Table | None:
     listed = None if copies is None else [copies.get(param) for param in params]
     groups = [
         (group["params"], counter, names)
-        for group, (counter, names) in zip(
-            optimizer.param_groups, names_of(optimizer), strict=True
-        )
+        for group, (counter, names) in zip(optimizer.param_groups, names_of(optimizer), strict=True)
     ]
     try:
         core = _C.optim_table(Tensor, groups, optimizer.state, places, listed)
     except (TypeError, BufferError, NotImplementedError):  # the long way says what is wrong
         return None
     return Table(optimizer, core, (params, listed), [groups for _, groups in parts.values()])
-

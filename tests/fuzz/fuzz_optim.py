@@ -136,7 +136,7 @@ class Reference:
 def run(
     case: Case, simd: str, *, table: bool = True, clip: bool = False
 ) -> tuple[list[Tensor], list[Reference]]:
-    """Parameters (and copies) after the case's steps with one instruction set, and the references."""
+    """Parameters (and copies) after the case's steps with an instruction set, and references."""
     os.environ["FSDPC_SIMD"] = simd
     values = [
         torch.randn(n, generator=torch.Generator().manual_seed(i)).to(case.dtype)

@@ -39,9 +39,9 @@ struct member {
 };
 
 struct group {
-    int begin, end;          /* members */
-    int first, count;        /* of this step's tensors */
-    PyObject *counter;       /* owned: the name of the number of steps; NULL: there is none */
+    int begin, end;    /* members */
+    int first, count;  /* of this step's tensors */
+    PyObject *counter; /* owned: the name of the number of steps; NULL: there is none */
     PyObject *names[FSDPC_OPTIM_STATES]; /* owned */
     int name_count;
 };
@@ -229,8 +229,8 @@ take_pairs(struct table *self, PyObject *state)
 }
 
 static int
-fill_table(struct table *self, PyObject *plain, PyObject *groups, PyObject *state,
-           PyObject *places, PyObject *copies)
+fill_table(struct table *self, PyObject *plain, PyObject *groups, PyObject *state, PyObject *places,
+           PyObject *copies)
 {
     if (!PyType_Check(plain) || !PyList_CheckExact(groups) || !PyDict_Check(state)) {
         return misused("a type, a list of groups and the optimizer's state are needed");
@@ -301,8 +301,8 @@ find(const struct table *self, PyObject *tensor, dlpack_tensor *out, int64_t *nu
     int64_t expected = 1;
     bool dense = true;
     for (int i = out->ndim - 1; i >= 0; i--) {
-        dense = dense &&
-                (out->strides == NULL || out->shape[i] == 1 || out->strides[i] == expected);
+        dense =
+            dense && (out->strides == NULL || out->shape[i] == 1 || out->strides[i] == expected);
         expected *= out->shape[i];
     }
     out->data = out->data == NULL ? NULL : (char *)out->data + out->byte_offset;
@@ -347,8 +347,7 @@ same_state(const struct table *self, PyObject *state)
         return false;
     }
     while (PyDict_Next(state, &at, &key, &value)) {
-        if (i == self->pair_count || self->pairs[i].param != key ||
-            self->pairs[i].state != value) {
+        if (i == self->pair_count || self->pairs[i].param != key || self->pairs[i].state != value) {
             return false;
         }
         i++;
@@ -379,8 +378,8 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
 {
     dlpack_tensor where;
     int64_t found;
-    if (!Py_IS_TYPE(tensor, self->plain) || !find(self, tensor, &where, &found) ||
-        found != numel || !float_type(&where, type)) {
+    if (!Py_IS_TYPE(tensor, self->plain) || !find(self, tensor, &where, &found) || found != numel ||
+        !float_type(&where, type)) {
         return false;
     }
     if ((seen->object != tensor || seen->data != where.data) && !is_plain(tensor)) {
@@ -429,8 +428,7 @@ read_states(struct table *self, const struct group *group, struct member *member
         return true;
     }
     PyObject *found = PyDict_GetItemWithError(member->state, group->counter);
-    if (!read_state(self, found, &member->seen[COUNTER], 1, &type, &counter) ||
-        type != FSDPC_F32) {
+    if (!read_state(self, found, &member->seen[COUNTER], 1, &type, &counter) || type != FSDPC_F32) {
         return false;
     }
     *step = counter;
@@ -620,8 +618,7 @@ optim_table_step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     static const struct {
         const char *name;
         fsdpc_optim_kind kind;
-    } kinds[] = {
-        {"adam", FSDPC_OPTIM_ADAM}, {"sgd", FSDPC_OPTIM_SGD}, {"lion", FSDPC_OPTIM_LION}};
+    } kinds[] = {{"adam", FSDPC_OPTIM_ADAM}, {"sgd", FSDPC_OPTIM_SGD}, {"lion", FSDPC_OPTIM_LION}};
     (void)module;
     struct table *self = count == 5 ? table_of(args[0]) : NULL;
     fsdpc_optim_rule rule = {.kind = FSDPC_OPTIM_MINI};
@@ -641,8 +638,7 @@ optim_table_step(PyObject *module, PyObject *const *args, Py_ssize_t count)
         (void)misused("the kinds of steps are adam, sgd and lion, of a group of the table");
         return NULL;
     }
-    return fsdpc_py_none_or(
-        step_group(self, &self->groups[number], &rule, (int)threads));
+    return fsdpc_py_none_or(step_group(self, &self->groups[number], &rule, (int)threads));
 }
 
 enum changed { PARAMS, GRADS, COPIES, CHANGED };
@@ -693,13 +689,16 @@ optim_table_end(PyObject *module, PyObject *capsule)
 PyMethodDef fsdpc_py_optim_table_methods[] = {
     {"optim_table", FAST(optim_table),
      "optim_table($module, plain, groups, state, places, copies, /)\n--\n\n"
-     "A table of the members of an optimizer's steps in host memory. plain: the type of tensors that\n"
-     "need no other look. groups: a list of (params, name of the counter of steps or None, names of\n"
+     "A table of the members of an optimizer's steps in host memory. plain: the type of tensors "
+     "that\n"
+     "need no other look. groups: a list of (params, name of the counter of steps or None, names "
+     "of\n"
      "states). places: (first, key, part) of each parameter. copies: None, or what gets each\n"
      "parameter's new values rounded, or None. The caller keeps parameters and copies alive."},
     {"optim_table_read", FAST(optim_table_read),
      "optim_table_read($module, table, params, state, /)\n--\n\n"
-     "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is not as\n"
+     "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is not "
+     "as\n"
      "the table knows it. Holds gradients and states until optim_table_end."},
     {"optim_table_squares", FAST(optim_table_squares),
      "optim_table_squares($module, table, part, threads, /)\n--\n\n"
