@@ -352,6 +352,7 @@ def optim_step(
 ) -> None: ...
 def optim_table(
     plain: type,
+    cut: type,
     groups: list[tuple[list[Any], str | None, tuple[str, ...]]],
     state: dict[Any, Any],
     places: list[tuple[int, int, int]],

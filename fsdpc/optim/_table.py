@@ -7,10 +7,12 @@ py_optim_table.c.
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._engine.device import stand_in
@@ -28,7 +30,8 @@ class Table:
         self.kept = kept  # what the table has addresses of
         self.parts = parts  # the groups of ranks over which each part of the norm is summed
         self.names = names_of(optimizer)
-        self.all_params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.all_params = None if any(isinstance(p, DTensor) for p in params) else params
         self.count = 0  # of the parameters that the step under way changes
 
     def read(self, optimizer: Any) -> bool:
@@ -56,9 +59,10 @@ class Table:
         return all(bool(grad.isfinite().all()) for grad in self.changed(GRADS))
 
     def changed(self, which: int) -> list[Tensor]:
-        """What the step changes: parameters, gradients or copies."""
-        if which == PARAMS and self.count == len(self.all_params):
-            return self.all_params
+        """What the step changes: parameters and their local tensors, gradients, or copies."""
+        params = self.all_params
+        if which == PARAMS and params is not None and self.count == len(params):
+            return params
         return _C.optim_table_changed(self.core, which)
 
 
@@ -72,13 +76,13 @@ def table_of(optimizer: Any) -> Table | None:
     if optimizer._kind is None or optimizer._store is not None or stand_in():
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(p.is_cpu and (p.grad is None or type(p.grad) is Tensor) for p in params):
+    if not all(p.is_cpu and type(p.grad) in (NoneType, Tensor, DTensor) for p in params):
         return None
     parts: dict[tuple[int, ...], tuple[int, list[Group]]] = {(): (0, [])}
     places = []
     for param in params:
         place = optimizer._table_place(param)
-        if place is None or not param.is_contiguous():
+        if place is None:
             return None
         groups = group_of(param)
         key = tuple(group.identity for group in groups)
@@ -91,7 +95,7 @@ def table_of(optimizer: Any) -> Table | None:
         for group, (counter, names) in zip(optimizer.param_groups, names_of(optimizer), strict=True)
     ]
     try:
-        core = _C.optim_table(Tensor, groups, optimizer.state, places, listed)
+        core = _C.optim_table(Tensor, DTensor, groups, optimizer.state, places, listed)
     except (TypeError, BufferError, NotImplementedError):  # the long way says what is wrong
         return None
     return Table(optimizer, core, (params, listed), [groups for _, groups in parts.values()])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._places import local_of
 from fsdpc.optim._spanned import SpannedOptimizer, part
 from fsdpc.optim.adam import AdamW
 
@@ -56,7 +57,7 @@ class AdamWBF16(SpannedOptimizer, AdamW):
 
     def _table_place(self, param: Tensor) -> tuple[int, int] | None:
         spans = self._place(param).spans
-        if len(spans) != 1 or spans[0].length != param.numel():
+        if len(spans) != 1 or spans[0].length != local_of(param).numel():
             return None
         return spans[0].first, self._key(param, spans[0])
 

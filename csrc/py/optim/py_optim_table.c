@@ -14,6 +14,7 @@
 #include "base/mem.h"
 #include "optim/optim.h"
 #include "py/optim/py_optim.h"
+#include "py/unit/py_engine.h"
 
 static const char capsule_name[] = "fsdpc._C.optim_table";
 
@@ -23,6 +24,7 @@ struct seen {
 };
 
 enum { GRAD, PARAM, COUNTER, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
+enum { HELD = SEEN + 1 }; /* for each member: local tensors of what is seen, and the gradient */
 
 enum { AHEAD = 4 }; /* members */
 
@@ -52,6 +54,7 @@ struct pair {
 };
 
 struct table {
+    PyTypeObject *cut;   /* owned: DTensor, around a local tensor of the plain type */
     PyTypeObject *plain; /* owned: the type of tensors that are not looked at in another way */
     const dlpack_exchange *exchange; /* of that type */
     struct member *members;
@@ -63,10 +66,11 @@ struct table {
     /* of the step that is being done */
     fsdpc_optim_tensor *tensors;
     float **steps;
-    int *numbers;     /* the member of each tensor */
-    PyObject **grads; /* of each tensor, held below */
+    int *numbers;      /* the member of each tensor */
+    PyObject **locals; /* of parameters that are DTensors, held below; else NULL */
+    PyObject **grads;  /* of each tensor, held below */
     int count;
-    PyObject **held; /* owned: gradients and states */
+    PyObject **held; /* owned: gradients, states, local tensors */
     Py_ssize_t held_count;
 };
 
@@ -91,6 +95,7 @@ table_free(struct table *self)
         }
     }
     Py_XDECREF(self->plain);
+    Py_XDECREF(self->cut);
     fsdpc_mem_free(self->members);
     fsdpc_mem_free(self->groups);
     fsdpc_mem_free(self->pairs);
@@ -98,6 +103,7 @@ table_free(struct table *self)
     fsdpc_mem_free(self->steps);
     fsdpc_mem_free(self->numbers);
     fsdpc_mem_free(self->grads);
+    fsdpc_mem_free(self->locals);
     fsdpc_mem_free(self->held);
     fsdpc_mem_free(self);
 }
@@ -155,23 +161,46 @@ allocate(struct table *self, Py_ssize_t pairs)
     self->steps = fsdpc_mem_calloc(n, sizeof *self->steps);
     self->numbers = fsdpc_mem_calloc(n, sizeof *self->numbers);
     self->grads = fsdpc_mem_calloc(n, sizeof *self->grads);
-    self->held = fsdpc_mem_calloc(n, SEEN * sizeof *self->held);
+    self->locals = fsdpc_mem_calloc(n, sizeof *self->locals);
+    self->held = fsdpc_mem_calloc(n, HELD * sizeof *self->held);
     if (!self->members || !self->pairs || !self->tensors || !self->steps || !self->numbers ||
-        !self->grads || !self->held) {
+        !self->grads || !self->locals || !self->held) {
         PyErr_NoMemory();
         return -1;
     }
     return 0;
 }
 
+/* A DTensor's local tensor, any other one itself: a new reference, or NULL without an exception. */
+static PyObject *
+local_of(const struct table *self, PyObject *tensor)
+{
+    PyObject *local =
+        Py_IS_TYPE(tensor, self->cut) ? fsdpc_py_any_local(tensor) : Py_NewRef(tensor);
+    if (local == NULL) {
+        PyErr_Clear();
+    }
+    return local;
+}
+
 static int
-take_member(struct member *out, PyObject *param, PyObject *state, PyObject *place, PyObject *copy)
+take_view(const struct table *self, PyObject *param, fsdpc_py_view *out)
+{
+    PyObject *local = local_of(self, param);
+    const int result = local == NULL ? -1 : fsdpc_py_torch_view(local, out);
+    Py_XDECREF(local);
+    return result;
+}
+
+static int
+take_member(const struct table *self, struct member *out, PyObject *param, PyObject *state,
+            PyObject *place, PyObject *copy)
 {
     fsdpc_py_view view;
     long long first;
     unsigned long long key;
     if (!PyTuple_Check(place) || !PyArg_ParseTuple(place, "LKi", &first, &key, &out->part) ||
-        fsdpc_py_torch_view(param, &view) < 0) {
+        take_view(self, param, &view) < 0) {
         return misused("a place is (first, key, part)");
     }
     if (!view.contiguous) {
@@ -209,7 +238,7 @@ take_members(struct table *self, PyObject *groups, PyObject *state, PyObject *pl
         PyObject *params = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, g), 0);
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params) && number < n; i++, number++) {
             PyObject *copy = copies == Py_None ? Py_None : PyList_GET_ITEM(copies, number);
-            if (take_member(&self->members[number], PyList_GET_ITEM(params, i), state,
+            if (take_member(self, &self->members[number], PyList_GET_ITEM(params, i), state,
                             PyList_GET_ITEM(places, number), copy) < 0) {
                 return -1;
             }
@@ -229,13 +258,15 @@ take_pairs(struct table *self, PyObject *state)
 }
 
 static int
-fill_table(struct table *self, PyObject *plain, PyObject *groups, PyObject *state, PyObject *places,
-           PyObject *copies)
+fill_table(struct table *self, PyObject *plain, PyObject *cut, PyObject *groups, PyObject *state,
+           PyObject *places, PyObject *copies)
 {
-    if (!PyType_Check(plain) || !PyList_CheckExact(groups) || !PyDict_Check(state)) {
-        return misused("a type, a list of groups and the optimizer's state are needed");
+    if (!PyType_Check(plain) || !PyType_Check(cut) || !PyList_CheckExact(groups) ||
+        !PyDict_Check(state)) {
+        return misused("two types, a list of groups and the optimizer's state are needed");
     }
     self->plain = (PyTypeObject *)Py_NewRef(plain);
+    self->cut = (PyTypeObject *)Py_NewRef(cut);
     self->exchange = fsdpc_py_look_up_exchange(self->plain);
     if (self->exchange == NULL) {
         PyErr_SetString(PyExc_NotImplementedError,
@@ -267,16 +298,16 @@ static PyObject *
 optim_table(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    if (count != 5) {
+    if (count != 6) {
         PyErr_SetString(PyExc_TypeError,
-                        "optim_table takes a type, groups, state, places and copies");
+                        "optim_table takes two types, groups, state, places and copies");
         return NULL;
     }
     struct table *self = fsdpc_mem_calloc(1, sizeof *self);
     if (self == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *capsule = fill_table(self, args[0], args[1], args[2], args[3], args[4]) == 0
+    PyObject *capsule = fill_table(self, args[0], args[1], args[2], args[3], args[4], args[5]) == 0
                             ? PyCapsule_New(self, capsule_name, capsule_end)
                             : NULL;
     if (capsule == NULL) {
@@ -390,15 +421,17 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
     return true;
 }
 
+/* Holds the tensor (a DTensor's local one) until the end of the step. */
 static bool
 read_state(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
            fsdpc_dtype *type, void **out)
 {
-    if (tensor == NULL || !lies(self, tensor, numel, seen, type, out)) {
+    PyObject *local = tensor == NULL ? NULL : local_of(self, tensor);
+    if (local == NULL) {
         return false;
     }
-    self->held[self->held_count++] = Py_NewRef(tensor);
-    return true;
+    self->held[self->held_count++] = local;
+    return lies(self, local, numel, seen, type, out);
 }
 
 static bool
@@ -471,6 +504,21 @@ ask_for(const struct table *self, int number)
     }
 }
 
+static bool
+read_param(struct table *self, PyObject *param, struct member *member)
+{
+    self->locals[self->count] = NULL;
+    if (!Py_IS_TYPE(param, self->cut)) {
+        return is_in_place(self, param, member);
+    }
+    PyObject *local = local_of(self, param);
+    if (local == NULL) {
+        return false;
+    }
+    self->held[self->held_count++] = self->locals[self->count] = local;
+    return is_in_place(self, local, member);
+}
+
 /* The tensors of one parameter's step, or nothing where it has no gradient. */
 static bool
 read_member(struct table *self, const struct group *group, int number, PyObject *param)
@@ -494,8 +542,10 @@ read_member(struct table *self, const struct group *group, int number, PyObject 
                                    .first = member->first,
                                    .block = 1,
                                    .key = member->key};
-    if (!lies(self, grad, member->numel, &member->seen[GRAD], &tensor->grad_type, &tensor->grad) ||
-        !is_in_place(self, param, member) ||
+    if (Py_IS_TYPE(grad, self->cut) != Py_IS_TYPE(param, self->cut) ||
+        !read_state(self, grad, &member->seen[GRAD], member->numel, &tensor->grad_type,
+                    &tensor->grad) ||
+        !read_param(self, param, member) ||
         !read_states(self, group, member, tensor, &self->steps[self->count]) ||
         !read_copy(self, member, tensor)) {
         return false;
@@ -665,7 +715,9 @@ optim_table_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < self->count; i++) {
         PyObject *changed = changed_of(self, i, (enum changed)which);
-        if (changed != NULL && PyList_Append(list, changed) < 0) {
+        PyObject *local = which == PARAMS ? self->locals[i] : NULL;
+        if ((changed != NULL && PyList_Append(list, changed) < 0) ||
+            (local != NULL && PyList_Append(list, local) < 0)) {
             Py_CLEAR(list);
         }
     }
@@ -688,13 +740,12 @@ optim_table_end(PyObject *module, PyObject *capsule)
 
 PyMethodDef fsdpc_py_optim_table_methods[] = {
     {"optim_table", FAST(optim_table),
-     "optim_table($module, plain, groups, state, places, copies, /)\n--\n\n"
-     "A table of the members of an optimizer's steps in host memory. plain: the type of tensors "
-     "that\n"
-     "need no other look. groups: a list of (params, name of the counter of steps or None, names "
-     "of\n"
-     "states). places: (first, key, part) of each parameter. copies: None, or what gets each\n"
-     "parameter's new values rounded, or None. The caller keeps parameters and copies alive."},
+     "optim_table($module, plain, cut, groups, state, places, copies, /)\n--\n\n"
+     "A table of the members of an optimizer's steps in host memory. plain, cut: Tensor, DTensor.\n"
+     "groups: a list of (params, name of the counter of steps or None, names of states). places:\n"
+     "(first, key, part) of each parameter. copies: None, or what gets each parameter's new "
+     "values\n"
+     "rounded, or None. The caller keeps parameters and copies alive."},
     {"optim_table_read", FAST(optim_table_read),
      "optim_table_read($module, table, params, state, /)\n--\n\n"
      "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is not "
@@ -708,7 +759,9 @@ PyMethodDef fsdpc_py_optim_table_methods[] = {
      "The step of one group, as optim_step."},
     {"optim_table_changed", FAST(optim_table_changed),
      "optim_table_changed($module, table, which, /)\n--\n\n"
-     "A list of the parameters (0) of the step, their gradients (1) or copies (2)."},
+     "A list of the parameters (0) of the step and their local tensors, of the gradients (1) or "
+     "of\n"
+     "the copies (2)."},
     {"optim_table_end", optim_table_end, METH_O,
      "optim_table_end($module, table, /)\n--\n\nGives up what optim_table_read holds."},
     {NULL, NULL, 0, NULL},
