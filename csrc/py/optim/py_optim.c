@@ -126,7 +126,7 @@ read_place(struct request *request, int i, fsdpc_optim_tensor *tensor)
         return -1;
     }
     if (first < 0 || block < 1) {
-        return bad(i, "place", "is not a place");
+        return bad(i, "place", "must have a first index >= 0 and a block >= 1");
     }
     tensor->first = first;
     tensor->key = key;
@@ -227,7 +227,9 @@ find_edges(struct request *request, float **out)
         }
         if (!view.contiguous || view.dtype != FSDPC_F32 ||
             view.numel != (int64_t)request->count * 2 * FSDPC_OPTIM_EDGE) {
-            PyErr_SetString(PyExc_ValueError, "optim_step: edges of another size or type");
+            PyErr_SetString(
+                PyExc_ValueError,
+                "optim_step: edges must be a contiguous float32 tensor, 6 values per parameter");
             return -1;
         }
         *out = view.data;
@@ -275,7 +277,8 @@ read_value(const struct request *request, PyObject *tensor, fsdpc_dtype type, co
         return -1;
     }
     if (view.numel != 1 || view.dtype != type) {
-        PyErr_Format(PyExc_ValueError, "optim_step: control needs single values, this one of %s",
+        PyErr_Format(PyExc_ValueError,
+                     "optim_step: each tensor of control must hold one value in %s",
                      fsdpc_dtype_name(type));
         return -1;
     }
@@ -347,7 +350,8 @@ check_state_count(const struct request *request)
     if (request->eight_bits ? found == 4 : found >= least[kind] && found <= most[kind]) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "optim_step: %d states", found);
+    PyErr_Format(PyExc_ValueError,
+                 "optim_step: this kind of step has another number of states than %d", found);
     return -1;
 }
 
