@@ -10,7 +10,9 @@ the quotient of one round. Time is the thread's processor time. Bytes are what a
 write at least: parameter, gradient and states once each (the gradients twice for a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
-The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element.
+The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place"
+is what memory gives to a step: the rate of the one with the least arithmetic, SGD with momentum of
+one large parameter (20 bytes per element).
 
 "scaler, clip, cast" is a step with loss scaling (infinities found, gradients divided by the
 scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.
@@ -47,7 +49,7 @@ STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
     "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), PLAIN),
     "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), CLIP),
     "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), CLIP),
-    "AdamW, scaler, clip, cast": (46, F32, lambda p: optim.AdamW(p), SCALER),
+    "AdamW, scaler, clip, cast": (34, F32, lambda p: optim.AdamW(p), SCALER),
     "torch AdamW fused, scaler, clip, cast": (
         54,
         F32,
@@ -126,12 +128,14 @@ def step_call(name: str, count: int, numel: int) -> Call:
 
 
 def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
-    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. Each
-    step divides the same gradients again: the scale is near 1, and no power of two.
+    """A step with loss scaling and clipping, and the copies in bfloat16 of all parameters. torch
+    divides the same gradients again in each step: the scale alternates between 2 and 1/2.
     """
-    scaler = ShardedGradScaler("cpu", init_scale=1 + 2**-20, growth_interval=1 << 30)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0, growth_interval=1 << 30)
     scaler.scale(torch.zeros(()))  # makes the scale
     copies = [torch.empty_like(param, dtype=BF16) for param in params]
+    if ours:
+        optimizer.write_copies(dict(zip(params, copies, strict=True)))
 
     def step() -> None:
         if ours:
@@ -140,9 +144,10 @@ def scaler_call(params: list[nn.Parameter], optimizer: Any, ours: bool) -> Call:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(params, 1.0)
             scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            torch._foreach_copy_(copies, params)
+        scaler.update(1 / scaler.get_scale())
+        if not ours:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, params)
 
     return step
 
@@ -151,6 +156,11 @@ def triad_call(count: int, numel: int) -> Call:
     """STREAM's triad by torch, on float32 arrays."""
     a, b, c = (torch.randn(count * numel) for _ in range(3))
     return lambda: torch.add(b, c, alpha=0.5, out=a)
+
+
+def in_place_call(count: int, numel: int) -> Call:
+    """A step's reads and writes, 20 bytes per element, with next to no arithmetic."""
+    return optim.SGD(parameters(F32, 1, count * numel), momentum=0.9).step
 
 
 def seconds(call: Call) -> float:
@@ -165,8 +175,8 @@ def seconds(call: Call) -> float:
 
 
 def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, Any]:
-    """ns per parameter, GB/s, and shares of the triad's rate and of torch's time."""
-    calls = {"triad": triad_call(count, numel)}
+    """ns per parameter, GB/s, and shares of two rates of memory and of torch's time."""
+    calls = {"triad": triad_call(count, numel), "in place": in_place_call(count, numel)}
     calls |= {name: step_call(name, count, numel) for name in names}
     for call in calls.values():  # states are made, and every page is there
         call()
@@ -174,14 +184,20 @@ def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, 
     cases = {name: (lambda call=call: seconds(call)) for name, call in calls.items()}
     values = common.interleave(cases, rounds)
     total = count * numel
-    triad = [12 * total / s for s in values["triad"]]
-    results: dict[str, Any] = {"triad": {"GB/s": common.spread([rate / 1e9 for rate in triad])}}
+    triad, in_place = (
+        [size * total / s for s in values[name]] for name, size in (("triad", 12), ("in place", 20))
+    )
+    results: dict[str, Any] = {
+        name: {"GB/s": common.spread([rate / 1e9 for rate in rates])}
+        for name, rates in (("triad", triad), ("in place", in_place))
+    }
     for name in names:
         rates = [STEPS[name][0] * total / s for s in values[name]]
         found = {
             "ns": common.spread([s / total * 1e9 for s in values[name]]),
             "GB/s": common.spread([rate / 1e9 for rate in rates]),
             "of_triad": common.spread([r / t for r, t in zip(rates, triad, strict=True)]),
+            "of_in_place": common.spread([r / t for r, t in zip(rates, in_place, strict=True)]),
         }
         rival = RIVALS.get(name)
         if rival in values:
@@ -193,16 +209,18 @@ def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, 
 
 def show(title: str, results: dict[str, Any]) -> None:
     """Print one table."""
-    print(f"\n{title}; triad {results['triad']['GB/s']['median']:.1f} GB/s")
+    triad, in_place = (results[name]["GB/s"]["median"] for name in ("triad", "in place"))
+    print(f"\n{title}; triad {triad:.1f} GB/s, in place {in_place:.1f} GB/s")
 
     def text(entry: dict[str, Any], key: str) -> str:
         return f"{entry[key]['median']:.3f}" if key in entry else ""
 
-    head = ["step", "ns / parameter", "GB/s", "x triad", "time / other's"]
+    head = ["step", "ns / parameter", "GB/s", "x triad", "x in place", "time / other's"]
+    keys = ("ns", "GB/s", "of_triad", "of_in_place", "of_torch")
     rows = [
-        [name, *(text(entry, key) for key in ("ns", "GB/s", "of_triad", "of_torch"))]
+        [name, *(text(entry, key) for key in keys)]
         for name, entry in results.items()
-        if name != "triad"
+        if "ns" in entry
     ]
     common.print_table(head, rows)
 

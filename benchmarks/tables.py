@@ -192,22 +192,22 @@ def optim_tables(result: dict) -> str:
     blocks = []
     for title in ("big", "small"):
         part = result[title]
-        triad = part["cases"]["triad"]["GB/s"]
+        cases = part["cases"]
+        columns = [("ns", "ns per parameter", 2), ("GB/s", "GB/s", 1), ("of_triad", "x triad", 2)]
+        memory = f"triad {figure(cases['triad']['GB/s'], 1)} GB/s"
+        if "in place" in cases:
+            columns.append(("of_in_place", "x in place", 2))
+            memory += f", in place {figure(cases['in place']['GB/s'], 1)} GB/s"
+        columns.append(("of_torch", "time / other's", 2))
         rows = [
-            [
-                name,
-                figure(case["ns"], 2),
-                figure(case["GB/s"], 1),
-                figure(case["of_triad"], 2),
-                figure(case.get("of_torch"), 2),
-            ]
-            for name, case in part["cases"].items()
-            if name != "triad"
+            [name, *(figure(case.get(key), digits) for key, _, digits in columns)]
+            for name, case in cases.items()
+            if "ns" in case
         ]
-        head = ["step", "ns per parameter", "GB/s", "x triad", "time / other's"]
+        head = ["step", *(title for _, title, _ in columns)]
         blocks += [
             f"### Optimizer steps, {part['tensors']} x {part['numel']:,} parameters",
-            f"One thread; triad {figure(triad, 1)} GB/s. {run_line(result)}",
+            f"One thread; {memory}. {run_line(result)}",
             markdown(head, rows),
         ]
     if steps := result.get("steps"):

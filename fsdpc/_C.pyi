@@ -332,9 +332,13 @@ class Tree:
 
 # --- optimizer steps: see csrc/optim/optim.h ---
 
+# lr, beta1, beta2, eps, weight_decay, scale, clip, decoupled, maximize, nesterov, stochastic,
+# keeps_grads, seed
+_Rule = tuple[float, float, float, float, float, float, float, bool, bool, bool, bool, bool, int]
+
 def optim_step(
     kind: Literal["adam", "sgd", "lion", "mini", "adam8", "edges8"],
-    rule: tuple[float, float, float, float, float, float, float, bool, bool, bool, bool, int],
+    rule: _Rule,
     params: Sequence[_Array],
     grads: Sequence[_Array],
     states: tuple[Sequence[_Array], ...],
@@ -346,6 +350,22 @@ def optim_step(
     control: tuple[_Array | None, _Array | None, _Array | None] | None = None,
     scratch: _Array | None = None,
 ) -> None: ...
+def optim_table(
+    plain: type,
+    cut: type,
+    groups: list[tuple[list[Any], str | None, tuple[str, ...]]],
+    state: dict[Any, Any],
+    places: list[tuple[int, int, int]],
+    copies: list[Any] | None,
+    /,
+) -> Any: ...
+def optim_table_read(table: Any, params: list[list[Any]], state: dict[Any, Any], /) -> int: ...
+def optim_table_squares(table: Any, part: int, threads: int, /) -> float: ...
+def optim_table_step(
+    table: Any, group: int, kind: Literal["adam", "sgd", "lion"], rule: _Rule, threads: int, /
+) -> None: ...
+def optim_table_changed(table: Any, which: int, /) -> list[Any]: ...
+def optim_table_end(table: Any, /) -> None: ...
 def optim_sum_squares(tensors: Sequence[_Array], threads: int = 1) -> float: ...
 def optim_block_squares(
     tensor: _Array, first: int, block: int, sums: _Array, threads: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from fsdpc import _C
 from fsdpc._comm.bootstrap import comm_for_host
 from fsdpc._engine.device import stand_in
+from fsdpc.optim._base import Check, FusedOptimizer
 
 __all__ = ["ShardedGradScaler"]
 
@@ -30,6 +32,8 @@ class ShardedGradScaler(GradScaler):
     optimizers (``fused=True``) covers all ranks, too. Gradients may have any floating dtype.
     Without ``torch.distributed`` the scaler is local.
     """
+
+    _stepping: torch.optim.Optimizer | None = None  # whose step the scaler calls
 
     def __init__(
         self,
@@ -65,6 +69,18 @@ class ShardedGradScaler(GradScaler):
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself,
+        in the pass that computes the norm if there is ``max_norm``. Collective.
+        """
+        self._stepping = optimizer
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = None
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.leave_check(None)
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -72,15 +88,19 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        group = None
+        if dist.is_available() and dist.is_initialized():
+            group = self.process_group or dist.group.WORLD
+        if self._stepping is optimizer and isinstance(optimizer, FusedOptimizer):
+            agree = partial(_agree, group, [found_inf], found_inf.device)
+            if optimizer.leave_check(Check(found_inf, agree)):
+                return {found_inf.device: found_inf}
         found: dict[torch.device, torch.Tensor] = {}
         if not (found_inf.is_cpu and float(inv_scale) == 1.0 and _are_finite(optimizer)):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         if not found:  # all finite on the host, or no gradients
             found = {found_inf.device: found_inf}
-        if dist.is_available() and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
-            agree = _agree_on_host if found_inf.device.type == "cpu" else _agree_on_device
-            agree(group, list(found.values()), found_inf.device)
+        _agree(group, list(found.values()), found_inf.device)
         return found
 
 
@@ -96,6 +116,11 @@ def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
         return math.isfinite(_C.optim_sum_squares(held, torch.get_num_threads()))
     except (BufferError, ValueError):  # sparse or not contiguous
         return False
+
+
+def _agree(group: Any, found: list[torch.Tensor], device: torch.device) -> None:
+    if group is not None:
+        (_agree_on_host if device.type == "cpu" else _agree_on_device)(group, found, device)
 
 
 def _agree_on_host(group: Any, found: list[torch.Tensor], device: torch.device) -> None:

@@ -49,6 +49,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     e->factor = rule.maximize ? -clip : clip;
     e->coupled = rule.decoupled ? 0 : rule.weight_decay;
     e->idle = p.control.found_inf && *p.control.found_inf != 0;
+    e->keeps_grads = rule.keeps_grads;
     e->random = fsdpc_random_of_step(rule.seed, e->tensor.key, e->step);
     fill_rates(e, rule);
 }
@@ -66,7 +67,7 @@ template <typename REAL> struct tile {
     {
     }
 
-    /* Gradients divided by the loss scale are written back. */
+    /* Gradients divided by the loss scale are written back, unless the rule keeps them. */
     __device__ __forceinline__ void load_gradient(REAL *g, const REAL *p, const place &where) const
     {
         load_quad(g, t.grad, t.grad_type, where);
@@ -75,7 +76,9 @@ template <typename REAL> struct tile {
             for (int i = 0; i < QUAD; i++) {
                 g[i] = quotient(g[i], gradient.scale);
             }
-            store_quad(t.grad, t.grad_type, where, g);
+            if (!e.keeps_grads) {
+                store_quad(t.grad, t.grad_type, where, g);
+            }
         }
 #pragma unroll
         for (int i = 0; i < QUAD; i++) {

@@ -122,7 +122,7 @@ compute_share(const fsdpc_step_entry &e, const fsdpc_step_codes *maps, int64_t s
             const float v = value_of(maps[1], false, codes_v[at], t.scales[1][scale]);
             if (gradient.scale != 1) {
                 g = quotient(g, gradient.scale);
-                if (write) {
+                if (write && !e.keeps_grads) {
                     store_real(t.grad, t.grad_type, at, g);
                 }
             }

@@ -28,7 +28,8 @@ typedef struct fsdpc_step_rule {
     double grad_scale, clip; /* where the control has no address for them */
     uint64_t seed;
     int32_t kind;
-    int8_t decoupled, maximize, nesterov, pad;
+    int8_t decoupled, maximize, nesterov;
+    int8_t keeps_grads; /* scaled gradients stay as they are */
 } fsdpc_step_rule;
 
 /* Device memory that the step reads when it runs, so that the host need not read the values; or NULL. */
@@ -72,6 +73,7 @@ typedef struct fsdpc_step_entry {
     uint64_t random;
     int32_t first; /* SGD: the buffer has no value yet */
     int32_t idle;  /* nothing changes */
+    int32_t keeps_grads, pad;
 } fsdpc_step_entry;
 
 #endif

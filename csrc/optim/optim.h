@@ -10,7 +10,7 @@
  * at any place, on any number of threads, so all of them give the same bits. f() rounds to the
  * arithmetic's type; t is the number of the step.
  *
- *   gradient   g = g / grad_scale (written back); g = g * clip; g = -g if maximize;
+ *   gradient   g = g / grad_scale (written back unless keeps_grads); g = g * clip; g = -g if maximize;
  *              g = fma(f(weight_decay), p, g) if weight_decay is coupled
  *   Adam       p = p * f(1 - lr * weight_decay) if it is decoupled; w = f(1 - beta1)
  *              m = |w| < 0.5 ? fma(w, g - m, m) : fma(w - 1, g - m, g)
@@ -56,17 +56,21 @@ typedef struct fsdpc_optim_rule {
     double clip;       /* factor of all gradients */
     bool decoupled;    /* weight decay */
     bool maximize, nesterov;
-    bool stochastic; /* Adam: bfloat16 states and parameters are rounded stochastically */
-    uint64_t seed;   /* of the stochastic rounding */
+    bool stochastic;  /* Adam: bfloat16 states and parameters are rounded stochastically */
+    bool keeps_grads; /* scaled gradients stay in memory as they are */
+    uint64_t seed;    /* of the stochastic rounding */
 } fsdpc_optim_rule;
 
 /* The memory is the caller's, and no two tensors of a call overlap. */
 typedef struct fsdpc_optim_tensor {
     void *param, *grad;
+    uint16_t
+        *copy; /* of a float32 parameter: where its new values go, rounded to copy_type; or NULL */
     void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v and with amsgrad x; SGD with momentum: b; else
                                          NULL. 8-bit: codes of m and v. Mini: m, denominators */
     float *scales[2];                 /* 8-bit: of each block that the range touches, for m and v */
     fsdpc_dtype param_type, grad_type, state_type;
+    fsdpc_dtype copy_type; /* bfloat16 or float16 */
     int64_t numel, first;
     int64_t block; /* Mini: elements of the whole parameter that share a denominator */
     uint64_t key;  /* the parameter's number, for the stochastic rounding */

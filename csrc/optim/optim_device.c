@@ -39,7 +39,8 @@ rule_of(const fsdpc_optim_rule *rule, fsdpc_optim_states how)
                              .kind = (int32_t)kind_of(rule, how),
                              .decoupled = rule->decoupled,
                              .maximize = rule->maximize,
-                             .nesterov = rule->nesterov};
+                             .nesterov = rule->nesterov,
+                             .keeps_grads = rule->keeps_grads};
 }
 
 static fsdpc_step_tensor

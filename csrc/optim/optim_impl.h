@@ -12,7 +12,7 @@ typedef struct fsdpc_optim_numbers {
     double weight1, weight2; /* factors of the gradient */
     double root, eps;        /* Adam: divisor of the square root, term added to it */
     double size;             /* factor of the update, negative */
-    double factor;           /* of the gradient */
+    double inverse, factor;  /* of the gradient, one after the other */
     bool first, nesterov;    /* SGD */
 } fsdpc_optim_numbers;
 
@@ -90,7 +90,7 @@ int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int thre
                           fsdpc_optim_part *part, void *context);
 
 /* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the
- * loops multiply what is returned by the tensor's factor. Returns `buffer` or, where nothing is to be
+ * loops multiply what is returned by the tensor's inverse and its factor. Returns `buffer` or, where nothing is to be
  * done, the gradient itself. Unscaled gradients are written back if `write`. */
 const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                                  const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,

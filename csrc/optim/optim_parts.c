@@ -43,7 +43,7 @@ run(int threads, int64_t n, int64_t grain, fsdpc_pool_task *task, void *context)
     if (threads > 1) {
         pthread_once(&once, make_pool);
         if (pool_status != FSDPC_OK) {
-            return fsdpc_error(pool_status, "a pool of threads for optimizer steps");
+            return fsdpc_error(pool_status, "cannot make a pool of threads for optimizer steps");
         }
         fsdpc_pool_run(pool, threads, n, grain, task, context);
     } else if (n > 0) {
@@ -121,7 +121,7 @@ fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int threads,
     struct loop loop = {tensors, count, NULL, part, context};
     loop.starts = fsdpc_mem_calloc((size_t)count + 1, sizeof *loop.starts);
     if (loop.starts == NULL) {
-        return fsdpc_error(FSDPC_E_NOMEM, "the parts of %d tensors", count);
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the parts of %d tensors", count);
     }
     for (int i = 0; i < count; i++) {
         loop.starts[i + 1] = loop.starts[i] + parts_of(&tensors[i]);
@@ -163,7 +163,7 @@ fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64
     fsdpc_optim_tensor *tensors = fsdpc_mem_calloc((size_t)count, sizeof *tensors);
     int64_t *starts = fsdpc_mem_calloc((size_t)count, sizeof *starts);
     if (tensors == NULL || starts == NULL) {
-        status = fsdpc_error(FSDPC_E_NOMEM, "the norm of %d tensors", count);
+        status = fsdpc_error(FSDPC_E_NOMEM, "no memory for the norm of %d tensors", count);
         goto done;
     }
     for (int i = 0; i < count; i++) {
@@ -176,7 +176,7 @@ fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64
     squares.starts = starts;
     squares.sums = fsdpc_mem_calloc((size_t)parts, sizeof *squares.sums);
     if (squares.sums == NULL) {
-        status = fsdpc_error(FSDPC_E_NOMEM, "the norm of %d tensors", count);
+        status = fsdpc_error(FSDPC_E_NOMEM, "no memory for the norm of %d tensors", count);
         goto done;
     }
     FSDPC_GOTO(fsdpc_kernels_select(&squares.kernels), done);

@@ -32,10 +32,21 @@ factor_of(const fsdpc_optim_rule *rule)
     return rule->maximize ? -rule->clip : rule->clip;
 }
 
+/* True if the loops multiply by the inverse of the scale: exact for powers of two, which scales are unless
+ * the user chose another one, and where no divided gradient is needed in between. */
+static bool
+folds_scale(const fsdpc_optim_rule *rule)
+{
+    int exponent;
+    return rule->keeps_grads && !decays_gradients(rule) &&
+           frexp(rule->grad_scale, &exponent) == 0.5 && exponent > -100 && exponent < 100;
+}
+
 fsdpc_optim_numbers
 fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
     fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .factor = 1, .nesterov = rule->nesterov};
+    k.inverse = folds_scale(rule) ? 1 / rule->grad_scale : 1;
     if (rule->decoupled) {
         k.decay = 1 - rule->lr * rule->weight_decay;
     }
@@ -120,9 +131,10 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
     const fsdpc_optim_rules *rules = rules_of(loops, tensor);
     const fsdpc_dtype type = tensor->grad_type;
     const void *grad = fsdpc_optim_load(loops, tensor->grad, type, begin, n, buffer);
-    if (rule->grad_scale != 1) {
+    if (rule->grad_scale != 1 && !folds_scale(rule)) {
         rules->divide(buffer, grad, rule->grad_scale, n);
         grad = buffer;
+        write = write && !rule->keeps_grads;
         if (write && (type == FSDPC_F32 || type == FSDPC_F64)) {
             memcpy(at(tensor->grad, type, begin), buffer, (size_t)n * fsdpc_dtype_bytes(type));
         } else if (write) {
@@ -207,7 +219,7 @@ step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc
 static bool
 gradient_is_plain(const fsdpc_optim_rule *rule)
 {
-    return rule->grad_scale == 1 && !decays_gradients(rule);
+    return (rule->grad_scale == 1 || folds_scale(rule)) && !decays_gradients(rule);
 }
 
 /* A tile of Adam whose bfloat16 states are rounded stochastically. */
@@ -273,6 +285,10 @@ step_part(void *context, int index, int64_t begin, int64_t end)
         } else if (!step_tile_low(pass, tensor, k, tile, n)) {
             step_tile(pass, tensor, k, tile, n);
         }
+        if (tensor->copy != NULL) { /* the tile is in the first cache */
+            fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, tile, n,
+                              at(tensor->param, FSDPC_F32, tile));
+        }
     }
 }
 
@@ -301,6 +317,15 @@ fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor
                            "tensor %d of the step: stochastic rounding is for Adam with two "
                            "bfloat16 states",
                            position);
+    }
+    if (tensor->copy != NULL &&
+        (tensor->param_type != FSDPC_F32 ||
+         (tensor->copy_type != FSDPC_BF16 && tensor->copy_type != FSDPC_F16))) {
+        return fsdpc_error(FSDPC_E_TYPE,
+                           "tensor %d of the step: a copy in %s of a parameter in %s: copies are "
+                           "bfloat16 or float16, of float32 parameters",
+                           position, fsdpc_dtype_name(tensor->copy_type),
+                           fsdpc_dtype_name(tensor->param_type));
     }
     return FSDPC_OK;
 }

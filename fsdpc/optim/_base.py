@@ -5,17 +5,21 @@ loading.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
+from fsdpc._engine.device import stand_in
 from fsdpc.optim._device import (
     Control,
     norm_of_units,
@@ -28,6 +32,7 @@ from fsdpc.optim._device import (
 )
 from fsdpc.optim._disk import MASTER, NARROW, Disk, GuardedState, Pass, Store, step_chunks
 from fsdpc.optim._places import Group, by_group, group_of, local_of
+from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
 
 
 class Scaling(NamedTuple):
@@ -38,11 +43,20 @@ class Scaling(NamedTuple):
     scale: float = 1.0
     clip: float = 1.0
     control: Control = Control()
+    keeps_grads: bool = False  # the memory of gradients stays as it is
 
     @property
     def writes_grads(self) -> bool:
         """True if gradients are divided by a scale, and so written."""
-        return self.scale != 1.0 or self.control.grad_scale is not None
+        scaled = self.scale != 1.0 or self.control.grad_scale is not None
+        return scaled and not self.keeps_grads
+
+
+class Check(NamedTuple):
+    """A search for infinities that a scaler leaves to the step, which reads all gradients."""
+
+    found: Tensor  # 1 if there is one on any rank, else 0
+    agree: Callable[[], None]  # the ranks' maximum, into ``found``
 
 
 class Rule(NamedTuple):
@@ -59,6 +73,7 @@ class Rule(NamedTuple):
     maximize: bool
     nesterov: bool = False
     stochastic: bool = False
+    keeps_grads: bool = False
     seed: int = 0
 
 
@@ -86,6 +101,12 @@ class FusedOptimizer(Optimizer):
     ] = ()  # states of one value per element, in the order of the C code
 
     _reads_on_host = False  # the host takes part in steps of parameters on a GPU
+    _kind: str | None = None  # of steps in C that a table can do, see _table.py
+    _counter: str | None = "step"  # the state that counts steps
+    _table: Table | None = None
+    _tables = 0  # made in a row without one that held
+    _copies: dict[Tensor, Tensor] | None = None
+    _check: Check | None = None
     last_norm: Tensor | None = None  # of the last step that clipped
     _inside: Any = None  # what steps units in backward, see _in_backward.py
     _store: Store | None = None  # of states on a disk
@@ -119,8 +140,9 @@ class FusedOptimizer(Optimizer):
 
         ``max_norm``: gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in the same
         pass, as after ``torch.nn.utils.clip_grad_norm_``; ``norm`` is the 2-norm of all gradients
-        of this optimizer over all ranks, and ``last_norm`` keeps it. ``.grad`` itself is not
-        multiplied. With ``torch.amp.GradScaler``: ``scaler.step(optimizer, max_norm=...)``.
+        of this optimizer over all ranks, and ``last_norm`` keeps it. ``.grad`` itself stays as it
+        is: not multiplied, and not divided by a loss scale. With ``torch.amp.GradScaler``:
+        ``scaler.step(optimizer, max_norm=...)``.
 
         Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
         the class says otherwise. ``NotImplementedError``: a parameter neither on the host nor on a
@@ -140,22 +162,68 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
+        table = self._table
+        if table is not None and table.read(self):
+            self._tables = 0
+            try:
+                self._step_table(table, max_norm, grad_scale, found_inf)
+            finally:
+                table.end()
+            return loss
+        self._table = None
         on_gpu = self._is_on_gpu()
-        if not on_gpu and found_inf is not None and float(found_inf) != 0:
+        members = [self._members(group["params"]) for group in self.param_groups]
+        if self._check is not None:
+            found_inf = self._checked(self._squares(members), partial(_are_finite, members))
+        if not on_gpu and _is_set(found_inf):
             return loss
         self._check_states()
-        members = [self._members(group["params"]) for group in self.param_groups]
         reading = self._begin_step(members)
         if on_gpu:
             scaling = self._scaling_on_gpu(members, max_norm, grad_scale, found_inf)
         else:
-            scale = 1.0 if grad_scale is None else float(grad_scale)
-            clip = 1.0
-            if max_norm is not None:
-                clip = self._clip_factor(members, float(max_norm), scale)
-            scaling = Scaling(scale, clip)
+            parts = [] if max_norm is None else self._squares(members)
+            scaling = self._scaling_on_host(parts, max_norm, grad_scale)
         self._step_begun(members, reading, scaling)
+        self._make_table()
         return loss
+
+    def _make_table(self) -> None:
+        if self._kind is None or (self._tables > PATIENCE and self._tables % PATIENCE):
+            self._tables += 1
+            return
+        self._table = table_of(self)
+        self._tables += 1
+
+    def _step_table(
+        self, table: Table, max_norm: float | None, grad_scale: Any, found_inf: Any
+    ) -> None:
+        parts: list[tuple[list[Group], float]] = []
+        if max_norm is not None or self._check is not None:
+            parts = table.squares()
+        if self._check is not None:
+            found_inf = self._checked(parts, table.are_finite)
+        if _is_set(found_inf):
+            return
+        scaling = self._scaling_on_host(parts, max_norm, grad_scale)
+        threads = torch.get_num_threads()
+        for number, group in enumerate(self.param_groups):
+            rule = tuple(self._rule(group, scaling))
+            _C.optim_table_step(table.core, number, self._kind, rule, threads)
+        increment_version(table.changed(PARAMS))
+        if self._copies is not None:
+            increment_version(table.changed(COPIES))
+        if scaling.writes_grads:
+            increment_version(table.changed(GRADS))
+
+    def _table_place(self, param: Tensor) -> tuple[int, int] | None:
+        """The index of a parameter's first element in the whole one, and its key; None: a table
+        cannot step it.
+        """
+        return 0, 0
+
+    def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
+        raise NotImplementedError
 
     def _step_members(self, members: list[Members], scaling: Scaling) -> None:
         self._check_states()
@@ -170,6 +238,37 @@ class FusedOptimizer(Optimizer):
                 self._step_group(group, found, scaling)
             if found.params:
                 self._finish(found, scaling.writes_grads)
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
+        """Let each step write the new values of float32 parameters also to ``copies[param]``,
+        rounded to the nearest bfloat16 or float16: in host memory in the same pass, 2 bytes per
+        element.
+
+        For a model in low precision whose float32 masters are this optimizer's parameters. The
+        copies get the parameters' values now and whenever a step changes these; a program that
+        writes a parameter itself calls this again. None: steps write no more copies. Local.
+
+        ``ValueError``: not a parameter of this optimizer, or a copy of another shape.
+        ``TypeError``: not a bfloat16 or float16 tensor for a float32 one, or a DTensor.
+        """
+        self._copies = self._table = None
+        own = {param for group in self.param_groups for param in group["params"]}
+        for param, copy in (copies or {}).items():
+            if param not in own:
+                raise ValueError("write_copies: a parameter is not this optimizer's")
+            what = f"write_copies: a copy of a parameter of shape {tuple(param.shape)}"
+            low = copy.dtype in (torch.bfloat16, torch.float16) and param.dtype == torch.float32
+            if not low or type(copy) not in (Tensor, Parameter) or isinstance(param, DTensor):
+                raise TypeError(
+                    f"{what} in {param.dtype} is a {type(copy).__name__} in {copy.dtype}: copies "
+                    "are plain tensors in bfloat16 or float16, of float32 parameters that are no "
+                    "DTensors"
+                )
+            if copy.shape != param.shape or not copy.is_contiguous():
+                raise ValueError(f"{what} is {tuple(copy.shape)} or not contiguous")
+            with torch.no_grad():
+                copy.copy_(param)
+        self._copies = dict(copies) if copies else None
 
     def step_and_clip(self, max_norm: float) -> Tensor:
         """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
@@ -312,6 +411,9 @@ class FusedOptimizer(Optimizer):
             param.copy_(copy)
         others = [v for p, v in zip(found.params, found.values, strict=True) if v is not p]
         increment_version([*found.params, *others])
+        for param, value in zip(found.params, found.values, strict=True):
+            if self._copies is not None and param in self._copies:
+                self._copies[param].copy_(value)
         if not grads_changed:
             return
         changed = []
@@ -324,11 +426,45 @@ class FusedOptimizer(Optimizer):
 
     # --- the norm --------------------------------------------------------------------------------
 
-    def _clip_factor(self, members: list[Members], max_norm: float, scale: float) -> float:
-        norm = math.sqrt(self._sum_squares(members)) / scale
+    def _scaling_on_host(
+        self, parts: list[tuple[list[Group], float]], max_norm: float | None, grad_scale: Any
+    ) -> Scaling:
+        """``parts``: see ``_squares``. Collective with ``max_norm``."""
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        if max_norm is None:
+            return Scaling(scale)
+        norm = math.sqrt(_over_ranks(parts)) / scale
         self.last_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
-        factor = max_norm / (norm + 1e-6)
-        return factor if math.isnan(factor) else min(factor, 1.0)
+        factor = float(max_norm) / (norm + 1e-6)
+        clip = factor if math.isnan(factor) else min(factor, 1.0)
+        return Scaling(scale, clip, keeps_grads=True)
+
+    def leave_check(self, check: Check | None) -> bool:
+        """For a scaler: True if the next step itself looks for infinities in its gradients and
+        changes nothing if a rank has found one; with None it no longer does. Local.
+        """
+        self._check = None
+        if check is None or self._inside is not None or not check.found.is_cpu or stand_in():
+            return False
+        if self._table is None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            if not all(p.is_cpu and (p.grad is None or type(p.grad) is Tensor) for p in params):
+                return False
+        self._check = check
+        return True
+
+    def _checked(
+        self, parts: list[tuple[list[Group], float]], finite: Callable[[], bool]
+    ) -> Tensor:
+        """Do the scaler's check; 1 if a gradient of any rank is not finite. ``finite``: asked where
+        the sums of squares are not. Collective over the scaler's ranks.
+        """
+        check, self._check = self._check, None
+        assert check is not None
+        good = all(math.isfinite(part) for _, part in parts) or finite()
+        check.found.fill_(0.0 if good else 1.0)
+        check.agree()
+        return check.found
 
     def _is_on_gpu(self) -> bool:
         """True if a step needs nothing of the host. Equal on all ranks. Local."""
@@ -350,16 +486,17 @@ class FusedOptimizer(Optimizer):
         if max_norm is not None:
             norm = norm_of_units(params)
             if norm is None:
-                found = math.sqrt(self._sum_squares(members))
+                found = math.sqrt(_over_ranks(self._squares(members)))
                 norm = torch.tensor(found, dtype=torch.float64, device=device)
             if scale is not None:
                 norm = norm / scale.double()
             self.last_norm = norm
             clip = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        return Scaling(control=Control(scale, there(found_inf, torch.float32), clip))
+        control = Control(scale, there(found_inf, torch.float32), clip)
+        return Scaling(control=control, keeps_grads=max_norm is not None)
 
-    def _sum_squares(self, members: list[Members]) -> float:
-        """Over all ranks. Ranks of a group hold different elements, replicas count once."""
+    def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
+        """Of this rank's gradients, by the groups of ranks that hold other elements. Local."""
         of: dict[int, list[Group]] = {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -372,13 +509,8 @@ class FusedOptimizer(Optimizer):
             for param, grad in zip(found.params, found.grads, strict=True):
                 groups = of[id(param)]
                 (shared[tuple(g.identity for g in groups)][1] if groups else alone).append(grad)
-        total = sum_squares(alone)
-        for groups, grads in shared.values():
-            part = sum_squares(grads)
-            for group in by_group(groups):
-                part = sum_over(group, part)
-            total += part
-        return total
+        every = [([], alone), *shared.values()]
+        return [(groups, sum_squares(grads)) for groups, grads in every]
 
     # --- states ----------------------------------------------------------------------------------
 
@@ -421,6 +553,7 @@ class FusedOptimizer(Optimizer):
         for number, param in zip(ids, params, strict=True):
             if number in given["state"]:
                 self.state[param] = self._loaded(param, given["state"][number])
+        self._table = None
         if self._store is not None:
             self.state = GuardedState(self.state)
             self._place_on_disk({id(param) for param in self.state})
@@ -458,6 +591,27 @@ class FusedOptimizer(Optimizer):
 def step_counter(param: Tensor) -> Tensor:
     """The state ``step`` of a parameter: float32, 0-dim, on the host or on the parameter's GPU."""
     return torch.zeros((), dtype=torch.float32, device=step_device(param))
+
+
+def _is_set(found: Any) -> bool:
+    return found is not None and float(found) != 0
+
+
+def _are_finite(members: list[Members]) -> bool:
+    """Of all elements of the gradients. A host sync if some are on a GPU."""
+    return all(bool(grad.isfinite().all()) for found in members for grad in found.grads)
+
+
+def _over_ranks(parts: list[tuple[list[Group], float]]) -> float:
+    """The sum over all ranks: those of a group hold different elements, replicas count once.
+    Collective.
+    """
+    total = 0.0
+    for groups, part in parts:
+        for group in by_group(groups):
+            part = sum_over(group, part)
+        total += part
+    return total
 
 
 def sum_over(group: Group, part: float) -> float:

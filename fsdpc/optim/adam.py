@@ -34,6 +34,7 @@ class Adam(FusedOptimizer):
     dtype: 8 bytes per float32 parameter. ``offload``: a ``Disk`` to keep the states on.
     """
 
+    _kind = "adam"
     _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
@@ -102,6 +103,7 @@ class Adam(FusedOptimizer):
             scaling.clip,
             group["decoupled_weight_decay"],
             group["maximize"],
+            keeps_grads=scaling.keeps_grads,
         )
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:

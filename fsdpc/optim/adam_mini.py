@@ -25,6 +25,7 @@ from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
 
 # The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
 # lower-cased name decides.
+BIASES = ("bias",)
 HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
 ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
 ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
@@ -110,7 +111,7 @@ class AdamMini(SpannedOptimizer):
                 f"AdamMini needs the name of a parameter of shape {span.shape}: pass "
                 "model.named_parameters(), or block="
             )
-        if not self._warned and not _has_rule(name, span.shape):
+        if not self._warned and len(span.shape) > 1 and _rule_of(name) is None:
             self._warned = True
             warnings.warn(
                 f"AdamMini: no rule of the published code knows {name!r} of shape {span.shape}, so "
@@ -254,10 +255,10 @@ class AdamMini(SpannedOptimizer):
         factor = (scaling.clip / scaling.scale) ** 2
         self._totals = {
             id(span): total / _whole(span, length) * factor
-            for _, span, total, length in self._sums(self._squares(members))
+            for _, span, total, length in self._sums(self._block_sums(members))
         }
 
-    def _squares(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+    def _block_sums(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
         for found in members:
             for piece in self._pieces(found.params, found.values, found.grads):
                 length = self.block_length(piece.param, piece.span)
@@ -316,6 +317,7 @@ class AdamMini(SpannedOptimizer):
             scaling.clip,
             True,
             group["maximize"],
+            keeps_grads=scaling.keeps_grads,
         )
         pieces = list(self._pieces(found.params, found.values, found.grads))
         states = [self.state[piece.param] for piece in pieces]
@@ -351,27 +353,27 @@ def block_squares(values: Tensor, counts: list[int]) -> Tensor:
     return torch.segment_reduce(values.reshape(-1).double().square(), "sum", lengths=lengths)
 
 
-def _has_rule(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a rule names this parameter, or it is no matrix."""
-    return len(shape) < 2 or any(text in name.lower() for text in ("bias", *HEADS, *ROWS))
+def _rule_of(name: str) -> tuple[str, ...] | None:
+    """The texts of the published code's rule for a name; None: no rule knows it."""
+    low = name.lower()
+    rules: tuple[tuple[str, ...], ...] = (BIASES, HEADS, ROWS)
+    return next((texts for texts in rules if any(text in low for text in texts)), None)
 
 
 def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> int:
     """The published code's block length; ``ValueError`` names a parameter that needs head_dim."""
-    low, whole = name.lower(), int(np.prod(shape)) if shape else 1
-    if "bias" in low:
+    rule, whole = _rule_of(name), int(np.prod(shape)) if shape else 1
+    if rule is BIASES:
         return 1
     row = whole // shape[0] if len(shape) > 1 and shape[0] else whole
-    if any(text in low for text in HEADS):
+    if rule is HEADS:
         if head_dim is None or len(shape) < 2 or shape[0] % head_dim:
             raise ValueError(
                 f"AdamMini: {name!r} of shape {shape} has one second moment per head: pass "
                 f"head_dim=, a divisor of {shape[0] if shape else 1}, or block="
             )
         return row * head_dim
-    if len(shape) > 1 and any(text in low for text in ROWS):
-        return row
-    return max(whole, 1)
+    return row if rule is ROWS and len(shape) > 1 else max(whole, 1)
 
 
 def _touched(span: Span, length: int) -> int:

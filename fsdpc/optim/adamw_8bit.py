@@ -36,6 +36,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
     ``NotImplementedError`` for DTensors that are not cut by rows.
     """
 
+    _kind = None
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
     _cut: CutBlocks | None = None
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpc.optim._base import Members, Scaling
+from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._places import local_of
 from fsdpc.optim._spanned import SpannedOptimizer, part
 from fsdpc.optim.adam import AdamW
 
@@ -50,15 +51,22 @@ class AdamWBF16(SpannedOptimizer, AdamW):
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.bfloat16
 
+    def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
+        rule = super()._rule(group, scaling)
+        return rule._replace(stochastic=group["stochastic_rounding"], seed=group["seed"])
+
+    def _table_place(self, param: Tensor) -> tuple[int, int] | None:
+        spans = self._place(param).spans
+        if len(spans) != 1 or spans[0].length != local_of(param).numel():
+            return None
+        return spans[0].first, self._key(param, spans[0])
+
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         pieces = list(self._pieces(found.params, found.values, found.grads))
-        rule = self._rule(group, scaling)._replace(
-            stochastic=group["stochastic_rounding"], seed=group["seed"]
-        )
         states = [self.state[piece.param] for piece in pieces]
         self._run(
             "adam",
-            rule,
+            self._rule(group, scaling),
             scaling.control,
             [piece.param for piece in pieces],
             [piece.value for piece in pieces],

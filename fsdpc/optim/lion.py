@@ -32,6 +32,7 @@ class Lion(FusedOptimizer):
     to keep the latter on.
     """
 
+    _kind = "lion"
     _state_names = ("exp_avg",)
 
     def __init__(
@@ -62,24 +63,26 @@ class Lion(FusedOptimizer):
                     step=step_counter(param), exp_avg=self._zeros(param, "exp_avg")
                 )
 
-    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+    def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         beta1, beta2 = group["betas"]
-        decay = float(group["weight_decay"])
-        rule = Rule(
+        return Rule(
             float(group["lr"]),
             beta1,
             beta2,
             0.0,
-            decay,
+            float(group["weight_decay"]),
             scaling.scale,
             scaling.clip,
             True,
             group["maximize"],
+            keeps_grads=scaling.keeps_grads,
         )
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         states = [self.state[param] for param in found.params]
         self._run(
             "lion",
-            rule,
+            self._rule(group, scaling),
             scaling.control,
             found.params,
             found.values,

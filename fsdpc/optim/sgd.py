@@ -32,6 +32,8 @@ class SGD(FusedOptimizer):
     ``fused`` are accepted and have no effect; ``differentiable=True`` is refused.
     """
 
+    _kind = "sgd"
+    _counter = None
     _state_names = ("momentum_buffer",)
     _begun: dict[Tensor, Tensor] | None = None
 
@@ -79,8 +81,8 @@ class SGD(FusedOptimizer):
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Buffers are made in the step, which must know which of them are new."""
 
-    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        rule = Rule(
+    def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
+        return Rule(
             float(group["lr"]),
             float(group["momentum"]),
             float(group["dampening"]),
@@ -91,7 +93,10 @@ class SGD(FusedOptimizer):
             False,
             group["maximize"],
             group["nesterov"],
+            keeps_grads=scaling.keeps_grads,
         )
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         states: list[list[Tensor]] = []
         steps = self._counters(found.params)
         if group["momentum"] != 0:
@@ -104,7 +109,7 @@ class SGD(FusedOptimizer):
             states = [buffers]
         self._run(
             "sgd",
-            rule,
+            self._rule(group, scaling),
             scaling.control,
             found.params,
             found.values,

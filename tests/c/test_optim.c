@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "activation/activation.h"
+#include "convert.h"
 #include "optim/optim.h"
 #include "kernels.h"
 #include "test.h"
@@ -90,6 +91,37 @@ step_all(struct memory *memory, int64_t first, int64_t cut, int threads)
             tensor_of(memory, rule.kind, first, cut, MOST - cut),
         };
         REQUIRE_OK(fsdpc_optim_step(&rule, parts, 2, threads));
+    }
+}
+
+/* A step that multiplies by the inverse of the scale gives the bits of one that divides by it, and the
+ * parameters' copies are their values rounded; the gradients stay. */
+static void
+folded_scale_and_copies(void)
+{
+    static uint16_t copies[2][MOST];
+    for (int kind = FSDPC_OPTIM_ADAM; kind <= FSDPC_OPTIM_MINI; kind++) {
+        struct memory *both[2];
+        for (int folded = 0; folded < 2; folded++) {
+            struct memory *memory = both[folded] = filled();
+            struct memory *before = filled();
+            fsdpc_optim_rule rule = rule_of((fsdpc_optim_kind)kind);
+            fsdpc_optim_tensor tensor = tensor_of(memory, rule.kind, 5, 0, MOST);
+            rule.decoupled = true;
+            rule.keeps_grads = folded;
+            tensor.copy = copies[folded];
+            tensor.copy_type = FSDPC_BF16;
+            REQUIRE_OK(fsdpc_optim_step(&rule, &tensor, 1, 1));
+            CHECK((memcmp(memory->g, before->g, sizeof memory->g) == 0) == (folded == 1));
+            for (int i = 0; i < MOST; i++) {
+                CHECK(copies[folded][i] == f32_to_bf16(memory->p[i]));
+            }
+            free(before);
+        }
+        CHECK(memcmp(both[0]->p, both[1]->p, sizeof both[0]->p) == 0);
+        CHECK(memcmp(both[0]->s, both[1]->s, sizeof both[0]->s) == 0);
+        free(both[0]);
+        free(both[1]);
     }
 }
 
@@ -208,6 +240,7 @@ main(void)
 {
     every_way_gives_the_same_bits();
     sums_do_not_depend_on_threads();
+    folded_scale_and_copies();
     types_that_do_not_go_together_are_refused();
     return test_result();
 }

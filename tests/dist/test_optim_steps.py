@@ -118,6 +118,8 @@ def test_rows_of_dtensors(rank, world):
         fully_shard(model, mesh=mesh)
         optimizer, resumed = make(name, model), make(name, model)
         norms = train(model, optimizer, range(STEPS - 1), True)
+        by_table = optimizer._kind is not None and not fsdpc._C.stand_in()
+        assert (optimizer._table is not None) == by_table
         resumed.load_state_dict(optimizer.state_dict())
         norms += train(model, resumed, range(STEPS - 1, STEPS), True)
         other, expected = alone(name, dtype, clip=True)

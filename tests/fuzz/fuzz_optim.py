@@ -7,7 +7,8 @@ A case draws an optimizer with its flags, parameters (empty ones, one element, e
 256), steps with gradients that may be missing, not contiguous, huge, zero or not finite, and a
 resume through a state dict in the middle; it runs on every instruction set.
 Parameters must stay within rounding of the reference, be not finite where the reference is, and be
-equal to the bit on every instruction set.
+equal to the bit on every instruction set, and in steps that all go the long way (without a table).
+Another run clips, with a scale and copies: equal to the bit with and without a table.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def draw(seed: int) -> Case:
         rng.choice(DTYPES),
         options,
         [rng.choice(SIZES) for _ in range(rng.randint(1, 3))],
-        rng.randint(1, 4),
-        rng.choice((-1, 1, 2)),
+        rng.randint(1, 6),
+        rng.choice((-1, 1, 2, 4)),
         rng.choice((None, None, None, math.inf, -math.inf, math.nan)),
     )
 
@@ -132,8 +133,10 @@ class Reference:
         self.most = float(torch.cat([torch.tensor([self.most]), g.abs(), self.m.abs()]).max())
 
 
-def run(case: Case, simd: str) -> tuple[list[Tensor], list[Reference]]:
-    """Parameters after the case's steps with one instruction set, and the references."""
+def run(
+    case: Case, simd: str, *, table: bool = True, clip: bool = False
+) -> tuple[list[Tensor], list[Reference]]:
+    """Parameters (and copies) after the case's steps with an instruction set, and references."""
     os.environ["FSDPC_SIMD"] = simd
     values = [
         torch.randn(n, generator=torch.Generator().manual_seed(i)).to(case.dtype)
@@ -142,17 +145,26 @@ def run(case: Case, simd: str) -> tuple[list[Tensor], list[Reference]]:
     params = [nn.Parameter(value.clone()) for value in values]
     references = [Reference(case, value) for value in values]
     optimizer = getattr(optim, case.kind)(params, **case.options)
+    copies = {}
+    if clip and case.dtype is torch.float32:
+        copies = {param: torch.empty_like(param, dtype=torch.bfloat16) for param in params}
     for step in range(case.steps):
+        if not table:
+            optimizer._kind = None
+        if step == 0 or step == case.resume:
+            optimizer.write_copies(copies)
         for i, param in enumerate(params):
             param.grad = gradient(case, step, i, param.numel())
             if param.grad is not None:
                 references[i].step(param.grad)
-        optimizer.step()
+        if clip:
+            optimizer.grad_scale = torch.tensor(4.0 if case.seed % 2 else 3.0)
+        optimizer.step(max_norm=0.5 if clip else None)
         if step + 1 == case.resume:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = getattr(optim, case.kind)(params, **case.options)
             optimizer.load_state_dict(saved)
-    return [param.detach() for param in params], references
+    return [param.detach() for param in [*params, *copies.values()]], references
 
 
 def judge(case: Case, found: Tensor, reference: Reference) -> None:
@@ -183,6 +195,9 @@ def check(seed: int) -> None:
     before = os.environ.get("FSDPC_SIMD")
     try:
         runs = [run(case, simd) for simd in _C.kernel_names()]
+        last = _C.kernel_names()[-1]
+        runs.append(run(case, last, table=False))
+        clipped = [run(case, last, table=table, clip=True)[0] for table in (True, False)]
     finally:
         os.environ.pop("FSDPC_SIMD", None)
         if before is not None:
@@ -191,8 +206,13 @@ def check(seed: int) -> None:
         judge(case, found, reference)
     for found, _ in runs[1:]:
         for mine, first in zip(found, runs[0][0], strict=True):
-            same = (mine == first) | (mine.isnan() & first.isnan())
-            assert bool(same.all()), "instruction sets differ"
+            assert same(mine, first), "instruction sets differ, or steps with a table"
+    assert all(map(same, *clipped)), "clipped steps with a table differ"
+
+
+def same(mine: Tensor, other: Tensor) -> bool:
+    """Equal elements, NaN being equal to NaN."""
+    return bool(((mine == other) | (mine.isnan() & other.isnan())).all())
 
 
 def main() -> None:

@@ -296,6 +296,7 @@ shape_of(fsdpc_optim_kind kind, int round)
                  .eps = 1e-8,
                  .weight_decay = round % 3 ? 0.1 : 0,
                  .grad_scale = round % 4 == 1 ? 8 : 1,
+                 .keeps_grads = round % 8 == 1,
                  .clip = round % 4 == 2 ? 0.7 : 1,
                  .decoupled = kind != FSDPC_OPTIM_SGD && round % 2 == 0,
                  .maximize = round % 4 == 3,

@@ -71,15 +71,15 @@ parse_kind(const char *kind, struct request *out)
     return -1;
 }
 
-static int
-parse_rule(PyObject *tuple, fsdpc_optim_rule *out)
+int
+fsdpc_py_optim_rule(PyObject *tuple, fsdpc_optim_rule *out)
 {
-    int decoupled, maximize, nesterov, stochastic;
+    int decoupled, maximize, nesterov, stochastic, keeps_grads;
     unsigned long long seed;
     if (!PyTuple_Check(tuple) ||
-        !PyArg_ParseTuple(tuple, "dddddddppppK", &out->lr, &out->beta1, &out->beta2, &out->eps,
+        !PyArg_ParseTuple(tuple, "dddddddpppppK", &out->lr, &out->beta1, &out->beta2, &out->eps,
                           &out->weight_decay, &out->grad_scale, &out->clip, &decoupled, &maximize,
-                          &nesterov, &stochastic, &seed)) {
+                          &nesterov, &stochastic, &keeps_grads, &seed)) {
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_TypeError, "optim_step: the rule must be a tuple");
         }
@@ -89,6 +89,7 @@ parse_rule(PyObject *tuple, fsdpc_optim_rule *out)
     out->maximize = maximize;
     out->nesterov = nesterov;
     out->stochastic = stochastic;
+    out->keeps_grads = keeps_grads;
     out->seed = seed;
     return 0;
 }
@@ -125,7 +126,7 @@ read_place(struct request *request, int i, fsdpc_optim_tensor *tensor)
         return -1;
     }
     if (first < 0 || block < 1) {
-        return bad(i, "place", "is not a place");
+        return bad(i, "place", "must have a first index >= 0 and a block >= 1");
     }
     tensor->first = first;
     tensor->key = key;
@@ -226,7 +227,9 @@ find_edges(struct request *request, float **out)
         }
         if (!view.contiguous || view.dtype != FSDPC_F32 ||
             view.numel != (int64_t)request->count * 2 * FSDPC_OPTIM_EDGE) {
-            PyErr_SetString(PyExc_ValueError, "optim_step: edges of another size or type");
+            PyErr_SetString(
+                PyExc_ValueError,
+                "optim_step: edges must be a contiguous float32 tensor, 6 values per parameter");
             return -1;
         }
         *out = view.data;
@@ -274,7 +277,8 @@ read_value(const struct request *request, PyObject *tensor, fsdpc_dtype type, co
         return -1;
     }
     if (view.numel != 1 || view.dtype != type) {
-        PyErr_Format(PyExc_ValueError, "optim_step: control needs single values, this one of %s",
+        PyErr_Format(PyExc_ValueError,
+                     "optim_step: each tensor of control must hold one value in %s",
                      fsdpc_dtype_name(type));
         return -1;
     }
@@ -346,7 +350,8 @@ check_state_count(const struct request *request)
     if (request->eight_bits ? found == 4 : found >= least[kind] && found <= most[kind]) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "optim_step: %d states", found);
+    PyErr_Format(PyExc_ValueError,
+                 "optim_step: this kind of step has another number of states than %d", found);
     return -1;
 }
 
@@ -443,7 +448,7 @@ optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
     };
     (void)module;
     if (fsdpc_py_args("optim_step", table, 12, args, count, keywords) == 0 &&
-        parse_kind(kind, &request) == 0 && parse_rule(rule, &request.rule) == 0 &&
+        parse_kind(kind, &request) == 0 && fsdpc_py_optim_rule(rule, &request.rule) == 0 &&
         request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {
         const int status = run(&request);
         result = fsdpc_py_none_or(status);
@@ -459,7 +464,7 @@ PyMethodDef fsdpc_py_optim_methods[] = {
      "--\n\n"
      "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
      "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
-     "seed). states: one list per state. places: (first, key, block) of each tensor.\n"
+     "keeps_grads, seed). states: one list per state. places: (first, key, block) of each tensor.\n"
      "device: the GPU's ordinal if all tensors, steps and edges are in its memory. Then the step\n"
      "is queued on its current stream; control is (grad_scale, found_inf, clip), a tensor of one\n"
      "value there or None each; scratch: 256 bytes there for each tensor."},

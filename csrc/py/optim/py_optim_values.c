@@ -12,8 +12,8 @@ float_view(PyObject *tensor, bool only_f32, fsdpc_py_view *out)
     }
     if (!out->contiguous || !fsdpc_dtype_is_float(out->dtype) ||
         (only_f32 && out->dtype != FSDPC_F32)) {
-        PyErr_Format(PyExc_ValueError, "a contiguous tensor of %s is needed",
-                     only_f32 ? "float32" : "floats");
+        PyErr_Format(PyExc_ValueError, "the tensor must be contiguous and in %s",
+                     only_f32 ? "float32" : "a float type");
         return -1;
     }
     return 0;
@@ -84,7 +84,8 @@ static int
 check_place(int64_t first, int64_t block)
 {
     if (first < 0 || block < 1) {
-        PyErr_SetString(PyExc_ValueError, "a first index >= 0 and a block >= 1 are needed");
+        PyErr_SetString(PyExc_ValueError,
+                        "the first index must be at least 0, and the block at least 1");
         return -1;
     }
     return 0;

@@ -1,0 +1,101 @@
+"""Steps of parameters in host memory by a table in C, without a line of Python for each of them.
+
+A table is made by a step that went the long way (``FusedOptimizer._members`` and what follows) and
+serves the next ones as long as everything is where that step found it: csrc/py/optim/
+py_optim_table.c.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdpc import _C
+from fsdpc._engine.device import stand_in
+from fsdpc.optim._places import Group, group_of
+
+PATIENCE = 8  # tables in a row that did not hold for one step, before most steps do without
+PARAMS, GRADS, COPIES = range(3)
+
+
+class Table:
+    """The members of one optimizer's steps. Local."""
+
+    def __init__(self, optimizer: Any, core: Any, kept: Any, parts: list[list[Group]]) -> None:
+        self.core = core
+        self.kept = kept  # what the table has addresses of
+        self.parts = parts  # the groups of ranks over which each part of the norm is summed
+        self.names = names_of(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.all_params = None if any(isinstance(p, DTensor) for p in params) else params
+        self.count = 0  # of the parameters that the step under way changes
+
+    def read(self, optimizer: Any) -> bool:
+        """Read the tensors of a step. False: it must go the long way. Call ``end`` if True."""
+        if self.names != names_of(optimizer):
+            return False
+        params = [group["params"] for group in optimizer.param_groups]
+        self.count = _C.optim_table_read(self.core, params, optimizer.state)
+        return self.count >= 0
+
+    def end(self) -> None:
+        """Give up the gradients and states of the step."""
+        _C.optim_table_end(self.core)
+
+    def squares(self) -> list[tuple[list[Group], float]]:
+        """The sums of squares of this rank's gradients, and over which ranks each is added."""
+        threads = torch.get_num_threads()
+        return [
+            (groups, _C.optim_table_squares(self.core, part, threads))
+            for part, groups in enumerate(self.parts)
+        ]
+
+    def are_finite(self) -> bool:
+        """Whether all elements of the gradients are finite."""
+        return all(bool(grad.isfinite().all()) for grad in self.changed(GRADS))
+
+    def changed(self, which: int) -> list[Tensor]:
+        """What the step changes: parameters and their local tensors, gradients, or copies."""
+        params = self.all_params
+        if which == PARAMS and params is not None and self.count == len(params):
+            return params
+        return _C.optim_table_changed(self.core, which)
+
+
+def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...]]]:
+    """The states of a step of each group: the number of steps done, and values per element."""
+    return [(optimizer._counter, optimizer._names(group)) for group in optimizer.param_groups]
+
+
+def table_of(optimizer: Any) -> Table | None:
+    """A table for the next steps, or None where they must go the long way."""
+    if optimizer._kind is None or optimizer._store is not None or stand_in():
+        return None
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(p.is_cpu and type(p.grad) in (NoneType, Tensor, DTensor) for p in params):
+        return None
+    parts: dict[tuple[int, ...], tuple[int, list[Group]]] = {(): (0, [])}
+    places = []
+    for param in params:
+        place = optimizer._table_place(param)
+        if place is None:
+            return None
+        groups = group_of(param)
+        key = tuple(group.identity for group in groups)
+        part, _ = parts.setdefault(key, (len(parts), groups))
+        places.append((*place, part))
+    copies = optimizer._copies
+    listed = None if copies is None else [copies.get(param) for param in params]
+    groups = [
+        (group["params"], counter, names)
+        for group, (counter, names) in zip(optimizer.param_groups, names_of(optimizer), strict=True)
+    ]
+    try:
+        core = _C.optim_table(Tensor, DTensor, groups, optimizer.state, places, listed)
+    except (TypeError, BufferError, NotImplementedError):  # the long way says what is wrong
+        return None
+    return Table(optimizer, core, (params, listed), [groups for _, groups in parts.values()])
