@@ -25,6 +25,7 @@ SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
     ("fused update", {"optimizer": "adamw-fused"}),
     ("8-bit optimizer states", {"optimizer": "adamw8bit"}),
     ("CPU offload", {"offload": True}),
+    ("states in host memory", {"host": 1.0, "disk": 0}),
     ("one reduce slot", {"reduce_slots": 1}),
     ("one gather slot per level (no prefetch)", {"gather_slots": 1}),
 )
@@ -171,6 +172,8 @@ def label_of(setup: Setup) -> str:
         parts.append(f"activations in {setup.compress}")
     if setup.offload:
         parts.append("CPU offload")
+    if setup.host:
+        parts.append(f"{setup.host:.0%} of the states in host memory")
     if setup.gather_slots == 1:
         parts.append("one slot")
     return ", ".join(parts)

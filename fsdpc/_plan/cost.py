@@ -88,6 +88,9 @@ def cost(plan: Plan, card: Card) -> Cost:
     moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]
     states = plan.row("optimizer states")
     update = (2 * moved + 2 * states) / (40e9 / setup.ranks_per_host if host else card.bandwidth)
+    if setup.host and not host and setup.transport == "stream":
+        away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
+        update = max(update, away / card.host)  # each way; both at the same time
     if host:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     return Cost(compute, wire, first, update, sent)

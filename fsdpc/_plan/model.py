@@ -111,6 +111,8 @@ class Setup:
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
+    ``host``: part of the states of parameters on GPUs that is in host memory, and
+    ``host_buffers``, the bytes of each GPU that those pass through (``fsdpc.optim.Host``).
     ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
     """
 
@@ -123,6 +125,8 @@ class Setup:
     optimizer: str = "adamw"
     offload: bool = False
     disk: int = 0
+    host: float = 0.0
+    host_buffers: int = 64 << 20
     checkpointing: float = 0.0
     compress: str = ""
     micro_batch: int = 1
@@ -192,6 +196,10 @@ def check(setup: Setup) -> Setup:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
             )
+    if not 0 <= setup.host <= 1:
+        raise ValueError(f"host must be from 0 to 1, got {setup.host}")
+    if setup.host and setup.disk:
+        raise ValueError("states are in host memory or on a disk: use one of host and disk")
     if setup.compress and setup.transport == "stream":
         raise ValueError(
             "compress keeps activations of processors only: use --cpu (transport shared or wire)"

@@ -93,6 +93,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
     how.add_argument(
+        "--offload-states",
+        type=float,
+        default=0.0,
+        metavar="RATIO",
+        help="part of the optimizer states in host memory, 0 to 1, with the parameters on the GPU "
+        "(fsdpc.optim.Host)",
+    )
+    how.add_argument(
         "--disk",
         type=int,
         default=0,
@@ -147,6 +155,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
             optimizer=options.optimizer,
             offload=options.offload,
             disk=options.disk << 20,
+            host=options.offload_states,
             checkpointing=options.checkpointing,
             compress=options.compress,
             micro_batch=options.micro_batch,

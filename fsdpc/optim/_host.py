@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fsdpc._engine.lane import Lane, pinned
+from fsdpc._engine.state_layout import PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
 from fsdpc.optim._chunks import Store, Wishes
 from fsdpc.optim._device import gpu_of
-from fsdpc.optim._disk_layout import PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
 from fsdpc.optim._places import local_of
 
 _WHAT = "optimizer states on their way to host memory"

@@ -5,9 +5,12 @@ found.
 
 from __future__ import annotations
 
+import collections
 import copy
 import ctypes
+import itertools
 import tempfile
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks, run_ranks
-from toys import wrap
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from toys import Block, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import checkpoint, fully_shard, optim
+from fsdpc._plan.ledger import plan
+from fsdpc._plan.model import Model as Plain
+from fsdpc._plan.model import Setup, check
+from fsdpc._plan.modules import units_of
 from fsdpc.optim import _host
-from torch import nn
 
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
 on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
-SHAPES = {"a": (300, 401), "b": (7,), "c": (128, 64), "d": (5,), "e": (90000,)}
+SHAPES = {"a": (100, 401), "b": (7,), "c": (64, 64), "d": (5,), "e": (50000,)}
 SMALL = 2 * 131072  # bytes of buffers: "a" and "e" take several chunks on each of two ranks
 KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW": (partial(optim.AdamW, amsgrad=True), torch.float32),
@@ -79,7 +87,7 @@ def same(one: Any, other: Any) -> None:
 
 
 @on_gpu
-@ranks(1, 2, env=ON_GPU)
+@ranks(2, env=ON_GPU)
 def test_equal_to_states_on_the_gpu(rank: int, world: int):
     import simgpu
 
@@ -95,7 +103,7 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
         kept = kind(models[0].parameters())
         away = kind(models[1].parameters(), offload=optim.Host(ratio, SMALL))
         for model, optimizer in zip(models, (kept, away), strict=True):
-            train(model, optimizer, range(4), **clip)
+            train(model, optimizer, range(3), **clip)
         same(away, kept)
         here, total = away._store.chosen_bytes
         assert here <= ratio * total and (here == total) == (ratio == 1), (name, how)
@@ -156,7 +164,7 @@ def test_counts():
     found = run_ranks(count_a_step, 1, env=ON_GPU, ratio=1)[0]
     print(found)
     chunks, (came, went) = found["chunks"], found["lanes"]
-    assert chunks >= 10
+    assert chunks >= 6
     for policy in ("lazy", "eager"):
         assert found[policy]["host_syncs"] == found[policy]["host_allocations"] == 0
         assert found[policy]["allocations"] == found[policy]["pageable"] == 0
@@ -176,7 +184,7 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
     simgpu.policy("lazy")
     simgpu.options().quiet = True
     model = made("units")
-    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, 3 * SMALL))
+    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
     train(model, optimizer, range(2))
     found: list[tuple[Any, list[str]]] = []
     model(2).backward()
@@ -206,3 +214,153 @@ def test_each_wait_that_is_left_out_is_found():
         print(f"{left_out}: {(reports or ['-'])[0]}")
     assert found[0][1] == found[1][1] == [] and len(found) > 15
     assert [left_out for left_out, reports in found[2:] if not reports] == []
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_infinities_skip_a_step(rank: int, world: int):
+    """The first one, too, of which only the GPU knows that it did not happen."""
+    for name in ("AdamW", "SGD"):
+        ends = []
+        for offload in (None, optim.Host(1, SMALL)):
+            model = made("rows")
+            optimizer = KINDS[name][0](model.parameters(), offload=offload)
+            for number, found in enumerate((1.0, 0.0, 1.0, 0.0)):
+                optimizer.zero_grad()
+                model(number).backward()
+                optimizer.grad_scale = torch.tensor(4.0)
+                optimizer.found_inf = torch.tensor(found)
+                optimizer.step()
+            ends.append(optimizer)
+        same(*ends)
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_states_are_saved_and_loaded(rank: int, world: int):
+    """By state dicts, gathered ones, and checkpoints, between every place that states have."""
+    FSDP = fsdpc.FullyShardedDataParallel
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    places = (None, optim.Host(1, SMALL), optim.Host(0.5, SMALL))
+    models = [made("units") for _ in places]
+
+    def fresh(number: int) -> Any:
+        return optim.AdamW(models[number].parameters(), offload=places[number])
+
+    optimizers = [fresh(number) for number in range(3)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(2))
+    plain = copy.deepcopy(optimizers[0].state_dict())
+    full = FSDP.optim_state_dict(models[0], optimizers[0])
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for name, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
+            assert all(torch.equal(v, full["state"][name][k]) for k, v in state.items())
+        checkpoint.save(Path(folder[0]) / str(number), model, optimizer)
+        train(model, optimizer, range(2, 4))
+    for number, model in enumerate(models):
+        for how in ("state dict", "gathered", "checkpoint"):
+            optimizer = optimizers[number] if how == "checkpoint" else fresh(number)
+            waits = finishes(optimizer)
+            checkpoint.load(Path(folder[0]) / str((number + 1) % 3), model, optimizer)
+            if how == "checkpoint" and number == 1:  # its last step's copies were on their way
+                assert finishes(optimizer) > waits
+            if how == "state dict":
+                optimizer.load_state_dict(plain)
+            if how == "gathered":
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, full))
+            train(model, optimizer, range(2, 4))
+            if number > 0:
+                same(optimizer, optimizers[0])
+                here, _ = optimizer._store.chosen_bytes
+                assert optimizer._store.host_bytes >= here > 0 or number == 2
+        if number == 0:
+            optimizers[0] = optimizer
+
+
+def finishes(optimizer: Any) -> int:
+    """How often the host has waited for states on their way to host memory."""
+    lane = getattr(optimizer._store, "outgoing", None)
+    return lane.counts()["finishes"] if lane else 0
+
+
+@on_gpu
+@ranks(1, env=ON_GPU)
+def test_failures(rank: int, world: int):
+    import simgpu
+
+    model = made("units")
+    model(0).backward()
+    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
+    simgpu.fail("cuMemHostAlloc", 1, 2)  # out of memory
+    with pytest.raises(MemoryError, match=r"AdamW: offload=Host.*cannot be pinned.*smaller ratio"):
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    model(1).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.AdamW, "_step_group", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="ended in the middle.*Load a checkpoint"):
+            use()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    for name in ("AdamW8bit", "AdamMini"):
+        with pytest.raises(NotImplementedError, match=f"{name} keeps.*take offload=Disk.*Host"):
+            getattr(optim, name)(model.parameters(), offload=optim.Host())
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_the_plan_equals_the_run(rank: int, world: int):
+    """Bytes on the GPU and in host memory, with one parameter per unit and dtype."""
+    cases: dict[str, tuple[Any, torch.dtype]] = {
+        "adamw-fused": (optim.AdamW, torch.float32),
+        "lion": (optim.Lion, torch.bfloat16),
+        "momentum": (partial(optim.SGD, lr=0.1, momentum=0.9), torch.float32),
+        "adamw-bf16": (optim.AdamWBF16, torch.float32),
+    }
+    gpu = fsdpc._C.cuda_device(0)
+    where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
+    policy = ModuleWrapPolicy({Block})
+    for (name, (kind, dtype)), ratio in itertools.product(cases.items(), (0.5, 1.0)):
+        plain = toy(blocks=3, width=64).to(dtype)
+        storage = str(dtype).removeprefix("torch.")
+        setup = Setup(
+            world, storage=storage, optimizer=name, host=ratio, host_buffers=SMALL, **where
+        )
+        planned = plan(Plain("toy", units_of(plain, policy)), check(setup))
+        model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
+        optimizer = kind(model.parameters(), offload=optim.Host(ratio, SMALL))
+        loss_of(model, tokens(rank, 0)).backward()
+        optimizer.step()
+        store = optimizer._store
+        rows = {(r.role, r.where): r.bytes for r in planned.rows}
+        assert rows["optimizer states", "host"] == store.host_bytes > 0, (name, ratio)
+        assert rows["buffers of states", "device"] == sum(map(len, store.buffers)) == SMALL
+        here, total = store.chosen_bytes
+        assert rows.get(("optimizer states", "device"), 0) == total - here
+        report = fsdpc.memory_report(model, optimizer)
+        line = next(line for line in report.lines if line.role == "optimizer states")
+        steps = 4 * sum("step" in state for state in dict.values(optimizer.state))
+        assert line.actual == line.planned == SMALL + total - here + steps
+        assert "in pinned host memory" in line.note
+
+
+@ranks(1)
+def test_in_host_memory_it_costs_nothing_and_says_so(rank: int, world: int):
+    model = made("units")
+    _host._said.clear()
+    with pytest.warns(UserWarning, match="changes nothing: the parameters are in host memory"):
+        optimizer = optim.AdamW(model.parameters(), offload=optim.Host(0.5))
+    assert optimizer._store is None and type(optimizer.state) is collections.defaultdict
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the sentence comes once per process
+        optim.AdamW(model.parameters(), offload=optim.Host())
+    for options, match in (({"ratio": 1.5}, "from 0 .* to 1"), ({"buffer_bytes": 9}, "at least")):
+        with pytest.raises(ValueError, match=match):
+            optim.Host(**options)
