@@ -71,6 +71,9 @@ def cost(plan: Plan, card: Card) -> Cost:
     setup, prints = plan.setup, plan.engine.by_unit
     n, recomputed = setup.shards, 1 + setup.checkpointing / 3
     compute = setup.accumulation * plan.model.flops * recomputed / (card.flops * EFFICIENCY)
+    if plan.model.away is not None:  # beside the forward, a third of the step, and the backward
+        bus = setup.accumulation * plan.model.away.copied / card.host
+        compute = max(compute / 3, bus) + max(2 * compute / 3, bus)
     sums = setup.accumulation if setup.sync == "every" else 1
     wire = sent = first = 0.0
     for event in schedule(plan.model.units, plan.engine, setup):

@@ -302,6 +302,10 @@ def _other_rows(model: Model, setup: Setup) -> list[Row]:
         Row("buffers", model.buffer_bytes, ALWAYS, "whole on every rank"),
         Row("inputs", model.input_bytes, ("forward", "backward"), "the micro-batch"),
     ]
+    if model.away is not None:
+        why = f"{size(model.away.copied)} of saved activations, pinned; a step moves them both ways"
+        span = ("forward", "backward")
+        rows.append(Row("activations", model.away.pinned, span, why, where="host"))
     if setup.transport == "stream":
         comms = 2 if setup.shards > 1 else 0
         comms += 2 if setup.replicas > 1 else 0
@@ -385,6 +389,6 @@ def _notes(setup: Setup) -> tuple[str, ...]:
     if setup.compress:
         notes.append(
             f"saved activations in {setup.compress} (fsdpc.activations.compress), but for what "
-            "attention, softmax and the loss save"
+            "attention, softmax and the loss save; step times leave out packing"
         )
     return tuple(notes)
