@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdpc import _C
 from fsdpc._engine.device import engine_device
+from fsdpc._engine.marks import hosts
 from fsdpc._engine.saved import BLOCK
 
 MIN_BYTES = 4096
@@ -195,7 +196,7 @@ class _Table:
 def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
     """Addresses of the model's parameters, gathered or not, and buffers."""
     own = [*model.parameters(), *model.buffers()]
-    units = [getattr(module, "_unit", None) for module in model.modules()]
+    units = [host._unit for host in hosts(model)]
     own += [full for unit in units if unit is not None for full in unit.full]
     return sorted(_range(tensor) for tensor in own if has_memory(tensor))
 

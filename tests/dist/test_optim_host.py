@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import ranks, run_ranks
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from toys import Block, loss_of, tokens, toy, wrap
 
@@ -30,6 +31,8 @@ from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import Model as Plain
 from fsdpc._plan.model import Setup, check
 from fsdpc._plan.modules import units_of
+from fsdpc.activations import checkpoint as checkpoint_blocks
+from fsdpc.activations import offload as activations_offload
 from fsdpc.optim import _host
 
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
@@ -312,6 +315,57 @@ def test_failures(rank: int, world: int):
     for name in ("AdamW8bit", "AdamMini"):
         with pytest.raises(NotImplementedError, match=f"{name} keeps.*take offload=Disk.*Host"):
             getattr(optim, name)(model.parameters(), offload=optim.Host())
+
+
+def program(door: str, offload: Any) -> list[torch.Tensor]:
+    """Accumulation, a frozen block that is thawed, checkpointed blocks and offloaded activations,
+    two groups, a schedule, clipping, and one block whose parameters are in host memory.
+    """
+    plain = toy(blocks=4, width=64)
+    for param in plain.blocks[1].parameters():
+        param.requires_grad_(False)
+    checkpoint_blocks(plain, ratio="1/2", blocks=Block)
+    if door == "FSDP":
+        for i, block in enumerate(plain.blocks):
+            away = fsdpc.CPUOffload(offload_params=i == 2)
+            plain.blocks[i] = wrap("fsdpc", block, use_orig_params=True, cpu_offload=away)
+        model = wrap("fsdpc", plain, use_orig_params=True)
+    else:
+        for i, block in enumerate(plain.blocks):
+            fully_shard(block, **({"offload_policy": CPUOffloadPolicy()} if i == 2 else {}))
+        model = fully_shard(plain)
+    params = dict(model.named_parameters())
+    biases = [p for name, p in params.items() if name.endswith("bias")]
+    others = [p for name, p in params.items() if not name.endswith("bias")]
+    groups = [{"params": others}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
+    optimizer = optim.AdamW(groups, lr=1e-2, offload=offload)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(4):
+        if step == 2:
+            for name, param in params.items():
+                if "blocks.1." in name:
+                    param.requires_grad_(True)
+        for micro in range(2):
+            with activations_offload(model, min_bytes=256):
+                loss = loss_of(model, tokens(dist.get_rank(), step, micro))
+            loss.backward()
+        optimizer.step_and_clip(1.0)
+        optimizer.zero_grad()
+        schedule.step()
+    assert offload is None or optimizer._store.host_bytes > 0
+    values = [*params.values(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
+    return [(v.to_local() if hasattr(v, "to_local") else v).detach().clone() for v in values]
+
+
+@on_gpu
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
+@ranks(2, env=ON_GPU)
+def test_a_program_with_everything_around_it(rank: int, world: int, door: str):
+    expected = program(door, None)
+    for ratio in (0.5, 1):
+        found = program(door, optim.Host(ratio, SMALL))
+        assert len(found) == len(expected) > 30, (len(found), len(expected))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), ratio
 
 
 @on_gpu
