@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from fsdpc import _torch
@@ -68,3 +69,11 @@ def torch_functions() -> tuple[Any, ...]:
         alias_arguments,
         copy_outputs,
     )
+
+
+def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = _torch.TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = _torch.DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
+from fsdpc._engine.interop import around
 from fsdpc._engine.runs import Runs, steps_in_runs
 from fsdpc._engine.writeback import owner_of
-from fsdpc._fsdp2.unit import around
 from fsdpc._torch import INIT_GROUP
 
 # Exact classes: a subclass may compute something else.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
-from fsdpc._engine.interop import over
+from fsdpc._engine.interop import around, over
 from fsdpc._engine.released import ReleasedDTensor
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
@@ -178,14 +178,6 @@ def _put_first(info: ParamInfo, dim: int) -> None:
     view: Any = nn.Parameter(param.detach().movedim(dim, 0), requires_grad=param.requires_grad)
     view.__dict__.update(param.__dict__)
     info.param = view
-
-
-def around(local: Tensor, spec: Any) -> Tensor:
-    """A DTensor with ``spec`` whose local tensor is the very object ``local``."""
-    if spec.tensor_meta.dtype != local.dtype:
-        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
 
 
 def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:

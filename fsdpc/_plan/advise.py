@@ -25,6 +25,7 @@ SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
     ("fused update", {"optimizer": "adamw-fused"}),
     ("8-bit optimizer states", {"optimizer": "adamw8bit"}),
     ("CPU offload", {"offload": True}),
+    ("states in host memory", {"host": 1.0, "disk": 0}),
     ("one reduce slot", {"reduce_slots": 1}),
     ("one gather slot per level (no prefetch)", {"gather_slots": 1}),
 )
@@ -62,9 +63,12 @@ def changes(build: Build, base: Plan, card: Card) -> list[Change]:
 def effects(build: Build, base: Plan) -> list[Effect]:
     """Every switch by itself, the one that frees most first."""
     found = []
-    compresses = base.setup.transport != "stream" and not base.model.traced
-    extra = (("activations in int8", {"compress": "int8"}),) if compresses else ()
-    for label, values in _switches(base.setup, extra):
+    extra: list[tuple[str, dict[str, object]]] = []
+    if not base.model.traced:
+        extra.append(("activations in int8", {"compress": "int8", "offload_activations": False}))
+    if not base.model.traced and base.setup.transport == "stream":
+        extra.append(("activations in host memory", {"offload_activations": True, "compress": ""}))
+    for label, values in _switches(base.setup, tuple(extra)):
         other = plan(build, replace(base.setup, **values))  # type: ignore[arg-type]
         found.append(Effect(label, other.peak.bytes - base.peak.bytes, other))
     return sorted(found, key=lambda c: c.bytes)
@@ -169,8 +173,12 @@ def label_of(setup: Setup) -> str:
         parts.append(f"checkpointing {setup.checkpointing:.0%}")
     if setup.compress:
         parts.append(f"activations in {setup.compress}")
+    if setup.offload_activations:
+        parts.append("activations in host memory")
     if setup.offload:
         parts.append("CPU offload")
+    if setup.host:
+        parts.append(f"{setup.host:.0%} of the states in host memory")
     if setup.gather_slots == 1:
         parts.append("one slot")
     return ", ".join(parts)

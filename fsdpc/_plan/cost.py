@@ -71,6 +71,9 @@ def cost(plan: Plan, card: Card) -> Cost:
     setup, prints = plan.setup, plan.engine.by_unit
     n, recomputed = setup.shards, 1 + setup.checkpointing / 3
     compute = setup.accumulation * plan.model.flops * recomputed / (card.flops * EFFICIENCY)
+    if plan.model.away is not None:  # beside the forward, a third of the step, and the backward
+        bus = setup.accumulation * plan.model.away.copied / card.host
+        compute = max(compute / 3, bus) + max(2 * compute / 3, bus)
     sums = setup.accumulation if setup.sync == "every" else 1
     wire = sent = first = 0.0
     for event in schedule(plan.model.units, plan.engine, setup):
@@ -88,6 +91,9 @@ def cost(plan: Plan, card: Card) -> Cost:
     moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]
     states = plan.row("optimizer states")
     update = (2 * moved + 2 * states) / (40e9 / setup.ranks_per_host if host else card.bandwidth)
+    if setup.host and not host and setup.transport == "stream":
+        away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
+        update = max(update, away / card.host)  # each way; both at the same time
     if host:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     return Cost(compute, wire, first, update, sent)

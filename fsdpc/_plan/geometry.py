@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpc._engine.saved import Away, away, bytes_per_element
 from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 
 
@@ -199,9 +200,6 @@ def saved_item_of(setup: Setup) -> float:
     """Bytes of a saved activation's element: fewer with ``compress``."""
     if not setup.compress:
         return item_of(setup)
-    # Here, because it loads torch, which other plans do without.
-    from fsdpc.activations.compression import bytes_per_element
-
     return bytes_per_element(setup.compress, item_of(setup))
 
 
@@ -237,6 +235,35 @@ def block_saved(g: Geometry, setup: Setup) -> int:
     return round(norms + attention_saved(g, setup) + mlp_saved(g, setup))
 
 
+def saved_tensors(g: Geometry, setup: Setup) -> list[int]:
+    """Bytes per token of each tensor of which ``block_saved`` is the sum, in the order of a block,
+    as they are without ``compress``.
+    """
+    c = item_of(setup)
+    hidden, q, kv = g.hidden * c, g.heads * g.head_dim * c, g.kv_heads * g.head_dim * c
+    inner = 4 * g.heads if setup.attention == "flash" else c * g.heads * setup.sequence
+    norm = [hidden, 4, hidden]
+    count, router = 4, []
+    if g.experts:
+        count = (g.experts if g.dense_experts else g.top_k) * g.expert_tensors
+        router = [4 * g.experts]
+    return [*norm, q, kv, kv, inner, q, *norm, *router, *([g.ffn * c] * count)]
+
+
+def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
+    """What ``activations.offload`` has where after the forward of all blocks, in bytes, and what of
+    each block is not copied.
+    """
+    tokens = setup.micro_batch * setup.sequence
+    whole = [tokens * each for each in saved_tensors(g, setup)]
+    again = [tokens * g.hidden * item_of(setup)]
+    blocks = [
+        again if is_checkpointed(i, g.layers, setup.checkpointing) else whole
+        for i in range(g.layers)
+    ]
+    return away([size for sizes in blocks for size in sizes]), [away(s).stay for s in blocks]
+
+
 def logit_bytes(setup: Setup) -> int:
     """Bytes per logit at the loss. Unfused: logits, their fp32 copy, log-softmax and gradient; a
     chunked or fused loss keeps none of them for the whole batch.
@@ -262,6 +289,7 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
         notes=g.notes + ("activations by formula (pre-norm blocks, gated MLP)",),
         blocks=g.layers,
         extra={"embedding_share": 2 * g.vocab * g.hidden / g.numel, "active": float(g.active)},
+        away=offloaded(g, setup)[0] if setup.offload_activations else None,
     )
 
 
@@ -287,12 +315,21 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     chosen = [is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers)]
     inputs = round(tokens * g.hidden * saved_item_of(setup))
     kept = [inputs if chosen[i] else saved for i in range(g.layers)]
+    first, last = [max(each, inside) for each in kept], [0] * g.layers
+    if setup.offload_activations:
+        gone, kept = offloaded(g, setup)
+        # From the first block on the GPU has the last tensors that were saved.
+        others = max(gone.moving - gone.resident, 0)
+        first = [each + max(others, inside) for each in kept]
+        first[0] += min(gone.moving, gone.resident)
+        last = [gone.moving] * (g.layers - 1) + [others]
+        kept[0] += gone.resident
     rows = tokens if setup.loss == "unfused" else min(tokens, FUSED_CHUNK)
     logits, tail = rows * g.vocab * logit_bytes(setup), 3 * hidden
     outside = sum(p.numel for p in g.outside()) * c
     held = 0 if wrap == "embeddings" else outside  # the root's gradients stay until the end
     for i in range(g.layers):
-        yield Moment("forward", f"blocks.{i}", max(kept[i], inside) + hidden, kept[i])
+        yield Moment("forward", f"blocks.{i}", first[i] + hidden, kept[i])
     yield Moment("forward", "head and loss", logits + tail, logits + tail, logits=logits)
     yield Moment(
         "backward",
@@ -302,14 +339,17 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
         held,
         logits=logits,
     )
+    left = list(kept)
+    if setup.offload_activations:
+        left[0], left[-1] = left[0] - gone.resident, left[-1] + gone.resident
     for i in reversed(range(g.layers)):
         again = recomputed if chosen[i] else 0
         whole = grads if wrap != "whole" else 0
         yield Moment(
             "backward",
             f"blocks.{i}",
-            again + inside + grads + held,
-            grads - whole - kept[i],
+            again + inside + last[i] + grads + held,
+            grads - whole - left[i],
             grads + held,
             again,
         )

@@ -8,6 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpc import _C
+from fsdpc._engine.state_layout import (
+    BUFFERS,
+    STAGES,
+    Wanted,
+    chosen_for_host,
+    chunk_bytes_of,
+    lay_out,
+)
 from fsdpc._plan.cards import counted, size
 from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
@@ -200,6 +208,8 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         extra = 4 * model.extra.get("embedding_share", 0.0)
     if setup.disk:
         return _disk_rows(model, setup, kind)
+    if setup.host and setup.transport == "stream" and not setup.offload:
+        return _host_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) + extra for s in elements}
     where = "host" if _offloads(setup) else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -224,21 +234,45 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """States in files: one parameter per unit and storage dtype (``use_orig_params=False``)."""
-    # Here, because fsdpc.optim loads torch, which other plans do without.
-    from fsdpc.optim._disk_layout import BUFFERS, Wanted, chunk_bytes_of, lay_out
+def _wanted(model: Model, setup: Setup, kind: Optimizer) -> list[Wanted]:
+    """States to be offloaded: one parameter per unit and storage dtype
+    (``use_orig_params=False``).
+    """
+    pieces = [piece for unit in model.units for piece in trained_pieces(unit, setup)]
+    return [
+        Wanted(numel, tuple((str(k), item) for k, item in enumerate(kind.parts(ITEM_BYTES[dtype]))))
+        for dtype, numel in pieces
+    ]
 
-    if kind.moments == 0 and not kind.master:
-        raise ValueError(f"{kind.name} has no states that fsdpc.optim keeps on a disk")
-    wanted = []
-    for unit in model.units:
-        for storage, numel in trained_pieces(unit, setup):
-            item = ITEM_BYTES[storage]
-            count = kind.moments
-            if kind.master:
-                count, item = (3 if item < 4 else 2), max(item, 4)
-            wanted.append(Wanted(numel, tuple((str(k), item) for k in range(count))))
+
+def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """States in pinned host memory, by the functions that place them there."""
+    if kind.master and setup.storage != "float32":
+        raise ValueError("states in host memory have no float32 masters: use another optimizer")
+    wanted = _wanted(model, setup, kind)
+    sizes = [want.numel * sum(item for _, item in want.states) for want in wanted]
+    chosen = chosen_for_host(sizes, setup.host)
+    away = [want for want, here in zip(wanted, chosen, strict=True) if here]
+    chunk_bytes = chunk_bytes_of(setup.host_buffers, STAGES)
+    there = lay_out(away, chunk_bytes).end
+    moved = sum(count for count, here in zip(sizes, chosen, strict=True) if here)
+    why = f"{setup.host:.0%} of them at most; each step moves {size(moved)} there and back"
+    return [
+        Row("optimizer states", there, ALWAYS, f"pinned; {why}", True, "host"),
+        Row("optimizer states", sum(sizes) - moved, ALWAYS, "those that stay on the GPU", True),
+        Row(
+            "buffers of states",
+            STAGES * chunk_bytes if away else 0,
+            ALWAYS,
+            f"{STAGES} buffers that states in host memory pass through",
+            True,
+        ),
+    ]
+
+
+def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """States in files."""
+    wanted = _wanted(model, setup, kind)
     chunk_bytes = chunk_bytes_of(setup.disk)
     found = lay_out(wanted, chunk_bytes)
     written = sum(part[1] for chunk in found.chunks for part in chunk.parts)
@@ -268,6 +302,10 @@ def _other_rows(model: Model, setup: Setup) -> list[Row]:
         Row("buffers", model.buffer_bytes, ALWAYS, "whole on every rank"),
         Row("inputs", model.input_bytes, ("forward", "backward"), "the micro-batch"),
     ]
+    if model.away is not None:
+        why = f"{size(model.away.copied)} of saved activations, pinned; a step moves them both ways"
+        span = ("forward", "backward")
+        rows.append(Row("activations", model.away.pinned, span, why, where="host"))
     if setup.transport == "stream":
         comms = 2 if setup.shards > 1 else 0
         comms += 2 if setup.replicas > 1 else 0
@@ -346,9 +384,11 @@ def _notes(setup: Setup) -> tuple[str, ...]:
         notes.append("gather slots on shared memory are paid for once per host, not per rank")
     if _offloads(setup):
         notes.append("offloaded: shards, gradient shards and optimizer states in host memory")
+    if setup.host and (setup.offload or setup.transport != "stream"):
+        notes.append("host has no effect: parameters and states are in host memory already")
     if setup.compress:
         notes.append(
             f"saved activations in {setup.compress} (fsdpc.activations.compress), but for what "
-            "attention, softmax and the loss save"
+            "attention, softmax and the loss save; step times leave out packing"
         )
     return tuple(notes)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from fsdpc._engine.saved import Away
+
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -94,6 +96,7 @@ class Model:
     blocks: int = 0
     traced: bool = False
     extra: dict[str, float] = field(default_factory=dict)
+    away: Away | None = None  # activations in host memory
 
     @property
     def numel(self) -> int:
@@ -111,6 +114,10 @@ class Setup:
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
+    ``host``: part of the states of parameters on GPUs that is in host memory, and
+    ``host_buffers``, the bytes of each GPU that those pass through (``fsdpc.optim.Host``).
+    ``offload_activations``: saved activations in host memory, from GPUs
+    (``fsdpc.activations.offload``).
     ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
     """
 
@@ -123,8 +130,11 @@ class Setup:
     optimizer: str = "adamw"
     offload: bool = False
     disk: int = 0
+    host: float = 0.0
+    host_buffers: int = 64 << 20
     checkpointing: float = 0.0
     compress: str = ""
+    offload_activations: bool = False
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1
@@ -192,10 +202,14 @@ def check(setup: Setup) -> Setup:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
             )
-    if setup.compress and setup.transport == "stream":
-        raise ValueError(
-            "compress keeps activations of processors only: use --cpu (transport shared or wire)"
-        )
+    if not 0 <= setup.host <= 1:
+        raise ValueError(f"host must be from 0 to 1, got {setup.host}")
+    if setup.host and setup.disk:
+        raise ValueError("states are in host memory or on a disk: use one of host and disk")
+    if setup.compress and setup.offload_activations:
+        raise ValueError("activations are compressed or offloaded: use one of the two options")
+    if setup.offload_activations and setup.transport != "stream":
+        setup = replace(setup, offload_activations=False)  # nothing is copied there
     if setup.disk and setup.transport == "stream" and not setup.offload:
         raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
     for name in ("storage", "compute", "reduce"):

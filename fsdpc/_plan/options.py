@@ -93,6 +93,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
     how.add_argument(
+        "--offload-states",
+        type=float,
+        default=0.0,
+        metavar="RATIO",
+        help="part of the optimizer states in host memory, 0 to 1, with the parameters on the GPU "
+        "(fsdpc.optim.Host)",
+    )
+    how.add_argument(
         "--disk",
         type=int,
         default=0,
@@ -110,7 +118,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--compress",
         choices=("int8", "bf16"),
         default="",
-        help="saved activations in fewer bits, with --cpu (fsdpc.activations.compress)",
+        help="saved activations in fewer bits (fsdpc.activations.compress)",
+    )
+    how.add_argument(
+        "--offload-activations",
+        action="store_true",
+        help="saved activations in host memory (fsdpc.activations.offload)",
     )
     how.add_argument("--micro-batch", type=int, default=1, metavar="N")
     how.add_argument("--sequence", type=int, default=2048, metavar="N")
@@ -147,8 +160,10 @@ def wanted(options: argparse.Namespace) -> Wanted:
             optimizer=options.optimizer,
             offload=options.offload,
             disk=options.disk << 20,
+            host=options.offload_states,
             checkpointing=options.checkpointing,
             compress=options.compress,
+            offload_activations=options.offload_activations,
             micro_batch=options.micro_batch,
             sequence=options.sequence,
             accumulation=options.accumulation,
@@ -167,7 +182,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
         usable = chosen.usable
         notes.append(f"{chosen.name}: {usable / 2**30:.2f} GiB usable ({chosen.source})")
     builds = _builds(options)
-    if setup.offload and options.cpu:
+    if (setup.offload or options.offload_activations) and options.cpu:
         notes.append("offload has no effect on the CPU")
     return Wanted(builds[options.wrap], builds, setup, chosen, usable, tuple(notes))
 

@@ -124,10 +124,11 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         if run.inputs is None:
             notes.append("no inputs were given, so activations are not in the plan")
         else:
-            if setup.compress:
+            if setup.compress or setup.offload_activations:
                 raise ValueError(
-                    "compressed activations are planned by formula, not from a trace: give a "
-                    "preset or a transformers configuration, or leave --compress away"
+                    "compressed and offloaded activations are planned by formula, not from a "
+                    "trace: give a preset or a transformers configuration, or leave --compress "
+                    "and --offload-activations away"
                 )
             moments, short = _moments(run, units, setup)
             notes.append(

@@ -18,6 +18,7 @@ from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.shortage import process_bytes
+from fsdpc._engine.state_layout import BUFFERS
 from fsdpc._engine.tree import _slots
 from fsdpc._plan.engine import EngineMemory, engine_memory
 from fsdpc._plan.ledger import COMM_BYTES, CONTEXT_BYTES
@@ -25,7 +26,8 @@ from fsdpc._plan.model import CPU, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
 from fsdpc._torch import tree_leaves
-from fsdpc.optim._disk_layout import BUFFERS
+from fsdpc.optim._host import HostStore
+from fsdpc.optim._places import local_of
 
 ROLES = {
     "shards": "master_bytes",
@@ -229,6 +231,8 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 def _states(optimizer: Any) -> Line:
     store = getattr(optimizer, "_store", None)
+    if isinstance(store, HostStore):
+        return _states_in_host_memory(optimizer, store)
     if store is not None:
         held = sum(len(buffer) for buffer in store.buffers)
         note = f"buffers; {size(_C.disk_info(store.disk)['bytes'])} of states on a disk"
@@ -251,6 +255,22 @@ def _states(optimizer: Any) -> Line:
         actual,
         f"{name}: {moments} moments in the parameter's dtype",
     )
+
+
+def _states_in_host_memory(optimizer: Any, store: HostStore) -> Line:
+    """What of them is on the GPU."""
+    planned = actual = sum(len(buffer) for buffer in store.buffers)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = dict.get(optimizer.state, param, {})
+            on_gpu = [v for k, v in state.items() if k == "step" or not store.takes(param)]
+            actual += sum(_nbytes(t) for t in state_tensors(on_gpu))
+            planned += 4 * ("step" in state)
+            if state and not store.takes(param):
+                kinds = optimizer._offloaded_states(group, param)
+                planned += local_of(param).numel() * sum(dtype.itemsize for _, dtype in kinds)
+    note = f"{size(store.host_bytes)} more in pinned host memory, which pass through buffers"
+    return Line("optimizer states", planned, actual, note)
 
 
 def _notes(model: nn.Module) -> Iterator[str]:

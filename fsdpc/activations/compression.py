@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from fsdpc import _C
 from fsdpc._engine.device import engine_device
+from fsdpc._engine.marks import hosts
+from fsdpc._engine.saved import BLOCK
 
-BLOCK = 256
 MIN_BYTES = 4096
 _FUNCTIONS = torch.nn.functional
 # Whose saved tensors stay exact: errors in them go through an exponential.
@@ -31,11 +32,6 @@ _EXACT = {
     for name in names
     if hasattr(place, name)
 }
-
-
-def bytes_per_element(dtype: str, item: int) -> float:
-    """Bytes of a compressed element that had ``item`` bytes, with its part of a block's scale."""
-    return 1 + 4 / BLOCK if dtype == "int8" else min(item, 2)
 
 
 @contextmanager
@@ -116,6 +112,11 @@ class _Packed:
         self.scales = torch.empty(-(-whole.numel() // BLOCK), device=whole.device)
         _C.activation_pack(whole, self.low, self.scales, _ordinal(whole))
 
+    @property
+    def nbytes(self) -> int:
+        """Of memory."""
+        return sum(t.nbytes for t in (self.low, getattr(self, "scales", None)) if t is not None)
+
     def unpack(self) -> Tensor:
         if self.low.dtype == torch.bfloat16:
             return self.low.to(self.dtype)
@@ -195,7 +196,7 @@ class _Table:
 def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
     """Addresses of the model's parameters, gathered or not, and buffers."""
     own = [*model.parameters(), *model.buffers()]
-    units = [getattr(module, "_unit", None) for module in model.modules()]
+    units = [host._unit for host in hosts(model)]
     own += [full for unit in units if unit is not None for full in unit.full]
     return sorted(_range(tensor) for tensor in own if has_memory(tensor))
 

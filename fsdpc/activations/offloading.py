@@ -23,12 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdpc._engine.lane import Lane, ordinal_of, pinned
+from fsdpc._engine.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
 from fsdpc.activations.compression import Kept, has_memory, is_dense, own_ranges
-
-MIN_BYTES = 1 << 20
-_HELD = 4  # tensors whose copies may be under way before torch's stream waits for one
-_AHEAD = 3  # tensors that are on their way back before they are needed
-_GRAIN = 1 << 12
 
 _said: list[str] = []  # the sentence, once a process has read it
 
@@ -109,7 +105,7 @@ class _Pool:
 
     def take(self, nbytes: int, most: int | None) -> Tensor | None:
         """None: there is no room."""
-        size = -(-nbytes // _GRAIN) * _GRAIN
+        size = pinned_bytes(nbytes)
         if self.free.get(size):
             return self.free[size].pop()
         if most is not None and self.nbytes + size > most:
@@ -263,7 +259,7 @@ class _Table:
         self.held.append((lane.mark(), source, self.order[-1]))
         self.counts.tensors += 1
         self.counts.nbytes += away.nbytes
-        if len(self.held) > _HELD:
+        if len(self.held) > HELD:
             self._let_go()
         return away
 
@@ -287,7 +283,7 @@ class _Table:
 
     def fetch_before(self, number: int) -> None:
         """Those that backward needs next are put on their way."""
-        for at in range(number - 1, max(-1, number - 1 - _AHEAD), -1):
+        for at in range(number - 1, max(-1, number - 1 - AHEAD), -1):
             away = self.order[at]()
             if away is not None and away.here is None and not away.was_needed:
                 self.counts.ahead += 1

@@ -332,12 +332,14 @@ def make_state(
     stay. ``ValueError``: the state does not fit this optimizer.
     """
     made = NewState(model.everyone)
+    getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's, of which some may be on the way
     groups = held_params(optimizer, model)
     made.groups = options_of(optimizer, groups, saved_groups)
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
+        on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's: beside the parameter
         for seen in members:
             some = [name for name in names_of(seen) if name in chosen]
             if not some and seen.covers:
@@ -426,7 +428,7 @@ def _make_spans(
                 Entry(name, shape, dtype, memory, own, entry.replica, borrowed=before)
             )
             states[-1][key] = memory
-        states[-1]["step"] = _whole_target(made, seen, entry.name, "step", dtypes, False)
+        states[-1]["step"] = _whole_target(made, seen, entry.name, "step", dtypes, True)
     if any(states):
         made.by_span.append((seen.param, states))
 

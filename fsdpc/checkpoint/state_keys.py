@@ -10,7 +10,7 @@ import torch
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.optimizer import IMPLEMENTATION, held_params, names_of, options_of
 from fsdpc.optim._base import FusedOptimizer
-from fsdpc.optim._disk import MASTER
+from fsdpc.optim._chunks import MASTER
 
 
 def check_keys(

@@ -5,6 +5,7 @@ They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/opt
 """
 
 from fsdpc.optim._disk import Disk, DiskError
+from fsdpc.optim._host import Host
 from fsdpc.optim._in_backward import in_backward
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
@@ -22,6 +23,7 @@ __all__ = [
     "AdamWBF16",
     "Disk",
     "DiskError",
+    "Host",
     "Lion",
     "in_backward",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,17 +21,19 @@ from torch.optim import Optimizer
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._engine.device import stand_in
+from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, step_chunks
 from fsdpc.optim._device import (
     Control,
     norm_of_units,
     only_gpu,
     ordinals_of,
-    refuse_disk,
     step_device,
     step_on,
     sum_squares,
 )
-from fsdpc.optim._disk import MASTER, NARROW, Disk, GuardedState, Pass, Store, step_chunks
+from fsdpc.optim._disk import Disk
+from fsdpc.optim._disk import Store as DiskStore
+from fsdpc.optim._host import Host, HostStore, all_in_host_memory
 from fsdpc.optim._places import Group, by_group, group_of, local_of
 from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
 
@@ -109,16 +112,23 @@ class FusedOptimizer(Optimizer):
     _check: Check | None = None
     last_norm: Tensor | None = None  # of the last step that clipped
     _inside: Any = None  # what steps units in backward, see _in_backward.py
-    _store: Store | None = None  # of states on a disk
+    _store: Store | None = None  # of states that are offloaded
+    _where: int | None = None  # the GPU of slices, which belong to no unit
 
-    def _offload(self, where: Disk | None) -> None:
-        """Keep states on a disk."""
-        if where is None:
+    def _offload(self, where: Disk | Host | None) -> None:
+        """Keep states on a disk, or those of parameters on a GPU in host memory."""
+        name = type(self).__name__
+        if isinstance(where, Disk):
+            self._store = DiskStore(where, name)
+        elif isinstance(where, Host):
+            if all_in_host_memory(p for group in self.param_groups for p in group["params"]):
+                return
+            self._store = HostStore(where, name)
+        elif where is not None:
+            raise TypeError(f"offload must be a fsdpc.optim.Disk, a Host or None, got {where!r}")
+        else:
             return
-        if not isinstance(where, Disk):
-            raise TypeError(f"offload must be a fsdpc.optim.Disk or None, got {where!r}")
-        self._store = Store(where, type(self).__name__)
-        self.state = GuardedState(self.state)
+        self.state = GuardedState(self.state, self._store)
 
     def _add_defaults(self, **options: Any) -> None:
         """Options of a subclass, for the groups that do not have them and for later ones."""
@@ -229,15 +239,33 @@ class FusedOptimizer(Optimizer):
         self._check_states()
         self._step_begun(members, self._begin_step(members), scaling)
 
-    def _step_begun(self, members: list[Members], reading: Pass | None, scaling: Scaling) -> None:
+    def _step_begun(self, members: list[Members], reading: Any, scaling: Scaling) -> None:
         self._before_step(members, scaling)
-        if reading is not None:
-            step_chunks(self, reading, members, scaling)
-        for group, found in zip(self.param_groups, members, strict=True):
-            if found.params and reading is None:
-                self._step_group(group, found, scaling)
+        resident = members if self._store is None else self._part(members, False)
+        with self._inside_state():
+            for group, found in zip(self.param_groups, resident, strict=True):
+                if found.params:
+                    self._step_group(group, found, scaling)
+            if reading is not None:
+                step_chunks(self, reading, self._part(members, True), scaling)
+        for found in members:
             if found.params:
                 self._finish(found, scaling.writes_grads)
+
+    def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
+        """Those whose states are offloaded, or the others."""
+        store = self._store
+        assert store is not None
+        parts = []
+        for found in members:
+            own = [i for i, p in enumerate(found.params) if store.takes(p) == offloaded]
+            values, grads = [found.values[i] for i in own], [found.grads[i] for i in own]
+            parts.append(Members([found.params[i] for i in own], values, grads, []))
+        return parts
+
+    def _inside_state(self) -> Any:
+        state = self.state
+        return state.inside() if isinstance(state, GuardedState) else nullcontext()
 
     def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
         """Let each step write the new values of float32 parameters also to ``copies[param]``,
@@ -283,39 +311,47 @@ class FusedOptimizer(Optimizer):
         if where is not None:
             raise NotImplementedError(
                 f"{type(self).__name__} keeps its states in memory: blocks that ranks share are "
-                "read before each step. AdamW, Adam, SGD, Lion and AdamWBF16 take offload=Disk(...)"
+                "read before each step. AdamW, Adam, SGD, Lion and AdamWBF16 take "
+                "offload=Disk(...) and offload=Host(...)"
             )
 
     def _check_states(self) -> None:
-        """``DiskError``: a step ended in the middle."""
+        """The store's error: a step ended in the middle."""
         if isinstance(self.state, GuardedState):
-            self.state.check()
+            with self.state.inside():
+                self.state.check()
 
-    def _begin_step(self, members: list[Members]) -> Pass | None:
-        """Make the states that do not exist yet; of states on a disk, begin to read."""
+    def _begin_step(self, members: list[Members]) -> Any:
+        """Make the states that do not exist yet; of offloaded states, begin to read."""
         active = [param for found in members for param in found.params]
-        if self._store is not None:
-            refuse_disk(active)
-            self._place_on_disk({id(param) for param in active})
-        for group, found in zip(self.param_groups, members, strict=True):
-            self._begin_group(group, found)
-        return None if self._store is None else self._store.passes(active)
+        with self._inside_state():
+            if self._store is not None:
+                self._place_states({id(param) for param in active})
+            for group, found in zip(self.param_groups, members, strict=True):
+                self._begin_group(group, found)
+        store = self._store
+        return None if store is None else store.passes([p for p in active if store.takes(p)])
 
-    def _place_on_disk(self, which: set[int]) -> None:
-        assert self._store is not None
-        wanted = [
-            (param, self._disk_states(group, param))
+    def _place_states(self, which: set[int]) -> None:
+        """Give the states of these parameters their places, and what is elsewhere to them."""
+        store = self._store
+        assert store is not None
+        everything = [
+            (param, self._offloaded_states(group, param))
             for group in self.param_groups
             for param in group["params"]
-            if id(param) in which
         ]
-        self._store.reserve(wanted)
+        store.choose(everything)
+        wanted = [each for each in everything if id(each[0]) in which and store.takes(each[0])]
+        store.reserve(wanted)
         for param, _ in wanted:
             if param in self.state:
-                self._store.adopt(param, self.state[param])
+                store.adopt(param, self.state[param])
 
-    def _disk_states(self, group: dict[str, Any], param: Tensor) -> list[tuple[str, torch.dtype]]:
-        """Names and dtypes of a parameter's states, in the order of the file."""
+    def _offloaded_states(
+        self, group: dict[str, Any], param: Tensor
+    ) -> list[tuple[str, torch.dtype]]:
+        """Names and dtypes of a parameter's states, in the order in which a store holds them."""
         states = [(name, self._state_dtype(param)) for name in self._names(group)]
         return [*states, (MASTER, torch.float32)] if self._has_master(param) else states
 
@@ -324,8 +360,7 @@ class FusedOptimizer(Optimizer):
         return self._state_names
 
     def _has_master(self, param: Tensor) -> bool:
-        store = self._store
-        return store is not None and store.options.masters and param.dtype in NARROW
+        return self._store is not None and self._store.masters and param.dtype in NARROW
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Make the states that do not exist yet."""
@@ -336,6 +371,19 @@ class FusedOptimizer(Optimizer):
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         raise NotImplementedError
+
+    def _lend(
+        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+    ) -> None:
+        """Show ``worker`` a slice of a parameter: its elements from ``ends[0]`` to ``ends[1]``, of
+        which ``held`` are the states. The last slice counts the step.
+        """
+        real = self.state[param]
+        own = {name: state for name, state in held.items() if name in real}
+        if "step" in real:
+            is_last = ends[1] == local_of(param).numel()
+            own["step"] = real["step"] if is_last else real["step"].clone()
+        worker.state[part] = own
 
     def _communicates(self) -> bool:
         """True if a step without clipping communicates with other ranks. Local."""
@@ -383,7 +431,7 @@ class FusedOptimizer(Optimizer):
         edges: np.ndarray | None = None,
     ) -> None:
         """``_C.optim_step`` where the tensors are; ``params`` are those that they belong to."""
-        wheres = ordinals_of(params)
+        wheres = self._ordinals(params)
         for where in dict.fromkeys(wheres):
             own = [i for i, each in enumerate(wheres) if each == where]
 
@@ -405,6 +453,10 @@ class FusedOptimizer(Optimizer):
                 _C.optim_step(kind, tuple(rule), *arguments, part, threads=threads)
             if part is not edges and edges is not None and part is not None:
                 edges[own] = part
+
+    def _ordinals(self, params: Sequence[Tensor]) -> list[int | None]:
+        """The GPU of each parameter, None: the host."""
+        return ordinals_of(params) if self._where is None else [self._where] * len(params)
 
     def _finish(self, found: Members, grads_changed: bool) -> None:
         for param, copy in found.copies:
@@ -515,14 +567,19 @@ class FusedOptimizer(Optimizer):
     # --- states ----------------------------------------------------------------------------------
 
     def state_memory(self, param: Tensor, name: str) -> Tensor | None:
-        """Memory of a state on a disk that a checkpoint is about to fill; None: it has no place of
+        """Memory of an offloaded state that a checkpoint is about to fill; None: it has no place of
         its own. Local.
         """
         if self._store is None:
             return None
-        self._place_on_disk({id(param)})
-        own = self._store.held[param]
+        self._place_states({id(param)})
+        own = self._store.held.get(param, {})
         return self._store.tensor(param, name) if name in own else None
+
+    def finish_states(self) -> None:
+        """Wait until nothing writes to states any more. Local."""
+        if self._store is not None:
+            self._store.finish()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a loaded group does not have keep this optimizer's defaults."""
@@ -539,8 +596,11 @@ class FusedOptimizer(Optimizer):
         """
         seen: list[dict[str, Any]] = []
 
-        def keep(_: Any, given: dict[str, Any]) -> None:
+        def keep(_: Any, given: dict[str, Any]) -> Any:
             seen.append(given)
+            if self._store is None or self._store.ordinal is None:
+                return None
+            return {**given, "state": {}}  # else all states would be on the GPU for a moment
 
         handle = self.register_load_state_dict_pre_hook(keep)  # the last one: it sees the others'
         try:
@@ -548,6 +608,8 @@ class FusedOptimizer(Optimizer):
         finally:
             handle.remove()
         given = seen[0]
+        if self._store is not None:
+            self._place_states(set())
         ids = [i for group in given["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, param in zip(ids, params, strict=True):
@@ -555,20 +617,21 @@ class FusedOptimizer(Optimizer):
                 self.state[param] = self._loaded(param, given["state"][number])
         self._table = None
         if self._store is not None:
-            self.state = GuardedState(self.state)
-            self._place_on_disk({id(param) for param in self.state})
+            self.state = GuardedState(self.state, self._store)
+            self._place_states({id(param) for param in self.state})
         self._after_load()
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         """The state of one parameter from its entry in a state dict."""
         state = dict(saved)
+        offloaded = self._store is not None and self._store.takes(param)
         if "step" in state:
             step = state["step"]
             step = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
             state["step"] = step.detach().to(step_device(param), torch.float32, copy=True)
         for name in self._state_names:
             value = state.get(name)
-            if isinstance(value, Tensor) and self._store is None:
+            if isinstance(value, Tensor) and not offloaded:
                 dtype = self._state_dtype(param)
                 new = value.detach().to(param.device, dtype, copy=True)
                 state[name] = new.contiguous()
@@ -582,7 +645,7 @@ class FusedOptimizer(Optimizer):
 
     def _zeros(self, param: Tensor, name: str) -> Tensor:
         """A state of zeros; a DTensor for a DTensor."""
-        if self._store is not None:
+        if self._store is not None and self._store.takes(param):
             return self._store.zeros(param, name)
         dtype = self._state_dtype(param)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fsdpc.optim._base import FusedOptimizer
+from fsdpc.optim._chunks import slice_of_place
 from fsdpc.optim._places import Place, Span, local_of, place_of
 
 
@@ -56,6 +57,14 @@ class SpannedOptimizer(FusedOptimizer):
         if param not in self._known:
             self._known[param] = place_of(param)
         return self._known[param]
+
+    def _lend(
+        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+    ) -> None:
+        if ends[0] < ends[1]:
+            super()._lend(worker, part, param, ends, held)
+        worker._known[part] = slice_of_place(self._place(param), *ends)
+        worker._order[part] = self._number(param)
 
     def _key(self, param: Tensor, span: Span) -> int:
         return self._number(param) << 32 | span.key

@@ -17,6 +17,7 @@ from fsdpc.optim._base import (
     step_counter,
 )
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import locals_of
 
 
@@ -52,7 +53,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        offload: Disk | None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
         check_lr(lr)
         check_number(eps, "epsilon value")
@@ -140,7 +141,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        offload: Disk | None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
         super().__init__(
             params,

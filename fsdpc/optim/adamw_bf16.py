@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import local_of
 from fsdpc.optim._spanned import SpannedOptimizer, part
 from fsdpc.optim.adam import AdamW
@@ -39,11 +40,11 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         maximize: bool = False,
         stochastic_rounding: bool = True,
         seed: int = 0,
-        offload: Disk | None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
-        if offload is not None and offload.masters:
+        if getattr(offload, "masters", False):
             raise ValueError("AdamWBF16 has no float32 masters: use AdamW with Disk(masters=True)")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(stochastic_rounding=stochastic_rounding, seed=seed)

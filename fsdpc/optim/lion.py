@@ -17,6 +17,7 @@ from fsdpc.optim._base import (
     step_counter,
 )
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import local_of
 
 
@@ -43,7 +44,7 @@ class Lion(FusedOptimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        offload: Disk | None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
         check_lr(lr)
         check_number(weight_decay, "weight_decay value")

@@ -15,8 +15,8 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
-from fsdpc.optim._device import ordinals_of
 from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import local_of
 
 
@@ -50,7 +50,7 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        offload: Disk | None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
         check_lr(lr)
         check_number(momentum, "momentum value")
@@ -124,7 +124,7 @@ class SGD(FusedOptimizer):
         """
         on_host: dict[bool, Tensor] = {}
         counters = []
-        for param, where in zip(params, ordinals_of(params), strict=True):
+        for param, where in zip(params, self._ordinals(params), strict=True):
             has_buffer = self.state.get(param, {}).get("momentum_buffer") is not None
             if where is not None:
                 counters.append(self._counter_on_gpu(param, has_buffer))
@@ -140,6 +140,17 @@ class SGD(FusedOptimizer):
         if not has_buffer or param not in self._begun:
             self._begun[param] = step_counter(param).fill_(float(has_buffer))
         return self._begun[param]
+
+    def _lend(
+        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+    ) -> None:
+        super()._lend(worker, part, param, ends, held)
+        if worker._where is not None and held:
+            has_buffer = self.state[param].get("momentum_buffer") is not None
+            counter = self._counter_on_gpu(param, has_buffer)
+            is_last = ends[1] == local_of(param).numel()
+            worker._begun[part] = counter if is_last else counter.clone()
+            worker.state[part] = held  # whether the buffer has a value, the counter says
 
     def _after_load(self) -> None:
         self._begun = None

@@ -7,15 +7,17 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
+import pytest
 import torch
 from harness import ranks
+from torch import nn
 from torch.distributed.tensor import DTensor
-from toys import Block, full_gradients, loss_of, tokens, toy, wrap_blocks
+from toys import Block, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
 
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import fully_shard
 from fsdpc._fsdp2.collect import state_of
-from fsdpc.activations import checkpoint, compress
+from fsdpc.activations import checkpoint, compress, compression
 
 
 def train_step(model, around=None):
@@ -88,3 +90,27 @@ def test_compression_leaves_gathered_parameters_alone(rank, world):
             distance = sum((found[n] - expected[n]).norm() ** 2 for n in expected)
             error = (distance / sum(v.norm() ** 2 for v in expected.values())) ** 0.5
             assert 0 < error < bound, (ratio, dtype, error)
+
+
+@ranks(2)
+def test_gathered_parameters_are_not_compressed(rank, world):
+    """By neither interface: their errors would be in every gradient."""
+    for door in ("FSDP", "fully_shard"):
+        blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(3)]
+        if door == "FSDP":
+            model = wrap("fsdpc", nn.Sequential(*(wrap("fsdpc", b) for b in blocks)))
+        else:
+            model = fully_shard(nn.Sequential(*(fully_shard(block) for block in blocks)))
+        packed = []
+        real = compression._Packed
+
+        def counted(whole, dtype, packed=packed, real=real):
+            packed.append(whole.numel())
+            return real(whole, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compression, "_Packed", counted)
+            with compress(model, min_bytes=64):
+                loss = model(torch.randn(8, 48)).square().mean()
+            loss.backward()
+        assert set(packed) == {8 * 48}, door

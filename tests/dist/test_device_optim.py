@@ -19,7 +19,8 @@ from toys import full_parameters, wrap
 
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import ShardingStrategy, optim
-from fsdpc.activations import compress
+from fsdpc._engine.saved import bytes_per_element
+from fsdpc.activations import compress, compression
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 
@@ -162,6 +163,8 @@ def test_activations_are_packed_by_kernels(rank: int, world: int):
                 with compress(model, dtype):
                     loss = model(x).square().sum()
                 loss.backward()
+                planned = bytes_per_element(dtype, 4) * 64 * 64  # rows in whole blocks
+                assert compression._Packed(torch.ones(64, 64), dtype).nbytes == planned
         grad = next(model.parameters()).grad
         assert grad is not None
         grads.append((cost["launches"], grad.clone()))

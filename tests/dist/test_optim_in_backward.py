@@ -15,11 +15,12 @@ from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
-from toys import full_parameters, loss_of, no_sync_if, tokens, toy, wrap_blocks
+from toys import Block, full_parameters, loss_of, no_sync_if, tokens, toy, wrap_blocks
 
 import fsdpc
 from fsdpc import _C, optim
 from fsdpc._engine.writeback import owner_of
+from fsdpc.activations import checkpoint as checkpoint_blocks
 
 STEPS = 3
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -250,3 +251,29 @@ def test_a_unit_that_is_needed_again_after_its_step(rank, world):
     outside.step()
     with pytest.raises(_C.StateError, match="unit blocks.1 is needed again in a backward"):
         model(torch.ones(2, 4)).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_frozen_and_checkpointed_blocks_with_states_on_a_disk(rank, world, door, tmp_path):
+    """One block is frozen and thawed later; every second one is computed again."""
+    ends = []
+    for make in (
+        lambda model: MAKERS["AdamW"](model.named_parameters()),
+        lambda model: optim.in_backward(
+            model,
+            lambda p: optim.AdamW(p, lr=1e-2, eps=1e-3, offload=optim.Disk(tmp_path, 400_000)),
+        ),
+    ):
+        model = toy()
+        model.blocks[0].requires_grad_(False)
+        checkpoint_blocks(model, ratio="1/2", blocks=Block)
+        model = sharded(door, model)
+        optimizer = make(model)
+        for step in range(4):
+            if step == 2:
+                for param in model.parameters():
+                    param.requires_grad_(True)
+            train(model, optimizer, rank, range(step, step + 1))
+        ends.append(model)
+    same(*ends)

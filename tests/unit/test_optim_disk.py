@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdpc import _C, checkpoint, optim
+from fsdpc._engine.state_layout import PAGE, Wanted, lay_out
 from fsdpc.optim import _disk
-from fsdpc.optim._disk_layout import PAGE, Wanted, lay_out
 
 # Wherever pytest's folders are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*keeps files in memory")

@@ -80,7 +80,11 @@ def test_the_table_names_what_and_why(capsys):
         (["no_such_module:build"], "cannot import"),
         (["json:nothing"], "no function"),
         (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
-        (["gpt2", "--compress", "int8"], "use --cpu"),
+        (["gpt2", "--compress", "int8", "--offload-activations"], "use one of the two"),
+        (["plan_models:gpt", "--offload-activations"], "by formula"),
+        (["gpt2", "--offload-states", "0.5", "--optimizer", "adamw8bit"], "has no states"),
+        (["gpt2", "--offload-states", "50"], "from 0 to 1"),
+        (["gpt2", "--offload-states", "0.5", "--disk", "96", "--offload"], "one of host and disk"),
         (["plan_models:gpt", "--cpu", "--compress", "int8"], "by formula"),
         (["plan_models:gpt", "--micro-batch", "2"], "decides it"),
         (["plan_models:vit", "--suggest", "--gpu", "t4"], "no token ids"),
@@ -173,8 +177,9 @@ def test_the_peak_is_of_a_timeline_not_a_sum():
 
 @pytest.mark.parametrize("wrap", ["blocks", "embeddings", "whole"])
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_everything_that_lives_is_given_back(wrap, ratio):
-    setup = Setup(compute="bfloat16", checkpointing=ratio)
+@pytest.mark.parametrize("offload", [False, True])
+def test_everything_that_lives_is_given_back(wrap, ratio, offload):
+    setup = Setup(compute="bfloat16", checkpointing=ratio, offload_activations=offload)
     model = geometry.build(geometry.PRESETS["llama-1b"], setup, wrap)
     live = 0
     for moment in model.moments:
@@ -192,7 +197,7 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
     g = geometry.PRESETS["llama-1b"]
     whole = torch.zeros(512 * 256)
     packed = _Packed(whole, dtype)
-    size = packed.low.nbytes + (packed.scales.nbytes if dtype == "int8" else 0)
+    size = packed.nbytes
     q, kv, rate = g.heads * g.head_dim, g.kv_heads * g.head_dim, size / whole.numel()
     by_hand = rate * (4 * g.hidden + q + 4 * g.ffn) + 4 * (2 * q + 2 * kv) + 4 * g.heads + 8
     low, exact = Setup(compress=dtype, **CPU), Setup(**CPU)
@@ -204,6 +209,24 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
     every = [geometry.build(g, replace(s, checkpointing=1.0)) for s in (low, exact)]
     backward = [next(m for m in made.moments if m.recomputed) for made in every]
     assert backward[0].recomputed == backward[1].recomputed, "a block is computed again whole"
+
+
+@pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_offloaded_activations_leave_the_gpu(preset, attention):
+    """The tensors are those of the formula; small ones stay, large ones pass by."""
+    options = {"compute": "bfloat16", "attention": attention, "micro_batch": 2}
+    g, setup = geometry.PRESETS[preset], Setup(offload_activations=True, **options)
+    per_token = geometry.saved_tensors(g, setup)
+    assert sum(per_token) == geometry.block_saved(g, setup)
+    here, there = planned(preset, **options), planned(preset, offload_activations=True, **options)
+    tokens = setup.micro_batch * setup.sequence
+    large = [s * tokens for s in per_token if s * tokens >= 1 << 20] * g.layers
+    gone = there.model.away
+    assert gone.copied == sum(large) <= there.host_bytes == gone.pinned
+    ends = [next(p for p in made.timeline if p.unit == "head and loss") for made in (here, there)]
+    saved = ends[0].roles["activations"] - ends[1].roles["activations"]
+    assert saved == gone.copied - gone.resident and there.peak.bytes < here.peak.bytes
 
 
 def test_padding_is_counted_and_pieces_are_equal():

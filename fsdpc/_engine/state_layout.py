@@ -1,4 +1,4 @@
-"""Where the states of parameters lie in a file and in buffers: arithmetic, for the optimizers that
+"""Where states lie in a file or in host memory, and in buffers: arithmetic, for the optimizers that
 keep them there and for the planner.
 """
 
@@ -9,13 +9,29 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 PAGE = 4096
-BUFFERS = 3  # one is read, one stepped, one written
+BUFFERS = 3  # of states on a disk: one is read, one stepped, one written
+STAGES = 2  # of states in host memory, on the GPU: one is filled, one stepped and emptied
 ALIGN = 64  # of a state that shares pages with others
 
 
-def chunk_bytes_of(buffer_bytes: int) -> int:
+def chunk_bytes_of(buffer_bytes: int, buffers: int = BUFFERS) -> int:
     """Bytes of each buffer, in whole pages, where all buffers have ``buffer_bytes``."""
-    return buffer_bytes // BUFFERS // PAGE * PAGE
+    return buffer_bytes // buffers // PAGE * PAGE
+
+
+def chosen_for_host(
+    sizes: Sequence[int], ratio: float, before: tuple[int, int] = (0, 0)
+) -> list[bool]:
+    """Which parameters have their states, of ``sizes`` bytes, in host memory: one after the other,
+    as long as those are at most ``ratio`` of all. ``before``: bytes in host memory, and of all,
+    that were chosen earlier.
+    """
+    held, total = before[0], before[1] + sum(sizes)
+    found = []
+    for size in sizes:
+        found.append(held + size <= ratio * total)
+        held += size if found[-1] else 0
+    return found
 
 
 class Wanted(NamedTuple):
@@ -59,7 +75,7 @@ class Layout:
 
 
 def lay_out(wanted: Sequence[Wanted], chunk_bytes: int, begin: int = 0) -> Layout:
-    """Place states in a file from byte ``begin`` on: arithmetic, for optimizers and for planners.
+    """Place states from byte ``begin`` on: arithmetic, for optimizers and for planners.
 
     A parameter whose states fit into a buffer shares a chunk with its neighbours; a larger one has
     pages of its own per state, and chunks that hold the same elements of each.

@@ -1,0 +1,324 @@
+"""States outside of the step's memory, stepped part by part through buffers.
+
+A store (``_disk.py``: a file; ``_host.py``: pinned host memory of a GPU's parameters) holds each
+state of each parameter as one range, and chunks are what one buffer takes at a time
+(``_engine/state_layout.py``). The rules of the optimizers are not written again: a chunk is stepped
+by the class's own step, on slices of parameters whose states are tensors over the buffer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdpc._engine.interop import around
+from fsdpc._engine.state_layout import Chunk, Wanted, lay_out
+from fsdpc.optim._places import Place, Span, local_of
+
+MASTER = "master"
+NARROW = (torch.bfloat16, torch.float16)
+Wishes = Sequence[tuple[Tensor, Sequence[tuple[str, torch.dtype]]]]  # states that need a place
+
+
+class GuardedState(defaultdict[Any, Any]):
+    """An optimizer's ``state`` that raises while states are of two steps, and waits for what is on
+    its way before anybody sees a state.
+    """
+
+    broken: str | None = None
+    _quiet = 0
+
+    def __init__(self, content: Any = (), store: Store | None = None) -> None:
+        super().__init__(dict, content)
+        self.store = store
+
+    def check(self) -> None:
+        """Raise if states are mixed; else wait until they are complete."""
+        if self.broken is not None:
+            assert self.store is not None
+            raise self.store.error(self.broken)
+        if self.store is not None and not self._quiet:
+            self.store.finish()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """For the optimizer itself, which does not look at values: no waiting."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def __getitem__(self, key: Any) -> Any:
+        self.check()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.check()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self.check()
+        return super().items()
+
+    def values(self) -> Any:
+        self.check()
+        return super().values()
+
+    def clear(self) -> None:
+        super().clear()
+        self.broken = None
+
+    def __reduce__(self) -> Any:
+        """A copy is an ordinary one, in memory."""
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class Store:
+    """The states of one optimizer on this rank. Subclasses say where, and move chunks."""
+
+    error: type[RuntimeError] = RuntimeError
+    masters = False  # narrow parameters have a float32 master among the states
+    ordinal: int | None = None  # the GPU whose kernels step; None: the host
+
+    def __init__(self, name: str, chunk_bytes: int) -> None:
+        self.name = name
+        self.chunk_bytes = chunk_bytes
+        self.chunks: list[Chunk] = []
+        self.params: list[Tensor] = []
+        self.held: dict[Tensor, dict[str, Tensor]] = {}
+        self.zero: set[tuple[Tensor, str]] = set()  # whose space has never been written
+        self.end = 0
+
+    # --- what a subclass has ---------------------------------------------------------------------
+
+    def choose(self, wanted: Wishes) -> None:
+        """See all parameters with the states that they may have. ``NotImplementedError``."""
+        raise NotImplementedError
+
+    def takes(self, param: Tensor) -> bool:
+        """Whether the parameter's states are here."""
+        return True
+
+    def _grow(self, begin: int, end: int) -> Any:
+        """Zeros from byte ``begin`` on, for ``_view``."""
+        raise NotImplementedError
+
+    def _view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        """``count`` elements of ``memory``, which ``_grow`` returned or is a buffer."""
+        raise NotImplementedError
+
+    def passes(self, active: Sequence[Tensor]) -> Any:
+        """A pass over the chunks with states of these parameters; what it needs first is on its
+        way.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait until the states are those of the last step."""
+
+    def settle(self) -> None:
+        """End what is on its way, whatever comes of it."""
+        raise NotImplementedError
+
+    # --- where states lie ------------------------------------------------------------------------
+
+    def reserve(self, wanted: Wishes) -> None:
+        """Space for the states of parameters that have none. ``OSError``, ``MemoryError``: too
+        little.
+        """
+        new = []
+        for param, states in wanted:
+            if param not in self.held:
+                new.append((param, states))
+            elif missing := {name for name, _ in states} - self.held[param].keys():
+                raise ValueError(
+                    f"{self.name}: states {sorted(missing)} cannot be added to parameters whose "
+                    "states are offloaded already: set the option before the first step"
+                )
+        sizes = [
+            Wanted(local_of(param).numel(), tuple((name, t.itemsize) for name, t in states))
+            for param, states in new
+        ]
+        layout = lay_out(sizes, self.chunk_bytes, self.end)
+        begin, number = self.end, len(self.params)
+        memory = self._grow(begin, layout.end) if layout.end > begin else None
+        for (param, states), offsets in zip(new, layout.offsets, strict=True):
+            local = local_of(param)
+            self.params.append(param)
+            self.held[param] = {
+                name: self.view(memory, dtype, local.numel(), at - begin).view(local.shape)
+                for (name, dtype), at in zip(states, offsets, strict=True)
+            }
+            self.zero.update((param, name) for name, _ in states)
+        for chunk in layout.chunks:
+            chunk.slices = [s._replace(number=s.number + number) for s in chunk.slices]
+        self.chunks += layout.chunks
+        self.end = layout.end
+
+    def view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        """``count`` elements of memory."""
+        if memory is None:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return self._view(memory, dtype, count, offset)
+
+    def zeros(self, param: Tensor, name: str) -> Tensor:
+        """As ``tensor``, with zeros in it."""
+        if (param, name) in self.zero:
+            self.zero.remove((param, name))
+        else:
+            self.finish()
+            self.held[param][name].zero_()
+        return self.tensor(param, name)
+
+    def tensor(self, param: Tensor, name: str) -> Tensor:
+        """The state as ``optimizer.state`` shows it: a DTensor for a DTensor."""
+        found = self.held[param][name]
+        return around(found, param._spec) if isinstance(param, DTensor) else found
+
+    def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Copy states that lie elsewhere (loaded, or set by the user) to their place."""
+        for name, own in self.held.get(param, {}).items():
+            given = state.get(name)
+            if not isinstance(given, Tensor):
+                continue
+            local = local_of(given).detach()
+            if local.data_ptr() != own.data_ptr() or local.dtype != own.dtype:
+                self.finish()
+                own.copy_(local.view(own.shape))
+                self.zero.discard((param, name))
+                state[name] = self.tensor(param, name)
+
+    def todo(self, active: Sequence[Tensor]) -> list[Chunk]:
+        """The chunks with states of these parameters, in the order of the layout."""
+        wanted = {id(param) for param in active}
+        return [
+            chunk
+            for chunk in self.chunks
+            if any(id(self.params[s.number]) in wanted for s in chunk.slices)
+        ]
+
+
+class ChunkStates:
+    """The states of a chunk's slices, as tensors over a buffer: what ``Store`` is to an optimizer
+    that steps slices.
+    """
+
+    masters = False
+
+    def __init__(self) -> None:
+        self.held: dict[int, dict[str, Tensor]] = {}
+
+    def takes(self, shown: Tensor) -> bool:
+        """True: all of them."""
+        return True
+
+    def zeros(self, shown: Tensor, name: str) -> Tensor:
+        """Of a state that is about to be made; what it holds is not read."""
+        return self.held[id(shown)][name]
+
+
+def step_chunks(optimizer: Any, reading: Any, members: Sequence[Any], scaling: Any) -> None:
+    """Step all ``members``, one per group, chunk by chunk. If that fails in the middle, every later
+    use of the states raises the store's error.
+    """
+    rows: dict[int, tuple[int, Tensor, Tensor]] = {}
+    for number, found in enumerate(members):
+        for param, value, grad in zip(found.params, found.values, found.grads, strict=True):
+            rows[id(param)] = (number, value.view(-1), grad.view(-1))
+
+    def step(chunk: Chunk, buffer: Any) -> None:
+        _step_chunk(optimizer, chunk, buffer, rows, members, scaling)
+
+    try:
+        reading.run(step)
+    except BaseException as error:
+        reading.store.settle()
+        if reading.began:
+            optimizer.state.broken = (
+                f"a step of {reading.store.name} ended in the middle ({error}): parameters and "
+                "states are partly of this step and partly of the one before. Load a checkpoint "
+                "of the model and of the optimizer"
+            )
+        raise
+    for found in members:
+        for param in found.params:
+            state = optimizer.state[param]
+            for name in reading.store.held[param]:
+                if name not in state:
+                    state[name] = reading.store.tensor(param, name)
+
+
+def _step_chunk(
+    optimizer: Any,
+    chunk: Chunk,
+    buffer: Any,
+    rows: dict[int, tuple[int, Tensor, Tensor]],
+    members: Sequence[Any],
+    scaling: Any,
+) -> None:
+    store = optimizer._store
+    worker = _worker(optimizer)
+    shown: list[list[Tensor]] = [[] for _ in members]
+    grads: list[list[Tensor]] = [[] for _ in members]
+    masters: list[tuple[Tensor, Tensor]] = []
+    for piece in chunk.slices:
+        param = store.params[piece.number]
+        if id(param) not in rows:
+            continue
+        number, value, grad = rows[id(param)]
+        states = {
+            name: store.view(buffer, own.dtype, piece.end - piece.begin, place)
+            for (name, own), place in zip(store.held[param].items(), piece.places, strict=True)
+        }
+        part = value[piece.begin : piece.end]
+        master = states.get(MASTER)
+        if master is not None:
+            _follow(master, part)
+            masters.append((part, master))
+            part = master
+        optimizer._lend(worker, part, param, (piece.begin, piece.end), states)
+        worker._store.held[id(part)] = states
+        shown[number].append(part)
+        grads[number].append(grad[piece.begin : piece.end])
+    for group, found, parts, own in zip(optimizer.param_groups, members, shown, grads, strict=True):
+        if parts:
+            slices = found._replace(params=parts, values=parts, grads=own, copies=[])
+            worker._step_group(group, slices, scaling)
+    for part, master in masters:
+        part.copy_(master)
+
+
+def _worker(optimizer: Any) -> Any:
+    """The same rules over other tensors."""
+    worker = object.__new__(type(optimizer))
+    worker.__dict__.update(optimizer.__dict__)
+    worker.state, worker._store, worker._known, worker._order = {}, ChunkStates(), {}, {}
+    worker._begun, worker._where = {}, optimizer._store.ordinal
+    return worker
+
+
+def _follow(master: Tensor, value: Tensor) -> None:
+    """Where a parameter is not its master rounded, it was changed since: the master restarts."""
+    changed = master.to(value.dtype) != value
+    if bool(changed.any()):
+        torch.where(changed, value.to(master.dtype), master, out=master)
+
+
+def slice_of_place(place: Place, begin: int, end: int) -> Place:
+    """The place of elements [begin, end) of a parameter's local tensor."""
+    cut = []
+    for span in place.spans:
+        low, high = max(span.start, begin), min(span.start + span.length, end)
+        if low < high:
+            first = span.first + low - span.start
+            cut.append(
+                Span(low - begin, high - low, first, span.shape, span.key, span.cuts, span.name)
+            )
+    return Place(cut, place.group)

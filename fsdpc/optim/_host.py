@@ -1,0 +1,221 @@
+"""States of parameters on a GPU in pinned host memory, stepped part by part on the GPU.
+
+Two buffers of the GPU take chunks of states in turn (``_chunks.py``). While the kernels step one
+chunk in a buffer, the next chunk comes to the other one; a stepped chunk goes back while the next
+one comes, because the two directions of the bus have a stream each. The host queues all that and
+waits for nothing; who takes states out of ``optimizer.state`` waits until the last ones are back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpc._engine.lane import Lane, pinned
+from fsdpc._engine.state_layout import PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
+from fsdpc.optim._chunks import Store, Wishes
+from fsdpc.optim._device import gpu_of
+from fsdpc.optim._places import local_of
+
+_WHAT = "optimizer states on their way to host memory"
+_said: list[str] = []  # the sentence, once a process has read it
+
+
+@dataclass(frozen=True)
+class Host:
+    """States of parameters on a GPU in pinned memory of this rank's host.
+
+    ``ratio``: the part of the states' bytes that is there, from 0 to 1; the other states stay on
+    the GPU. It is chosen parameter by parameter, in their order, so that at most this part is in
+    host memory. ``buffer_bytes``: of the GPU, for two buffers that states pass through. A step
+    moves the states there and back: for ``AdamW`` 8 bytes each way per float32 parameter.
+
+    States of parameters in host memory are there anyway: this changes nothing for them.
+    """
+
+    ratio: float = 1.0
+    buffer_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(
+                f"ratio must be from 0 (all states on the GPU) to 1 (all in host memory), got "
+                f"{self.ratio}"
+            )
+        least = STAGES * 32 * PAGE
+        if self.buffer_bytes < least:
+            raise ValueError(f"buffer_bytes must be at least {least}, got {self.buffer_bytes}")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one buffer, in whole pages."""
+        return chunk_bytes_of(self.buffer_bytes, STAGES)
+
+
+def all_in_host_memory(params: Iterable[Tensor]) -> bool:
+    """Whether no parameter's states would move; one warning per process says so. Local."""
+    if any(param.is_meta or gpu_of(param) is not None for param in params):
+        return False
+    if not _said:
+        _said.append("said")
+        warnings.warn(
+            "fsdpc.optim: offload=Host(...) changes nothing: the parameters are in host memory, "
+            "and so are their states. offload=Disk(folder) keeps states on a disk",
+            stacklevel=5,
+        )
+    return True
+
+
+class HostStore(Store):
+    """States in pinned memory, two buffers on the GPU, and a lane for each direction.
+
+    Work of torch's current stream, of ``incoming`` and of ``outgoing`` is ordered by marks: a chunk
+    comes to a buffer behind the last one's way out of that buffer, is stepped behind its arrival,
+    and leaves behind its step.
+    """
+
+    def __init__(self, options: Host, name: str) -> None:
+        super().__init__(name, options.chunk_bytes)
+        self.ratio = options.ratio
+        self.chosen: dict[Tensor, bool] = {}
+        self.chosen_bytes = (0, 0)  # in host memory, and all
+        self.buffers: list[Tensor] = []
+        self.host_bytes = 0
+        self.blocks: list[tuple[int, Tensor]] = []  # first byte of the layout, pinned memory
+        self.last = 0  # the mark of the last way out
+
+    # --- where states lie ------------------------------------------------------------------------
+
+    def choose(self, wanted: Wishes) -> None:
+        """Which parameters' states are here. ``NotImplementedError``: parameters on two GPUs."""
+        new = [(p, states) for p, states in wanted if p.requires_grad and p not in self.chosen]
+        if not new:
+            return
+        for param, _ in new:
+            ordinal = gpu_of(param)
+            if ordinal is not None and self.ordinal not in (None, ordinal):
+                raise NotImplementedError(
+                    f"{self.name}: offload=Host(...) with parameters on GPUs {self.ordinal} and "
+                    f"{ordinal}: make an optimizer for each"
+                )
+            if ordinal is not None and self.ordinal is None:
+                self._open(ordinal, local_of(param).device)
+        there = [(p, states) for p, states in new if gpu_of(p) is not None]
+        sizes = [local_of(p).numel() * sum(t.itemsize for _, t in states) for p, states in there]
+        found = chosen_for_host(sizes, self.ratio, self.chosen_bytes)
+        held = sum(size for size, here in zip(sizes, found, strict=True) if here)
+        self.chosen_bytes = (self.chosen_bytes[0] + held, self.chosen_bytes[1] + sum(sizes))
+        self.chosen.update((param, False) for param, _ in new)
+        self.chosen.update((p, here) for (p, _), here in zip(there, found, strict=True))
+
+    def takes(self, param: Tensor) -> bool:
+        return self.chosen.get(param, False)
+
+    def _open(self, ordinal: int, device: torch.device) -> None:
+        self.ordinal, self.device = ordinal, device
+        self.incoming, self.outgoing = Lane(ordinal), Lane(ordinal)
+
+    def _grow(self, begin: int, end: int) -> Tensor:
+        assert self.ordinal is not None
+        if not self.buffers:
+            size = self.chunk_bytes
+            self.buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(STAGES)
+            ]
+        try:
+            memory = pinned(self.ordinal, end - begin)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{self.name}: offload=Host(ratio={self.ratio}): {end - begin} bytes of host "
+                f"memory cannot be pinned for optimizer states: {error}. Use a smaller ratio, or "
+                "offload=Disk(folder)"
+            ) from error
+        self.host_bytes += end - begin
+        self.blocks.append((begin, memory))
+        return memory
+
+    def _view(self, memory: Tensor, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        return memory[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def addresses(self, buffer: int, chunk: Chunk) -> Iterator[tuple[int, int, int]]:
+        """Of each range of a chunk: address in the buffer, address in host memory, bytes."""
+        if not chunk.parts:  # parameters without elements on this rank
+            return
+        there = self.buffers[buffer].data_ptr()
+        begin, memory = self.blocks[bisect_right(self.blocks, chunk.parts[0][0], key=_begin) - 1]
+        for offset, nbytes, place in chunk.parts:
+            yield there + place, memory.data_ptr() + offset - begin, nbytes
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def passes(self, active: Sequence[Tensor]) -> Pass | None:
+        """None: no chunk is to be stepped."""
+        todo = self.todo(active)
+        return Pass(self, todo) if todo else None
+
+    def finish(self) -> None:
+        """Host sync, unless the host has waited since the last step."""
+        if self.last:
+            self.outgoing.finish(self.last, _WHAT)
+
+    def settle(self) -> None:
+        with suppress(Exception):
+            self._join_all()
+            self.finish()
+
+    def _join_all(self) -> None:
+        """The buffers' memory is not touched behind this point of torch's stream."""
+        for lane in (self.incoming, self.outgoing) if self.ordinal is not None else ():
+            lane.join(lane.mark())
+
+    def __del__(self) -> None:
+        self.settle()  # the memory will be another's
+
+
+def _begin(block: tuple[int, Tensor]) -> int:
+    return block[0]
+
+
+class Pass:
+    """One pass over chunks, two at a time: one comes, one is stepped and goes."""
+
+    def __init__(self, store: HostStore, todo: list[Chunk]) -> None:
+        self.store = store
+        self.todo = todo
+        self.arrived: list[int] = []  # marks of ``incoming``
+        self.began = False  # values have been changed
+        self._fetch(STAGES)
+
+    def _fetch(self, count: int) -> None:
+        """Queue the way in of the next chunks, behind all ways out so far."""
+        store, first = self.store, len(self.arrived)
+        if first == len(self.todo):
+            return
+        if store.last:
+            store.outgoing.join(store.last)
+        store.incoming.begin()
+        for number in range(first, min(first + count, len(self.todo))):
+            for there, host, nbytes in store.addresses(number % STAGES, self.todo[number]):
+                store.incoming.back(there, host, nbytes)
+            self.arrived.append(store.incoming.mark())
+
+    def run(self, step: Any) -> None:
+        """Call ``step(chunk, buffer)`` with each chunk in its turn. Queued, without a wait."""
+        store = self.store
+        for number, chunk in enumerate(self.todo):
+            buffer = number % STAGES
+            store.incoming.join(self.arrived[number])
+            self.began = True
+            step(chunk, store.buffers[buffer] if store.buffers else None)
+            store.outgoing.begin()
+            for there, host, nbytes in store.addresses(buffer, chunk):
+                store.outgoing.out(host, there, nbytes)
+            store.last = store.outgoing.mark()
+            self._fetch(1)

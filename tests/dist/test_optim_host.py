@@ -1,0 +1,420 @@
+"""On the simulated GPU: optimizer states of a GPU's parameters in pinned host memory. Equal to the
+bit to states on the GPU, copies beside the steps, no host sync, and each wait that is left out is
+found.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import ctypes
+import itertools
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import env
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks, run_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from toys import Block, loss_of, tokens, toy, wrap
+
+import fsdpc
+from fsdpc import checkpoint, fully_shard, optim
+from fsdpc._plan.ledger import plan
+from fsdpc._plan.model import Model as Plain
+from fsdpc._plan.model import Setup, check
+from fsdpc._plan.modules import units_of
+from fsdpc.activations import checkpoint as checkpoint_blocks
+from fsdpc.activations import offload as activations_offload
+from fsdpc.optim import _host
+
+ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
+on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+SHAPES = {"a": (100, 401), "b": (7,), "c": (64, 64), "d": (5,), "e": (50000,)}
+SMALL = 2 * 131072  # bytes of buffers: "a" and "e" take several chunks on each of two ranks
+KINDS: dict[str, tuple[Any, torch.dtype]] = {
+    "AdamW": (partial(optim.AdamW, amsgrad=True), torch.float32),
+    "Adam": (optim.Adam, torch.bfloat16),
+    "SGD": (partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), torch.float32),
+    "Lion": (optim.Lion, torch.float32),
+    "AdamWBF16": (optim.AdamWBF16, torch.bfloat16),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+            self.register_parameter(name, nn.Parameter(values.to(dtype)))
+
+    def forward(self, step: int) -> torch.Tensor:
+        factors = torch.randn(len(SHAPES), generator=torch.Generator().manual_seed(step))
+        params = zip(SHAPES, factors.tolist(), strict=True)
+        # In the second step one parameter has no gradient.
+        return sum(
+            (getattr(self, n).square() * f).sum() for n, f in params if step != 1 or n != "c"
+        )
+
+
+def made(how: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    if how == "rows":
+        model = Model(dtype)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+    return wrap("fsdpc", Model(dtype), use_orig_params=how == "units")
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step(**options)
+
+
+def same(one: Any, other: Any) -> None:
+    """Parameters and states."""
+    for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        a_state, b_state = one.state[a], other.state[b]
+        assert a_state.keys() == b_state.keys()
+        for x, y in ((a, b), *((a_state[k], b_state[k]) for k in a_state)):
+            x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (x, y))
+            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_equal_to_states_on_the_gpu(rank: int, world: int):
+    import simgpu
+
+    cases = [("AdamW", how, ratio) for how in ("units", "rows") for ratio in (0, 0.5, 1)]
+    cases += [("AdamW", "flat", 1), ("Adam", "flat", 1), ("SGD", "rows", 0.5), ("SGD", "units", 1)]
+    cases += [("Lion", "units", 1), ("AdamWBF16", "units", 1), ("AdamWBF16", "rows", 0.5)]
+    policies = ("lazy", "eager", "random:1", "order:host,2,1,0")
+    for number, (name, how, ratio) in enumerate(cases):
+        simgpu.policy(policies[number % len(policies)])
+        kind, dtype = KINDS[name]
+        clip = {"max_norm": 1.0} if name == "AdamW" else {}
+        models = [made(how, dtype) for _ in range(2)]
+        kept = kind(models[0].parameters())
+        away = kind(models[1].parameters(), offload=optim.Host(ratio, SMALL))
+        for model, optimizer in zip(models, (kept, away), strict=True):
+            train(model, optimizer, range(3), **clip)
+        same(away, kept)
+        here, total = away._store.chosen_bytes
+        assert here <= ratio * total and (here == total) == (ratio == 1), (name, how)
+        assert (away._store.host_bytes > 0) == (here > 0)
+
+
+def count_a_step(rank: int, world: int, ratio: float) -> dict[str, Any]:
+    import simgpu
+
+    from fsdpc import _C
+
+    simgpu.policy("lazy")
+    model = made("units")
+    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(ratio, SMALL))
+    train(model, optimizer, range(2))
+    model(2).backward()
+    store = optimizer._store
+    lanes = [lane.counts() for lane in (store.incoming, store.outgoing)]
+    early: list[bool] = []
+    real = optim.AdamW._step_group
+
+    def step_group(self: Any, *args: Any) -> None:
+        """Whether the next chunk has come already when this one is stepped."""
+        if self is not optimizer:
+            after = len(early) + 1
+            early.append(after < chunks and has_come(store, after))
+        real(self, *args)
+
+    chunks = len(store.chunks)
+    found: dict[str, Any] = {"chunks": chunks, "bytes": store.chosen_bytes[0]}
+    for policy in ("lazy", "eager"):
+        simgpu.policy(policy)
+        early.clear()
+        optim.AdamW._step_group = step_group  # type: ignore[method-assign]
+        for buffer in store.buffers:
+            buffer.fill_(171)
+        waits = _C.cuda_waits(0)
+        with simgpu.counting() as driver:
+            optimizer.step()
+        optim.AdamW._step_group = real  # type: ignore[method-assign]
+        found[policy] = {"early": list(early), "host_syncs": _C.cuda_waits(0) - waits, **driver}
+    found["lanes"] = [
+        {name: value - before[name] for name, value in lane.counts().items()}
+        for lane, before in zip((store.incoming, store.outgoing), lanes, strict=True)
+    ]
+    return found
+
+
+def has_come(store: Any, number: int) -> bool:
+    """Whether a chunk's first state is in its buffer."""
+    there, host, nbytes = next(iter(store.addresses(number % 2, store.chunks[number])))
+    return ctypes.string_at(there, nbytes) == ctypes.string_at(host, nbytes)
+
+
+@on_gpu
+def test_counts():
+    """The next chunk is on its way while one is stepped, and the step does not wait for it."""
+    found = run_ranks(count_a_step, 1, env=ON_GPU, ratio=1)[0]
+    print(found)
+    chunks, (came, went) = found["chunks"], found["lanes"]
+    assert chunks >= 6
+    for policy in ("lazy", "eager"):
+        assert found[policy]["host_syncs"] == found[policy]["host_allocations"] == 0
+        assert found[policy]["allocations"] == found[policy]["pageable"] == 0
+    assert found["eager"]["early"] == [True] * (chunks - 1) + [False]
+    assert not any(found["lazy"]["early"])
+    two = 2 * found["bytes"]  # of two steps
+    assert two <= came["bytes_in"] == went["bytes_out"] <= 1.05 * two
+    assert came["marks"] == went["marks"] == came["joins"] == 2 * chunks
+    assert went["begins"] == 2 * chunks and came["begins"] == 2 * (chunks - 1)
+    assert went["joins"] == 2 * (chunks - 1) and came["finishes"] == went["finishes"] == 0
+
+
+def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
+    import simgpu
+    from watch import Operators
+
+    simgpu.policy("lazy")
+    simgpu.options().quiet = True
+    model = made("units")
+    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
+    train(model, optimizer, range(2))
+    found: list[tuple[Any, list[str]]] = []
+    model(2).backward()
+    with Operators():
+        for left_out in ("none", "none", "read", *range(1, 1000)):
+            assert simgpu.drain()
+            optimizer.step()  # on its way while the next one begins
+            if left_out == "read":
+                states = dict.values(optimizer.state)  # of which the optimizer knows nothing
+                next(iter(states))["exp_avg"].sum()
+            elif left_out != "none":
+                simgpu.skip_wait(left_out)
+            before = simgpu.calls("cuStreamWaitEvent")
+            optimizer.step()
+            waits = simgpu.calls("cuStreamWaitEvent") - before
+            assert simgpu.drain()
+            found.append((left_out, simgpu.take_reports()))
+            if left_out == waits:
+                return found
+    raise AssertionError("waits that do not end")
+
+
+@on_gpu
+def test_each_wait_that_is_left_out_is_found():
+    found = run_ranks(leave_out_each, 1, env=ON_GPU)[0]
+    for left_out, reports in found:
+        print(f"{left_out}: {(reports or ['-'])[0]}")
+    assert found[0][1] == found[1][1] == [] and len(found) > 15
+    assert [left_out for left_out, reports in found[2:] if not reports] == []
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_infinities_skip_a_step(rank: int, world: int):
+    """The first one, too, of which only the GPU knows that it did not happen."""
+    for name in ("AdamW", "SGD"):
+        ends = []
+        for offload in (None, optim.Host(1, SMALL)):
+            model = made("rows")
+            optimizer = KINDS[name][0](model.parameters(), offload=offload)
+            for number, found in enumerate((1.0, 0.0, 1.0, 0.0)):
+                optimizer.zero_grad()
+                model(number).backward()
+                optimizer.grad_scale = torch.tensor(4.0)
+                optimizer.found_inf = torch.tensor(found)
+                optimizer.step()
+            ends.append(optimizer)
+        same(*ends)
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_states_are_saved_and_loaded(rank: int, world: int):
+    """By state dicts, gathered ones, and checkpoints, between every place that states have."""
+    FSDP = fsdpc.FullyShardedDataParallel
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    places = (None, optim.Host(1, SMALL), optim.Host(0.5, SMALL))
+    models = [made("units") for _ in places]
+
+    def fresh(number: int) -> Any:
+        return optim.AdamW(models[number].parameters(), offload=places[number])
+
+    optimizers = [fresh(number) for number in range(3)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(2))
+    plain = copy.deepcopy(optimizers[0].state_dict())
+    full = FSDP.optim_state_dict(models[0], optimizers[0])
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for name, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
+            assert all(torch.equal(v, full["state"][name][k]) for k, v in state.items())
+        checkpoint.save(Path(folder[0]) / str(number), model, optimizer)
+        train(model, optimizer, range(2, 4))
+    for number, model in enumerate(models):
+        for how in ("state dict", "gathered", "checkpoint"):
+            optimizer = optimizers[number] if how == "checkpoint" else fresh(number)
+            waits = finishes(optimizer)
+            checkpoint.load(Path(folder[0]) / str((number + 1) % 3), model, optimizer)
+            if how == "checkpoint" and number == 1:  # its last step's copies were on their way
+                assert finishes(optimizer) > waits
+            if how == "state dict":
+                optimizer.load_state_dict(plain)
+            if how == "gathered":
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, full))
+            train(model, optimizer, range(2, 4))
+            if number > 0:
+                same(optimizer, optimizers[0])
+                here, _ = optimizer._store.chosen_bytes
+                assert optimizer._store.host_bytes >= here > 0 or number == 2
+        if number == 0:
+            optimizers[0] = optimizer
+
+
+def finishes(optimizer: Any) -> int:
+    """How often the host has waited for states on their way to host memory."""
+    lane = getattr(optimizer._store, "outgoing", None)
+    return lane.counts()["finishes"] if lane else 0
+
+
+@on_gpu
+@ranks(1, env=ON_GPU)
+def test_failures(rank: int, world: int):
+    import simgpu
+
+    model = made("units")
+    model(0).backward()
+    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
+    simgpu.fail("cuMemHostAlloc", 1, 2)  # out of memory
+    with pytest.raises(MemoryError, match=r"AdamW: offload=Host.*cannot be pinned.*smaller ratio"):
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    model(1).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.AdamW, "_step_group", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="ended in the middle.*Load a checkpoint"):
+            use()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    for name in ("AdamW8bit", "AdamMini"):
+        with pytest.raises(NotImplementedError, match=f"{name} keeps.*take offload=Disk.*Host"):
+            getattr(optim, name)(model.parameters(), offload=optim.Host())
+
+
+def program(door: str, offload: Any) -> list[torch.Tensor]:
+    """Accumulation, a frozen block that is thawed, checkpointed blocks and offloaded activations,
+    two groups, a schedule, clipping, and one block whose parameters are in host memory.
+    """
+    plain = toy(blocks=4, width=64)
+    for param in plain.blocks[1].parameters():
+        param.requires_grad_(False)
+    checkpoint_blocks(plain, ratio="1/2", blocks=Block)
+    if door == "FSDP":
+        for i, block in enumerate(plain.blocks):
+            away = fsdpc.CPUOffload(offload_params=i == 2)
+            plain.blocks[i] = wrap("fsdpc", block, use_orig_params=True, cpu_offload=away)
+        model = wrap("fsdpc", plain, use_orig_params=True)
+    else:
+        for i, block in enumerate(plain.blocks):
+            fully_shard(block, **({"offload_policy": CPUOffloadPolicy()} if i == 2 else {}))
+        model = fully_shard(plain)
+    params = dict(model.named_parameters())
+    biases = [p for name, p in params.items() if name.endswith("bias")]
+    others = [p for name, p in params.items() if not name.endswith("bias")]
+    groups = [{"params": others}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
+    optimizer = optim.AdamW(groups, lr=1e-2, offload=offload)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(4):
+        if step == 2:
+            for name, param in params.items():
+                if "blocks.1." in name:
+                    param.requires_grad_(True)
+        for micro in range(2):
+            with activations_offload(model, min_bytes=256):
+                loss = loss_of(model, tokens(dist.get_rank(), step, micro))
+            loss.backward()
+        optimizer.step_and_clip(1.0)
+        optimizer.zero_grad()
+        schedule.step()
+    assert offload is None or optimizer._store.host_bytes > 0
+    values = [*params.values(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
+    return [(v.to_local() if hasattr(v, "to_local") else v).detach().clone() for v in values]
+
+
+@on_gpu
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
+@ranks(2, env=ON_GPU)
+def test_a_program_with_everything_around_it(rank: int, world: int, door: str):
+    expected = program(door, None)
+    for ratio in (0.5, 1):
+        found = program(door, optim.Host(ratio, SMALL))
+        assert len(found) == len(expected) > 30, (len(found), len(expected))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), ratio
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_the_plan_equals_the_run(rank: int, world: int):
+    """Bytes on the GPU and in host memory, with one parameter per unit and dtype."""
+    cases: dict[str, tuple[Any, torch.dtype]] = {
+        "adamw-fused": (optim.AdamW, torch.float32),
+        "lion": (optim.Lion, torch.bfloat16),
+        "momentum": (partial(optim.SGD, lr=0.1, momentum=0.9), torch.float32),
+        "adamw-bf16": (optim.AdamWBF16, torch.float32),
+    }
+    gpu = fsdpc._C.cuda_device(0)
+    where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
+    policy = ModuleWrapPolicy({Block})
+    for (name, (kind, dtype)), ratio in itertools.product(cases.items(), (0.5, 1.0)):
+        plain = toy(blocks=3, width=64).to(dtype)
+        storage = str(dtype).removeprefix("torch.")
+        setup = Setup(
+            world, storage=storage, optimizer=name, host=ratio, host_buffers=SMALL, **where
+        )
+        planned = plan(Plain("toy", units_of(plain, policy)), check(setup))
+        model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
+        optimizer = kind(model.parameters(), offload=optim.Host(ratio, SMALL))
+        loss_of(model, tokens(rank, 0)).backward()
+        optimizer.step()
+        store = optimizer._store
+        rows = {(r.role, r.where): r.bytes for r in planned.rows}
+        assert rows["optimizer states", "host"] == store.host_bytes > 0, (name, ratio)
+        assert rows["buffers of states", "device"] == sum(map(len, store.buffers)) == SMALL
+        here, total = store.chosen_bytes
+        assert rows.get(("optimizer states", "device"), 0) == total - here
+        report = fsdpc.memory_report(model, optimizer)
+        line = next(line for line in report.lines if line.role == "optimizer states")
+        steps = 4 * sum("step" in state for state in dict.values(optimizer.state))
+        assert line.actual == line.planned == SMALL + total - here + steps
+        assert "in pinned host memory" in line.note
+
+
+@ranks(1)
+def test_in_host_memory_it_costs_nothing_and_says_so(rank: int, world: int):
+    model = made("units")
+    _host._said.clear()
+    with pytest.warns(UserWarning, match="changes nothing: the parameters are in host memory"):
+        optimizer = optim.AdamW(model.parameters(), offload=optim.Host(0.5))
+    assert optimizer._store is None and type(optimizer.state) is collections.defaultdict
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the sentence comes once per process
+        optim.AdamW(model.parameters(), offload=optim.Host())
+    for options, match in (({"ratio": 1.5}, "from 0 .* to 1"), ({"buffer_bytes": 9}, "at least")):
+        with pytest.raises(ValueError, match=match):
+            optim.Host(**options)
