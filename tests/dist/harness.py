@@ -58,6 +58,12 @@ TEMPLATE_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
+LOADED_BY_RANKS = """
+    encodings.ascii jitter fsdpc._fsdp2.module fsdpc._tools.report torch.profiler._cupti_monitor
+    torch.distributed.checkpoint.state_dict torch.distributed.checkpoint._fsspec_filesystem
+    torch.utils.serialization.config
+""".split()
 
 
 class RankFailure(AssertionError):
@@ -591,8 +597,10 @@ def template_main(fd: int) -> None:
     try:
         import fsdpc
 
-        fsdpc.FullyShardedDataParallel  # noqa: B018  loads what the package loads on first use
-        import torch.distributed.checkpoint.state_dict  # noqa: F401  loaded by the first model
+        for name in fsdpc.__all__:  # loads what the package loads on first use
+            getattr(fsdpc, name)
+        for name in LOADED_BY_RANKS:
+            importlib.import_module(name)
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
     gc.collect()
