@@ -17,6 +17,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
+# Else every test process compiles the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run \
         both programs simgpu simgpu-run \
         simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean

@@ -334,7 +334,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     wait_for_connections(folder, rank, world)
     import jitter
+    from fsdpc._engine import shortage
 
+    shortage._forked.clear()  # as in a real rank: else each model reads the table of its pages, for 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
@@ -588,6 +590,7 @@ def template_main(fd: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=fd)
+    gc.disable()  # a tenth of the time that the imports take
     import torch
     import torch._dynamo  # seconds that the first optimizer of every rank would pay otherwise
     import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
@@ -603,6 +606,7 @@ def template_main(fd: int) -> None:
             importlib.import_module(name)
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
+    gc.enable()
     gc.collect()
     while True:
         try:
