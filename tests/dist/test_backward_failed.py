@@ -92,7 +92,7 @@ FAULTS = {
 
 
 class Block(nn.Module):
-    """Computes as the toys' block; in training it fails as it is told."""
+    """Computes as the toys' block; in training its `fault` fails, where one is set."""
 
     def __init__(self, width=6, hidden=11, recompute=""):
         super().__init__()
