@@ -140,7 +140,7 @@ def run_ranks(
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
     return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
     only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
-    have no simulated GPU, whatever pytest was told.
+    have no simulated GPU, whatever the option says.
     """
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -334,9 +334,10 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     wait_for_connections(folder, rank, world)
     import jitter
+
     from fsdpc._engine import shortage
 
-    shortage._forked.clear()  # as in a real rank: else each model reads the table of its pages, for 5 ms
+    shortage._forked.clear()  # as in a real rank: else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
