@@ -17,7 +17,10 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SECONDARY:
 MAKEFLAGS += --no-print-directory
-.PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run simgpu simgpu-run \
+# Else every test process compiles the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
+.PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run \
+        both programs simgpu simgpu-run \
         simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
 
 default: build
@@ -84,8 +87,18 @@ $(STAMPS)/extension: $(STAMPS)/installed $(SOURCES)
 build: $(STAMPS)/extension
 
 # --- tests ---------------------------------------------------------------------------------------
-test: build ctest simgpu pytest
+# C programs wait most of their time, so they run beside the Python tests. What they say comes at the end.
+test: build simlibs $(STAMPS)/clients
+	$(call say,C tests and tests on the simulated GPU beside Python tests)
+	@$(MAKE) -j$(JOBS) programs
+	@$(MAKE) TEST_JOBS=1 both C="ctest-run simgpu-run" PYTHON_TESTS=pytest
 	$(call say,C tests and Python tests passed)
+
+# Both must pass; Ctrl-C ends both.
+both:
+	@mkdir -p build; $(MAKE) $(C) >build/beside.log 2>&1 & beside=$$!; trap "kill $$beside 2>/dev/null" EXIT; \
+	  $(MAKE) $(PYTHON_TESTS); python=$$?; wait $$beside; code=$$?; cat build/beside.log; \
+	  [ $$python = 0 ] && [ $$code = 0 ]
 
 # Beside torch's FSDP and under frameworks; and some Python tests once more where that shows other faults:
 # ranks late at random, the simulated GPU.
@@ -100,9 +113,9 @@ SLOW_COMBINATIONS := each
 test-all:
 	@$(MAKE) test test-more simgpu-py asan-py COMBINATIONS=all SLOW_COMBINATIONS=all
 
-# Some tests wait for deadlines while they compute nothing, so there is one process more than processors.
+# Tests wait for other ranks, for deadlines and for files, so there are two processes more than processors.
 # Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
-PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) \
+PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 2 : 4))) \
     --dist loadfile --no-loadscope-reorder
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
@@ -204,6 +217,8 @@ $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLI
 $(SIMDIR)/test_%_rows: $(SIMDIR)/test_%
 	@ln -sf $(<F) $@
 
+programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
+
 simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW="test_schedule test_step_cost" \
 	  FSDPC_LIBCUDA=$(CURDIR)/$(SIMDIR)/libcuda.so.1 \
@@ -238,7 +253,10 @@ simgpu:
 	$(call say,tests on the simulated GPU)
 	@$(MAKE) -j$(JOBS) simgpu-run
 
-asan: asan-c asan-py
+asan:
+	$(call say,C tests and Python tests under ASan and UBSan)
+	@$(MAKE) -j$(JOBS) programs SAN=address,undefined
+	@$(MAKE) both C="ctest-run simgpu-run SAN=address,undefined" PYTHON_TESTS=asan-py
 	$(call say,nothing found by ASan and UBSan)
 
 asan-c:

@@ -16,9 +16,10 @@ sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
 sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`
 
-# Folders in the order in which they run: the longest tests first, so that all processes end at
-# about the same time.
+# Folders in the order in which they run, and files that come first in theirs: the longest tests
+# first, so that all processes end at about the same time.
 ORDER = "clients parity fuzz fault conformance dist gpu kernels unit".split()
+LONGEST = "test_with_compile.py test_two_models.py test_nccl.py test_optim_memory.py".split()
 
 ENGINES = {"fsdpc": "fsdpc", "torch": "torch.distributed.fsdp"}
 
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = choose(items, config.getoption("--combinations"))
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     in_parts = hasattr(config, "workerinput")  # pytest-xdist's
-    items[:] = sorted(kept, key=lambda item: folder_order(item.path)) if in_parts else kept
+    items[:] = sorted(kept, key=lambda item: run_order(item.path)) if in_parts else kept
 
 
 def run_again(path: Path) -> pytest.MarkDecorator:
@@ -111,9 +112,9 @@ def kills_ranks(path: Path) -> bool:
     )
 
 
-def folder_order(path: Path) -> int:
+def run_order(path: Path) -> tuple[int, bool]:
     folder = path.parent.name
-    return ORDER.index(folder) if folder in ORDER else len(ORDER)
+    return ORDER.index(folder) if folder in ORDER else len(ORDER), path.name not in LONGEST
 
 
 @pytest.fixture(scope="session")

@@ -269,11 +269,12 @@ check_parts(const fsdpc_disk *self, int buffer, const fsdpc_disk_part *parts, in
                p->bytes <= self->bytes - p->offset &&
                p->bytes <= self->options.buffer_bytes - p->place;
     }
-    return good ? FSDPC_OK
-                : fsdpc_error(FSDPC_E_INVAL,
-                              "rank %d: file of states: buffer %d is in use, or a part is outside "
-                              "of the file or its buffer, or not in whole pages",
-                              self->options.rank, buffer);
+    return good
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_INVAL,
+                             "rank %d: file of states: buffer %d is in use, or a part lies outside "
+                             "of the file or of the buffer, or is not in whole pages",
+                             self->options.rank, buffer);
 }
 
 int
@@ -347,7 +348,7 @@ make_transfers(fsdpc_disk *self)
     const int capacity = self->options.buffer_count * (MOST_REQUESTS + SPARE_REQUESTS);
     self->transfers = fsdpc_mem_calloc((size_t)capacity, sizeof *self->transfers);
     if (self->transfers == NULL) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for transfers to a disk");
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the transfers of a file of states");
     }
     for (int i = 0; i < capacity; i++) {
         self->transfers[i].next = self->unused;

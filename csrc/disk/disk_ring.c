@@ -168,12 +168,12 @@ fsdpc_disk_ring_new(int capacity, const fsdpc_disk_way **way, void **out)
     int status = FSDPC_OK;
     ring *self = fsdpc_mem_calloc(1, sizeof *self);
     if (self == NULL) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for io_uring");
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the io_uring of a file of states");
     }
     self->fd = (int)syscall(SYS_io_uring_setup, (unsigned)capacity, &self->params);
     if (self->fd < 0) {
         const int errnum = errno;
-        fsdpc_error_errno(errnum, "io_uring_setup");
+        fsdpc_error_errno(errnum, "io_uring_setup (io='threads' needs no io_uring)");
         FSDPC_GOTO(FSDPC_E_UNAVAILABLE, failed);
     }
     if ((self->params.features & needed) != needed) {

@@ -136,7 +136,7 @@ fsdpc_disk_threads_new(const fsdpc_disk_way **way, void **out)
     pthread_attr_t attributes;
     threads *self = fsdpc_mem_calloc(1, sizeof *self);
     if (self == NULL) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for threads of a disk");
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the threads of a file of states");
     }
     pthread_mutex_init(&self->lock, NULL);
     pthread_cond_init(&self->work, NULL);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -126,6 +127,12 @@ def fit(
     return module.seen, module.validated, whole(trainer), len(units)
 
 
+@functools.cache
+def on_ddp(**options):
+    """What ``fit`` returns on two ranks of DDP."""
+    return run_ranks(fit, 2, env=ELASTIC, kind="ddp", **options)
+
+
 def whole(trainer):
     """The unsharded model's state dict on every rank."""
     model = trainer.model
@@ -156,7 +163,7 @@ def close(got, expected):
 )
 def test_losses_equal_ddp(case):
     general = {key: case[key] for key in ("clip", "accumulate") if key in case}
-    expected = run_ranks(fit, 2, env=ELASTIC, kind="ddp", **general)
+    expected = on_ddp(**general)
     got = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", **case)
     steps = EPOCHS * BATCHES
     norms = EPOCHS * 2 if "clip" in case else 0  # the last micro-batch of an epoch steps alone
@@ -194,7 +201,7 @@ def test_a_full_checkpoint_is_one_of_the_plain_module(tmp_path, use_orig_params)
     """Written by two fsdpc ranks, read by DDP ranks and by Lightning without any strategy."""
     file = str(tmp_path / "checkpoint")
     options = {"auto_wrap_policy": {Block}, "use_orig_params": use_orig_params}
-    straight = run_ranks(fit, 2, env=ELASTIC, kind="ddp")
+    straight = on_ddp()
     first = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", epochs=1, save=file, **options)
     rest = run_ranks(fit, 2, env=ELASTIC, kind="ddp", resume=file)
     for rank in range(2):
@@ -209,7 +216,7 @@ def test_a_full_checkpoint_is_one_of_the_plain_module(tmp_path, use_orig_params)
 
 def test_a_ddp_checkpoint_is_continued_on_fsdpc(tmp_path):
     file = str(tmp_path / "checkpoint")
-    straight = run_ranks(fit, 2, env=ELASTIC, kind="ddp")
+    straight = on_ddp()
     first = run_ranks(fit, 2, env=ELASTIC, kind="ddp", epochs=1, save=file)
     rest = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", resume=file, auto_wrap_policy={Block})
     for rank in range(2):

@@ -10,7 +10,16 @@ import fsdpc
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
-from test_lightning import BATCHES, ELASTIC, EPOCHS, Tiny, close, loader, trainer_of  # noqa: E402
+from test_lightning import (  # noqa: E402
+    BATCHES,
+    ELASTIC,
+    EPOCHS,
+    Tiny,
+    close,
+    loader,
+    on_ddp,
+    trainer_of,
+)
 
 
 class Sharded(Tiny):
@@ -27,33 +36,27 @@ class Sharded(Tiny):
         fully_shard(self.model, mesh=mesh)
 
 
-def fit(
-    rank, world, kind, epochs=EPOCHS, accumulate=1, clip=None, resume=None, save=None, full=True
-):
+def fit(rank, world, epochs=EPOCHS, accumulate=1, clip=None, resume=None, save=None, full=True):
     """Trains; returns losses and norms of training, losses of validation, and the whole model."""
-    strategy = "ddp"
-    if kind == "fsdpc":
-        fsdpc.install("fully_shard")
-        strategy = ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full
-        )
-    trainer = trainer_of(kind, epochs, accumulate, strategy=strategy)
-    module = (Sharded if kind == "fsdpc" else Tiny)(clip)
+    fsdpc.install("fully_shard")
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full
+    )
+    trainer = trainer_of("fsdpc", epochs, accumulate, strategy=strategy)
+    module = Sharded(clip)
     trainer.fit(module, loader(7), loader(8), ckpt_path=resume)
     units = [m for m in module.modules() if isinstance(m, fsdpc.FSDPModule)]
-    assert len(units) == (3 if kind == "fsdpc" else 0)
+    assert len(units) == 3
     if save is not None:
         trainer.save_checkpoint(save)
-    state = module.state_dict()
-    if kind == "fsdpc":
-        state = {key: value.full_tensor() for key, value in state.items()}
-    return module.seen, module.validated, {key: value.clone() for key, value in state.items()}
+    state = {key: value.full_tensor().clone() for key, value in module.state_dict().items()}
+    return module.seen, module.validated, state
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5, "accumulate": 2}], ids=["plain", "clip"])
 def test_losses_equal_ddp(options):
-    expected = run_ranks(fit, 2, env=ELASTIC, kind="ddp", **options)
-    got = run_ranks(fit, 2, env=ELASTIC, kind="fsdpc", **options)
+    expected = on_ddp(**options)
+    got = run_ranks(fit, 2, env=ELASTIC, **options)
     for rank in range(2):
         assert len(got[rank][0]) >= EPOCHS * BATCHES
         close(got[rank], expected[rank])
@@ -64,7 +67,7 @@ def test_resume(full, tmp_path):
     """Saved after one epoch and continued by a new Trainer: the losses of one that never stopped,
     to the bit.
     """
-    options = {"kind": "fsdpc", "full": full}
+    options = {"full": full}
     file = str(tmp_path / "checkpoint")
     straight = run_ranks(fit, 2, env=ELASTIC, **options)
     first = run_ranks(fit, 2, env=ELASTIC, epochs=1, save=file, **options)

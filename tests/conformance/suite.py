@@ -137,8 +137,8 @@ class Cases:
                     assert not text, f"rank {rank}, fsdpc against torch: {text}"
             elif case.torch != case.fsdpc:
                 self.check(name, "torch", theirs)
-                said = case.fsdpc_does if WORKS in case.fsdpc else worst(ours)
-                note_difference(case.title, worst(theirs), said)
+                stated = case.fsdpc_does if WORKS in case.fsdpc else worst(ours)
+                note_difference(case.title, worst(theirs), stated)
 
         for test in (test_torch, test_fsdpc):
             test.case_of = self.case_of  # type: ignore[attr-defined]  for ../combinations.py

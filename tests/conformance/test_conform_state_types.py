@@ -38,7 +38,7 @@ CONFIGS = {
 }
 
 
-def told(settings):
+def plain_values(settings):
     return (
         settings.state_dict_type,
         *(
@@ -50,7 +50,7 @@ def told(settings):
 
 @case()
 def the_default_type(lib):
-    return told(lib.FSDP.get_state_dict_type(lib.wrap_blocks(toy())))
+    return plain_values(lib.FSDP.get_state_dict_type(lib.wrap_blocks(toy())))
 
 
 @case()
@@ -62,8 +62,8 @@ def the_type_of_a_plain_module(lib):
 def setting_a_type(lib, kind):
     model = lib.wrap_blocks(toy())
     before = lib.FSDP.set_state_dict_type(model, kind)
-    return told(before), [
-        told(lib.FSDP.get_state_dict_type(m)) for m in lib.FSDP.fsdp_modules(model)
+    return plain_values(before), [
+        plain_values(lib.FSDP.get_state_dict_type(m)) for m in lib.FSDP.fsdp_modules(model)
     ]
 
 
@@ -74,7 +74,7 @@ def given_configurations_are_kept(lib, kind):
     lib.FSDP.set_state_dict_type(model, kind, *configs)
     found = lib.FSDP.get_state_dict_type(model)
     assert (found.state_dict_config, found.optim_state_dict_config) == tuple(configs)
-    return told(found)
+    return plain_values(found)
 
 
 @case(raises=RuntimeError, words="state_dict_config", over={"kind": list(T), "other": list(T)})
@@ -96,8 +96,8 @@ def a_type_for_a_block_of_code(lib):
     model = lib.wrap_blocks(toy())
     config = FullStateDictConfig(rank0_only=True)
     with lib.FSDP.state_dict_type(model, FULL, config):
-        inside = told(lib.FSDP.get_state_dict_type(model))
-    return inside, told(lib.FSDP.get_state_dict_type(model))
+        inside = plain_values(lib.FSDP.get_state_dict_type(model))
+    return inside, plain_values(lib.FSDP.get_state_dict_type(model))
 
 
 @case()

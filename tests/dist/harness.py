@@ -58,6 +58,12 @@ TEMPLATE_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
+LOADED_BY_RANKS = """
+    encodings.ascii jitter fsdpc._fsdp2.module fsdpc._tools.report torch.profiler._cupti_monitor
+    torch.distributed.checkpoint.state_dict torch.distributed.checkpoint._fsspec_filesystem
+    torch.utils.serialization.config
+""".split()
 
 
 class RankFailure(AssertionError):
@@ -134,7 +140,7 @@ def run_ranks(
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
     return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
     only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
-    have no simulated GPU, whatever pytest was told.
+    have no simulated GPU, whatever the option says.
     """
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -329,6 +335,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     wait_for_connections(folder, rank, world)
     import jitter
 
+    from fsdpc._engine import shortage
+
+    shortage._forked.clear()  # as in a real rank: else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
@@ -582,6 +591,7 @@ def template_main(fd: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=fd)
+    gc.disable()  # a tenth of the time that the imports take
     import torch
     import torch._dynamo  # seconds that the first optimizer of every rank would pay otherwise
     import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
@@ -591,10 +601,13 @@ def template_main(fd: int) -> None:
     try:
         import fsdpc
 
-        fsdpc.FullyShardedDataParallel  # noqa: B018  loads what the package loads on first use
-        import torch.distributed.checkpoint.state_dict  # noqa: F401  loaded by the first model
+        for name in fsdpc.__all__:  # loads what the package loads on first use
+            getattr(fsdpc, name)
+        for name in LOADED_BY_RANKS:
+            importlib.import_module(name)
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
+    gc.enable()
     gc.collect()
     while True:
         try:

@@ -275,9 +275,9 @@ def until_preempted(rank: int, world: int, path: str) -> int:
         optimizer.zero_grad()
         if step == 2 + rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        told = stop.clone()
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        if told:
+        stopping = stop.clone()
+        dist.all_reduce(stopping, op=dist.ReduceOp.MAX)
+        if stopping:
             run.save(step, model, optimizer, extra={"rank": rank}, force=True)
             break
         run.save(step, model, optimizer)

@@ -404,12 +404,12 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
 
 @pytest.mark.parametrize("launcher", ["script", "spawn"])
 def test_peers_learn_of_an_uncaught_exception(tmp_path, launcher):
-    said = run_program(tmp_path, launcher, "raise")
-    assert said.startswith("PeerError rank 1 (") and "RuntimeError: boom" in said
-    assert "more" not in said
+    text = run_program(tmp_path, launcher, "raise")
+    assert text.startswith("PeerError rank 1 (") and "RuntimeError: boom" in text
+    assert "more" not in text
 
 
 @pytest.mark.parametrize("launcher", ["script", "spawn"])
 def test_peers_learn_of_a_good_end(tmp_path, launcher):
-    said = run_program(tmp_path, launcher, "exit")
-    assert said.startswith("PeerError") and "rank 1 has left" in said and "died" not in said
+    text = run_program(tmp_path, launcher, "exit")
+    assert text.startswith("PeerError") and "rank 1 has left" in text and "died" not in text

@@ -231,7 +231,7 @@ def test_accumulation_patterns(rank, world, engine, use_orig_params, pattern):
 
 
 class Faulty(nn.Module):
-    """A block that raises when told to, in forward or in backward."""
+    """A block that raises on request, in forward or in backward."""
 
     def __init__(self) -> None:
         super().__init__()

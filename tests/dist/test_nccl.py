@@ -43,10 +43,10 @@ def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize("channel", [False, True])
 @ranks(1, 3, env=GPU)
 def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
-    said, pieces = [], []
+    sent, pieces = [], []
 
     def exchange(memory, piece_bytes, what):
-        said.append((len(memory) == world * piece_bytes, what))
+        sent.append((len(memory) == world * piece_bytes, what))
         pieces.append(piece_bytes)
         mine = memory[rank * piece_bytes : (rank + 1) * piece_bytes].tobytes()
         everyone = [b""] * world
@@ -74,8 +74,8 @@ def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
         comm.reduce_scatter(values := np.full(n * world, rank + 1, dtype=np.float32))
         assert (values[rank * n : (rank + 1) * n] == total).all()
     comm.barrier("the end")
-    assert not said or (channel and all(fits for fits, _ in said) and said[-1][1] == "the end")
-    assert bool(said) == channel
+    assert not sent or (channel and all(fits for fits, _ in sent) and sent[-1][1] == "the end")
+    assert bool(sent) == channel
     comm.agree("same" * 1000)
     assert not channel or pieces[-1] == 16  # a digest and a length: texts travel where they differ
     if world > 1:
@@ -233,18 +233,18 @@ def test_ranks_that_cannot_or_do_not_agree(rank, world):
 
 @ranks(1, env=GPU)
 def test_the_note_on_a_gpu_is_logged_once(rank, world, caplog=None):
-    said: list[str] = []
+    messages: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record):
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logging.getLogger("fsdpc").addHandler(Listener())
     ask = _C.cuda_device
     _C.cuda_device = lambda ordinal: {**ask(ordinal), "note": f"GPU {ordinal} is small"}
     _bootstrap._alone(0)
     connect(dist.new_group([0]))
-    assert said == ["GPU 0 is small"]
+    assert messages == ["GPU 0 is small"]
 
 
 # --- ranks that do not come ----------------------------------------------------------------------
@@ -443,7 +443,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize(
-    "how, said",
+    "how, expected",
     [
         (
             "exit",
@@ -459,7 +459,7 @@ PROGRAM = """
         ),
     ],
 )
-def test_processes_end_without_hanging(tmp_path, how, said):
+def test_processes_end_without_hanging(tmp_path, how, expected):
     began = time.monotonic()
     programs = [
         subprocess.Popen(
@@ -473,7 +473,7 @@ def test_processes_end_without_hanging(tmp_path, how, said):
     ]
     ended = [program.communicate(timeout=300) for program in programs]
     assert [p.returncode for p in programs] == [0, 1 if how == "raise" else 0], ended
-    assert ended[0][0].startswith(said), ended
+    assert ended[0][0].startswith(expected), ended
     assert time.monotonic() - began < 300  # the deadline did not have to speak
 
 

@@ -207,3 +207,10 @@ def test_a_small_gpu(rank, world):
         wrap("fsdpc", nn.Linear(2048, 2048))
     assert "in wrapping of unit Linear" in note_of(wrapped)
     options.memory_bytes = before
+
+
+@ranks(1)
+def test_a_forked_process_counts_its_share_of_its_parents_memory(rank, world):
+    whole = shortage.private_bytes()
+    shortage._forked.append(True)
+    assert 0 < shortage.private_bytes() < whole

@@ -22,7 +22,7 @@ VICTIM = 1
 
 
 class Trap(nn.Module):
-    """Calls `fatal` where it is told to, the second time that it passes there."""
+    """Calls `fatal` at the named place of the step, the second time that the step passes there."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -118,15 +118,15 @@ DIFFERENCES = [  # and what every rank's error must say
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "change, said", DIFFERENCES, ids=[change.__name__ for change, _ in DIFFERENCES]
+    "change, expected", DIFFERENCES, ids=[change.__name__ for change, _ in DIFFERENCES]
 )
-def test_ranks_that_differ(rank, world, change, said):
+def test_ranks_that_differ(rank, world, change, expected):
     model, options = toy(), {"use_orig_params": True}
     change(rank, model, options)
     with pytest.raises(fsdpc.MismatchError) as caught:
         loss_of(wrap_blocks("fsdpc", model, **options), tokens(rank, 0))
     text = str(caught.value)
-    assert "rank 1" in text and all(part in text for part in said), text
+    assert "rank 1" in text and all(part in text for part in expected), text
 
 
 @ranks(3)

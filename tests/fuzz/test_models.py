@@ -11,7 +11,7 @@ import pytest
 from trees import KINDS, Builder, Cut, describe
 
 SEED = 1
-SECONDS = 35.0
+SECONDS = 20.0
 EVERYTHING = Cut()
 REFUSED = 0.05  # share of the cases that may end in an error of fsdpc's
 NO_COMMUNICATION = ("c10d", "hybrid")

@@ -51,8 +51,8 @@ def known(device: machine.Device) -> str:
     from fsdpc import _C
 
     info = _C.cuda_device(0)
-    said = {**device.describe(), **info}
-    return ", ".join(f"{key} {value}" for key, value in said.items() if value not in (None, ""))
+    fields = {**device.describe(), **info}
+    return ", ".join(f"{key} {value}" for key, value in fields.items() if value not in (None, ""))
 
 
 @step

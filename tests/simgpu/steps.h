@@ -1,7 +1,7 @@
 /* Training steps of a tree through the real exchange, arena, device and communicators on the simulated GPU.
  *
  * A model is UNITS units of several kinds (engine.h) on `shards` x replicas ranks. Gradients follow from the
- * rank, the unit, the step and the replica, so that what must come out can be told.
+ * rank, the unit, the step and the replica, so that the right result can be computed.
  */
 #ifndef SIMGPU_STEPS_H
 #define SIMGPU_STEPS_H

@@ -214,10 +214,10 @@ virtual_memory_must_show_a_piece_twice(void)
 /* --- streams and events ---------------------------------------------------------------------------- */
 
 static enum simgpu_progress
-until_told(void *told, simgpu_task *task)
+until_released(void *released, simgpu_task *task)
 {
     (void)task;
-    return *(bool *)told ? SIMGPU_DONE : SIMGPU_BLOCKED;
+    return *(bool *)released ? SIMGPU_DONE : SIMGPU_BLOCKED;
 }
 
 static void
@@ -225,8 +225,8 @@ a_host_wait_has_a_deadline(void)
 {
     fsdpc_stream *stream;
     fsdpc_event *event;
-    bool told = false, done = true;
-    const simgpu_work work = {.name = "a peer", .context = &told, .run = until_told};
+    bool released = false, done = true;
+    const simgpu_work work = {.name = "a peer", .context = &released, .run = until_released};
     REQUIRE_OK(fsdpc_device_stream_new(gpu, true, &stream));
     REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
     REQUIRE_OK(fsdpc_device_finish(gpu, event, 0, "no mark"));
@@ -238,7 +238,7 @@ a_host_wait_has_a_deadline(void)
     CHECK(!done);
     CHECK_ERROR(fsdpc_device_finish(gpu, event, 0.05, "gather of unit 3"), FSDPC_E_TIMEOUT,
                 "gather of unit 3: the GPU has not finished in 0.05 s");
-    told = true;
+    released = true;
     REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "gather of unit 3"));
     REQUIRE_OK(fsdpc_device_poll(gpu, event, &done));
     CHECK(done);
@@ -294,16 +294,16 @@ host_syncs_have_the_deadline_of_the_process(void)
     fsdpc_stream *before = fsdpc_device_use(gpu, stream);
     const double was = fsdpc_timeout();
     for (size_t i = 0; i < sizeof syncs / sizeof *syncs; i++) {
-        bool told = false;
+        bool released = false;
         char text[128];
-        const simgpu_work work = {.name = "a peer", .context = &told, .run = until_told};
+        const simgpu_work work = {.name = "a peer", .context = &released, .run = until_released};
         snprintf(text, sizeof text, "%s: the GPU has not finished in 0.05 s (FSDPC_TIMEOUT",
                  syncs[i].what);
         REQUIRE_CU(simgpu_enqueue((CUstream)stream, &work, NULL));
         fsdpc_set_timeout(0.05);
         CHECK_ERROR(syncs[i].run(syncs[i].argument), FSDPC_E_TIMEOUT, text);
         fsdpc_set_timeout(was);
-        told = true;
+        released = true;
         CHECK(simgpu_drain());
     }
     REQUIRE_OK(fsdpc_unit_settle(unit));
@@ -419,11 +419,11 @@ a_forked_child_is_told_how_to_start(void)
     fflush(NULL);
     const pid_t child = fork();
     if (child == 0) {
-        const bool told = fsdpc_device_cuda(0, &device) == FSDPC_OK &&
-                          fsdpc_device_zero(gpu, block, 64) == FSDPC_E_UNAVAILABLE &&
-                          strstr(fsdpc_error_text(), "spawn or torchrun") != NULL;
+        const bool right = fsdpc_device_cuda(0, &device) == FSDPC_OK &&
+                           fsdpc_device_zero(gpu, block, 64) == FSDPC_E_UNAVAILABLE &&
+                           strstr(fsdpc_error_text(), "spawn or torchrun") != NULL;
         fsdpc_device_free(gpu, block, GRANULE);
-        _exit(told ? 0 : 1);
+        _exit(right ? 0 : 1);
     }
     int status = 0;
     REQUIRE(waitpid(child, &status, 0) == child);

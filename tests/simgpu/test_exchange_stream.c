@@ -336,13 +336,11 @@ break_one(int k, uint32_t *seen)
     ranks_free(run);
 }
 
-/* What a rank happens to have seen as done, because another one was quick, orders it as a wait would: a
- * fault that hides in one run is looked for in more. */
 static void
 look_for(int k, uint32_t *seen)
 {
     seen[FOUND] = 0;
-    for (int run = 0; run < 4 && !seen[FOUND]; run++) {
+    for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
         break_one(k, seen);
     }
 }

@@ -236,12 +236,11 @@ break_one(int k, int *calls)
     return found;
 }
 
-/* A fault that hides in one run, because the other rank was quick, is looked for in more. */
 static bool
 look_for(int k)
 {
     bool found = false;
-    for (int run = 0, calls; run < 4 && !found; run++) {
+    for (int run = 0, calls; run < FAULT_RUNS && !found; run++) {
         found = break_one(k, &calls);
     }
     return found;

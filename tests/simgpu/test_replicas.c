@@ -192,7 +192,7 @@ a_micro_batch_costs_one_launch_a_unit(int rank, ranks_run *run)
 
 /* --- planted faults ------------------------------------------------------------------------------- */
 
-enum { FOUND, WRONG, CALLS, RUNS = 4 };
+enum { FOUND, WRONG, CALLS };
 
 /* Rank 0 leaves out the k-th wait of its second step; run->option is replicas * 1000 + twice * 100 + k. */
 static void
@@ -236,13 +236,11 @@ with_ranks(int world, int option, rank_function function, uint32_t *seen)
     ranks_free(run);
 }
 
-/* What a rank happens to have seen as done, because another one was quick, orders it as a wait would: a
- * fault that hides in one run is looked for in more. */
 static void
 look_for(int world, int option, uint32_t *seen)
 {
     seen[FOUND] = 0;
-    for (int run = 0; run < RUNS && !seen[FOUND]; run++) {
+    for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
         with_ranks(world, option, with_a_fault, seen);
     }
 }

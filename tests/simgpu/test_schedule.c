@@ -177,12 +177,12 @@ planted_faults_are_found(const outcome *right)
             run(&rows[r].fault, i, &now);
             by = found_by(&now);
             wrong += !same_values(&now, right);
-            bool told = strstr(now.report, rows[r].says) || strstr(now.error, rows[r].says);
+            bool reported = strstr(now.report, rows[r].says) || strstr(now.error, rows[r].says);
             bool as_expected = strcmp(rows[r].found_by, "any") == 0
                                    ? strcmp(by, "nothing") != 0
                                    : strcmp(by, rows[r].found_by) == 0;
-            seen += told && as_expected;
-            if (!told || !as_expected) {
+            seen += reported && as_expected;
+            if (!reported || !as_expected) {
                 TEST_FAIL("%s, schedule %d: found by %s: '%.300s' '%s'", rows[r].name, i, by,
                           now.report, now.error);
             }

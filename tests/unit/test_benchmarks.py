@@ -21,7 +21,7 @@ def job(rank, world, folder, out):
     start_rank(rank, world, folder)
     import os
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 if __name__ == "__main__":
     run_ranks(job, 2)
@@ -44,7 +44,7 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path, number: signal.Signals):
         ranks = [int(program.stdout.readline()) for _ in range(2)]
         assert all(map(running, ranks))
         program.send_signal(number)
-        program.wait(10)
+        program.wait(60)
     until = time.monotonic() + 10
     while any(map(running, ranks)) and time.monotonic() < until:
         time.sleep(0.02)

@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_come_is_named_among_many(late):
 
     errors = [error for error in run(16, body, timeout=2) if error != []]
     assert len(errors) == 15
-    said = [error for error in errors if isinstance(error, _C.CommTimeout)]
+    timeouts = [error for error in errors if isinstance(error, _C.CommTimeout)]
     text = f"waited 2 s in a unit for rank {late} (FSDPC_TIMEOUT"
-    assert said and all(text in str(error) for error in said)
+    assert timeouts and all(text in str(error) for error in timeouts)
     assert all(isinstance(error, (_C.CommTimeout, _C.PeerError)) for error in errors)

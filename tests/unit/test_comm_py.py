@@ -167,13 +167,13 @@ def test_properties_of_kinds(loopback):
 
 
 def test_text_of_a_deadline():
-    said = _C.Comm.late_text(3, 0.5, "gather of unit a", [1, 2])
+    text = _C.Comm.late_text(3, 0.5, "gather of unit a", [1, 2])
     limit = "(FSDPC_TIMEOUT sets this limit)"
-    assert said == f"rank 3 waited 0.5 s in gather of unit a for ranks 1 and 2 {limit}"
-    said = _C.Comm.late_text(3, 600, "gather", [], "; more")
-    assert said == f"rank 3 waited 600 s in gather for the other ranks {limit}; more"
-    said = _C.Comm.late_text(0, 1, "gather", range(1, 200))
-    assert "for ranks 1, 2, 3, " in said and " and 183 more (" in said
+    assert text == f"rank 3 waited 0.5 s in gather of unit a for ranks 1 and 2 {limit}"
+    text = _C.Comm.late_text(3, 600, "gather", [], "; more")
+    assert text == f"rank 3 waited 600 s in gather for the other ranks {limit}; more"
+    text = _C.Comm.late_text(0, 1, "gather", range(1, 200))
+    assert "for ranks 1, 2, 3, " in text and " and 183 more (" in text
     for bad in ([0, 1, "x"], [0, 1, "x", ["y"]], [0, 1, "x", 5]):
         with pytest.raises(TypeError):
             _C.Comm.late_text(*bad)

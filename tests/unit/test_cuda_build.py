@@ -64,7 +64,7 @@ def has_nvcc() -> bool:
 
 def test_the_image_is_there_where_nvcc_is():
     if os.environ.get("NVCC") or os.environ.get("CUDA_HOME"):
-        pytest.skip("the build was told which nvcc to use")
+        pytest.skip("the environment names the nvcc of the build")
     if not has_nvcc():
         assert _C.cuda_image_bytes() == 0
     else:

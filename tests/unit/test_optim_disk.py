@@ -303,7 +303,7 @@ def test_buffers_and_transfers_are_refused_by_the_extension(tmp_path: Path):
     store = _disk.Store(optim.Disk(tmp_path, SMALL), "test")
     _C.disk_grow(store.disk, 4 * PAGE)
     for parts in ([(1, PAGE, 0)], [(0, PAGE, 1 << 40)], [(4 * PAGE, PAGE, 0)], [(0, 0, 0)]):
-        with pytest.raises(ValueError, match="a part is outside of the file"):
+        with pytest.raises(ValueError, match="a part lies outside of the file"):
             _C.disk_start(store.disk, False, 0, parts)
     with pytest.raises(ValueError, match="buffer 3 does not exist"):
         _C.disk_start(store.disk, False, 3, [])

@@ -1,4 +1,4 @@
-"""What ranks of several hosts tell each other of a wait that does not end, in one process."""
+"""What ranks of several hosts send each other about a wait that does not end, in one process."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_one_table_of_all_hosts_in_every_ranks_log(clock, caplog):
     assert lines[3].startswith("* 3") and "t.py:3 in data" in lines[3]
     assert [rank.others == ranks[0].others for rank in ranks] == [True, True, True, False]
     assert [rank.stall.verdict is None for rank in ranks] == [False, False, False, True]
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"rank {r}: no progress for 30 s{ranks[0].others}" for r in range(4)]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"rank {r}: no progress for 30 s{ranks[0].others}" for r in range(4)]
     for _ in range(60):  # again after twice the time, not before
         poll(ranks, clock, 0.5)
     assert len(caplog.records) == 8

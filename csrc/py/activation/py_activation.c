@@ -17,10 +17,11 @@ check(const struct request *request)
     if (!request->values.contiguous || !request->codes.contiguous || !request->scales.contiguous ||
         request->codes.itemsize != 1 || request->codes.numel != n ||
         request->scales.dtype != FSDPC_F32 || request->scales.numel != blocks) {
-        PyErr_Format(PyExc_ValueError,
-                     "contiguous tensors of %lld values, as many codes of a byte and %lld float32 "
-                     "scales are needed",
-                     (long long)n, (long long)blocks);
+        PyErr_Format(
+            PyExc_ValueError,
+            "values, codes and scales must be contiguous: %lld values need as many codes of "
+            "one byte and %lld float32 scales",
+            (long long)n, (long long)blocks);
         return -1;
     }
     return 0;
