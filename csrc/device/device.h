@@ -20,7 +20,7 @@ typedef struct fsdpc_device fsdpc_device;
 typedef struct fsdpc_stream fsdpc_stream;
 
 /* Which memory a caller's buffer lies in. On the CPU device both are the same. */
-enum fsdpc_place { FSDPC_ON_DEVICE, FSDPC_ON_HOST };
+enum fsdpc_memory_kind { FSDPC_ON_DEVICE, FSDPC_ON_HOST };
 
 typedef struct fsdpc_device_caps {
     bool asynchronous;   /* work is queued on streams */

@@ -93,12 +93,12 @@ int fsdpc_unit_discard_grads(fsdpc_unit *unit);
  *
  * Local: copies this rank's part of a full, contiguous parameter (dtypes as for read). */
 int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
-                     enum fsdpc_place place);
+                     enum fsdpc_memory_kind place);
 /* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
  * fsdpc_unit_grad_dtype) with whole parameters; NULL entries are skipped, and may differ between ranks.
  * Scratch memory per rank is at most FSDPC_UNIT_SCRATCH_BYTES. */
 int fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full,
-                    enum fsdpc_place place);
+                    enum fsdpc_memory_kind place);
 enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
 
 /* A parameter in equal blocks: rank r reads or writes elements [r * block[i], (r + 1) * block[i]) of
@@ -107,10 +107,10 @@ enum { FSDPC_UNIT_SCRATCH_BYTES = 16 << 20 };
  * Collective over the shard group, master values only, scratch memory as for read. */
 int64_t fsdpc_unit_block_length(const fsdpc_unit *unit, int param, int64_t block);
 int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data,
-                           enum fsdpc_place place);
+                           enum fsdpc_memory_kind place);
 /* On failure some of the values may have been replaced. */
 int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data,
-                            enum fsdpc_place place);
+                            enum fsdpc_memory_kind place);
 
 /* Sum of squares and maximum of this rank's part of the gradients of the parameters with
  * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */

@@ -47,7 +47,7 @@ segment_of(const fsdpc_unit *unit, int param)
 
 /* --- copies of the device -------------------------------------------------------------------- */
 
-static enum fsdpc_place
+static enum fsdpc_memory_kind
 shard_place(const fsdpc_unit *unit)
 {
     return unit->offload ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
@@ -55,8 +55,8 @@ shard_place(const fsdpc_unit *unit)
 
 /* Asynchronous, except for copies within host memory. */
 static int
-copy(const fsdpc_unit *unit, void *dst, enum fsdpc_place to, const void *src, enum fsdpc_place from,
-     size_t bytes)
+copy(const fsdpc_unit *unit, void *dst, enum fsdpc_memory_kind to, const void *src,
+     enum fsdpc_memory_kind from, size_t bytes)
 {
     if (to == FSDPC_ON_DEVICE) {
         return from == FSDPC_ON_HOST ? fsdpc_device_copy_in(unit->device, dst, src, bytes)
@@ -71,7 +71,7 @@ copy(const fsdpc_unit *unit, void *dst, enum fsdpc_place to, const void *src, en
 
 int
 fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
-                 enum fsdpc_place place)
+                 enum fsdpc_memory_kind place)
 {
     if (!has_values(unit, which, param)) {
         return fsdpc_error(FSDPC_E_INVAL, "unit %s: parameter %s has no gradient", unit->name,
@@ -95,7 +95,7 @@ fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void
 /* The arguments of a read: parts of parameters and their destinations. */
 typedef struct reading {
     enum fsdpc_which which;
-    enum fsdpc_place place;
+    enum fsdpc_memory_kind place;
     const part *parts; /* per parameter */
     const char *what;
 } reading;
@@ -104,7 +104,7 @@ typedef struct reading {
 typedef struct stretch {
     int segment, rank;
     const char *data;
-    enum fsdpc_place place;
+    enum fsdpc_memory_kind place;
     int64_t first, count;
     size_t item;
 } stretch;
@@ -226,7 +226,8 @@ new_parts(const fsdpc_unit *unit)
 }
 
 int
-fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full, enum fsdpc_place place)
+fsdpc_unit_read(fsdpc_unit *unit, enum fsdpc_which which, void *const *full,
+                enum fsdpc_memory_kind place)
 {
     char what[256];
     part *parts = new_parts(unit);
@@ -269,7 +270,7 @@ own_block(const fsdpc_unit *unit, int param, int64_t block, const void *data)
 
 int
 fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data,
-                       enum fsdpc_place place)
+                       enum fsdpc_memory_kind place)
 {
     char what[256];
     part *parts = new_parts(unit);
@@ -287,7 +288,7 @@ fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *data
 
 /* Copies the elements of a part of `param` that rank `r` owns into that rank's master shard. */
 static int
-copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_place place)
+copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_memory_kind place)
 {
     const fsdpc_segment *seg = segment_of(unit, param);
     fsdpc_span span = fsdpc_layout_span(unit->layout, param, r);
@@ -305,7 +306,7 @@ copy_in(const fsdpc_unit *unit, int param, int r, part from, enum fsdpc_place pl
 
 static int
 write_mapped(fsdpc_unit *unit, const int64_t *block, const void *const *data,
-             enum fsdpc_place place, const char *what)
+             enum fsdpc_memory_kind place, const char *what)
 {
     FSDPC_TRY(fsdpc_comm_barrier(unit->shard, what));
     for (int i = 0; i < unit->layout->param_count; i++) {
@@ -334,7 +335,7 @@ take_window(const fsdpc_unit *unit, int param, int64_t block, const char *window
 
 static int
 write_over_wire(fsdpc_unit *unit, int param, int64_t block, const void *data,
-                enum fsdpc_place place, const char *what)
+                enum fsdpc_memory_kind place, const char *what)
 {
     int status = FSDPC_OK;
     size_t item = fsdpc_dtype_bytes(segment_of(unit, param)->storage);
@@ -366,7 +367,7 @@ done:
 
 int
 fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data,
-                        enum fsdpc_place place)
+                        enum fsdpc_memory_kind place)
 {
     char what[256];
     snprintf(what, sizeof what, "loading of sharded parameters into unit %s", unit->name);

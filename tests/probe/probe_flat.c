@@ -99,7 +99,7 @@ view_grads(fsdpc_py_flat *self, PyObject *list, fsdpc_py_view *views, fsdpc_tens
         }
         result = fsdpc_py_tensor_view_any(PyTuple_GET_ITEM(items, i), &views[i]);
         if (result == 0) {
-            result = fsdpc_py_check_place(&views[i], fsdpc_py_full_place(self));
+            result = fsdpc_py_check_device(&views[i], fsdpc_py_full_device(self));
         }
         if (result == 0 && views[i].numel != layout->params[i].numel) {
             PyErr_Format(PyExc_ValueError,

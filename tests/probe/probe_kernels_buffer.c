@@ -40,9 +40,9 @@ fsdpc_py_buffer_open(PyObject *object, const char *dtype, bool writable,
         out->view.owner = NULL;
         return -1;
     }
-    const fsdpc_py_place place =
-        kernels->device == NULL ? fsdpc_py_host : fsdpc_py_place_of(kernels->device);
-    return fsdpc_py_check_place(&out->view, place) < 0 ? -1 : check_buffer(out, writable);
+    const fsdpc_py_device place =
+        kernels->device == NULL ? fsdpc_py_host : fsdpc_py_device_of(kernels->device);
+    return fsdpc_py_check_device(&out->view, place) < 0 ? -1 : check_buffer(out, writable);
 }
 
 static int

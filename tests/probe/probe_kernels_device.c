@@ -144,7 +144,7 @@ open_source(PyObject *item, const pack_call *call, int i)
         view->owner = NULL;
         return -1;
     }
-    if (fsdpc_py_check_place(view, call->dst.view.place) < 0) {
+    if (fsdpc_py_check_device(view, call->dst.view.place) < 0) {
         return -1;
     }
     if (view->numel != call->way->targets[i].n) {

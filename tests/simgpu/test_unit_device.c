@@ -85,7 +85,7 @@ typedef struct buffer {
 
 /* Every other buffer of the host is pinned: there copies go on when the call has returned. */
 static buffer
-new_buffer(const subject *s, size_t bytes, enum fsdpc_place place)
+new_buffer(const subject *s, size_t bytes, enum fsdpc_memory_kind place)
 {
     static int made;
     buffer b = {.bytes = bytes, .pinned = place == FSDPC_ON_HOST && made++ % 2};
@@ -188,7 +188,8 @@ is_there(const fsdpc_unit *unit, enum fsdpc_which which, int param)
 
 /* The source is spoiled as soon as the call allows it. */
 static void
-write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_place place, int round)
+write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_memory_kind place,
+          int round)
 {
     const fsdpc_unit *unit = s->unit;
     size_t bytes = (size_t)unit->layout->params[param].numel * item_of(unit, which, param);
@@ -206,7 +207,8 @@ write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_place 
 }
 
 static void
-read_all(const subject *s, enum fsdpc_which which, enum fsdpc_place place, int round, bool reads)
+read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place, int round,
+         bool reads)
 {
     const fsdpc_unit *unit = s->unit;
     buffer full[ENGINE_PARAMS] = {0};
@@ -251,7 +253,7 @@ typedef struct blocks {
 } blocks;
 
 static void
-make_blocks(const subject *s, int64_t row, enum fsdpc_place place, blocks *out)
+make_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, blocks *out)
 {
     const fsdpc_layout *layout = s->unit->layout;
     memset(out, 0, sizeof *out);
@@ -276,7 +278,7 @@ free_blocks(const subject *s, blocks *b)
 }
 
 static void
-write_in_blocks(const subject *s, int64_t row, enum fsdpc_place place, int round)
+write_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, int round)
 {
     blocks b;
     make_blocks(s, row, place, &b);
@@ -289,7 +291,7 @@ write_in_blocks(const subject *s, int64_t row, enum fsdpc_place place, int round
 }
 
 static void
-read_in_blocks(const subject *s, int64_t row, enum fsdpc_place place, int round)
+read_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, int round)
 {
     blocks b;
     make_blocks(s, row, place, &b);

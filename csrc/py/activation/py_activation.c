@@ -57,7 +57,7 @@ request_open(const char *function, PyObject *const *args, Py_ssize_t count, PyOb
         open_device(device, out) < 0) {
         return -1;
     }
-    const fsdpc_py_place place = out->device ? fsdpc_py_place_of(out->device) : fsdpc_py_host;
+    const fsdpc_py_device place = out->device ? fsdpc_py_device_of(out->device) : fsdpc_py_host;
     if (fsdpc_py_torch_view_on(values, place, &out->values) < 0 ||
         fsdpc_py_torch_view_on(codes, place, &out->codes) < 0 ||
         fsdpc_py_torch_view_on(scales, place, &out->scales) < 0) {

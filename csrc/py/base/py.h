@@ -167,12 +167,12 @@ int fsdpc_py_make_fields(fsdpc_py_module_state *state);
 enum { FSDPC_PY_MAX_DIMS = 16 };
 
 /* Where tensors' memory is, in DLPack's codes; host memory of any kind is {DLPACK_DEVICE_CPU, 0}. */
-typedef struct fsdpc_py_place {
+typedef struct fsdpc_py_device {
     int32_t type, id;
-} fsdpc_py_place;
-extern const fsdpc_py_place fsdpc_py_host;
-/* The place of tensors in a device's memory. */
-fsdpc_py_place fsdpc_py_place_of(const fsdpc_device *device);
+} fsdpc_py_device;
+extern const fsdpc_py_device fsdpc_py_host;
+/* The DLPack device of tensors in a device's memory. */
+fsdpc_py_device fsdpc_py_device_of(const fsdpc_device *device);
 
 /* Memory of a tensor or an array. Types other than those of dtype.h are BYTES, with the size
  * of one element in `itemsize`; shape and strides count elements in any case. */
@@ -186,7 +186,7 @@ typedef struct fsdpc_py_view {
     int64_t strides[FSDPC_PY_MAX_DIMS];
     bool contiguous; /* row-major without gaps; true for tensors without elements */
     bool readonly;
-    fsdpc_py_place place;
+    fsdpc_py_device place;
     PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
@@ -201,11 +201,11 @@ void fsdpc_py_view_release(fsdpc_py_view *view);
  * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
 /* The same for tensors in a given place. BufferError names both. */
-int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out);
+int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_device place, fsdpc_py_view *out);
 /* The same for tensors in host memory or a GPU's. */
 int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
 /* 0 if the view is in that place, else -1 with BufferError. */
-int fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place);
+int fsdpc_py_check_device(const fsdpc_py_view *view, fsdpc_py_device place);
 /* Only the address of a tensor's memory: the cheapest query. */
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
 /* The same as fsdpc_py_torch_view by the tensor's methods alone; for tests and measurements. */
@@ -220,7 +220,7 @@ int fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out);
 /* A "dltensor" capsule over `data` (row-major), as torch.utils.dlpack.from_dlpack takes it. The
  * consumer keeps `owner` alive; shape is copied. */
 PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
-                                 fsdpc_py_place place, PyObject *owner);
+                                 fsdpc_py_device place, PyObject *owner);
 
 /* --- streams (py_stream.c) ------------------------------------------------------------------- */
 

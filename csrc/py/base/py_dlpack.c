@@ -46,7 +46,7 @@ drop_capsule(PyObject *capsule)
 
 static void
 describe(exported *self, void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
-         fsdpc_py_place place)
+         fsdpc_py_device place)
 {
     dlpack_tensor *tensor = &self->managed.tensor;
     tensor->data = data;
@@ -68,7 +68,7 @@ describe(exported *self, void *data, fsdpc_dtype dtype, int ndim, const int64_t 
 
 PyObject *
 fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const int64_t *shape,
-                       fsdpc_py_place place, PyObject *owner)
+                       fsdpc_py_device place, PyObject *owner)
 {
     if (ndim < 0 || ndim > FSDPC_PY_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "a tensor of %d dimensions cannot be exported", ndim);
@@ -186,13 +186,13 @@ view_from_capsule(PyObject *capsule, fsdpc_py_view *out)
             return -1;
         }
         out->readonly = (managed->flags & DLPACK_FLAG_READ_ONLY) != 0;
-        return fsdpc_py_check_place(out, fsdpc_py_host);
+        return fsdpc_py_check_device(out, fsdpc_py_host);
     }
     dlpack_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     if (managed == NULL || fsdpc_py_view_from_dlpack(&managed->tensor, out) < 0) {
         return -1;
     }
-    return fsdpc_py_check_place(out, fsdpc_py_host);
+    return fsdpc_py_check_device(out, fsdpc_py_host);
 }
 
 static int
@@ -218,7 +218,7 @@ fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out)
     if (fsdpc_py_tensor_view_any(object, out) < 0) {
         return -1;
     }
-    if (fsdpc_py_check_place(out, fsdpc_py_host) < 0) {
+    if (fsdpc_py_check_device(out, fsdpc_py_host) < 0) {
         fsdpc_py_view_release(out);
         return -1;
     }

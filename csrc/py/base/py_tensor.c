@@ -61,20 +61,20 @@ set_dlpack_type(const dlpack_tensor *tensor, fsdpc_py_view *out)
     }
 }
 
-const fsdpc_py_place fsdpc_py_host = {DLPACK_DEVICE_CPU, 0};
+const fsdpc_py_device fsdpc_py_host = {DLPACK_DEVICE_CPU, 0};
 
-fsdpc_py_place
-fsdpc_py_place_of(const fsdpc_device *device)
+fsdpc_py_device
+fsdpc_py_device_of(const fsdpc_device *device)
 {
     const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
     if (!caps->asynchronous || caps->stand_in) {
         return fsdpc_py_host;
     }
-    return (fsdpc_py_place){DLPACK_DEVICE_CUDA, caps->ordinal};
+    return (fsdpc_py_device){DLPACK_DEVICE_CUDA, caps->ordinal};
 }
 
 static const char *
-place_text(fsdpc_py_place place, char *text, size_t bytes)
+device_text(fsdpc_py_device place, char *text, size_t bytes)
 {
     if (place.type == DLPACK_DEVICE_CPU) {
         return "host memory";
@@ -84,19 +84,20 @@ place_text(fsdpc_py_place place, char *text, size_t bytes)
 }
 
 int
-fsdpc_py_check_place(const fsdpc_py_view *view, fsdpc_py_place place)
+fsdpc_py_check_device(const fsdpc_py_view *view, fsdpc_py_device place)
 {
     char have[32], want[32];
     if (view->place.type == place.type && view->place.id == place.id) {
         return 0;
     }
     PyErr_Format(PyExc_BufferError, "the tensor must be in %s, but is in %s",
-                 place_text(place, want, sizeof want), place_text(view->place, have, sizeof have));
+                 device_text(place, want, sizeof want),
+                 device_text(view->place, have, sizeof have));
     return -1;
 }
 
 static int
-read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
+read_dlpack_device(const dlpack_tensor *tensor, fsdpc_py_device *out)
 {
     switch (tensor->device.type) {
     case DLPACK_DEVICE_CPU:
@@ -105,7 +106,7 @@ read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
         *out = fsdpc_py_host;
         return 0;
     case DLPACK_DEVICE_CUDA:
-        *out = (fsdpc_py_place){DLPACK_DEVICE_CUDA, tensor->device.id};
+        *out = (fsdpc_py_device){DLPACK_DEVICE_CUDA, tensor->device.id};
         return 0;
     default:
         PyErr_Format(
@@ -119,7 +120,7 @@ read_place(const dlpack_tensor *tensor, fsdpc_py_place *out)
 int
 fsdpc_py_view_from_dlpack(const dlpack_tensor *tensor, fsdpc_py_view *out)
 {
-    if (read_place(tensor, &out->place) < 0) {
+    if (read_dlpack_device(tensor, &out->place) < 0) {
         return -1;
     }
     if (tensor->ndim < 0 || tensor->ndim > FSDPC_PY_MAX_DIMS) {
@@ -245,7 +246,7 @@ read_ordinal(PyObject *device, int32_t *out)
 }
 
 static int
-read_device(PyObject *tensor, fsdpc_py_place *out)
+read_device(PyObject *tensor, fsdpc_py_device *out)
 {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *held = NULL;
@@ -317,13 +318,13 @@ fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out)
 int
 fsdpc_py_torch_view_slow(PyObject *tensor, fsdpc_py_view *out)
 {
-    return view_by_methods(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, fsdpc_py_host);
+    return view_by_methods(tensor, out) < 0 ? -1 : fsdpc_py_check_device(out, fsdpc_py_host);
 }
 
 int
-fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_place place, fsdpc_py_view *out)
+fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_device place, fsdpc_py_view *out)
 {
-    return fsdpc_py_torch_view_any(tensor, out) < 0 ? -1 : fsdpc_py_check_place(out, place);
+    return fsdpc_py_torch_view_any(tensor, out) < 0 ? -1 : fsdpc_py_check_device(out, place);
 }
 
 int

@@ -77,11 +77,11 @@ static int
 choose_way(job *self, PyObject *array)
 {
     fsdpc_device *device = fsdpc_comm_device(self->comm);
-    fsdpc_py_place place = fsdpc_py_place_of(device);
+    fsdpc_py_device place = fsdpc_py_device_of(device);
     self->on_device = fsdpc_device_get_caps(device)->asynchronous && fsdpc_py_is_torch(array) &&
                       self->view.place.type == place.type && self->view.place.id == place.id;
     return self->on_device ? fsdpc_py_enter_device(device)
-                           : fsdpc_py_check_place(&self->view, fsdpc_py_host);
+                           : fsdpc_py_check_device(&self->view, fsdpc_py_host);
 }
 
 static int

@@ -17,8 +17,8 @@ enum { MAX_STATES = 4 };
 struct request {
     fsdpc_optim_rule rule;
     bool eight_bits, only_edges;
-    fsdpc_device *device; /* NULL: host memory */
-    fsdpc_py_place place; /* of all tensors */
+    fsdpc_device *device;  /* NULL: host memory */
+    fsdpc_py_device place; /* of all tensors */
     fsdpc_step_control control;
     void *scratch;
     PyObject *params, *grads, *steps, *places, *edges; /* owned tuples; borrowed: places, edges */
@@ -117,7 +117,7 @@ view_of(const struct request *request, PyObject *tuple, int i, const char *what,
 }
 
 static int
-read_place(struct request *request, int i, fsdpc_optim_tensor *tensor)
+read_dlpack_device(struct request *request, int i, fsdpc_optim_tensor *tensor)
 {
     long long first = 0, block = 1;
     unsigned long long key = (unsigned long long)i;
@@ -190,7 +190,7 @@ read_tensor(struct request *request, int i)
 {
     fsdpc_optim_tensor *tensor = &request->tensors[i];
     fsdpc_py_view param, grad, step;
-    if (read_place(request, i, tensor) < 0 ||
+    if (read_dlpack_device(request, i, tensor) < 0 ||
         view_of(request, request->params, i, "parameter", -1, &param) < 0 ||
         view_of(request, request->grads, i, "gradient", param.numel, &grad) < 0 ||
         view_of(request, request->steps, i, "step", 1, &step) < 0) {
@@ -297,7 +297,7 @@ read_device(struct request *request, int32_t ordinal, PyObject *control, PyObjec
         (void)fsdpc_py_raise(status);
         return -1;
     }
-    request->place = fsdpc_py_place_of(request->device);
+    request->place = fsdpc_py_device_of(request->device);
     if (!PyArg_ParseTuple(control, "OOO", &scale, &found, &clip) ||
         read_value(request, scale, FSDPC_F32, &values[0]) < 0 ||
         read_value(request, found, FSDPC_F32, &values[1]) < 0 ||

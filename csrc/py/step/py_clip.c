@@ -6,7 +6,7 @@
 static int
 doubles(const fsdpc_py_tree *self, PyObject *tensor, const char *what, fsdpc_py_view *out)
 {
-    const fsdpc_py_place place = fsdpc_py_place_of(fsdpc_unit_device(self->units[0]->unit));
+    const fsdpc_py_device place = fsdpc_py_device_of(fsdpc_unit_device(self->units[0]->unit));
     if (fsdpc_py_torch_view_on(tensor, place, out) < 0) {
         return -1;
     }

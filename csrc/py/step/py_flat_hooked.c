@@ -98,7 +98,7 @@ fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer)
     fsdpc_py_view view;
     size_t bytes = fsdpc_unit_layout(self->unit)->reduce_bytes;
     if (fsdpc_py_enter(self) < 0 ||
-        fsdpc_py_torch_view_on(buffer, fsdpc_py_full_place(self), &view) < 0) {
+        fsdpc_py_torch_view_on(buffer, fsdpc_py_full_device(self), &view) < 0) {
         return NULL;
     }
     if (!view.contiguous || (size_t)view.numel * view.itemsize != bytes) {
@@ -129,7 +129,7 @@ view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
                             "take_sums: pieces must have one entry per trainable segment");
             return -1;
         }
-        if (fsdpc_py_torch_view_on(PyTuple_GET_ITEM(pieces, k++), fsdpc_py_full_place(self),
+        if (fsdpc_py_torch_view_on(PyTuple_GET_ITEM(pieces, k++), fsdpc_py_full_device(self),
                                    &view) < 0) {
             return -1;
         }

@@ -20,7 +20,7 @@ check_size(const fsdpc_py_flat *flat, int i)
 static int
 view_grad(fsdpc_py_flat *flat, int i)
 {
-    if (fsdpc_py_torch_view_on(flat->held[i], fsdpc_py_full_place(flat), &flat->views[i]) == 0) {
+    if (fsdpc_py_torch_view_on(flat->held[i], fsdpc_py_full_device(flat), &flat->views[i]) == 0) {
         return 0;
     }
     if (!PyErr_ExceptionMatches(PyExc_BufferError)) {
@@ -32,7 +32,7 @@ view_grad(fsdpc_py_flat *flat, int i)
         return -1;
     }
     Py_SETREF(flat->held[i], plain);
-    return fsdpc_py_torch_view_on(plain, fsdpc_py_full_place(flat), &flat->views[i]);
+    return fsdpc_py_torch_view_on(plain, fsdpc_py_full_device(flat), &flat->views[i]);
 }
 
 /* The unit's memory has the dimension first along which the parameter is cut. */

@@ -19,7 +19,7 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad
 {
     fsdpc_py_view view;
     PyObject *local = fsdpc_py_local(flat, grad), *alias = NULL;
-    if (local && fsdpc_py_torch_view_on(local, fsdpc_py_own_place(flat), &view) == 0) {
+    if (local && fsdpc_py_torch_view_on(local, fsdpc_py_own_device(flat), &view) == 0) {
         alias = PyObject_CallMethodNoArgs(local, fsdpc_py_name.detach);
     }
     if (!alias) {
@@ -50,7 +50,7 @@ static int
 local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
 {
     PyObject *local = fsdpc_py_local(flat, grad);
-    int result = local ? fsdpc_py_torch_view_on(local, fsdpc_py_own_place(flat), out) : -1;
+    int result = local ? fsdpc_py_torch_view_on(local, fsdpc_py_own_device(flat), out) : -1;
     Py_XDECREF(local);
     return result;
 }
@@ -183,7 +183,7 @@ replace_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 }
 
 static enum grad_state
-look_at(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
+adopt_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 {
     PyObject *grad = fsdpc_py_field(sharded->param, FSDPC_PY_GRAD);
     if (!grad) {
@@ -203,7 +203,7 @@ fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
 {
     (void)unused;
     for (int i = 0; i < flat->sharded_count && !flat->shown; i++) {
-        if (flat->sharded[i].grad && look_at(flat, &flat->sharded[i]) == GRAD_ERROR) {
+        if (flat->sharded[i].grad && adopt_grad(flat, &flat->sharded[i]) == GRAD_ERROR) {
             return NULL;
         }
     }
@@ -256,7 +256,7 @@ fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
     bool any_ours = false;
     for (int i = 0; i < flat->sharded_count; i++) {
         fsdpc_py_sharded *sharded = &flat->sharded[i];
-        enum grad_state state = sharded->grad ? look_at(flat, sharded) : GRAD_NONE;
+        enum grad_state state = sharded->grad ? adopt_grad(flat, sharded) : GRAD_NONE;
         if (state == GRAD_ERROR) {
             return -1;
         }

@@ -45,7 +45,7 @@ model_is_gone(const fsdpc_py_flat *flat)
 
 /* See [Note: a second backward]. torch is asked once in each backward: its answer is the same for all nodes. */
 static int
-look_for_second(fsdpc_py_flat *flat)
+detect_second(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
     if (tree->asked_backward != tree->backward || tree->asked_task != flat->task) {
@@ -118,7 +118,7 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     tree->entered_done = false;
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
-    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || look_for_second(flat) < 0) {
+    if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || detect_second(flat) < 0) {
         return -1;
     }
     if (!flat->hold_installed && count_again(flat) < 0) {

@@ -19,7 +19,7 @@ fsdpc_py_forget_backward(fsdpc_py_flat *flat)
  * noted, gets its value back after the sum. */
 
 static int
-look_at_broken(fsdpc_py_flat *flat)
+note_versions(fsdpc_py_flat *flat)
 {
     for (int i = 0; i < flat->sharded_count; i++) {
         fsdpc_py_sharded *sharded = &flat->sharded[i];
@@ -38,7 +38,7 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
     fsdpc_py_drop_held(flat);
     return fsdpc_py_end_hold(flat) < 0 || fsdpc_py_clear_full_grads(flat, true) < 0
                ? -1
-               : look_at_broken(flat);
+               : note_versions(flat);
 }
 
 /* 1: the user has done something to the gradient since; -1 with an exception. */

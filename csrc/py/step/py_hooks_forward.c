@@ -55,10 +55,10 @@ begin_pass(fsdpc_py_tree *tree)
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
         Py_CLEAR(flat->call);
-        int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_look_for_changes(flat) < 0
+        int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_detect_changes(flat) < 0
                         ? -1
                         : fsdpc_py_sync_flags(flat);
-        if (flags < 0 || fsdpc_py_look_for_step(flat, true) < 0) {
+        if (flags < 0 || fsdpc_py_detect_step(flat, true) < 0) {
             return -1;
         }
         thaws |= flags;

@@ -31,7 +31,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
         return NULL;
     }
     int status = FSDPC_OK;
-    if (outside && fsdpc_py_look_for_changes(self) < 0) {
+    if (outside && fsdpc_py_detect_changes(self) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

@@ -175,7 +175,7 @@ was_stepped(fsdpc_py_flat *flat, bool all)
 
 /* A step of only some parameters may belong to another loss than the live graphs. */
 int
-fsdpc_py_look_for_step(fsdpc_py_flat *flat, bool pass_begins)
+fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
 {
     if (!flat->versions || fsdpc_unit_is_direct(flat->unit)) {
         return 0;

@@ -42,7 +42,7 @@ memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 }
 
 int
-fsdpc_py_look_for_changes(fsdpc_py_flat *flat)
+fsdpc_py_detect_changes(fsdpc_py_flat *flat)
 {
     int changed = 0;
     if (flat->shown) {

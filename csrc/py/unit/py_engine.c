@@ -46,17 +46,17 @@ fsdpc_py_flat_get(PyObject *object, fsdpc_py_flat **out)
     return 0;
 }
 
-fsdpc_py_place
-fsdpc_py_full_place(const fsdpc_py_flat *flat)
+fsdpc_py_device
+fsdpc_py_full_device(const fsdpc_py_flat *flat)
 {
-    return fsdpc_py_place_of(fsdpc_unit_device(flat->unit));
+    return fsdpc_py_device_of(fsdpc_unit_device(flat->unit));
 }
 
-fsdpc_py_place
-fsdpc_py_own_place(const fsdpc_py_flat *flat)
+fsdpc_py_device
+fsdpc_py_own_device(const fsdpc_py_flat *flat)
 {
     return fsdpc_unit_is_offloaded(flat->unit) ? fsdpc_py_host
-                                               : fsdpc_py_place_of(fsdpc_unit_device(flat->unit));
+                                               : fsdpc_py_device_of(fsdpc_unit_device(flat->unit));
 }
 
 int

@@ -177,8 +177,8 @@ int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
 
 /* Where the tensors are that torch computes with (gathered values and their gradients), and those
  * that the optimizer sees. */
-fsdpc_py_place fsdpc_py_full_place(const fsdpc_py_flat *flat);
-fsdpc_py_place fsdpc_py_own_place(const fsdpc_py_flat *flat);
+fsdpc_py_device fsdpc_py_full_device(const fsdpc_py_flat *flat);
+fsdpc_py_device fsdpc_py_own_device(const fsdpc_py_flat *flat);
 /* See fsdpc_py_enter_device. */
 int fsdpc_py_enter(const fsdpc_py_flat *flat);
 
@@ -235,7 +235,7 @@ extern PyGetSetDef fsdpc_py_flat_getset[];
 
 /* --- py_flat_values.c ------------------------------------------------------------------------ */
 
-/* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_place, -1 before the
+/* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_memory_kind, -1 before the
  * first; all tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
 int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
 PyObject *fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
@@ -315,7 +315,7 @@ int fsdpc_py_mark(fsdpc_py_flat *flat);
 int fsdpc_py_mark_all(fsdpc_py_tree *tree);
 /* To be called when a pass (`pass_begins`) or a backward begins: tensors that autograd saved before the
  * optimizer's last step become stale. */
-int fsdpc_py_look_for_step(fsdpc_py_flat *flat, bool pass_begins);
+int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
 
 /* --- py_grads_sharded.c ------------------------------------------------------------------------- */
 
@@ -353,7 +353,7 @@ int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
 
 /* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
  * another object has taken its place in a module. */
-int fsdpc_py_look_for_changes(fsdpc_py_flat *flat);
+int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
 /* `sharded` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);

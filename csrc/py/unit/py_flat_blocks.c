@@ -102,7 +102,7 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
         PyErr_NoMemory();
     } else if (fill(self, numbers, tensors, &all) == 0) {
         int status;
-        enum fsdpc_place place = all.side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
+        enum fsdpc_memory_kind place = all.side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
         Py_BEGIN_ALLOW_THREADS
         status = write ? fsdpc_unit_write_blocks(self->unit, all.block,
                                                  (const void *const *)all.data, place)

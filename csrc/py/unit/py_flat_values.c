@@ -8,13 +8,13 @@
 int
 fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side)
 {
-    fsdpc_py_place device = fsdpc_py_full_place(flat);
+    fsdpc_py_device device = fsdpc_py_full_device(flat);
     bool on_device = view->place.type == device.type && view->place.id == device.id;
     if (view->numel == 0) {
         return 0;
     }
     if (!on_device && view->place.type != DLPACK_DEVICE_CPU) {
-        return fsdpc_py_check_place(view, device);
+        return fsdpc_py_check_device(view, device);
     }
     if (*side >= 0 && (*side == FSDPC_ON_DEVICE) != on_device) {
         PyErr_Format(PyExc_ValueError,

@@ -11,7 +11,7 @@
 static PyObject *
 capsule(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t length)
 {
-    return fsdpc_py_dlpack_export(data, dtype, 1, &length, fsdpc_py_own_place(self),
+    return fsdpc_py_dlpack_export(data, dtype, 1, &length, fsdpc_py_own_device(self),
                                   (PyObject *)self);
 }
 
@@ -97,7 +97,7 @@ fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t 
     char *base = fsdpc_unit_full(self->unit);
     return fsdpc_py_dlpack_export(base + fsdpc_layout_full_offset(layout, i),
                                   layout->segments[layout->params[i].segment].compute, ndim, shape,
-                                  fsdpc_py_full_place(self), (PyObject *)self);
+                                  fsdpc_py_full_device(self), (PyObject *)self);
 }
 
 static int
@@ -163,7 +163,7 @@ host_view(fsdpc_py_flat *self, void *data, fsdpc_dtype dtype, int64_t numel)
 {
     npy_intp shape = (npy_intp)numel;
     static char nothing[8];
-    if (fsdpc_py_own_place(self).type != DLPACK_DEVICE_CPU) {
+    if (fsdpc_py_own_device(self).type != DLPACK_DEVICE_CPU) {
         PyErr_Format(
             PyExc_BufferError,
             "unit %s is in GPU memory, which NumPy cannot view; use shard_part, grad_part or "
