@@ -90,8 +90,8 @@ int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int thre
                           fsdpc_optim_part *part, void *context);
 
 /* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the
- * loops multiply what is returned by the tensor's inverse and its factor. Returns `buffer` or, where nothing is to be
- * done, the gradient itself. Unscaled gradients are written back if `write`. */
+ * loops multiply what is returned by the tensor's inverse and its factor. Returns `buffer` or, where
+ * nothing is to be done, the gradient itself. Unscaled gradients are written back if `write`. */
 const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                                  const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,
                                  const void *param, bool write, void *buffer);

@@ -82,8 +82,8 @@ typedef struct fsdpc_wait {
  * CLOCK_MONOTONIC; fsdpc_shm_deadline() makes one. Spurious returns are allowed: callers loop. */
 int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
-/* Its two halves, for a caller that counts sleepers, so that nobody makes a system call to wake a rank
- * that spins. True: *word has changed. */
+/* Its two halves, for callers that publish that they sleep: a rank that spins needs no system call to
+ * wake it. True: *word has changed. */
 bool fsdpc_shm_spin(const fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old);
 int fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                          const fsdpc_wait *what);

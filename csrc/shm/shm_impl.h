@@ -37,7 +37,7 @@ enum { FSDPC_SHM_DEAD = 1, FSDPC_SHM_ABORTED = 2 };
 typedef struct fsdpc_shm_slot {
     alignas(128) _Atomic uint32_t barrier_seq; /* barriers entered */
     _Atomic uint32_t
-        blocked_seq; /* begins and ends of waits inside fsdpc_shm_wait_word: odd while blocked */
+        blocked_seq; /* begins and ends of sleeps inside fsdpc_shm_sleep_word: odd while blocked */
     _Atomic uint32_t left;
     _Atomic int32_t pid;
     _Atomic int32_t process;                     /* fsdpc_shm_process() */

@@ -195,6 +195,8 @@ ring(fsdpc_shm *shm)
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->bell, 1);
     if (atomic_load(&control->asleep) && atomic_exchange(&control->asleep, 0)) {
+        /* Who has set the flag for this bell, but does not sleep yet, must not fall asleep after the wake. */
+        atomic_fetch_add(&control->bell, 1);
         fsdpc_shm_wake(&control->bell);
     }
 }

@@ -80,12 +80,9 @@ bind_sites(fsdpc_py_flat *flat, PyObject *sites)
         if (check_number(flat, param) < 0) {
             return -1;
         }
-        flat->sites[i] = (fsdpc_py_site){Py_NewRef(dict),
-                                         Py_NewRef(key),
-                                         Py_NewRef(flat->full[param]),
-                                         Py_NewRef(sharded),
-                                         stand_in == Py_None ? NULL : Py_NewRef(stand_in),
-                                         0};
+        flat->sites[i] =
+            (fsdpc_py_site){Py_NewRef(dict), Py_NewRef(key), Py_NewRef(flat->full[param]),
+                            Py_NewRef(sharded), stand_in == Py_None ? NULL : Py_NewRef(stand_in)};
         flat->site_count++;
     }
     return 0;
@@ -329,18 +326,12 @@ fsdpc_py_install(fsdpc_py_flat *flat)
 static int
 put_back(fsdpc_py_flat *flat)
 {
-    int count = flat->shown || flat->by_gather ? 0 : flat->site_count;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < flat->site_count && !flat->shown && !flat->by_gather; i++) {
         const fsdpc_py_site *site = &flat->sites[i];
         PyObject *shown = flat->in_pass && site->stand_in ? site->stand_in : site->sharded;
         if (PyDict_SetItem(site->dict, site->key, shown) < 0) {
             return -1;
         }
-    }
-    for (int i = 0; i < count; i++) {
-        fsdpc_py_site *site = &flat->sites[i];
-        bool sharded = !(flat->in_pass && site->stand_in);
-        site->shows_sharded = sharded ? fsdpc_py_dict_state(site->dict) : 0;
     }
     return 0;
 }

@@ -43,7 +43,8 @@ model_is_gone(const fsdpc_py_flat *flat)
     return -1;
 }
 
-/* See [Note: a second backward]. torch is asked once in each backward: its answer is the same for all nodes. */
+/* See [Note: a second backward]. torch is asked once per graph task: its answer is the same for all
+ * nodes. */
 static int
 detect_second(fsdpc_py_flat *flat)
 {

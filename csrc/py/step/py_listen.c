@@ -8,6 +8,21 @@
  */
 #include "py/unit/py_engine.h"
 
+/* Changes whenever the dictionary does, and is never used again; 0: this Python has no such number. */
+static uint64_t
+state_of(PyObject *dict)
+{
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return ((PyDictObject *)dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+    (void)dict;
+    return 0;
+#endif
+}
+
 /* Of the instance's own dictionary: unlike an attribute, an absent key costs no exception, and only a
  * dictionary that has changed is searched. */
 static int
@@ -17,7 +32,7 @@ has_optimizers(fsdpc_py_sharded *sharded)
     if (!dict || !*dict) {
         return 0;
     }
-    uint64_t state = fsdpc_py_dict_state(*dict);
+    uint64_t state = state_of(*dict);
     if (state != 0 && state == sharded->without_optimizers) {
         return 0;
     }

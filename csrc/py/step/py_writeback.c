@@ -16,18 +16,13 @@
 /* --- parameters ------------------------------------------------------------------------------ */
 
 static int
-place_has_changed(const fsdpc_py_flat *flat, fsdpc_py_site *site)
+place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
 {
-    uint64_t state = fsdpc_py_dict_state(site->dict);
-    if (state != 0 && state == site->shows_sharded) {
-        return 0;
-    }
     PyObject *now = PyDict_GetItemWithError(site->dict, site->key);
     if (!now && PyErr_Occurred()) {
         return -1;
     }
     bool full = flat->by_gather && (flat->marked || fsdpc_unit_is_direct(flat->unit));
-    site->shows_sharded = !flat->by_gather && now == site->sharded ? state : 0;
     return now != (full ? site->full : site->sharded);
 }
 
@@ -81,7 +76,6 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
     for (int i = 0; i < self->site_count; i++) {
         if (self->sites[i].sharded == sharded->param) {
             Py_SETREF(self->sites[i].sharded, Py_NewRef(param));
-            self->sites[i].shows_sharded = 0;
         }
     }
     Py_SETREF(sharded->param, Py_NewRef(param));

@@ -65,20 +65,6 @@ fsdpc_py_enter(const fsdpc_py_flat *flat)
     return fsdpc_py_enter_device(fsdpc_unit_device(flat->unit));
 }
 
-uint64_t
-fsdpc_py_dict_state(PyObject *dict)
-{
-#if PY_VERSION_HEX < 0x030D0000
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-    return ((PyDictObject *)dict)->ma_version_tag;
-#pragma GCC diagnostic pop
-#else
-    (void)dict;
-    return 0;
-#endif
-}
-
 int
 fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
 {

@@ -19,7 +19,6 @@ typedef struct fsdpc_py_gate {
  * `stand_in` (may be NULL) while a forward of the model runs, else `sharded`. */
 typedef struct fsdpc_py_site {
     PyObject *dict, *key, *full, *sharded, *stand_in;
-    uint64_t shows_sharded; /* a state of the dictionary in which dict[key] is `sharded`, or 0 */
 } fsdpc_py_site;
 
 /* A parameter that the optimizer sees, and which of the unit's parameters it covers. */
@@ -167,10 +166,6 @@ extern PyMethodDef fsdpc_py_places_methods[];
 int fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **out);
 /* Writes that autograd has counted, to the tensor and to what the tensor wraps; -1 with an exception. */
 long fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor);
-
-/* A number that Python gives to the dictionary's contents of now and to no others; 0: this Python does not.
- */
-uint64_t fsdpc_py_dict_state(PyObject *dict);
 
 /* A parameter's number from Python; IndexError names the unit. */
 int fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out);
