@@ -81,7 +81,7 @@ def explain(
     except Exception as failure:  # as when memory is short: the error itself counts
         text = (
             f"{HEAD} in {phase}{f' of unit {name}' if name else ''} "
-            f"(no report could be made: {type(failure).__name__})"
+            f"(no report could be made: {type(failure).__name__}: {failure})"
         )
     try:
         error.add_note(text)

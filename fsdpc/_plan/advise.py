@@ -10,6 +10,7 @@ from fsdpc._plan.cards import Card
 from fsdpc._plan.cost import Cost, cost
 from fsdpc._plan.ledger import Build, Plan, plan
 from fsdpc._plan.model import Setup
+from fsdpc._plan.states import optimizer
 
 # (label, changes); a change that is in force already is left out.
 SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
@@ -77,7 +78,10 @@ def effects(build: Build, base: Plan) -> list[Effect]:
 def _switches(
     setup: Setup, extra: tuple[tuple[str, dict[str, object]], ...]
 ) -> Iterator[tuple[str, dict[str, object]]]:
+    offloads = optimizer(setup.optimizer).offloads
     for label, values in SWITCHES + extra:
+        if values.get("host") and not offloads:
+            continue
         if any(getattr(setup, name) != value for name, value in values.items()):
             yield label, values
     if setup.micro_batch > 1:

@@ -29,13 +29,18 @@ class Optimizer:
         master = 4 if self.master and item < 4 else 0
         return self.moments * item + self.fixed + master
 
+    @property
+    def offloads(self) -> bool:
+        """Whether ``fsdpc.optim`` offloads its states."""
+        return self.master or self.moments > 0 or self.name == "adamw-bf16"
+
     def parts(self, item: int) -> tuple[int, ...]:
         """Bytes per element of each state that ``fsdpc.optim`` offloads. ``ValueError``: none."""
         if self.master:
             return (4, 4, 4) if item < 4 else (item, item)
         if self.name == "adamw-bf16":
             return (2, 2)
-        if self.moments == 0:
+        if not self.offloads:
             raise ValueError(f"{self.name} has no states that fsdpc.optim offloads")
         return (item,) * self.moments
 

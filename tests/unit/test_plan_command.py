@@ -16,7 +16,7 @@ from plan_models import LlamaBlock
 from torch import nn
 
 from fsdpc.__main__ import main
-from fsdpc._plan import advise, geometry
+from fsdpc._plan import advise, geometry, states
 from fsdpc._plan.cards import CARDS, bytes_of
 from fsdpc._plan.cost import collective_seconds, cost
 from fsdpc._plan.ledger import plan
@@ -149,6 +149,13 @@ def test_the_smallest_world_is_named_and_right(capsys):
 def test_nothing_helps_where_one_unit_is_too_large(capsys):
     code, seen = output(capsys, "llama-3-70b", "--memory", "2GB", "--suggest")
     assert code == 1 and "does not fit on any number of ranks" in seen.out
+
+
+def test_every_optimizer_is_explained(capsys):
+    """Only states that fsdpc.optim offloads are offered to host memory."""
+    for name, kind in states.OPTIMIZERS.items():
+        code, seen = output(capsys, "gpt2", "--gpu", "h100", "--explain", "--optimizer", name)
+        assert code == 0 and ("states in host memory" in seen.out) == kind.offloads, name
 
 
 @pytest.mark.parametrize("more", [[], ["--suggest", "--gpu", "h100"], ["--explain"]])
