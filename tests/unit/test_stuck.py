@@ -199,3 +199,73 @@ def test_each_rule_is_needed(fault: str, message: str) -> None:
         except AssertionError as error:
             found += str(error)
     assert message in found
+
+
+# --- the flag of sleepers (ring and fsdpc_shm_stand) ---------------------------------------------
+
+
+class Bell(NamedTuple):
+    """A bell, its flag, ringers and sleepers: (step, number read)."""
+
+    bell: int
+    asleep: bool
+    ringers: tuple[int, ...]  # rings left, times 4, minus the steps done of the present one
+    sleepers: tuple[tuple[str, int], ...]
+
+
+def ring_on(state: Bell, i: int, fault: str) -> Bell:
+    """One step of a ringer: increment, take the flag, increment again, wake."""
+    left = state.ringers[i]
+    ringers = (*state.ringers[:i], left - 1, *state.ringers[i + 1 :])
+    step = -left % 4
+    if step == 0:
+        return state._replace(bell=state.bell + 1, ringers=ringers)
+    if step == 1 and not state.asleep:
+        ringers = (*state.ringers[:i], left - 3, *state.ringers[i + 1 :])
+        return state._replace(ringers=ringers)
+    if step == 1:
+        return state._replace(asleep=False, ringers=ringers)
+    if step == 2:
+        return state._replace(bell=state.bell + (fault != "one increment"), ringers=ringers)
+    woken = tuple(("read", b) if at == "queued" else (at, b) for at, b in state.sleepers)
+    return state._replace(sleepers=woken, ringers=ringers)
+
+
+def sleep_on(state: Bell, i: int) -> Bell:
+    """One step of a sleeper: read the bell, set the flag, sleep if the bell has not rung."""
+    at, bell = state.sleepers[i]
+    after, asleep = {
+        "read": (("flag", state.bell), state.asleep),
+        "flag": (("wait", bell), True),
+        "wait": (("queued" if bell == state.bell else "read", bell), state.asleep),
+    }[at]
+    return state._replace(
+        asleep=asleep, sleepers=(*state.sleepers[:i], after, *state.sleepers[i + 1 :])
+    )
+
+
+def lost_wakes(rings: tuple[int, ...], sleepers: int, fault: str = "") -> int:
+    """States in which nobody rings any more and a rank sleeps through a ring, of all orders."""
+    first = Bell(0, False, tuple(4 * n for n in rings), (("read", 0),) * sleepers)
+    seen, todo, lost = {first}, deque([first]), 0
+    while todo:
+        state = todo.popleft()
+        if not any(state.ringers):
+            lost += any(at == "queued" and b != state.bell for at, b in state.sleepers)
+        steps = [ring_on(state, i, fault) for i, left in enumerate(state.ringers) if left]
+        steps += [sleep_on(state, i) for i, s in enumerate(state.sleepers) if s[0] != "queued"]
+        for after in steps:
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+    return lost
+
+
+@pytest.mark.parametrize("rings", [(1,), (3,), (1, 1), (2, 1)])
+@pytest.mark.parametrize("sleepers", [1, 2])
+def test_no_rank_sleeps_through_a_ring(rings: tuple[int, ...], sleepers: int) -> None:
+    assert lost_wakes(rings, sleepers) == 0
+
+
+def test_the_second_increment_is_needed() -> None:
+    assert lost_wakes((2,), 1, "one increment") > 0
