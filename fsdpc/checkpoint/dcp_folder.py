@@ -1,11 +1,12 @@
 """Folders of torch's distributed checkpoints (DCP), read by torch's own reader, tensor by tensor.
 
-The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, so
-that nothing of the folder runs.
+The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, and
+only their instances get attributes, so that nothing of the folder runs or changes a class.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
@@ -32,6 +33,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.opened import open_regular
 
 INDEX = ".metadata"  # torch writes it last
+_INDEX_BYTES = 1 << 30  # of several million parts
 
 
 @dataclass
@@ -116,7 +118,11 @@ class Folder:
     # --- the index ---
 
     def _read_index(self, trust: bool) -> Metadata:
-        content = (self.path / INDEX).read_bytes()
+        fd, size = open_regular(self.path / INDEX)
+        with open(fd, "rb") as file:
+            if size > _INDEX_BYTES:
+                raise CheckpointError(f"{self.path / INDEX} has {size} bytes, which is no index")
+            content = file.read()
         try:
             unpickler = (pickle.Unpickler if trust else _Unpickler)(io.BytesIO(content))
             found = unpickler.load()
@@ -155,7 +161,8 @@ class Folder:
                     )
 
     def _size(self, file: str) -> int:
-        if file != os.path.basename(file) or file in ("", ".", ".."):
+        # Only of a text it is known what a comparison says.
+        if type(file) is not str or file != os.path.basename(file) or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
             )
@@ -164,17 +171,38 @@ class Folder:
         return size
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own one, not the C one: its operations can be refused one by one."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         found = dcp_index_classes().get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise CheckpointError(
-                f"has {module}.{name}, which is not of an index of torch's, so that reading it "
-                "could run code (convert --trust-pickle reads it all the same)"
-            )
+            raise _foreign(f"{module}.{name}")
         return found
+
+    def load_build(self) -> None:
+        """Attributes: of new objects of torch's index alone. Those of a class or a function would
+        stay, and could change what the checks of names and places say.
+        """
+        state, target = self.stack[-1], self.stack[-2]
+        if not dataclasses.is_dataclass(target) or isinstance(target, type):
+            raise _foreign(f"attributes for {target!r:.60}")
+        if isinstance(state, tuple) and len(state) == 2:  # set one by one, the object's class, too
+            raise _foreign(f"attributes in two parts for a {type(target).__name__}")
+        pickle._Unpickler.load_build(self)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _foreign(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"has {what}, which is not of an index of torch's, so that reading it could run code "
+        "(convert --trust-pickle reads it all the same)"
+    )
 
 
 def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:

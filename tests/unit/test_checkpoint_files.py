@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -1179,8 +1179,48 @@ def leave(index: Any) -> None:
         info.relative_path = "../" + info.relative_path
 
 
+def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
+    """The index gives an allowed class or function an attribute, by pickle's BUILD."""
+    key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
+    target = f"c{module}\n{name}\n".encode()
+
+    def write(folder: Path) -> None:
+        index = folder / ".metadata"
+        rest = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)[2:]
+        index.write_bytes(b"\x80\x02" + target + b"N}" + key + target + b"s\x86b0" + rest)
+
+    return write
+
+
+def link_index(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / "elsewhere")
+    (folder / ".metadata").symlink_to("elsewhere")
+
+
+def name_by_path(index: Any) -> None:
+    for info in index.storage_data.values():
+        info.relative_path = PurePosixPath(info.relative_path)
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+REFUSED = "which is not of an index of torch's, .*--trust-pickle reads it all the same"
 WRONG_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "code in the index": (hostile_index, r"has posix.system, which is not of an index of torch's"),
+    "attributes of a class": (
+        attributes_of("pathlib", "PosixPath", "__planted__"), f"has attributes for .*, {REFUSED}"
+    ),
+    "attributes of an enumeration": (
+        attributes_of(METADATA, "_MEM_FORMAT_ENCODING", "planted"), REFUSED
+    ),
+    "attributes of a function": (
+        attributes_of("torch.serialization", "_get_layout", "planted"), REFUSED
+    ),
+    "attributes of a class of torch's": (
+        attributes_of(METADATA, "StorageMeta", "planted"), REFUSED
+    ),
+    "an index by a link": (link_index, "is a symbolic link, and links are not followed"),
+    "a huge index": (lambda folder: os.truncate(folder / ".metadata", 2 << 30), "is no index"),
+    "a file that is no text": (index_with(name_by_path), "which is not in its folder"),
     "a cut index": (lambda folder: os.truncate(folder / ".metadata", 99), "is damaged"),
     "a part is missing": (
         index_with(lambda index: index.state_dict_metadata["model.one.weight"].chunks.clear()),
@@ -1207,6 +1247,7 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(source, model, optimizer)
     assert same(values(model, optimizer), before) and not (source / "evil").exists()
+    assert not hasattr(PurePosixPath, "__planted__") and not hasattr(StorageMeta, "planted")
 
 
 def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
