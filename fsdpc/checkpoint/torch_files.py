@@ -7,6 +7,7 @@ checksums.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import pickle
@@ -24,6 +25,7 @@ from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored
 from fsdpc.checkpoint.dtypes import dtype_of_code
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
+from fsdpc.checkpoint.manifest import NAME as MANIFEST
 from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
 
 MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
@@ -185,6 +187,11 @@ def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | T
 def _dcp_folders(path: Path) -> list[Path]:
     """The folder itself, or those in it, where a program has saved parts one by one."""
     if (path / DCP_INDEX).is_file():
+        if (path / MANIFEST).exists():
+            raise CheckpointError(
+                f"{path} holds two checkpoints, with {MANIFEST} and with {DCP_INDEX}: move one of "
+                f"these files, and what it lists, to another folder"
+            )
         return [path]
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return []
@@ -192,14 +199,13 @@ def _dcp_folders(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> dict[Any, Any]:
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
         try:
-            state = torch.load(path, mmap=True, **options)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:  # an old format, which cannot be mapped
             if "mmap" not in str(error):
                 raise
-            state = torch.load(path, **options)
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which torch.load(weights_only=True) "
@@ -274,7 +280,8 @@ def _tied(values: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() and not isinstance(value, DTensor):
-            memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype,
+                      value.is_conj(), value.is_neg())  # fmt: skip
             if first.setdefault(memory, name) != name:
                 found[name] = first[memory]
     return found
@@ -293,7 +300,7 @@ def _values(tree: Any) -> Any:
         if value.numel():
             tree.read(0, value.view(-1))
         return value
-    return tree
+    return copy.deepcopy(tree)  # tensors of a mapped file change with the file
 
 
 def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, Any]]]:

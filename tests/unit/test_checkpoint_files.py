@@ -46,6 +46,7 @@ from fsdpc.checkpoint import (
     manifest,
     priority,
     saving,
+    staging,
     state_keys,
     write,
 )
@@ -1314,6 +1315,61 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
         checkpoint.load(tmp_path / "two.pt", model, torch.optim.AdamW(groups))
     with pytest.raises(checkpoint.CheckpointError, match="holds no scheduler state"):
         checkpoint.load(tmp_path / "two.pt", model, scheduler=object())
+
+
+def test_wide_and_conjugate_tensors_of_torch(tmp_path: Path, monkeypatch: Any):
+    """Complex128 read in pieces, behind a tensor of 8 bytes; a conjugate in the memory of another."""
+    monkeypatch.setattr(loading, "_WAVE_BYTES", 1 << 14)
+    numbers = torch.randn(5000, dtype=torch.complex128)
+    state = {"0": torch.ones(1, dtype=torch.float64), "1": numbers, "2": numbers.conj()}
+    torch.save(state, tmp_path / "a.pt")
+    model = nn.ParameterList([torch.zeros_like(value) for value in state.values()])
+    checkpoint.load(tmp_path / "a.pt", model)
+    assert same(values(model), state)
+    small = {"0": torch.ones(3, dtype=torch.complex64)}
+    torch.save({**small, "1": small["0"].conj()}, tmp_path / "b.pt")
+    assert command("convert", tmp_path / "b.pt", tmp_path / "to") == 0
+    assert set(Opened(tmp_path / "to").model.where) == {"0", "1"}
+
+
+def test_large_ranges_of_gpus_are_cut_at_whole_elements():
+    table = np.array([[8, 8, 3 << 14, 0, 4, 4, 0]])
+    parts = [row for part in staging._parts(table, 1 << 14) for row in part]
+    assert len(parts) > 3 and sum(row[write.NBYTES] for row in parts) == 3 << 14
+    assert all(row[write.IN_TENSOR] % 16 == 0 for row in parts)
+
+
+class Extra(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_values_of_a_torch_save_file_do_not_change_with_the_file(tmp_path: Path):
+    path, threes = tmp_path / "a.pt", torch.full((4096,), 3.0)
+    torch.save({"model": Extra((threes, [threes])).state_dict()}, path)
+    model = Extra(None)
+    checkpoint.load(path, model)
+    raw = path.read_bytes()
+    nines = raw.replace(threes.numpy().tobytes(), (3 * threes).numpy().tobytes())
+    with open(path, "r+b") as file:
+        file.write(nines)
+    assert nines != raw and torch.equal(model.extra[0], threes)
+    assert torch.equal(model.extra[1][0], threes)
+
+
+def test_two_checkpoints_in_one_folder_are_refused(saved: Path):
+    model, before = Net(1), values(Net(1))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(saved), no_dist=True)
+    with pytest.raises(checkpoint.CheckpointError, match="holds two checkpoints, .* to another"):
+        checkpoint.load(saved, model)
+    assert same(values(model), before)
 
 
 def test_parts_of_tensors_are_read_as_blocks():
