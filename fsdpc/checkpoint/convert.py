@@ -155,9 +155,11 @@ def _from_safetensors(found: Opened) -> tuple[list[_Set], dict[str, bytes], int 
 
 
 def _from_torch(found: TorchFiles) -> tuple[list[_Set], dict[str, bytes], list[str]]:
-    """The sets, the small files, and what is left out: states of parameters that have numbers, and
-    values that are not plain.
+    """The sets, the small files, and what is left out: states of parameters that have numbers or
+    are not the model's, and values that are not plain.
     """
+    if found.optimizer is not None and not found.numbered:
+        found.leave_other_states()
     left = list(found.left)
     if found.numbered:
         found.optimizer = None

@@ -11,6 +11,7 @@ import io
 import math
 import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from fsdpc.checkpoint.opened import open_regular
 
 INDEX = ".metadata"  # torch writes it last
 _INDEX_BYTES = 1 << 30  # of several million parts
+_KEPT_BYTES = 256 << 20
 
 
 @dataclass
@@ -52,6 +54,21 @@ class Pickled:
     """A value that is no tensor, read (without running code) when it is asked for."""
 
     get: Callable[[], Any]
+
+
+class _Kept(threading.local):
+    """Parts of the tensor that this thread reads, the newest last."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def room(self, nbytes: int) -> None:
+        """Forget the oldest ones until there is room."""
+        used = sum(part.nbytes for part in self.parts.values())
+        for number in list(self.parts):
+            if used + nbytes > _KEPT_BYTES:
+                used -= self.parts.pop(number).nbytes
 
 
 class Folder:
@@ -78,6 +95,7 @@ class Folder:
             ) from error
         self._reader = FileSystemReader(str(path))
         self._reader.set_up_storage_reader(metadata, True)
+        self._kept = _Kept()
 
     def tree(self) -> dict[str, Any]:
         """The saved dict, with ``Stored`` and ``Pickled`` for its values."""
@@ -99,8 +117,36 @@ class Folder:
     def _fill(self, name: str, first: int, target: torch.Tensor) -> None:
         form = self._stored[name]
         assert form is not None
-        plan = _Blocks(name, form, first, target)
-        self._read(name, plan.create_local_plan(), plan)
+        plan = _Blocks(name, form, *_blocks(tuple(form.size), first, target))
+        direct = []
+        for item in plan.create_local_plan().items:
+            number = item.storage_index.index
+            assert number is not None
+            if 2 * math.prod(item.lengths) > math.prod(form.chunks[number].sizes):
+                direct.append(item)
+            else:
+                part = _part(self._chunk(name, number), item.storage_offsets, item.lengths)
+                plan.resolve_tensor(item).copy_(part)
+        if direct:
+            self._read(name, LoadPlan(direct), plan)
+
+    def _chunk(self, name: str, number: int) -> torch.Tensor:
+        """A whole part of a tensor. Torch reads no less of it, so that it is kept: a rank that
+        shards by columns asks for a piece in each row.
+        """
+        form, kept = self._stored[name], self._kept
+        assert form is not None
+        if kept.name != name:
+            kept.name, kept.parts = name, {}
+        found = kept.parts.get(number)
+        if found is None:
+            chunk, dtype = form.chunks[number], form.properties.dtype
+            kept.room(math.prod(chunk.sizes) * dtype.itemsize)
+            found = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
+            plan = _Blocks(name, form, [chunk], [found])
+            self._read(name, plan.create_local_plan(), plan)
+            kept.parts[number] = found
+        return found
 
     def _value(self, name: str) -> Any:
         plan = _Value(name)
@@ -266,21 +312,31 @@ class _Planner(LoadPlanner):
         pass
 
 
+def _blocks(
+    shape: tuple[int, ...], first: int, target: torch.Tensor
+) -> tuple[list[ChunkStorageMetadata], list[torch.Tensor]]:
+    """The blocks of which a run of elements consists, and their parts of the 1-D ``target``."""
+    blocks, targets, at = [], [], 0
+    for offsets, sizes in blocks_of(shape, first, len(target)):
+        count = math.prod(sizes)
+        blocks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        targets.append(target[at : at + count].view(sizes))
+        at += count
+    return blocks, targets
+
+
 class _Blocks(_Planner):
-    """A run of a tensor's elements, as the blocks of which the run consists."""
+    """Blocks of a tensor, each into its target."""
 
     def __init__(
-        self, name: str, form: TensorStorageMetadata, first: int, target: torch.Tensor
+        self,
+        name: str,
+        form: TensorStorageMetadata,
+        blocks: list[ChunkStorageMetadata],
+        targets: list[torch.Tensor],
     ) -> None:
         self._name, self._form = name, form
-        self._blocks: list[ChunkStorageMetadata] = []
-        self._targets: list[torch.Tensor] = []
-        at = 0
-        for offsets, sizes in blocks_of(tuple(form.size), first, len(target)):
-            count = math.prod(sizes)
-            self._blocks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._targets.append(target[at : at + count].view(sizes))
-            at += count
+        self._blocks, self._targets = blocks, targets
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan(create_read_items_for_chunk_list(self._name, self._form, self._blocks))

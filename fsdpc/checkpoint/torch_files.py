@@ -65,7 +65,7 @@ class TorchFiles:
         self._states: dict[str, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         if parts["optimizer"] is not None:
-            self._read_optimizer(parts["optimizer"])
+            self._read_optimizer(parts["optimizer"], prefix)
 
     @property
     def sets(self) -> dict[str, StoredSet]:
@@ -99,7 +99,11 @@ class TorchFiles:
 
     # --- the optimizer ---
 
-    def _read_optimizer(self, form: Any) -> None:
+    def leave_other_states(self) -> None:
+        """Of an optimizer with names: leave out states of what is no tensor of the model."""
+        self._name_states(lambda name: name if name in self.model.where else None)
+
+    def _read_optimizer(self, form: Any, prefix: str) -> None:
         form = form[0] if isinstance(form, list) and len(form) == 1 else form
         states, groups = _optimizer_parts(form)
         if states is None:
@@ -119,6 +123,21 @@ class TorchFiles:
             params = [names.get(str(p), str(p)) for p in group.pop("params")]
             group.pop("param_names", None)
             self._groups.append({**group, "params": params})
+        start = "" if self.numbered else prefix
+        self._name_states(lambda name: name[len(start) :] if name.startswith(start) else None)
+
+    def _name_states(self, name_of: Callable[[str], str | None]) -> None:
+        """Give the states other names, also in the groups; ``None``: it is left out."""
+        olds = [*self._states, *(name for group in self._groups for name in group["params"])]
+        names = {old: name_of(old) for old in olds}
+        self.left += [f"optimizer.state.{old}" for old, new in names.items() if new is None]
+        states = [(names[old], state) for old, state in self._states.items()]
+        self._states = {name: state for name, state in states if name is not None}
+        groups, self._groups = self._groups, []
+        for group in groups:
+            params = [names[old] for old in group["params"] if names[old] is not None]
+            if params or not group["params"]:
+                self._groups.append({**group, "params": params})
         tensors = {
             f"state.{name}.{key}": value
             for name, state in self._states.items()

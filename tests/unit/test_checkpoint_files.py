@@ -50,6 +50,7 @@ from fsdpc.checkpoint import (
     state_keys,
     write,
 )
+from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.entries import blocks_of
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
@@ -1083,6 +1084,33 @@ def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
     assert same(values(other), values(model)) and same(values(again), values(model))
 
 
+@pytest.mark.parametrize("how", ["numbers and names", "flat"])
+def test_a_prefix_of_names_of_the_optimizer(tmp_path: Path, how: str):
+    """The states lose the prefix, too; those of other names are left out, and listed."""
+    inner, other = Net(), nn.Linear(2, 2)
+    model = nn.ModuleDict({"module": inner, "other": other})
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
+    (inner.norm(inner.one(torch.randn(4, 7))).sum() * inner.scale + other(torch.ones(2)).sum()
+     ).backward()  # fmt: skip
+    optimizer.step()
+    weights, states = model.state_dict(), optimizer.state_dict()
+    if how == "flat":
+        weights, states = named_states(model, optimizer, flat=True)
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "a.pt")
+    left = convert(tmp_path / "a.pt", tmp_path / "to", None, "safetensors", prefix="module.")
+    assert left == [
+        f"{start}other.{name}" for start in ("", "optimizer.state.") for name in ("weight", "bias")
+    ]
+    found, into = trained(1)
+    checkpoint.load(tmp_path / "to", found, into)
+    assert same(values(found), values(inner)) and into.param_groups[0]["lr"] == 0.5
+    for (name, param), old in zip(found.named_parameters(), inner.parameters(), strict=True):
+        for key, value in optimizer.state.get(old, {}).items():
+            assert torch.equal(into.state[param][key], value), name
+    kinds = Opened(tmp_path / "to").values("optimizer/optimizer.json", "kinds")
+    assert kinds["one.weight"] == {"step": "whole", "exp_avg": "cut", "exp_avg_sq": "cut"}
+
+
 # --- what torch has saved ------------------------------------------------------------------------
 
 
@@ -1318,7 +1346,7 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
 
 
 def test_wide_and_conjugate_tensors_of_torch(tmp_path: Path, monkeypatch: Any):
-    """Complex128 read in pieces, behind a tensor of 8 bytes; a conjugate in the memory of another."""
+    """Complex128 read in pieces, behind 8 bytes; a conjugate in the memory of another tensor."""
     monkeypatch.setattr(loading, "_WAVE_BYTES", 1 << 14)
     numbers = torch.randn(5000, dtype=torch.complex128)
     state = {"0": torch.ones(1, dtype=torch.float64), "1": numbers, "2": numbers.conj()}
@@ -1370,6 +1398,21 @@ def test_two_checkpoints_in_one_folder_are_refused(saved: Path):
     with pytest.raises(checkpoint.CheckpointError, match="holds two checkpoints, .* to another"):
         checkpoint.load(saved, model)
     assert same(values(model), before)
+
+
+def test_parts_of_a_part_are_read_from_the_file_once(tmp_path: Path, monkeypatch: Any):
+    state = {"a": torch.randn(20, 8), "b": torch.randn(10, 4)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    folder, reads = dcp_folder.Folder(tmp_path / "a"), []
+    read = folder._reader.read_data
+    monkeypatch.setattr(folder._reader, "read_data", lambda *args: reads.append(1) or read(*args))
+    for name, leaf in folder.tree().items():
+        half = state[name].shape[1] // 2
+        found = torch.empty(len(state[name]), half)
+        for row, target in enumerate(found):
+            leaf.read((2 * row + 1) * half, target)
+        assert torch.equal(found, state[name][:, half:])
+    assert len(reads) == 2
 
 
 def test_parts_of_tensors_are_read_as_blocks():

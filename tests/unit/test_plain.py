@@ -280,8 +280,8 @@ def test_a_greeting_of_other_bytes_names_its_rank(data):
 
 
 UNPICKLING = ("import pickle", "pickle.load", "_object(", "torch.load(")
-# Written only, for torch's viewer of snapshots. The index of a DCP folder, by an unpickler that takes
-# torch's own classes alone, and gives attributes to their instances alone. The error's class.
+# Written only, for torch's viewer of snapshots; index of a DCP folder, by an unpickler that takes
+# torch's own classes alone and gives attributes to their instances alone; an error's class.
 PICKLES = {("snapshot.py", "import pickle"), ("dcp_folder.py", "import pickle"),
            ("torch_files.py", "import pickle")}  # fmt: skip
 # With weights_only=True, which runs no code of the file's.
