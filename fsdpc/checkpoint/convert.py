@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, flat, whole_span
@@ -102,7 +103,7 @@ def _dcp_state(
     scheduled = found.scheduler_state()
     if scheduled is not None:
         state["scheduler"] = scheduled
-    return state
+    return {**state, KEYS: keys_of(state)}
 
 
 def _write(

@@ -12,7 +12,8 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,14 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.opened import open_regular
 
 INDEX = ".metadata"  # torch writes it last
+KEYS = "fsdpc.keys"  # of the saved dict: what ``keys_of`` has found
 _INDEX_BYTES = 1 << 30  # of several million parts
 _KEPT_BYTES = 256 << 20
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class TextKeys(dict[Any, Any]):
+    """A dict of which it is not known whether its keys were texts: DCP writes all as texts."""
 
 
 @dataclass
@@ -106,7 +113,19 @@ class Folder:
             for key in parents:
                 place = place.setdefault(key, {})
             place[last] = self._leaf(name, form)
-        return dict(_lists(root))
+        if isinstance(root.get(KEYS), Pickled):
+            try:
+                keys = {path: (own, counts) for path, own, counts in root.pop(KEYS).get()}
+                for path in keys:  # DCP writes nothing of an empty dict
+                    place = root
+                    for key in path:
+                        place = place.setdefault(key, {})
+                return dict(_shaped(root, keys))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self.path}: the value {KEYS!r} is damaged: {type(error).__name__}: {error}"
+                ) from error
+        return dict(_shaped(root, None))
 
     def _leaf(self, name: str, form: TensorStorageMetadata | None) -> Stored | Pickled:
         if form is None:
@@ -277,14 +296,55 @@ def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
     return ""
 
 
-def _lists(tree: Any) -> Any:
-    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists."""
+_Keys = dict[tuple[Any, ...], tuple[tuple[Any, ...], bool]]
+
+
+def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
+    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists, and with the
+    keys that were saved.
+    """
     if not isinstance(tree, dict):
         return tree
-    found = {key: _lists(value) for key, value in tree.items()}
+    found = {key: _shaped(value, keys, (*path, key)) for key, value in tree.items()}
+    if keys is not None and path in keys:
+        own, counts = keys[path]
+        made = {key: found[str(key)] for key in own}
+        return Counter(made) if counts else made
     if found and all(isinstance(key, int) for key in found):
         return [found[key] for key in sorted(found)]
-    return found
+    return TextKeys(found) if keys is None and any(map(_may_be_other, found)) else found
+
+
+def _may_be_other(key: Any) -> bool:
+    """The key was perhaps no text."""
+    if not isinstance(key, str) or key[:1] == "(" or key in ("None", "True", "False"):
+        return True
+    try:
+        float(key)
+    except ValueError:
+        return False
+    return True
+
+
+def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Of a dict to be saved by DCP, which writes every key as a text and nothing of empty dicts:
+    path (in DCP's words), keys, and whether it is a Counter, of each dict that has other keys or
+    none. ``TypeError``: a key that is no plain value.
+    """
+    if isinstance(tree, list):
+        return tuple(row for i, value in enumerate(tree) for row in keys_of(value, (*path, i)))
+    if not isinstance(tree, Mapping):
+        return ()
+    for key in tree:
+        if not all(type(part) in _PLAIN for part in (key if type(key) is tuple else (key,))):
+            raise TypeError(
+                f"a key of {'.'.join(map(str, path))} is {key!r:.60}, which torch's format would "
+                "write as a text: save without format="
+            )
+    rows = [row for key, value in tree.items() for row in keys_of(value, (*path, str(key)))]
+    if not all(type(key) is str for key in tree) or not tree:
+        rows.append((path, tuple(tree), isinstance(tree, Counter)))
+    return tuple(rows)
 
 
 # --- what torch's reader is to read --------------------------------------------------------------

@@ -11,6 +11,7 @@ import copy
 import ctypes
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
-from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored
+from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored, TextKeys
 from fsdpc.checkpoint.dtypes import dtype_of_code
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
@@ -74,7 +75,7 @@ class TorchFiles:
 
     def scheduler_state(self) -> Any:
         """``None`` if there is none."""
-        return _values(self._scheduler)
+        return _values(_milestones(self._scheduler))
 
     def extra_states(self) -> dict[str, Any]:
         """``get_extra_state()`` of modules."""
@@ -308,8 +309,14 @@ def _tied(values: dict[str, Any]) -> dict[str, str]:
 
 def _values(tree: Any) -> Any:
     """The tree with its values read."""
+    if isinstance(tree, TextKeys):
+        raise CheckpointError(
+            f"a dict in a folder of torch's DCP has the keys {_shown(tree)}, which may have been "
+            "numbers: DCP writes every key as a text. Save with fsdpc.checkpoint or torch.save"
+        )
     if isinstance(tree, dict):
-        return {key: _values(value) for key, value in tree.items()}
+        found = {key: _values(value) for key, value in tree.items()}
+        return Counter(found) if isinstance(tree, Counter) else found
     if isinstance(tree, list):
         return [_values(value) for value in tree]
     if isinstance(tree, Pickled):
@@ -320,6 +327,19 @@ def _values(tree: Any) -> Any:
             tree.read(0, value.view(-1))
         return value
     return copy.deepcopy(tree)  # tensors of a mapped file change with the file
+
+
+def _milestones(tree: Any) -> Any:
+    """The tree with numbers for keys of ``milestones``, torch's MultiStepLR's alone."""
+    if isinstance(tree, list):
+        return [_milestones(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    made = type(tree)({key: _milestones(value) for key, value in tree.items()})
+    epochs = made.get("milestones")
+    if isinstance(epochs, TextKeys) and all(key.isdecimal() for key in epochs):
+        made["milestones"] = Counter({int(key): count for key, count in epochs.items()})
+    return made
 
 
 def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, Any]]]:

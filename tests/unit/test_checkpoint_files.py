@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -1390,6 +1391,54 @@ def test_values_of_a_torch_save_file_do_not_change_with_the_file(tmp_path: Path)
         file.write(nines)
     assert nines != raw and torch.equal(model.extra[0], threes)
     assert torch.equal(model.extra[1][0], threes)
+
+
+EXTRAS = {1: "one", 2: {(3, True): [5, {}], None: {"4": 0.5}}, "x": {}, "y": [{}, {7: 8}]}
+
+
+@pytest.mark.parametrize("how", ["fsdpc", "dcp", "fsdpc to dcp", "torch.save", "torch's dcp"])
+def test_dicts_with_other_keys_than_texts(tmp_path: Path, how: str):
+    """MultiStepLR has a Counter of epochs; torch's DCP writes every key as a text."""
+
+    def make() -> tuple[nn.Module, Any, Any]:
+        model = Extra(EXTRAS if how != "torch's dcp" else {"a": 1})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        model.weight.grad = torch.ones(2)
+        optimizer.step()
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    model, optimizer, scheduler = make()
+    scheduler.step()
+    path = tmp_path / "a"
+    state = {**as_numbers(model, optimizer), "scheduler": scheduler.state_dict()}
+    if how == "torch.save":
+        torch.save(state, path)
+    elif how == "torch's dcp":
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    else:
+        options = {"format": "dcp"} if how == "dcp" else {}
+        checkpoint.save(path, model, optimizer, scheduler, **options)
+    if how == "fsdpc to dcp":
+        assert command("convert", path, path := tmp_path / "b", "--to", "dcp") == 0
+    other, into, later = make()
+    later.milestones, other.extra = Counter([3]), None
+    assert checkpoint.load(path, other, into, later).unexpected == []
+    assert other.extra == model.extra and later.milestones == scheduler.milestones
+    assert type(later.milestones) is Counter
+    for _ in range(3):
+        into.step()
+        later.step()
+    assert into.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_keys_that_dcp_cannot_keep(tmp_path: Path):
+    model = Extra({torch.float32: 1})
+    with pytest.raises(checkpoint.CheckpointError, match="of model._extra_state .*without form"):
+        checkpoint.save(tmp_path / "a", model, format="dcp")
+    state = {"model": Extra({1: 2}).state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "b"), no_dist=True)
+    with pytest.raises(checkpoint.CheckpointError, match="keys '1', which may have been numbers"):
+        checkpoint.load(tmp_path / "b", model)
 
 
 def test_two_checkpoints_in_one_folder_are_refused(saved: Path):

@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ VALUES = [
     [1, (2, [3.0]), ()],
     {"a": {1: "x", (2, "y"): None}, 3.5: []},
     OrderedDict(b=1, a=2),
+    Counter({2: 1, 4: 2}),
     {1, 2},
     frozenset({"x"}),
     torch.Size([2, 3]),
