@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +119,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, str, int], Any]] = {
     frozenset: lambda w, v, path, depth: {"frozenset": w.items(v, path, depth)},
     dict: lambda w, v, path, depth: {"dict": w.pairs(v, path, depth)},
     OrderedDict: lambda w, v, path, depth: {"ordered": w.pairs(v, path, depth)},
+    Counter: lambda w, v, path, depth: {"counter": w.pairs(v, path, depth)},
     bytes: lambda w, v, path, depth: {"bytes": w.add(v)},
     complex: lambda w, v, path, depth: {"complex": [v.real, v.imag]},
     torch.dtype: lambda w, v, path, depth: {"dtype": str(v)[6:]},
@@ -250,6 +251,7 @@ _READERS: dict[str, Callable[[_Reader, Any], Any]] = {
     "frozenset": lambda r, content: frozenset(r.items(content)),
     "dict": lambda r, content: dict(r.pairs(content)),
     "ordered": lambda r, content: OrderedDict(r.pairs(content)),
+    "counter": lambda r, content: Counter(dict(r.pairs(content))),
     "bytes": _Reader.take,
     "complex": _complex,
     "dtype": lambda r, content: _dtype(content),

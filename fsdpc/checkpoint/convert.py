@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, flat, whole_span
@@ -102,7 +103,7 @@ def _dcp_state(
     scheduled = found.scheduler_state()
     if scheduled is not None:
         state["scheduler"] = scheduled
-    return state
+    return {**state, KEYS: keys_of(state)}
 
 
 def _write(
@@ -155,9 +156,11 @@ def _from_safetensors(found: Opened) -> tuple[list[_Set], dict[str, bytes], int 
 
 
 def _from_torch(found: TorchFiles) -> tuple[list[_Set], dict[str, bytes], list[str]]:
-    """The sets, the small files, and what is left out: states of parameters that have numbers, and
-    values that are not plain.
+    """The sets, the small files, and what is left out: states of parameters that have numbers or
+    are not the model's, and values that are not plain.
     """
+    if found.optimizer is not None and not found.numbered:
+        found.leave_other_states()
     left = list(found.left)
     if found.numbered:
         found.optimizer = None

@@ -1,16 +1,19 @@
 """Folders of torch's distributed checkpoints (DCP), read by torch's own reader, tensor by tensor.
 
-The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, so
-that nothing of the folder runs.
+The index of such a folder is a pickle. Only the classes that torch puts into one are unpickled, and
+only their instances get attributes, so that nothing of the folder runs or changes a class.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,14 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.opened import open_regular
 
 INDEX = ".metadata"  # torch writes it last
+KEYS = "fsdpc.keys"  # of the saved dict: what ``keys_of`` has found
+_INDEX_BYTES = 1 << 30  # of several million parts
+_KEPT_BYTES = 256 << 20
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class TextKeys(dict[Any, Any]):
+    """A dict of which it is not known whether its keys were texts: DCP writes all as texts."""
 
 
 @dataclass
@@ -50,6 +61,21 @@ class Pickled:
     """A value that is no tensor, read (without running code) when it is asked for."""
 
     get: Callable[[], Any]
+
+
+class _Kept(threading.local):
+    """Parts of the tensor that this thread reads, the newest last."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def room(self, nbytes: int) -> None:
+        """Forget the oldest ones until there is room."""
+        used = sum(part.nbytes for part in self.parts.values())
+        for number in list(self.parts):
+            if used + nbytes > _KEPT_BYTES:
+                used -= self.parts.pop(number).nbytes
 
 
 class Folder:
@@ -76,6 +102,7 @@ class Folder:
             ) from error
         self._reader = FileSystemReader(str(path))
         self._reader.set_up_storage_reader(metadata, True)
+        self._kept = _Kept()
 
     def tree(self) -> dict[str, Any]:
         """The saved dict, with ``Stored`` and ``Pickled`` for its values."""
@@ -86,7 +113,19 @@ class Folder:
             for key in parents:
                 place = place.setdefault(key, {})
             place[last] = self._leaf(name, form)
-        return dict(_lists(root))
+        if isinstance(root.get(KEYS), Pickled):
+            try:
+                keys = {path: (own, counts) for path, own, counts in root.pop(KEYS).get()}
+                for path in keys:  # DCP writes nothing of an empty dict
+                    place = root
+                    for key in path:
+                        place = place.setdefault(key, {})
+                return dict(_shaped(root, keys))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self.path}: the value {KEYS!r} is damaged: {type(error).__name__}: {error}"
+                ) from error
+        return dict(_shaped(root, None))
 
     def _leaf(self, name: str, form: TensorStorageMetadata | None) -> Stored | Pickled:
         if form is None:
@@ -97,8 +136,36 @@ class Folder:
     def _fill(self, name: str, first: int, target: torch.Tensor) -> None:
         form = self._stored[name]
         assert form is not None
-        plan = _Blocks(name, form, first, target)
-        self._read(name, plan.create_local_plan(), plan)
+        plan = _Blocks(name, form, *_blocks(tuple(form.size), first, target))
+        direct = []
+        for item in plan.create_local_plan().items:
+            number = item.storage_index.index
+            assert number is not None
+            if 2 * math.prod(item.lengths) > math.prod(form.chunks[number].sizes):
+                direct.append(item)
+            else:
+                part = _part(self._chunk(name, number), item.storage_offsets, item.lengths)
+                plan.resolve_tensor(item).copy_(part)
+        if direct:
+            self._read(name, LoadPlan(direct), plan)
+
+    def _chunk(self, name: str, number: int) -> torch.Tensor:
+        """A whole part of a tensor. Torch reads no less of it, so that it is kept: a rank that
+        shards by columns asks for a piece in each row.
+        """
+        form, kept = self._stored[name], self._kept
+        assert form is not None
+        if kept.name != name:
+            kept.name, kept.parts = name, {}
+        found = kept.parts.get(number)
+        if found is None:
+            chunk, dtype = form.chunks[number], form.properties.dtype
+            kept.room(math.prod(chunk.sizes) * dtype.itemsize)
+            found = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
+            plan = _Blocks(name, form, [chunk], [found])
+            self._read(name, plan.create_local_plan(), plan)
+            kept.parts[number] = found
+        return found
 
     def _value(self, name: str) -> Any:
         plan = _Value(name)
@@ -116,7 +183,11 @@ class Folder:
     # --- the index ---
 
     def _read_index(self, trust: bool) -> Metadata:
-        content = (self.path / INDEX).read_bytes()
+        fd, size = open_regular(self.path / INDEX)
+        with open(fd, "rb") as file:
+            if size > _INDEX_BYTES:
+                raise CheckpointError(f"{self.path / INDEX} has {size} bytes, which is no index")
+            content = file.read()
         try:
             unpickler = (pickle.Unpickler if trust else _Unpickler)(io.BytesIO(content))
             found = unpickler.load()
@@ -155,7 +226,8 @@ class Folder:
                     )
 
     def _size(self, file: str) -> int:
-        if file != os.path.basename(file) or file in ("", ".", ".."):
+        # Only of a text it is known what a comparison says.
+        if type(file) is not str or file != os.path.basename(file) or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
             )
@@ -164,17 +236,38 @@ class Folder:
         return size
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own one, not the C one: its operations can be refused one by one."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         found = dcp_index_classes().get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise CheckpointError(
-                f"has {module}.{name}, which is not of an index of torch's, so that reading it "
-                "could run code (convert --trust-pickle reads it all the same)"
-            )
+            raise _foreign(f"{module}.{name}")
         return found
+
+    def load_build(self) -> None:
+        """Attributes: of new objects of torch's index alone. Those of a class or a function would
+        stay, and could change what the checks of names and places say.
+        """
+        state, target = self.stack[-1], self.stack[-2]
+        if not dataclasses.is_dataclass(target) or isinstance(target, type):
+            raise _foreign(f"attributes for {target!r:.60}")
+        if isinstance(state, tuple) and len(state) == 2:  # set one by one, the object's class, too
+            raise _foreign(f"attributes in two parts for a {type(target).__name__}")
+        pickle._Unpickler.load_build(self)
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _foreign(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"has {what}, which is not of an index of torch's, so that reading it could run code "
+        "(convert --trust-pickle reads it all the same)"
+    )
 
 
 def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:
@@ -203,14 +296,55 @@ def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
     return ""
 
 
-def _lists(tree: Any) -> Any:
-    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists."""
+_Keys = dict[tuple[Any, ...], tuple[tuple[Any, ...], bool]]
+
+
+def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
+    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists, and with the
+    keys that were saved.
+    """
     if not isinstance(tree, dict):
         return tree
-    found = {key: _lists(value) for key, value in tree.items()}
+    found = {key: _shaped(value, keys, (*path, key)) for key, value in tree.items()}
+    if keys is not None and path in keys:
+        own, counts = keys[path]
+        made = {key: found[str(key)] for key in own}
+        return Counter(made) if counts else made
     if found and all(isinstance(key, int) for key in found):
         return [found[key] for key in sorted(found)]
-    return found
+    return TextKeys(found) if keys is None and any(map(_may_be_other, found)) else found
+
+
+def _may_be_other(key: Any) -> bool:
+    """The key was perhaps no text."""
+    if not isinstance(key, str) or key[:1] == "(" or key in ("None", "True", "False"):
+        return True
+    try:
+        float(key)
+    except ValueError:
+        return False
+    return True
+
+
+def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Of a dict to be saved by DCP, which writes every key as a text and nothing of empty dicts:
+    path (in DCP's words), keys, and whether it is a Counter, of each dict that has other keys or
+    none. ``TypeError``: a key that is no plain value.
+    """
+    if isinstance(tree, list):
+        return tuple(row for i, value in enumerate(tree) for row in keys_of(value, (*path, i)))
+    if not isinstance(tree, Mapping):
+        return ()
+    for key in tree:
+        if not all(type(part) in _PLAIN for part in (key if type(key) is tuple else (key,))):
+            raise TypeError(
+                f"a key of {'.'.join(map(str, path))} is {key!r:.60}, which torch's format would "
+                "write as a text: save without format="
+            )
+    rows = [row for key, value in tree.items() for row in keys_of(value, (*path, str(key)))]
+    if not all(type(key) is str for key in tree) or not tree:
+        rows.append((path, tuple(tree), isinstance(tree, Counter)))
+    return tuple(rows)
 
 
 # --- what torch's reader is to read --------------------------------------------------------------
@@ -238,21 +372,31 @@ class _Planner(LoadPlanner):
         pass
 
 
+def _blocks(
+    shape: tuple[int, ...], first: int, target: torch.Tensor
+) -> tuple[list[ChunkStorageMetadata], list[torch.Tensor]]:
+    """The blocks of which a run of elements consists, and their parts of the 1-D ``target``."""
+    blocks, targets, at = [], [], 0
+    for offsets, sizes in blocks_of(shape, first, len(target)):
+        count = math.prod(sizes)
+        blocks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        targets.append(target[at : at + count].view(sizes))
+        at += count
+    return blocks, targets
+
+
 class _Blocks(_Planner):
-    """A run of a tensor's elements, as the blocks of which the run consists."""
+    """Blocks of a tensor, each into its target."""
 
     def __init__(
-        self, name: str, form: TensorStorageMetadata, first: int, target: torch.Tensor
+        self,
+        name: str,
+        form: TensorStorageMetadata,
+        blocks: list[ChunkStorageMetadata],
+        targets: list[torch.Tensor],
     ) -> None:
         self._name, self._form = name, form
-        self._blocks: list[ChunkStorageMetadata] = []
-        self._targets: list[torch.Tensor] = []
-        at = 0
-        for offsets, sizes in blocks_of(tuple(form.size), first, len(target)):
-            count = math.prod(sizes)
-            self._blocks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._targets.append(target[at : at + count].view(sizes))
-            at += count
+        self._blocks, self._targets = blocks, targets
 
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan(create_read_items_for_chunk_list(self._name, self._form, self._blocks))

@@ -22,6 +22,7 @@ from fsdpc.checkpoint.entries import Entry
 
 FILE_BYTES = 5_000_000_000
 BLOCK_BYTES = 4 << 20
+ELEMENT_BYTES = 16  # the widest dtype: ranges are cut at multiples of it
 _PAGE = 4096
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000

@@ -23,7 +23,15 @@ from torch import Tensor
 from fsdpc._engine.lane import Lane, call_before_write, ordinal_of, pinned
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, MEMORY, MEMORY_TYPE, NBYTES, OFFSET
+from fsdpc.checkpoint.layout import (
+    ELEMENT_BYTES,
+    FILE_TYPE,
+    IN_TENSOR,
+    MEMORY,
+    MEMORY_TYPE,
+    NBYTES,
+    OFFSET,
+)
 
 SLOT_BYTES = 32 << 20
 _PAGE = 4096
@@ -160,7 +168,7 @@ def _parts(table: np.ndarray, room: int) -> Iterator[np.ndarray]:
         while used + row[NBYTES] // narrow * wide > room:
             fits = (room - used) // wide * narrow
             cut = (int(row[OFFSET]) + fits) // _PAGE * _PAGE - int(row[OFFSET])
-            cut -= cut % 8
+            cut -= cut % ELEMENT_BYTES
             if cut > 0:
                 head, row = cut_row(row, cut)
                 part.append(head)

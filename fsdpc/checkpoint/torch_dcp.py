@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.dcp_folder import INDEX
+from fsdpc.checkpoint.dcp_folder import INDEX, KEYS, keys_of
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft
 from fsdpc.checkpoint.layout import fingerprint, lay_out
@@ -92,6 +92,7 @@ def _state_of(
             state["optimizer"] = states
         if scheduler is not None:
             state["scheduler"] = scheduler.state_dict()
+        state[KEYS] = keys_of(state)
     return state
 
 

@@ -7,9 +7,11 @@ checksums.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
-from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored
+from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored, TextKeys
 from fsdpc.checkpoint.dtypes import dtype_of_code
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
+from fsdpc.checkpoint.manifest import NAME as MANIFEST
 from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
 
 MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
@@ -63,7 +66,7 @@ class TorchFiles:
         self._states: dict[str, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         if parts["optimizer"] is not None:
-            self._read_optimizer(parts["optimizer"])
+            self._read_optimizer(parts["optimizer"], prefix)
 
     @property
     def sets(self) -> dict[str, StoredSet]:
@@ -72,7 +75,7 @@ class TorchFiles:
 
     def scheduler_state(self) -> Any:
         """``None`` if there is none."""
-        return _values(self._scheduler)
+        return _values(_milestones(self._scheduler))
 
     def extra_states(self) -> dict[str, Any]:
         """``get_extra_state()`` of modules."""
@@ -97,7 +100,11 @@ class TorchFiles:
 
     # --- the optimizer ---
 
-    def _read_optimizer(self, form: Any) -> None:
+    def leave_other_states(self) -> None:
+        """Of an optimizer with names: leave out states of what is no tensor of the model."""
+        self._name_states(lambda name: name if name in self.model.where else None)
+
+    def _read_optimizer(self, form: Any, prefix: str) -> None:
         form = form[0] if isinstance(form, list) and len(form) == 1 else form
         states, groups = _optimizer_parts(form)
         if states is None:
@@ -117,6 +124,21 @@ class TorchFiles:
             params = [names.get(str(p), str(p)) for p in group.pop("params")]
             group.pop("param_names", None)
             self._groups.append({**group, "params": params})
+        start = "" if self.numbered else prefix
+        self._name_states(lambda name: name[len(start) :] if name.startswith(start) else None)
+
+    def _name_states(self, name_of: Callable[[str], str | None]) -> None:
+        """Give the states other names, also in the groups; ``None``: it is left out."""
+        olds = [*self._states, *(name for group in self._groups for name in group["params"])]
+        names = {old: name_of(old) for old in olds}
+        self.left += [f"optimizer.state.{old}" for old, new in names.items() if new is None]
+        states = [(names[old], state) for old, state in self._states.items()]
+        self._states = {name: state for name, state in states if name is not None}
+        groups, self._groups = self._groups, []
+        for group in groups:
+            params = [names[old] for old in group["params"] if names[old] is not None]
+            if params or not group["params"]:
+                self._groups.append({**group, "params": params})
         tensors = {
             f"state.{name}.{key}": value
             for name, state in self._states.items()
@@ -185,6 +207,11 @@ def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | T
 def _dcp_folders(path: Path) -> list[Path]:
     """The folder itself, or those in it, where a program has saved parts one by one."""
     if (path / DCP_INDEX).is_file():
+        if (path / MANIFEST).exists():
+            raise CheckpointError(
+                f"{path} holds two checkpoints, with {MANIFEST} and with {DCP_INDEX}: move one of "
+                f"these files, and what it lists, to another folder"
+            )
         return [path]
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return []
@@ -192,14 +219,13 @@ def _dcp_folders(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> dict[Any, Any]:
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
         try:
-            state = torch.load(path, mmap=True, **options)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:  # an old format, which cannot be mapped
             if "mmap" not in str(error):
                 raise
-            state = torch.load(path, **options)
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which torch.load(weights_only=True) "
@@ -274,7 +300,8 @@ def _tied(values: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() and not isinstance(value, DTensor):
-            memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            memory = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype,
+                      value.is_conj(), value.is_neg())  # fmt: skip
             if first.setdefault(memory, name) != name:
                 found[name] = first[memory]
     return found
@@ -282,8 +309,14 @@ def _tied(values: dict[str, Any]) -> dict[str, str]:
 
 def _values(tree: Any) -> Any:
     """The tree with its values read."""
+    if isinstance(tree, TextKeys):
+        raise CheckpointError(
+            f"a dict in a folder of torch's DCP has the keys {_shown(tree)}, which may have been "
+            "numbers: DCP writes every key as a text. Save with fsdpc.checkpoint or torch.save"
+        )
     if isinstance(tree, dict):
-        return {key: _values(value) for key, value in tree.items()}
+        found = {key: _values(value) for key, value in tree.items()}
+        return Counter(found) if isinstance(tree, Counter) else found
     if isinstance(tree, list):
         return [_values(value) for value in tree]
     if isinstance(tree, Pickled):
@@ -293,7 +326,20 @@ def _values(tree: Any) -> Any:
         if value.numel():
             tree.read(0, value.view(-1))
         return value
-    return tree
+    return copy.deepcopy(tree)  # tensors of a mapped file change with the file
+
+
+def _milestones(tree: Any) -> Any:
+    """The tree with numbers for keys of ``milestones``, torch's MultiStepLR's alone."""
+    if isinstance(tree, list):
+        return [_milestones(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    made = type(tree)({key: _milestones(value) for key, value in tree.items()})
+    epochs = made.get("milestones")
+    if isinstance(epochs, TextKeys) and all(key.isdecimal() for key in epochs):
+        made["milestones"] = Counter({int(key): count for key, count in epochs.items()})
+    return made
 
 
 def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, Any]]]:

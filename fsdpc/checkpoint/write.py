@@ -14,6 +14,7 @@ from fsdpc.checkpoint.dtypes import codes
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.layout import (
     BLOCK_BYTES,
+    ELEMENT_BYTES,
     FILE_TYPE,
     IN_TENSOR,
     MEMORY,
@@ -96,7 +97,7 @@ def waves(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
     for row in rows:
         while used + row[NBYTES] > most and row[NBYTES] > _PAGE:
             cut = max(_PAGE, (most - used) // _PAGE * _PAGE - int(row[OFFSET]) % _PAGE)
-            cut -= cut % 8  # whole elements of every type
+            cut -= cut % ELEMENT_BYTES
             if cut <= 0 or cut >= row[NBYTES]:
                 break
             head, row = cut_row(row, cut)

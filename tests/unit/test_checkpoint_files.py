@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -46,9 +47,11 @@ from fsdpc.checkpoint import (
     manifest,
     priority,
     saving,
+    staging,
     state_keys,
     write,
 )
+from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.entries import blocks_of
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
@@ -1082,6 +1085,33 @@ def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
     assert same(values(other), values(model)) and same(values(again), values(model))
 
 
+@pytest.mark.parametrize("how", ["numbers and names", "flat"])
+def test_a_prefix_of_names_of_the_optimizer(tmp_path: Path, how: str):
+    """The states lose the prefix, too; those of other names are left out, and listed."""
+    inner, other = Net(), nn.Linear(2, 2)
+    model = nn.ModuleDict({"module": inner, "other": other})
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
+    (inner.norm(inner.one(torch.randn(4, 7))).sum() * inner.scale + other(torch.ones(2)).sum()
+     ).backward()  # fmt: skip
+    optimizer.step()
+    weights, states = model.state_dict(), optimizer.state_dict()
+    if how == "flat":
+        weights, states = named_states(model, optimizer, flat=True)
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "a.pt")
+    left = convert(tmp_path / "a.pt", tmp_path / "to", None, "safetensors", prefix="module.")
+    assert left == [
+        f"{start}other.{name}" for start in ("", "optimizer.state.") for name in ("weight", "bias")
+    ]
+    found, into = trained(1)
+    checkpoint.load(tmp_path / "to", found, into)
+    assert same(values(found), values(inner)) and into.param_groups[0]["lr"] == 0.5
+    for (name, param), old in zip(found.named_parameters(), inner.parameters(), strict=True):
+        for key, value in optimizer.state.get(old, {}).items():
+            assert torch.equal(into.state[param][key], value), name
+    kinds = Opened(tmp_path / "to").values("optimizer/optimizer.json", "kinds")
+    assert kinds["one.weight"] == {"step": "whole", "exp_avg": "cut", "exp_avg_sq": "cut"}
+
+
 # --- what torch has saved ------------------------------------------------------------------------
 
 
@@ -1179,8 +1209,48 @@ def leave(index: Any) -> None:
         info.relative_path = "../" + info.relative_path
 
 
+def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
+    """The index gives an allowed class or function an attribute, by pickle's BUILD."""
+    key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
+    target = f"c{module}\n{name}\n".encode()
+
+    def write(folder: Path) -> None:
+        index = folder / ".metadata"
+        rest = pickle.dumps(pickle.loads(index.read_bytes()), protocol=2)[2:]
+        index.write_bytes(b"\x80\x02" + target + b"N}" + key + target + b"s\x86b0" + rest)
+
+    return write
+
+
+def link_index(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / "elsewhere")
+    (folder / ".metadata").symlink_to("elsewhere")
+
+
+def name_by_path(index: Any) -> None:
+    for info in index.storage_data.values():
+        info.relative_path = PurePosixPath(info.relative_path)
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+REFUSED = "which is not of an index of torch's, .*--trust-pickle reads it all the same"
 WRONG_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "code in the index": (hostile_index, r"has posix.system, which is not of an index of torch's"),
+    "attributes of a class": (
+        attributes_of("pathlib", "PosixPath", "__planted__"), f"has attributes for .*, {REFUSED}"
+    ),
+    "attributes of an enumeration": (
+        attributes_of(METADATA, "_MEM_FORMAT_ENCODING", "planted"), REFUSED
+    ),
+    "attributes of a function": (
+        attributes_of("torch.serialization", "_get_layout", "planted"), REFUSED
+    ),
+    "attributes of a class of torch's": (
+        attributes_of(METADATA, "StorageMeta", "planted"), REFUSED
+    ),
+    "an index by a link": (link_index, "is a symbolic link, and links are not followed"),
+    "a huge index": (lambda folder: os.truncate(folder / ".metadata", 2 << 30), "is no index"),
+    "a file that is no text": (index_with(name_by_path), "which is not in its folder"),
     "a cut index": (lambda folder: os.truncate(folder / ".metadata", 99), "is damaged"),
     "a part is missing": (
         index_with(lambda index: index.state_dict_metadata["model.one.weight"].chunks.clear()),
@@ -1207,6 +1277,7 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(source, model, optimizer)
     assert same(values(model, optimizer), before) and not (source / "evil").exists()
+    assert not hasattr(PurePosixPath, "__planted__") and not hasattr(StorageMeta, "planted")
 
 
 def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
@@ -1273,6 +1344,124 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
         checkpoint.load(tmp_path / "two.pt", model, torch.optim.AdamW(groups))
     with pytest.raises(checkpoint.CheckpointError, match="holds no scheduler state"):
         checkpoint.load(tmp_path / "two.pt", model, scheduler=object())
+
+
+def test_wide_and_conjugate_tensors_of_torch(tmp_path: Path, monkeypatch: Any):
+    """Complex128 read in pieces, behind 8 bytes; a conjugate in the memory of another tensor."""
+    monkeypatch.setattr(loading, "_WAVE_BYTES", 1 << 14)
+    numbers = torch.randn(5000, dtype=torch.complex128)
+    state = {"0": torch.ones(1, dtype=torch.float64), "1": numbers, "2": numbers.conj()}
+    torch.save(state, tmp_path / "a.pt")
+    model = nn.ParameterList([torch.zeros_like(value) for value in state.values()])
+    checkpoint.load(tmp_path / "a.pt", model)
+    assert same(values(model), state)
+    small = {"0": torch.ones(3, dtype=torch.complex64)}
+    torch.save({**small, "1": small["0"].conj()}, tmp_path / "b.pt")
+    assert command("convert", tmp_path / "b.pt", tmp_path / "to") == 0
+    assert set(Opened(tmp_path / "to").model.where) == {"0", "1"}
+
+
+def test_large_ranges_of_gpus_are_cut_at_whole_elements():
+    table = np.array([[8, 8, 3 << 14, 0, 4, 4, 0]])
+    parts = [row for part in staging._parts(table, 1 << 14) for row in part]
+    assert len(parts) > 3 and sum(row[write.NBYTES] for row in parts) == 3 << 14
+    assert all(row[write.IN_TENSOR] % 16 == 0 for row in parts)
+
+
+class Extra(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_values_of_a_torch_save_file_do_not_change_with_the_file(tmp_path: Path):
+    path, threes = tmp_path / "a.pt", torch.full((4096,), 3.0)
+    torch.save({"model": Extra((threes, [threes])).state_dict()}, path)
+    model = Extra(None)
+    checkpoint.load(path, model)
+    raw = path.read_bytes()
+    nines = raw.replace(threes.numpy().tobytes(), (3 * threes).numpy().tobytes())
+    with open(path, "r+b") as file:
+        file.write(nines)
+    assert nines != raw and torch.equal(model.extra[0], threes)
+    assert torch.equal(model.extra[1][0], threes)
+
+
+EXTRAS = {1: "one", 2: {(3, True): [5, {}], None: {"4": 0.5}}, "x": {}, "y": [{}, {7: 8}]}
+
+
+@pytest.mark.parametrize("how", ["fsdpc", "dcp", "fsdpc to dcp", "torch.save", "torch's dcp"])
+def test_dicts_with_other_keys_than_texts(tmp_path: Path, how: str):
+    """MultiStepLR has a Counter of epochs; torch's DCP writes every key as a text."""
+
+    def make() -> tuple[nn.Module, Any, Any]:
+        model = Extra(EXTRAS if how != "torch's dcp" else {"a": 1})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        model.weight.grad = torch.ones(2)
+        optimizer.step()
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    model, optimizer, scheduler = make()
+    scheduler.step()
+    path = tmp_path / "a"
+    state = {**as_numbers(model, optimizer), "scheduler": scheduler.state_dict()}
+    if how == "torch.save":
+        torch.save(state, path)
+    elif how == "torch's dcp":
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    else:
+        options = {"format": "dcp"} if how == "dcp" else {}
+        checkpoint.save(path, model, optimizer, scheduler, **options)
+    if how == "fsdpc to dcp":
+        assert command("convert", path, path := tmp_path / "b", "--to", "dcp") == 0
+    other, into, later = make()
+    later.milestones, other.extra = Counter([3]), None
+    assert checkpoint.load(path, other, into, later).unexpected == []
+    assert other.extra == model.extra and later.milestones == scheduler.milestones
+    assert type(later.milestones) is Counter
+    for _ in range(3):
+        into.step()
+        later.step()
+    assert into.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_keys_that_dcp_cannot_keep(tmp_path: Path):
+    model = Extra({torch.float32: 1})
+    with pytest.raises(checkpoint.CheckpointError, match="of model._extra_state .*without form"):
+        checkpoint.save(tmp_path / "a", model, format="dcp")
+    state = {"model": Extra({1: 2}).state_dict()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "b"), no_dist=True)
+    with pytest.raises(checkpoint.CheckpointError, match="keys '1', which may have been numbers"):
+        checkpoint.load(tmp_path / "b", model)
+
+
+def test_two_checkpoints_in_one_folder_are_refused(saved: Path):
+    model, before = Net(1), values(Net(1))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(saved), no_dist=True)
+    with pytest.raises(checkpoint.CheckpointError, match="holds two checkpoints, .* to another"):
+        checkpoint.load(saved, model)
+    assert same(values(model), before)
+
+
+def test_parts_of_a_part_are_read_from_the_file_once(tmp_path: Path, monkeypatch: Any):
+    state = {"a": torch.randn(20, 8), "b": torch.randn(10, 4)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    folder, reads = dcp_folder.Folder(tmp_path / "a"), []
+    read = folder._reader.read_data
+    monkeypatch.setattr(folder._reader, "read_data", lambda *args: reads.append(1) or read(*args))
+    for name, leaf in folder.tree().items():
+        half = state[name].shape[1] // 2
+        found = torch.empty(len(state[name]), half)
+        for row, target in enumerate(found):
+            leaf.read((2 * row + 1) * half, target)
+        assert torch.equal(found, state[name][:, half:])
+    assert len(reads) == 2
 
 
 def test_parts_of_tensors_are_read_as_blocks():

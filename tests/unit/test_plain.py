@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ VALUES = [
     [1, (2, [3.0]), ()],
     {"a": {1: "x", (2, "y"): None}, 3.5: []},
     OrderedDict(b=1, a=2),
+    Counter({2: 1, 4: 2}),
     {1, 2},
     frozenset({"x"}),
     torch.Size([2, 3]),
@@ -280,8 +281,12 @@ def test_a_greeting_of_other_bytes_names_its_rank(data):
 
 
 UNPICKLING = ("import pickle", "pickle.load", "_object(", "torch.load(")
-# Written only, for torch's viewer of snapshots; weights only, which runs no code of the file's.
-PICKLES = {("snapshot.py", "import pickle"), ("convert.py", "torch.load(")}
+# Written only, for torch's viewer of snapshots; index of a DCP folder, by an unpickler that takes
+# torch's own classes alone and gives attributes to their instances alone; an error's class.
+PICKLES = {("snapshot.py", "import pickle"), ("dcp_folder.py", "import pickle"),
+           ("torch_files.py", "import pickle")}  # fmt: skip
+# With weights_only=True, which runs no code of the file's.
+PICKLES |= {("dcp_folder.py", "torch.load("), ("torch_files.py", "torch.load(")}
 
 
 def test_the_package_unpickles_nothing():
