@@ -143,6 +143,16 @@ def test_a_scheduler_and_groups_in_another_order(tmp_path: Path):
             assert torch.equal(optimizer.state[one][name], state)
 
 
+@pytest.mark.parametrize("verify", ["before", "during"])
+def test_tensors_without_elements(tmp_path: Path, verify: Any):
+    model = nn.ParameterList([torch.ones(3), torch.empty(0, 4), torch.empty(0)])
+    checkpoint.save(tmp_path / "a", model)
+    model[0].data.zero_()
+    assert checkpoint.load(tmp_path / "a", model, verify=verify).verified
+    assert model[0].tolist() == [1, 1, 1]
+    assert command("verify", tmp_path / "a") == 0
+
+
 def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
     """Low-precision moments, tables per parameter, numbers and texts."""
 
