@@ -1271,6 +1271,9 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
     torch.save({"net": model.state_dict(), "opt": 3}, tmp_path / "net.pt")
     with pytest.raises(checkpoint.CheckpointError, match=r"is under 'model'.*'net"):
         checkpoint.load(tmp_path / "net.pt", model)
+    torch.save({"model": [model.state_dict()]}, tmp_path / "net.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=r"'model' is a list, not a state dict.*s"):
+        checkpoint.load(tmp_path / "net.pt", model)
     torch.save({"model": model.state_dict(), "optimizer": {"steps": 3}}, tmp_path / "odd.pt")
     with pytest.raises(checkpoint.CheckpointError, match="has 'steps': load without optimizer="):
         checkpoint.load(tmp_path / "odd.pt", model, optimizer)
