@@ -16,7 +16,7 @@ from fsdpc.checkpoint import folders as _folders
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.loading import Loaded, Verify, run_load
-from fsdpc.checkpoint.names import Only
+from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
@@ -62,7 +62,7 @@ class Checkpointer:
         self.keep, self.every, self.async_ = keep, every, async_
         self._dtype, self._group = dtype, group
         self._when_busy: _background.WhenBusy = when_busy
-        self._progress, self._only = progress, only
+        self._progress, self._only = progress, lasting(only)
         self._resumed: Path | None = None
 
     def path(self, step: int) -> Path:

@@ -52,7 +52,8 @@ def combine(
     sizes[ends[some] - 1] = (nbytes - block_bytes * (per_tensor - 1))[some]
     wholes = _combined(blocks, sizes, per_tensor)
     cut = [tuple(part.tolist()) for part in np.split(blocks, ends[:-1])] if places else []
-    return [Digest(whole, part) for whole, part in zip(wholes.tolist(), cut, strict=True)]
+    pairs = zip(wholes.tolist(), cut, strict=True)
+    return [Digest(whole, part or (whole,)) for whole, part in pairs]  # a tensor may be empty
 
 
 def _before(counts: np.ndarray) -> np.ndarray:

@@ -63,11 +63,12 @@ class Loaded:
 
 @dataclass
 class _Work:
-    """Entries that this rank reads, each with its place in a file. ``shared``: places that several
-    ranks read whole, known to all ranks.
+    """Entries that this rank reads, each with its place in a file. ``pairs``: all ranks' names and
+    those in the checkpoint. ``shared``: places that several ranks read whole, known to all ranks.
     """
 
     items: list[tuple[Entry, StoredFile, Place]]
+    pairs: list[tuple[str, str]]
     shared: list[tuple[StoredFile, Place]] = field(default_factory=list)
 
 
@@ -94,18 +95,25 @@ def run_load(
         opened.value = _identity(found)
     if any(identity != opened.values[0] for identity in opened.values):
         raise CheckpointError(f"{what}: the ranks see different files under this path")
-    with ranks.step(what):
+    with ranks.step(what) as matched:
         target = read_model(model, (ranks.rank, ranks.world))
-        work, missing, unexpected = _match(found, target, cast, chosen, own_name)
+        kept = chosen_names(target, chosen, only)
+        work, missing, unexpected = _match(found, target, cast, kept, chosen, own_name)
         if strict and (missing or unexpected):
             raise CheckpointError(_difference(missing, unexpected))
         works = [work]
         state = None
         if optimizer is not None:
-            state, more = _match_optimizer(found, target, optimizer, strict, chosen, own_name)
+            taken = dict(work.pairs)
+            state, more = _match_optimizer(
+                found, target, optimizer, strict, (kept, chosen), own_name, taken
+            )
             works.append(more)
-        loaded, scheduled, extra_state = _read_values(found, ranks, scheduler)
+        loaded, scheduled, extra_state = _read_values(found, ranks, scheduler, own_name)
         loaded.missing, loaded.unexpected = missing, unexpected
+        meant = ([part.pairs for part in works], missing, unexpected, verify)
+        matched.value = _C.ckpt_crc32c(repr(meant).encode(), 0)
+    _check_equal(matched.values, what)
     if found.manifest is not None and verify == "before":
         _verify(works, found, ranks, what)
     parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
@@ -113,7 +121,8 @@ def run_load(
         read.value = [_read_into(part) for part in works]
     parts = [[received[i] for received in read.values] for i in range(len(works))]
     if found.manifest is not None and verify == "during":
-        _compare_during(works, found, parts, what)
+        with ranks.step(what):
+            _compare_during(works, found, parts)
     with ranks.step(what):
         for tensor in target.touched:
             torch.autograd.graph.increment_version(tensor)
@@ -121,7 +130,6 @@ def run_load(
             state.give(optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(scheduled)
-        extra_state = {own_name(key): value for key, value in extra_state.items()}
         wanted = [key for key in target.extra if key in extra_state and chosen(key)]
         set_extra(model, {key: extra_state[key] for key in wanted})
     loaded.verified = found.manifest is not None and verify != "no"
@@ -141,6 +149,17 @@ def _identity(found: Found) -> int:
     return crc
 
 
+def _check_equal(digests: Sequence[int], what: str) -> None:
+    """``CheckpointError`` if ranks took other tensors of the checkpoint, or under other names."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        named = f"rank {others[0]} loads" if len(others) == 1 else f"ranks {others} load"
+        raise CheckpointError(
+            f"{what}: {named} other tensors than rank 0, or under other names: give every rank the "
+            "same model, optimizer=, only=, rename= and verify="
+        )
+
+
 # --- what is compared ----------------------------------------------------------------------------
 
 
@@ -148,13 +167,13 @@ def _match(
     found: Found,
     target: Model,
     cast: bool,
+    kept: set[str],
     chosen: Callable[[str], bool],
     own_name: Callable[[str], str],
 ) -> tuple[_Work, list[str], list[str]]:
     """The model's entries with their places; names that are missing or not in the model.
     ``CheckpointError``: shapes or dtypes differ.
     """
-    kept = chosen_names(target, chosen)
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
     for alias, name in target.aliases.items():
         names[name].append(alias)
@@ -186,7 +205,8 @@ def _match(
         raise CheckpointError(text + hint)
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known and chosen(name)]
-    return _Work(items), missing, unexpected
+    pairs = [(entry.name, place.name) for entry, _, place in items]
+    return _Work(items, pairs), missing, unexpected
 
 
 def _renamed(found: Found, own_name: Callable[[str], str]) -> dict[str, tuple[StoredFile, Place]]:
@@ -228,9 +248,13 @@ def _match_optimizer(
     target: Model,
     optimizer: torch.optim.Optimizer,
     strict: bool,
-    chosen: Callable[[str], bool],
+    meant: tuple[set[str], Callable[[str], bool]],
     own_name: Callable[[str], str],
+    taken: dict[str, str],
 ) -> tuple[NewState, _Work]:
+    """The optimizer's new state with the places of its tensors. ``meant``: names of the model, and
+    which others. ``taken``: the stored names from which the model's tensors are read.
+    """
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
     shapes = {entry.name: entry.shape for entry in target.entries}
@@ -238,21 +262,23 @@ def _match_optimizer(
     if found.numbered:
         own_name = _by_number(found, held)
     first = {name: name for name in shapes} | target.aliases
-    kept = chosen_names(target, chosen)
+    kept, chosen = set(meant[0]), meant[1]
 
     def known_name(stored: str) -> str:
         name = own_name(stored)
         return first.get(name, name)
 
     forms, groups = found.optimizer_forms(lambda name: shapes.get(known_name(name)))
+    stored_names = list(dict.fromkeys([*forms, *(n for g in groups for n in g["params"])]))
+    left = _second_states(stored_names, own_name, known_name, taken)
     for group in groups:
-        group["params"] = [known_name(name) for name in group["params"]]
+        group["params"] = [known_name(name) for name in group["params"] if name not in left]
     kinds: dict[str, dict[str, Any]] = {}
     where: dict[str, tuple[StoredFile, Place]] = {}
     shared = []
     for stored, form in forms.items():
         name = known_name(stored)
-        if name not in kept and (name in shapes or not chosen(name)):
+        if stored in left or (name not in kept and (name in shapes or not chosen(name))):
             continue
         kinds[name] = form
         for key, kind in form.items():
@@ -263,8 +289,6 @@ def _match_optimizer(
                 where[f"state.{name}.{key}"] = found.optimizer.where[full]
                 if kind == "whole":
                     shared.append(found.optimizer.where[full])
-    if isinstance(found, TorchFiles) and target.everyone[1] > 1:
-        _refuse_tables(shared, found.path)
     kept |= {name for group in groups for name in group["params"] if chosen(name)} - shapes.keys()
     cut_groups(groups, kept)
     if strict:
@@ -274,11 +298,41 @@ def _match_optimizer(
             text = _difference(sorted(ours - saved), sorted(saved - ours))
             raise CheckpointError(f"parameters of the optimizer: {text}")
         check_options(optimizer, groups)
-        check_keys(optimizer, target, kinds, groups)
+        check_keys(optimizer, target, kinds, groups, kept)
+    if isinstance(found, TorchFiles) and (strict or target.everyone[1] > 1):
+        _refuse_tables(found.path, kinds, where, shapes, target.everyone[1])
     dtypes = {name: (place.dtype, tuple(place.shape)) for name, (_, place) in where.items()}
     state = make_state(optimizer, target, kinds, groups, dtypes, kept)
     items = [(entry, *where[entry.name]) for entry in state.entries]
-    return state, _Work(items, shared)
+    pairs = sorted((name, place.name) for name, (_, place) in where.items())
+    return state, _Work(items, pairs, shared)
+
+
+def _second_states(
+    stored_names: Sequence[str],
+    own_name: Callable[[str], str],
+    known_name: Callable[[str], str],
+    taken: dict[str, str],
+) -> set[str]:
+    """Stored names that a tensor of the model has beside the one from which it is read: parameters
+    that were not tied when they were saved. ``CheckpointError``: two, and neither is that one.
+    """
+    found: dict[str, list[str]] = {}
+    for stored in stored_names:
+        found.setdefault(known_name(stored), []).append(stored)
+    left: set[str] = set()
+    for name, several in found.items():
+        if len(several) == 1:
+            continue
+        wanted = own_name(taken[name]) if name in taken else name
+        first = [stored for stored in several if own_name(stored) == wanted]
+        if len(first) != 1:
+            raise CheckpointError(
+                f"the optimizer states of {several[0]!r} and {several[1]!r} would both be that of "
+                f"{name!r}: rename= must give each another name"
+            )
+        left |= set(several) - set(first)
+    return left
 
 
 def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str]:
@@ -302,28 +356,57 @@ def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str
     return dict(zip(numbers, names, strict=True)).__getitem__
 
 
-def _refuse_tables(places: Sequence[tuple[StoredFile, Place]], path: Path) -> None:
-    for _, place in places:
-        if place.nbytes > place.dtype.itemsize:
+def _refuse_tables(
+    path: Path,
+    kinds: dict[str, dict[str, Any]],
+    where: dict[str, tuple[StoredFile, Place]],
+    shapes: dict[str, tuple[int, ...]],
+    world: int,
+) -> None:
+    """``CheckpointError``: a state has neither one element per element of its parameter nor one for
+    all of them. Another parameter's state, after a change of their order, is found by that, too.
+    """
+    places = [(name, key, kind, where[f"state.{name}.{key}"][1])
+              for name, form in kinds.items() for key, kind in form.items()
+              if kind in ("cut", "whole")]  # fmt: skip
+    by_element = {key for _, key, kind, place in places
+                  if kind == "cut" and place.nbytes > place.dtype.itemsize}  # fmt: skip
+    for name, key, kind, place in places:
+        several = place.nbytes > place.dtype.itemsize
+        if kind == "whole" and name in shapes and (several or key in by_element):
             raise CheckpointError(
-                f"{path}: {place.name!r} of shape {place.shape} has not one element per element "
-                "of its parameter, so that ranks cannot share it: load it on one rank"
+                f"{path}: {place.name!r} has shape {place.shape}, and parameter {name!r} "
+                f"{shapes[name]}, so that it has not one element per element: are the optimizer's "
+                "parameters in the order in which they were saved? "
+                + ("Ranks cannot share such a state: load it on one rank" if world > 1 else
+                   "strict=False takes such a state as it is")
+            )  # fmt: skip
+
+
+def _read_values(
+    found: Found, ranks: Ranks, scheduler: Any, own_name: Callable[[str], str]
+) -> tuple[Loaded, Any, dict[str, Any]]:
+    """The plain values: what is loaded, the scheduler's state, extra states by the model's keys."""
+    extra_state: dict[str, Any] = {}
+    for stored, value in found.extra_states().items():
+        key = own_name(stored)
+        if key in extra_state:
+            raise CheckpointError(
+                f"rename gives two extra states the name {key!r}, one is {stored!r}"
             )
-
-
-def _read_values(found: Found, ranks: Ranks, scheduler: Any) -> tuple[Loaded, Any, dict[str, Any]]:
+        extra_state[key] = value
     scheduled = None
     if scheduler is not None:
         scheduled = found.scheduler_state()
         if scheduled is None:
             raise CheckpointError(f"{found.path} holds no scheduler state: load without scheduler=")
     if found.manifest is None:
-        return Loaded(found.path, None, 1, None, []), scheduled, found.extra_states()
+        return Loaded(found.path, None, 1, None, []), scheduled, extra_state
     body = found.read_json(EXTRA_JSON)
     extras = [from_json(form, f"extra in {found.path / EXTRA_JSON}") for form in body["ranks"]]
     extra = extras[ranks.rank] if len(extras) == ranks.world else None
     loaded = Loaded(found.path, found.manifest.step, len(extras), extra, extras)
-    return loaded, scheduled, found.extra_states()
+    return loaded, scheduled, extra_state
 
 
 # --- checksums -----------------------------------------------------------------------------------
@@ -360,7 +443,6 @@ def _compare_during(
     works: Sequence[_Work],
     found: Found,
     parts: list[list[tuple[np.ndarray, np.ndarray]]],
-    what: str,
 ) -> None:
     try:
         for work, received in zip(works, parts, strict=True):
@@ -368,10 +450,10 @@ def _compare_during(
             # A flat parameter's common number is read under its first name alone.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
-            _compare(_Work(work.items, shared), found, [(rows, crcs)])
+            _compare(_Work(work.items, [], shared), found, [(rows, crcs)])
     except CheckpointError as error:
         raise CheckpointError(
-            f"{what}: {error}; the model's values were overwritten and must not be used"
+            f"{error}; the model's values were overwritten and must not be used"
         ) from error
 
 

@@ -31,6 +31,11 @@ def chooser(only: Only) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def lasting(only: Only) -> Only:
+    """The same for several calls: an iterator would be empty after the first one."""
+    return only if only is None or isinstance(only, str) or callable(only) else list(only)
+
+
 def renamer(rename: Rename) -> Callable[[str], str]:
     """From a checkpoint's name to the model's. ``TypeError``."""
     if rename is None:
@@ -43,20 +48,23 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return rename
 
 
-def chosen_names(model: Model, chosen: Callable[[str], bool]) -> set[str]:
-    """The names of the entries that are meant; a tied tensor by any of its names."""
+def chosen_names(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
+    """The names of the entries that are meant; a tied tensor by any of its names. ``ValueError``:
+    there are none.
+    """
     aliases = {name for alias, name in model.aliases.items() if chosen(alias)}
-    return {entry.name for entry in model.entries if chosen(entry.name)} | aliases
+    kept = {entry.name for entry in model.entries if chosen(entry.name)} | aliases
+    if not kept and model.entries:
+        shown = ", ".join(repr(entry.name) for entry in model.entries[:_MOST_SHOWN])
+        raise ValueError(f"only={only!r} matches no name of the model, which has {shown}, ...")
+    return kept
 
 
 def cut_model(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
     """Leave only the tensors and extra states that are meant; the names of the tensors.
     ``ValueError``: there are none.
     """
-    kept = chosen_names(model, chosen)
-    if not kept and model.entries:
-        shown = ", ".join(repr(entry.name) for entry in model.entries[:_MOST_SHOWN])
-        raise ValueError(f"only={only!r} matches no name of the model, which has {shown}, ...")
+    kept = chosen_names(model, chosen, only)
     model.entries = [entry for entry in model.entries if entry.name in kept]
     model.aliases = {alias: name for alias, name in model.aliases.items() if name in kept}
     model.extra = {key: value for key, value in model.extra.items() if chosen(key)}

@@ -329,12 +329,14 @@ def make_state(
 ) -> NewState:
     """Tensors for the saved state, of this rank's shapes. Local. ``dtypes``: of the state tensors
     in the checkpoint, with their shapes. ``chosen``: names of parameters; the states of others
-    stay. ``ValueError``: the state does not fit this optimizer.
+    stay, and so do those of parameters that the saved groups lack. ``ValueError``: the state does
+    not fit this optimizer.
     """
     made = NewState(model.everyone)
     getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's, of which some may be on the way
     groups = held_params(optimizer, model)
-    made.groups = options_of(optimizer, groups, saved_groups)
+    made.groups = options_of(optimizer, groups, saved_groups, chosen)
+    saved = kinds.keys() | {name for group in saved_groups for name in group["params"]}
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -342,7 +344,7 @@ def make_state(
         on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's: beside the parameter
         for seen in members:
             some = [name for name in names_of(seen) if name in chosen]
-            if not some and seen.covers:
+            if seen.covers and (not some or not any(name in saved for name in some)):
                 made.kept.append(seen.param)
                 continue
             if len(some) < len(seen.covers):
@@ -394,7 +396,7 @@ def _make_one(
                 "of the class that was saved"
             )
         else:
-            state[key] = kind[1]
+            state[key] = _number(optimizer, seen, key, kind[1], on_device)
     made.states.append((seen.param, state))
 
 
@@ -526,17 +528,39 @@ def _whole_target(
     return target
 
 
+def _number(
+    optimizer: torch.optim.Optimizer, seen: Seen, key: str, value: Any, on_device: bool
+) -> Any:
+    """A ``step`` that is no tensor becomes one where ``load_state_dict`` makes one: in optimizers
+    that take states of older versions.
+    """
+    takes_old = type(optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key != "step" or not (takes_old and is_number):
+        return value
+    device = _local(seen.param).device if on_device else torch.device("cpu")
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
+
+
 def options_of(
-    optimizer: torch.optim.Optimizer, groups: list[list[Seen]], saved: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    groups: list[list[Seen]],
+    saved: list[dict[str, Any]],
+    chosen: set[str],
 ) -> list[dict[str, Any]]:
-    """Per group of the optimizer, the saved options of its parameters, whatever group they were in.
-    ``ValueError``: parameters of one group were saved with different options.
+    """Per group of the optimizer, the saved options of its parameters, whatever group they were in;
+    none for a group that holds parameters which are not ``chosen``. ``ValueError``: parameters of
+    one group were saved with different options.
     """
     options = [{k: v for k, v in group.items() if k != "params"} for group in saved]
     owner = {name: place for place, group in enumerate(saved) for name in group["params"]}
     result = []
     for members in groups:
-        names = [name for seen in members for name in names_of(seen) if name in owner]
+        held = [name for seen in members for name in names_of(seen)]
+        if not chosen.issuperset(held):
+            result.append({})
+            continue
+        names = [name for name in held if name in owner]
         places = sorted({owner[name] for name in names})
         for place in places[1:]:
             if not _equal(options[place], options[places[0]]):

@@ -18,6 +18,7 @@ def check_keys(
     model: Model,
     kinds: dict[str, dict[str, Any]],
     saved_groups: list[dict[str, Any]],
+    chosen: set[str],
 ) -> None:
     """``ValueError`` names the states that the checkpoint lacks or that the optimizer does not use,
     by parameter. An optimizer of a class that neither torch nor fsdpc has is known by the state it
@@ -26,7 +27,7 @@ def check_keys(
     if hasattr(optimizer, "span_states"):
         return  # make_state compares their forms
     groups = held_params(optimizer, model)
-    saved = options_of(optimizer, groups, saved_groups)
+    saved = options_of(optimizer, groups, saved_groups, chosen)
     for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
         usual = _usual({**group, **options}, optimizer)
         for seen in members:

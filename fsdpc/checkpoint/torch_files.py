@@ -253,6 +253,13 @@ def _parts(path: Path, tree: dict[Any, Any], prefix: str) -> dict[str, Any]:
     else:  # the model's state dict itself, perhaps with other values beside it
         held = {key: value for key, value in tree.items() if _is_tensor(value) or _is_extra(key)}
         known |= held.keys()
+    if not isinstance(held, dict):
+        if not prefix:
+            raise CheckpointError(
+                f"{path}: {model!r} is a {type(held).__name__}, not a state dict: save "
+                "model.state_dict() there, and several models as the parts of one nn.ModuleDict"
+            )
+        held = {}
     if prefix and not any(name.startswith(prefix) for name, _ in _leaves(held, "")):
         held, known, optimizer = tree, set(tree), None
     found = dict(_leaves(held, ""))

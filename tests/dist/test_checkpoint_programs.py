@@ -23,6 +23,7 @@ from torch import nn
 from toys import full_parameters, loss_of, tokens, toy, wrap
 
 from fsdpc import checkpoint
+from fsdpc.checkpoint import loading
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -210,6 +211,39 @@ def test_adapters_alone(tmp_path: Path):
         assert found[0] == expected[0] and found[1] == pytest.approx(expected[1])
 
 
+def damaged(*_: Any) -> None:
+    raise checkpoint.CheckpointError("a tensor is damaged")
+
+
+def differ(rank: int, world: int, path: str, kind: str) -> str:
+    model = build("fsdpc", toy(2))
+    options: dict[str, Any] = {"only": "head.*" if rank else "*.weight"}
+    if kind == "rename":
+        names = ["blocks.0.up.weight", "blocks.1.up.weight"]
+        options = {"rename": dict(zip(names, names[::-1], strict=True)) if rank else None}
+    if kind == "damaged":
+        path, options = f"{path}-{kind}", {"verify": "during"}
+        checkpoint.save(path, model)
+    before = full_parameters(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "damaged" and rank == 1:
+            patch.setattr(loading, "_compare", damaged)
+        with pytest.raises(checkpoint.CheckpointError) as raised:
+            checkpoint.load(path, model, **options)
+    after = full_parameters(model)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    checkpoint.load(path, model)  # no rank waits for another
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["only", "rename", "damaged"])
+def test_ranks_that_load_other_tensors(tmp_path: Path, kind: str):
+    torch.save(toy(1).state_dict(), tmp_path / "a.pt")
+    texts = run_ranks(differ, 2, path=str(tmp_path / "a.pt"), kind=kind)
+    assert texts[0] == texts[1]
+    assert ("tensor is damaged; the" if kind == "damaged" else "rank 1 loads other") in texts[0]
+
+
 def train_on(rank: int, world: int, path: str) -> None:
     run = checkpoint.Checkpointer(path, keep=2, async_=True)
     model = filled(0.0)
@@ -227,6 +261,7 @@ sys.path[:0] = sys.argv[2:]
 import torch
 from toys import toy
 from fsdpc import checkpoint
+from fsdpc.checkpoint import loading
 run, model, good, gone = checkpoint.Checkpointer(sys.argv[1], keep=2), toy(), 0, 0
 print("ready", flush=True)
 until = time.monotonic() + 60

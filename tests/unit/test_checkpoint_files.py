@@ -146,6 +146,16 @@ def test_a_scheduler_and_groups_in_another_order(tmp_path: Path):
             assert torch.equal(optimizer.state[one][name], state)
 
 
+@pytest.mark.parametrize("verify", ["before", "during"])
+def test_tensors_without_elements(tmp_path: Path, verify: Any):
+    model = nn.ParameterList([torch.ones(3), torch.empty(0, 4), torch.empty(0)])
+    checkpoint.save(tmp_path / "a", model)
+    model[0].data.zero_()
+    assert checkpoint.load(tmp_path / "a", model, verify=verify).verified
+    assert model[0].tolist() == [1, 1, 1]
+    assert command("verify", tmp_path / "a") == 0
+
+
 def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
     """Low-precision moments, tables per parameter, numbers and texts."""
 
@@ -329,6 +339,17 @@ def test_an_optimizer_of_other_parameters(saved: Path):
     assert same(values(model, optimizer), before)
     checkpoint.load(saved, model, optimizer, strict=False)
     assert optimizer.param_groups[0]["lr"] == 0.5
+    checkpoint.save(saved.parent / "scale", model, optimizer)
+    model, optimizer = trained(1)
+    before = values(model, optimizer)
+    checkpoint.load(saved.parent / "scale", model, optimizer, strict=False)
+    names = [name for name, _ in model.named_parameters()]
+    after = values(model, optimizer)
+    assert after.keys() == before.keys()
+    for number, name in enumerate(names):
+        key = f"{number}.exp_avg"
+        if key in before:  # not of `two`, which the forward does not use
+            assert torch.equal(after[key], before[key]) is (name != "scale"), name
 
 
 def test_an_optimizer_of_another_kind(saved: Path):
@@ -1332,6 +1353,9 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
     torch.save({"net": model.state_dict(), "opt": 3}, tmp_path / "net.pt")
     with pytest.raises(checkpoint.CheckpointError, match=r"is under 'model'.*'net"):
         checkpoint.load(tmp_path / "net.pt", model)
+    torch.save({"model": [model.state_dict()]}, tmp_path / "net.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=r"'model' is a list, not a state dict.*s"):
+        checkpoint.load(tmp_path / "net.pt", model)
     torch.save({"model": model.state_dict(), "optimizer": {"steps": 3}}, tmp_path / "odd.pt")
     with pytest.raises(checkpoint.CheckpointError, match="has 'steps': load without optimizer="):
         checkpoint.load(tmp_path / "odd.pt", model, optimizer)
@@ -1464,6 +1488,88 @@ def test_parts_of_a_part_are_read_from_the_file_once(tmp_path: Path, monkeypatch
     assert len(reads) == 2
 
 
+def test_states_of_another_shape(tmp_path: Path):
+    """By number, with parameters in another order."""
+    torch.save(as_numbers(*trained()), tmp_path / "a.pt")
+    model = Net(1)
+    before = values(model)
+    one, params = model.one, list(model.parameters())
+    params[1:3] = params[2:0:-1]
+    optimizer = torch.optim.AdamW(params)
+    text = r"exp_avg' has shape \(5, 7\), and parameter 'one.bias' \(5,\)"
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(tmp_path / "a.pt", model, optimizer)
+    assert same(values(model), before)
+
+    def small() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+        pair = nn.ParameterList([torch.ones(3), torch.ones(1)])
+        optimizer = torch.optim.AdamW(pair.parameters())
+        pair[0].sum().backward()
+        optimizer.step()
+        return pair, optimizer
+
+    pair, optimizer = small()
+    torch.save({"model": pair.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "b.pt")
+    with pytest.raises(checkpoint.CheckpointError, match=r"\(3,\), and parameter '1' \(1,\)"):
+        checkpoint.load(tmp_path / "b.pt", pair, torch.optim.AdamW([pair[1], pair[0]]))
+    row = {"step": torch.tensor(1.0), "row_var": torch.ones(5, 1), "col_var": torch.ones(1, 7)}
+    form = {"state": {0: row}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": one.state_dict(), "optimizer": form}, tmp_path / "c.pt")
+    tables = torch.optim.Adafactor([one.weight])
+    with pytest.raises(checkpoint.CheckpointError, match="strict=False takes"):
+        checkpoint.load(tmp_path / "c.pt", one, tables)
+    checkpoint.load(tmp_path / "c.pt", one, tables, strict=False)
+    assert torch.equal(tables.state[one.weight]["row_var"], torch.ones(5, 1))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fsdpc.optim.AdamW, torch.optim.SparseAdam])
+def test_steps_that_are_integers(tmp_path: Path, kind: Any):
+    """Old files have them; most optimizers count in a tensor, as after ``load_state_dict``."""
+    model = nn.Linear(2, 2)
+    state = {"step": 3, "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
+    form = {"state": {0: state}, "param_groups": [{"params": [0, 1]}]}
+    torch.save({"model": model.state_dict(), "optimizer": form}, tmp_path / "a.pt")
+    optimizer = kind(model.parameters())
+    checkpoint.load(tmp_path / "a.pt", model, optimizer)
+    step = optimizer.state[model.weight]["step"]
+    assert step == 3 and isinstance(step, torch.Tensor) is (kind is not torch.optim.SparseAdam)
+    if isinstance(step, torch.Tensor):
+        assert step.dtype == torch.float32 and step.shape == ()
+
+
+class Pair(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("how", ["fsdpc", "torch"])
+def test_two_states_of_one_parameter(tmp_path: Path, how: str):
+    model = Pair(False)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    (model.a.weight.sum() + 7 * model.b.weight.sum()).backward()
+    optimizer.step()
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(tmp_path / "a", model, optimizer) if how == "fsdpc" else torch.save(
+        parts, tmp_path / "a"
+    )
+    tied = Pair(True)
+    again = torch.optim.AdamW(tied.named_parameters())
+    checkpoint.load(tmp_path / "a", tied, again)
+    moment = optimizer.state[model.a.weight]["exp_avg"]
+    assert torch.equal(tied.a.weight, model.a.weight)
+    assert torch.equal(again.state[tied.a.weight]["exp_avg"], moment)
+    if how == "torch":
+        torch.save({**parts, "model": {"c": torch.ones(2, 2)}}, tmp_path / "b")
+        alone = nn.ParameterDict({"c": torch.zeros(2, 2)})
+        with pytest.raises(checkpoint.CheckpointError, match="'a.weight' and 'b.weight'.*'c'"):
+            checkpoint.load(
+                tmp_path / "b", alone, torch.optim.AdamW(alone.parameters()), rename=lambda _: "c"
+            )
+
+
 def test_parts_of_tensors_are_read_as_blocks():
     for shape in [(), (7,), (3, 5), (2, 3, 4), (4, 1, 1), (1, 6)]:
         count = int(np.prod(shape))
@@ -1502,7 +1608,8 @@ def test_only_some_tensors(tmp_path: Path):
     for name, value in values(other, into).items():
         ours = name.startswith("one.") or name.partition(".")[0] in numbers
         assert torch.equal(value, (expected if ours else before)[name]), name
-    run = checkpoint.Checkpointer(tmp_path / "run", only="one.*")
+    assert into.param_groups[0]["lr"] == 1.5  # of other parameters, too
+    run = checkpoint.Checkpointer(tmp_path / "run", only=(name for name in ["one.*"]))
     run.save(1, model)
     other = Net(1)
     assert run.resume(other).unexpected == []
@@ -1510,6 +1617,8 @@ def test_only_some_tensors(tmp_path: Path):
     for bad, text in (("tow.*", "matches no name of the model"), ([3], "only must be a pattern")):
         with pytest.raises(checkpoint.CheckpointError, match=text):
             checkpoint.save(tmp_path / "none", model, only=bad)
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.load(tmp_path / "run" / "step-000001", model, only=bad)
 
 
 def test_other_names(saved: Path, tmp_path: Path):
@@ -1525,6 +1634,30 @@ def test_other_names(saved: Path, tmp_path: Path):
     table = {"one.weight": "two.weight", "two.weight": "two.weight"}
     with pytest.raises(checkpoint.CheckpointError, match="gives two tensors the name 'two.weight'"):
         checkpoint.load(saved, Net(), rename=table)
+
+
+class Counted(nn.Linear):
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_other_names_of_extra_states_are_known_before_the_load(tmp_path: Path):
+    model = nn.ModuleDict({"a": Counted(2, 2), "b": Counted(2, 2)})
+    checkpoint.save(tmp_path / "a", model)
+    other = nn.ModuleDict({"a": Counted(2, 2), "b": Counted(2, 2)})
+    before = [param.detach().clone() for param in other.parameters()]
+    table = {name: name for name, _ in model.named_parameters()}
+    with pytest.raises(checkpoint.CheckpointError, match="KeyError: 'a._extra_state'"):
+        checkpoint.load(tmp_path / "a", other, rename=table.__getitem__)
+    with pytest.raises(checkpoint.CheckpointError, match="two extra states the name 'a._extra"):
+        checkpoint.load(tmp_path / "a", other, rename={"b._extra_state": "a._extra_state"})
+    for param, value in zip(other.parameters(), before, strict=True):
+        assert torch.equal(param, value)
 
 
 def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
