@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
@@ -55,6 +56,14 @@ def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def makes_grads(params: list[torch.Tensor]) -> bool:
+    """Whether the backward that runs on this thread makes a gradient of one of these leaves; one
+    of ``torch.autograd.grad`` makes those of its ``inputs`` only.
+    """
+    trained = (param for param in params if param.requires_grad)
+    return any(_torch.will_execute(get_gradient_edge(param).node) for param in trained)
+
+
 def torch_functions() -> tuple[Any, ...]:
     """torch's functions that the engine's hooks call, in the order of csrc/py/step/py_tree.c."""
     return (
@@ -62,6 +71,7 @@ def torch_functions() -> tuple[Any, ...]:
         torch.nn.Parameter,
         torch.is_grad_enabled,
         _torch.current_graph_task_id,
+        makes_grads,
         _torch.queue_callback,
         call_listeners,
         _torch.set_version_counters,

@@ -79,6 +79,47 @@ def test_autograd_grad_inside_forward(rank, world, use_orig_params, collectives)
     assert not energy.isnan().any() and not force.isnan().any()
 
 
+class Pushed(nn.Module):
+    """Moves hidden values along a gradient of their own, for some batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.weight = smooth_stack(), nn.Parameter(torch.eye(6))
+
+    def forward(self, x):
+        hidden = self.blocks(x)
+        if x[0, 0] > 0 or not hidden.requires_grad:
+            return hidden
+        energy = torch.tanh(hidden @ self.weight).sum()
+        (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
+        return hidden - 0.3 * force
+
+
+@ranks(2, 3, env=POISON)
+@both_ways
+def test_autograd_grad_inside_the_forward_of_some_ranks(rank, world, use_orig_params):
+    """Ranks that skip it have no other end of a backward: they go on to other collectives."""
+    signs = [[1, -1, 1], [-1, -1, 1], [1, 1, -1], [-1, 1, 1]]
+
+    def batch_of(step):
+        x = batch(rank, step)
+        x[0, 0] = x[0, 0].abs() * signs[step][rank]
+        return x
+
+    model = wrap_blocks("fsdpc", Pushed(), Smooth, use_orig_params=use_orig_params)
+    for step in range(4):
+        squares(model, batch_of(step)).backward(retain_graph=True)
+        torch.distributed.barrier()
+        model.zero_grad()
+    compare(
+        Pushed(),
+        lambda m: wrap_blocks("fsdpc", m, Smooth, use_orig_params=use_orig_params),
+        batch_of,
+        loss_of=squares,
+        steps=4,
+    )
+
+
 @ranks(2, env=POISON)
 def test_a_second_backward_after_another_pass_is_refused(rank, world):
     model = wrap_blocks("fsdpc", smooth_stack(), Smooth)

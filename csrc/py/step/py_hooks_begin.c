@@ -1,4 +1,10 @@
-/* How a backward begins. */
+/* How a backward begins.
+ *
+ * [Note: gradients inside a forward] A forward may ask for gradients of its own (forces as gradients of an
+ * energy): a backward that begins inside a forward and makes no parameter's gradient. Such a backward is a part
+ * of the forward. Its end does not synchronise the ranks, since ranks may skip the module: they would
+ * wait at the end of another backward.
+ */
 #include "py/step/py_hooks_impl.h"
 
 int
@@ -48,6 +54,28 @@ fsdpc_py_any_sync(const fsdpc_py_tree *tree)
     return !some;
 }
 
+/* See [Note: gradients inside a forward]. 1, 0, or -1. */
+static int
+is_part_of_forward(const fsdpc_py_tree *tree)
+{
+    if (tree->forward_depth == 0 || !tree->makes_grads) {
+        return 0;
+    }
+    PyObject *params = PyList_New(0);
+    int result = params ? 0 : -1;
+    for (int u = 0; result == 0 && u < tree->count; u++) {
+        const fsdpc_py_flat *flat = tree->units[u];
+        for (int i = 0; result == 0 && i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
+            result = flat->full[i] ? PyList_Append(params, flat->full[i]) : 0;
+        }
+    }
+    PyObject *makes = result == 0 ? PyObject_CallOneArg(tree->makes_grads, params) : NULL;
+    result = makes ? makes == Py_False : -1;
+    Py_XDECREF(makes);
+    Py_XDECREF(params);
+    return result;
+}
+
 int
 fsdpc_py_begin_backward(fsdpc_py_tree *tree)
 {
@@ -68,10 +96,15 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
             return -1;
         }
     }
+    int local = is_part_of_forward(tree);
+    if (local < 0) {
+        return -1;
+    }
+    tree->local = local;
     tree->backward++;
     tree->entered = tree->lingers = -1;
     tree->twice = false;
-    tree->sums = fsdpc_py_any_sync(tree);
+    tree->sums = local == 0 && fsdpc_py_any_sync(tree);
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_backward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);

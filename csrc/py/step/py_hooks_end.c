@@ -73,7 +73,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (!tree->tree) {
         return 0; /* closed meanwhile */
     }
-    bool sync = fsdpc_py_any_sync(tree);
+    bool sync = !tree->local && fsdpc_py_any_sync(tree);
     int status;
     if (finish_partial_units(tree) < 0 || (sync && fsdpc_py_send_what_is_due(tree, true) < 0)) {
         return -1;

@@ -121,12 +121,14 @@ typedef struct fsdpc_py_tree {
     uint64_t asked_backward;
     PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
     bool sums;             /* some unit's gradients of that backward are summed over the ranks */
+    bool local;            /* that backward is a part of a forward: see py_hooks_begin.c */
     uint64_t backward;     /* number of that backward */
     int entered;           /* the unit that the latest backward has entered last; -1: none */
     int lingers;           /* the unit that is complete and held until another is entered; -1 */
     bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
+    PyObject *makes_grads;                                /* see fsdpc/_engine/interop.py */
     PyObject *listeners; /* calls the hooks of a list of parameters */
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
