@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc import optim
 from fsdpc.optim import _table
+from fsdpc.optim._base import Check
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 SIZES = ((64,), (33, 5), (), (0,), (1000,), (17,))
@@ -459,3 +460,13 @@ def test_found_inf_is_shown_to_what_runs_around_a_step():
             scaler.update(4.0)
             assert set(shown) == {float(value != 1.0)}
             shown.clear()
+
+
+def test_a_step_without_hooks_does_the_scalers_check():
+    for name in MAKES:
+        params, optimizer = stepped(name)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
+        check = Check(torch.zeros(()), lambda: None)
+        assert optimizer.leave_check(check)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        assert not optimizer.leave_check(check)
