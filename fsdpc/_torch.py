@@ -139,6 +139,14 @@ set_code_exec_strategy = _find("torch._C", "_dynamo.eval_frame.set_code_exec_str
 _Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
 _Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
 SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
+# Called before the steps of all optimizers, and of one.
+global_step_pre_hooks = _find("torch.optim.optimizer", "_global_optimizer_pre_hooks")
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """Those of this optimizer alone."""
+    return optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined, no-any-return]
+
 
 # --- functions that fsdpc replaces ---------------------------------------------------------------
 

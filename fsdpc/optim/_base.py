@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._engine.device import stand_in
+from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
 from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, step_chunks
 from fsdpc.optim._device import (
     Control,
@@ -498,6 +499,8 @@ class FusedOptimizer(Optimizer):
         self._check = None
         if check is None or self._inside is not None or not check.found.is_cpu or stand_in():
             return False
+        if not _sees_gradients_first(self):
+            return False
         if self._table is None:
             params = [p for group in self.param_groups for p in group["params"]]
             if not all(p.is_cpu and (p.grad is None or type(p.grad) is Tensor) for p in params):
@@ -516,6 +519,8 @@ class FusedOptimizer(Optimizer):
         good = all(math.isfinite(part) for _, part in parts) or finite()
         check.found.fill_(0.0 if good else 1.0)
         check.agree()
+        if hasattr(self, "found_inf"):  # the scaler's, which hooks behind the step may read
+            self.found_inf = check.found
         return check.found
 
     def _is_on_gpu(self) -> bool:
@@ -580,6 +585,18 @@ class FusedOptimizer(Optimizer):
         """Wait until nothing writes to states any more. Local."""
         if self._store is not None:
             self._store.finish()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the optimizer, whose states are in memory."""
+        name = type(self).__name__
+        if isinstance(self._store, HostStore):
+            raise NotImplementedError(
+                f"{name} with offload=Host(...) cannot be copied: its states are a GPU's. "
+                f"Copy the model, make {name}(..., offload=Host(...)) of the copy's "
+                "parameters, and load this one's state_dict() there"
+            )
+        state = super().__getstate__()
+        return state if self._copies is None else {**state, "_copies": self._copies}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a loaded group does not have keep this optimizer's defaults."""
@@ -654,6 +671,19 @@ class FusedOptimizer(Optimizer):
 def step_counter(param: Tensor) -> Tensor:
     """The state ``step`` of a parameter: float32, 0-dim, on the host or on the parameter's GPU."""
     return torch.zeros((), dtype=torch.float32, device=step_device(param))
+
+
+def _sees_gradients_first(optimizer: FusedOptimizer) -> bool:
+    """False where code of a program runs between a scaler's check and a step: hooks, and a step of
+    a subclass, which may change gradients or read ``found_inf``.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
+        step = step.__wrapped__
+    if step is not FusedOptimizer.step or step_pre_hooks(optimizer):
+        return False
+    hooks = global_step_pre_hooks.values()
+    return all(str(getattr(hook, "__module__", "")).startswith("fsdpc.") for hook in hooks)
 
 
 def _is_set(found: Any) -> bool:

@@ -63,6 +63,28 @@ class GuardedState(defaultdict[Any, Any]):
         self.check()
         return super().get(key, default)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        self.check()
+        return super().pop(key, *default)
+
+    def popitem(self) -> Any:
+        self.check()
+        return super().popitem()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self.check()
+        return super().setdefault(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Without a method of its own, ``dict(state)`` would take the values past ``items``."""
+        return super().__iter__()
+
+    def copy(self) -> Any:
+        """An ordinary one, of the same states."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
     def items(self) -> Any:
         self.check()
         return super().items()

@@ -58,11 +58,14 @@ class SpannedOptimizer(FusedOptimizer):
             self._known[param] = place_of(param)
         return self._known[param]
 
+    def _spans(self, param: Tensor) -> list[Span]:
+        """What a step goes through."""
+        return self._place(param).spans
+
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
     ) -> None:
-        if ends[0] < ends[1]:
-            super()._lend(worker, part, param, ends, held)
+        super()._lend(worker, part, param, ends, held)
         worker._known[part] = slice_of_place(self._place(param), *ends)
         worker._order[part] = self._number(param)
 
@@ -80,7 +83,7 @@ class SpannedOptimizer(FusedOptimizer):
         self, params: Sequence[Tensor], values: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> Iterator[Piece]:
         for param, value, grad in zip(params, values, grads, strict=True):
-            for span in self._place(param).spans:
+            for span in self._spans(param):
                 key = self._key(param, span)
                 yield Piece(param, span, key, part(value, span), part(grad, span))
 

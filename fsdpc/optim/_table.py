@@ -39,8 +39,11 @@ class Table:
         if self.names != names_of(optimizer):
             return False
         params = [group["params"] for group in optimizer.param_groups]
-        self.count = _C.optim_table_read(self.core, params, optimizer.state)
-        return self.count >= 0
+        count = _C.optim_table_read(self.core, params, optimizer.state)
+        if count < 0:  # perhaps since another thread's step is under way, whose count stays
+            return False
+        self.count = count
+        return True
 
     def end(self) -> None:
         """Give up the gradients and states of the step."""

@@ -10,9 +10,17 @@ from torch import Tensor
 from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import local_of
+from fsdpc.optim._places import Span, local_of
 from fsdpc.optim._spanned import SpannedOptimizer, part
 from fsdpc.optim.adam import AdamW
+
+
+def _refuse_amsgrad(group: dict[str, Any]) -> None:
+    if isinstance(group, dict) and group.get("amsgrad"):
+        raise ValueError(
+            "AdamWBF16 has no amsgrad, and a group of parameters or of a loaded state dict has it: "
+            "set group['amsgrad'] = False there, or use fsdpc.optim.AdamW, which has amsgrad"
+        )
 
 
 class AdamWBF16(SpannedOptimizer, AdamW):
@@ -26,8 +34,10 @@ class AdamWBF16(SpannedOptimizer, AdamW):
     resume. Parameters in bfloat16 are rounded in the same way; float32 parameters stay exact.
 
     A state dict holds bfloat16 states and opens in ``torch.optim.AdamW``. ``NotImplementedError``
-    for DTensors that are not cut by rows.
+    for DTensors that are not cut by rows. ``ValueError`` for groups with ``amsgrad``.
     """
+
+    _state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -49,6 +59,23 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(stochastic_rounding=stochastic_rounding, seed=seed)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _refuse_amsgrad(param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state.get("param_groups", ()):
+            _refuse_amsgrad(group)
+        super().__setstate__(state)
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        _refuse_amsgrad(group)
+        return self._state_names
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        _refuse_amsgrad(group)
+        super()._begin_group(group, found)
+
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.bfloat16
 
@@ -57,10 +84,14 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         return rule._replace(stochastic=group["stochastic_rounding"], seed=group["seed"])
 
     def _table_place(self, param: Tensor) -> tuple[int, int] | None:
-        spans = self._place(param).spans
+        spans = self._spans(param)
         if len(spans) != 1 or spans[0].length != local_of(param).numel():
             return None
         return spans[0].first, self._key(param, spans[0])
+
+    def _spans(self, param: Tensor) -> list[Span]:
+        """An empty one for a parameter without elements here, so that its steps are counted."""
+        return self._place(param).spans or [Span(0, 0, 0, (0,), 0, ())]
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         pieces = list(self._pieces(found.params, found.values, found.grads))

@@ -15,6 +15,8 @@ from torch import nn
 
 from fsdpc import _C, optim
 from fsdpc._plan.states import optimizer as planned
+from fsdpc.optim._chunks import GuardedState, Store
+from fsdpc.optim._host import HostStore
 from fsdpc.optim.adam_mini import block_squares
 
 N = 3 * 4096 + 300  # the last block of 256 is not whole
@@ -253,6 +255,61 @@ def test_states_of_torchs_adamw_load(make: Any):
     run(torchs, 1, 3)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-4)
+
+
+def test_amsgrad_is_refused_where_the_class_has_none():
+    param = one(n=64)
+    torchs = torch.optim.AdamW([param], amsgrad=True)
+    run(torchs, 1)
+    saved = torchs.state_dict()
+    optimizer = optim.AdamWBF16([param])
+    run(optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"AdamWBF16 has no amsgrad.*= False.*fsdpc.optim.AdamW,"):
+        optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="has no amsgrad"):
+        optim.AdamWBF16([{"params": [param], "amsgrad": True}])
+    optimizer.param_groups[0]["amsgrad"] = True
+    for table in (optimizer._table, None):
+        optimizer._table = table
+        with pytest.raises(ValueError, match="has no amsgrad"):
+            run(optimizer, 1)
+    saved["param_groups"][0]["amsgrad"] = False
+    optimizer.load_state_dict(saved)
+    run(optimizer, 3)
+    assert optimizer._table is not None
+
+
+def test_every_way_to_offloaded_states_waits_for_them():
+    waits: list[int] = []
+
+    class Finishing(Store):
+        def __init__(self) -> None:
+            pass
+
+        def finish(self) -> None:
+            waits.append(1)
+
+    own = {"step": 1}
+    for use in (
+        dict,
+        lambda s: {**s},
+        lambda s: s.copy(),
+        copy.copy,
+        lambda s: {"k": s.setdefault("k", {})},
+        lambda s: {"k": s.pop("k")},
+        lambda s: dict([s.popitem()]),
+    ):
+        waits.clear()
+        assert use(GuardedState({"k": own}, Finishing())) == {"k": own} and waits
+
+
+def test_an_optimizer_with_states_of_a_gpu_is_not_copied():
+    optimizer = optim.AdamW([one(n=4)])
+    optimizer._store = HostStore(optim.Host(), "AdamW")
+    with pytest.raises(NotImplementedError, match="AdamW with offload=Host.*load this one's state"):
+        copy.deepcopy(optimizer)
 
 
 def test_deepcopy_and_pickle():

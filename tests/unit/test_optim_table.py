@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc import optim
 from fsdpc.optim import _table
+from fsdpc.optim._base import Check
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 SIZES = ((64,), (33, 5), (), (0,), (1000,), (17,))
@@ -22,7 +27,7 @@ MAKES: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "SGD plain": lambda p: optim.SGD(p, lr=0.1),
     "Lion": lambda p: optim.Lion(p, lr=0.1),
-    "AdamWBF16": lambda p: optim.AdamWBF16(p[:3] + p[4:], lr=0.1),
+    "AdamWBF16": lambda p: optim.AdamWBF16(p, lr=0.1),
 }
 STEPS = 7
 
@@ -73,6 +78,23 @@ def no_states(optimizer: Any, params: Any, step: int) -> None:
     optimizer.state.pop(params[1], None)
 
 
+def shared_step(optimizer: Any, params: Any, step: int) -> None:
+    states = optimizer.state
+    if step == 4 and "step" in states.get(params[0], {}):
+        optimizer.add_param_group({"params": [nn.Parameter(values(99, (40,)))]})
+        other = optimizer.param_groups[1]["params"][0]
+        own = states[params[0]]
+        states[other] = {n: v[:40].clone() if n != "step" else v for n, v in own.items()}
+        params.append(other)
+    if len(optimizer.param_groups) > 1:
+        params[-1].grad = values(step, (40,))
+
+
+def another_mapping(optimizer: Any, params: Any, step: int) -> None:
+    if step == 4:
+        optimizer.state = UserDict(optimizer.state)
+
+
 def loaded(optimizer: Any, params: Any, step: int) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -82,7 +104,7 @@ def other_options(optimizer: Any, params: Any, step: int) -> None:
 
 
 def amsgrad(optimizer: Any, params: Any, step: int) -> None:
-    if "amsgrad" in optimizer.param_groups[0]:
+    if "amsgrad" in optimizer.param_groups[0] and not isinstance(optimizer, optim.AdamWBF16):
         optimizer.param_groups[0]["amsgrad"] = step == 4
 
 
@@ -150,6 +172,8 @@ CHANGES = (
     subclass,
     frozen,
     low_parameter,
+    shared_step,
+    another_mapping,
 )
 
 
@@ -236,6 +260,55 @@ def test_a_table_keeps_nothing_alive():
     assert gone() is None
 
 
+class Armed(nn.Parameter):
+    """Runs code of a program when a step reads its gradient."""
+
+    act: Any = None
+
+    @property
+    def grad(self) -> Any:
+        if self.act is not None:
+            self.act()
+        return torch.ones(4)
+
+
+def test_a_state_that_goes_while_gradients_are_read_is_held():
+    param = Armed(torch.ones(4))
+    optimizer = optim.AdamW([param], lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+    table, state = optimizer._table, weakref.ref(optimizer.state[param]["exp_avg"])
+    param.act = lambda: optimizer.state.pop(param, None)
+    assert table.read(optimizer) and state() is not None
+    table.end()
+    assert state() is None
+
+
+def test_a_step_inside_a_step_and_in_another_thread():
+    param = Armed(torch.ones(4))
+    optimizer = optim.SGD([param], lr=0.25)
+    optimizer.step()
+    table = optimizer._table
+    assert table.read(optimizer) and table.count == 1
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
+    assert table.count == 1 and optimizer._table is not table
+    assert not table.read(optimizer) and table.changed(_table.PARAMS) == [param]
+    table.end()
+    assert torch.equal(param.detach(), torch.full((4,), 0.5))
+    assert table.read(optimizer)
+    table.end()
+
+    def act() -> None:
+        param.act = None
+        optimizer.step()
+
+    param.act = act
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.zeros(4))
+
+
 def test_tables_that_never_hold_are_made_seldom(monkeypatch):
     made: list[Any] = []
     table_of = _table.table_of
@@ -276,6 +349,18 @@ def test_copies_are_the_rounded_parameters(name: str, low: torch.dtype):
     set_grads(params, 9)
     optimizer.step()
     assert torch.equal(copies[own[0]], before) and not torch.equal(before, own[0].to(low))
+
+
+def test_copies_are_copied_with_the_optimizer():
+    params, optimizer = stepped()
+    low = torch.empty_like(params[0], dtype=torch.bfloat16)
+    optimizer.write_copies({params[0]: low})
+    model, lows, other = deepcopy((params, low, optimizer))
+    before = low.clone()
+    set_grads(model, 1)
+    other.step()
+    assert torch.equal(lows, model[0].bfloat16()) and not torch.equal(lows, low)
+    assert torch.equal(low, before)
 
 
 def test_wrong_copies_are_refused():
@@ -329,27 +414,59 @@ def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_infinities_are_found_after_hooks(max_norm: float | None):
-    """A pre-hook of the step spoils or mends gradients: what is stepped is what is checked."""
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_infinities_are_found_before_hooks(max_norm: float | None, everywhere: bool):
+    """As with torch's scaler: what a pre-hook of the step does to gradients decides nothing."""
     params, optimizer = stepped("SGD plain")
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
-    spoilt = True
+    put = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook
 
-    def hook(*_: Any) -> None:
-        params[0].grad.fill_(float("nan") if spoilt else 1.0)
+    def mend(*_: Any) -> None:
+        params[0].grad.nan_to_num_(posinf=0.0)
 
-    optimizer.register_step_pre_hook(hook)
+    handle = put(mend)
     more = {} if max_norm is None else {"max_norm": max_norm}
     before = [p.detach().clone() for p in params]
-    scaler.scale(torch.zeros(()))
-    set_grads(params, 1)
-    scaler.step(optimizer, **more)
-    scaler.update()
-    assert all(map(torch.equal, params, before)) and scaler.get_scale() == 2.0
-    spoilt = False
-    set_grads(params, 1)
-    params[0].grad[0] = float("inf")
-    scaler.step(optimizer, **more)
-    scaler.update()
-    assert not torch.equal(params[0], before[0]) and scaler.get_scale() == 2.0
+    try:
+        for bad in (True, False):
+            scaler.scale(torch.zeros(()))
+            set_grads(params, 1)
+            if bad:
+                params[0].grad[0] = float("inf")
+            scaler.step(optimizer, **more)
+            scaler.update()
+            assert torch.equal(params[0], before[0]) == bad and scaler.get_scale() == 2.0
+    finally:
+        handle.remove()
     assert optimizer._check is None
+
+
+def test_found_inf_is_shown_to_what_runs_around_a_step():
+    class Own(optim.SGD):
+        def step(self, *args: Any, **options: Any) -> Any:
+            shown.append(float(self.found_inf))
+            return super().step(*args, **options)
+
+    shown: list[float] = []
+    for kind in (optim.SGD, Own):
+        param = nn.Parameter(torch.ones(4))
+        optimizer = kind([param], lr=0.1)
+        optimizer.register_step_post_hook(lambda o, *_: shown.append(float(o.found_inf)))
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        for value in (1.0, float("inf"), float("nan"), 1.0):
+            scaler.scale(torch.zeros(()))
+            param.grad = torch.full((4,), value)
+            scaler.step(optimizer)
+            scaler.update(4.0)
+            assert set(shown) == {float(value != 1.0)}
+            shown.clear()
+
+
+def test_a_step_without_hooks_does_the_scalers_check():
+    for name in MAKES:
+        params, optimizer = stepped(name)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
+        check = Check(torch.zeros(()), lambda: None)
+        assert optimizer.leave_check(check)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        assert not optimizer.leave_check(check)

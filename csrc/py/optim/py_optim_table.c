@@ -30,7 +30,7 @@ enum { AHEAD = 4 }; /* members */
 
 struct member {
     const PyObject *param; /* an address */
-    PyObject *state;       /* an address; NULL: the optimizer has no state of it */
+    PyObject *state;       /* an address, held in a step; NULL: the optimizer has no state of it */
     PyObject *copy;        /* an address, kept alive by the caller; NULL: none */
     const void *data;
     int64_t numel, first;
@@ -50,7 +50,8 @@ struct group {
 
 /* An entry of the optimizer's state, by addresses. */
 struct pair {
-    const PyObject *param, *state;
+    const PyObject *param;
+    PyObject *state;
 };
 
 struct table {
@@ -64,6 +65,8 @@ struct table {
     struct pair *pairs;
     int pair_count;
     /* of the step that is being done */
+    bool
+        busy; /* from the beginning of a read to the end of its step: Python code may run in between */
     fsdpc_optim_tensor *tensors;
     float **steps;
     int *numbers;      /* the member of each tensor */
@@ -82,6 +85,14 @@ drop_held(struct table *self)
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_DECREF(self->held[i]);
     }
+}
+
+/* Dropping may run Python code, which must not read meanwhile. */
+static void
+give_up(struct table *self)
+{
+    drop_held(self);
+    self->busy = false;
 }
 
 static void
@@ -162,7 +173,7 @@ allocate(struct table *self, Py_ssize_t pairs)
     self->numbers = fsdpc_mem_calloc(n, sizeof *self->numbers);
     self->grads = fsdpc_mem_calloc(n, sizeof *self->grads);
     self->locals = fsdpc_mem_calloc(n, sizeof *self->locals);
-    self->held = fsdpc_mem_calloc(n, HELD * sizeof *self->held);
+    self->held = fsdpc_mem_calloc(n * HELD + (size_t)pairs, sizeof *self->held);
     if (!self->members || !self->pairs || !self->tensors || !self->steps || !self->numbers ||
         !self->grads || !self->locals || !self->held) {
         PyErr_NoMemory();
@@ -193,8 +204,8 @@ take_view(const struct table *self, PyObject *param, fsdpc_py_view *out)
 }
 
 static int
-take_member(const struct table *self, struct member *out, PyObject *param, PyObject *state,
-            PyObject *place, PyObject *copy)
+take_member(const struct table *self, struct member *out, PyObject *param, PyObject *place,
+            PyObject *copy)
 {
     fsdpc_py_view view;
     long long first;
@@ -206,15 +217,7 @@ take_member(const struct table *self, struct member *out, PyObject *param, PyObj
     if (!view.contiguous) {
         return misused("a parameter is not contiguous");
     }
-    PyObject *own = PyDict_GetItemWithError(state, param);
-    if (own == NULL && PyErr_Occurred()) {
-        return -1;
-    }
-    if (own != NULL && !PyDict_CheckExact(own)) {
-        return misused("a state is not a dict");
-    }
     out->param = param;
-    out->state = own;
     out->copy = copy == Py_None ? NULL : copy;
     out->data = view.data;
     out->numel = view.numel;
@@ -225,8 +228,7 @@ take_member(const struct table *self, struct member *out, PyObject *param, PyObj
 }
 
 static int
-take_members(struct table *self, PyObject *groups, PyObject *state, PyObject *places,
-             PyObject *copies)
+take_members(struct table *self, PyObject *groups, PyObject *places, PyObject *copies)
 {
     const Py_ssize_t n = self->member_count;
     if (!PyList_CheckExact(places) || PyList_GET_SIZE(places) != n ||
@@ -238,7 +240,7 @@ take_members(struct table *self, PyObject *groups, PyObject *state, PyObject *pl
         PyObject *params = PyTuple_GET_ITEM(PyList_GET_ITEM(groups, g), 0);
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params) && number < n; i++, number++) {
             PyObject *copy = copies == Py_None ? Py_None : PyList_GET_ITEM(copies, number);
-            if (take_member(self, &self->members[number], PyList_GET_ITEM(params, i), state,
+            if (take_member(self, &self->members[number], PyList_GET_ITEM(params, i),
                             PyList_GET_ITEM(places, number), copy) < 0) {
                 return -1;
             }
@@ -247,14 +249,36 @@ take_members(struct table *self, PyObject *groups, PyObject *state, PyObject *pl
     return 0;
 }
 
-static void
-take_pairs(struct table *self, PyObject *state)
+/* All entries of the state, and the state of each member: by the parameters' addresses, since a tensor's
+ * hash is Python code, which could change the state in between. */
+static int
+take_pairs(struct table *self, PyObject *state, Py_ssize_t count)
 {
-    PyObject *key, *value;
+    PyObject *key, *value, *of = PyDict_New();
     Py_ssize_t at = 0;
-    while (PyDict_Next(state, &at, &key, &value)) {
-        self->pairs[self->pair_count++] = (struct pair){key, value};
+    int status = of == NULL ? -1 : 0;
+    if (status == 0 && PyDict_Size(state) != count) { /* looking at tensors has run Python code */
+        status = misused("the optimizer's state has changed");
     }
+    while (status == 0 && PyDict_Next(state, &at, &key, &value)) {
+        PyObject *address = PyLong_FromVoidPtr(key);
+        self->pairs[self->pair_count++] = (struct pair){key, value};
+        status = address == NULL ? -1 : PyDict_SetItem(of, address, value);
+        Py_XDECREF(address);
+    }
+    for (int i = 0; status == 0 && i < self->member_count; i++) {
+        PyObject *address = PyLong_FromVoidPtr((void *)self->members[i].param);
+        PyObject *own = address == NULL ? NULL : PyDict_GetItemWithError(of, address);
+        Py_XDECREF(address);
+        if (own == NULL && PyErr_Occurred()) {
+            status = -1;
+        } else if (own != NULL && !PyDict_CheckExact(own)) {
+            status = misused("a state is not a dict");
+        }
+        self->members[i].state = own;
+    }
+    Py_XDECREF(of);
+    return status;
 }
 
 static int
@@ -284,14 +308,10 @@ fill_table(struct table *self, PyObject *plain, PyObject *cut, PyObject *groups,
             return -1;
         }
     }
-    if (allocate(self, pairs) < 0 || take_members(self, groups, state, places, copies) < 0) {
+    if (allocate(self, pairs) < 0 || take_members(self, groups, places, copies) < 0) {
         return -1;
     }
-    if (PyDict_Size(state) != pairs) { /* looking at tensors has run Python code */
-        return misused("the optimizer's state has changed");
-    }
-    take_pairs(self, state);
-    return 0;
+    return take_pairs(self, state, pairs);
 }
 
 static PyObject *
@@ -386,7 +406,20 @@ same_state(const struct table *self, PyObject *state)
     return true;
 }
 
-/* Whether the parameter lies where it lay; its type may be any that DLPack's functions take. */
+/* Reading gradients may run Python code, which may replace states: holds those that same_state saw. */
+static void
+hold_states(struct table *self)
+{
+    for (int i = 0; i < self->pair_count; i++) {
+        if (i + 2 * AHEAD < self->pair_count) {
+            __builtin_prefetch(self->pairs[i + 2 * AHEAD].state, 1);
+        }
+        self->held[self->held_count++] = Py_NewRef(self->pairs[i].state);
+    }
+}
+
+/* Whether the parameter lies where it lay; its type may be any that DLPack's functions take. Whether its
+ * values are lazily negated was asked when the table was made, see lies(). */
 static bool
 is_in_place(const struct table *self, PyObject *param, struct member *member)
 {
@@ -402,7 +435,8 @@ is_in_place(const struct table *self, PyObject *param, struct member *member)
 }
 
 /* A tensor of the plain type that a step may use. The same one at the same place is not asked twice
- * whether its values are negated. */
+ * whether its values are lazily negated: a tenth of the time of a step of small tensors. So setting the
+ * `data` of a state to a negated view of itself is not found out. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
@@ -426,7 +460,12 @@ static bool
 read_state(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
            fsdpc_dtype *type, void **out)
 {
-    PyObject *local = tensor == NULL ? NULL : local_of(self, tensor);
+    if (tensor == NULL) {
+        return false;
+    }
+    Py_INCREF(tensor); /* a state dict may give it up while Python code runs */
+    PyObject *local = local_of(self, tensor);
+    Py_DECREF(tensor);
     if (local == NULL) {
         return false;
     }
@@ -464,8 +503,7 @@ read_states(struct table *self, const struct group *group, struct member *member
     if (!read_state(self, found, &member->seen[COUNTER], 1, &type, &counter) || type != FSDPC_F32) {
         return false;
     }
-    *step = counter;
-    tensor->step = (double)**step + 1;
+    *step = counter; /* step_group reads it */
     return true;
 }
 
@@ -585,19 +623,26 @@ optim_table_read(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
     struct table *self = count == 3 ? table_of(args[0]) : NULL;
-    if (self == NULL || !PyList_CheckExact(args[1]) || !PyDict_Check(args[2])) {
+    if (self == NULL || !PyList_CheckExact(args[1])) {
         (void)misused("a step needs a table, the groups' lists of parameters and the state");
         return NULL;
     }
-    drop_held(self);
-    bool same = PyList_GET_SIZE(args[1]) == self->group_count && same_state(self, args[2]);
+    if (self->busy) { /* another thread's step, or one that this step's Python code has begun */
+        return PyLong_FromLong(-1);
+    }
+    self->busy = true;
+    bool same = PyDict_Check(args[2]) && PyList_GET_SIZE(args[1]) == self->group_count &&
+                same_state(self, args[2]);
+    if (same) {
+        hold_states(self);
+    }
     for (int g = 0; same && g < self->group_count; g++) {
         same = g < PyList_GET_SIZE(args[1]) &&
                read_group(self, &self->groups[g], PyList_GET_ITEM(args[1], g));
     }
     if (!same) {
         PyErr_Clear();
-        drop_held(self);
+        give_up(self);
         return PyLong_FromLong(-1);
     }
     return PyLong_FromLong(self->count);
@@ -650,9 +695,12 @@ done:
 static int
 step_group(struct table *self, const struct group *group, const fsdpc_optim_rule *rule, int threads)
 {
-    const fsdpc_optim_tensor *tensors = self->tensors + group->first;
+    fsdpc_optim_tensor *tensors = self->tensors + group->first;
     float *const *steps = self->steps + group->first;
     int status;
+    for (int i = 0; group->counter != NULL && i < group->count; i++) {
+        tensors[i].step = (double)*steps[i] + 1; /* a group before this one may share the counter */
+    }
     Py_BEGIN_ALLOW_THREADS
     status = fsdpc_optim_step(rule, tensors, group->count, threads);
     Py_END_ALLOW_THREADS
@@ -732,7 +780,7 @@ optim_table_end(PyObject *module, PyObject *capsule)
     if (self == NULL) {
         return NULL;
     }
-    drop_held(self);
+    give_up(self);
     Py_RETURN_NONE;
 }
 
