@@ -217,7 +217,7 @@ class Store:
                 self.zero.discard((param, name))
                 state[name] = self.tensor(param, name)
 
-    def todo(self, active: Sequence[Tensor]) -> list[Chunk]:
+    def due(self, active: Sequence[Tensor]) -> list[Chunk]:
         """The chunks with states of these parameters, in the order of the layout."""
         wanted = {id(param) for param in active}
         return [

@@ -161,20 +161,20 @@ class Pass:
 
     def __init__(self, store: Store, active: Sequence[Tensor]) -> None:
         self.store = store
-        self.todo = store.todo(active)
+        self.due = store.due(active)
         self.started = 0
         self.began = False  # values have been changed
-        for _ in range(min(BUFFERS - 1, len(self.todo))):
+        for _ in range(min(BUFFERS - 1, len(self.due))):
             self._read_next()
 
     def _read_next(self) -> None:
-        if self.started < len(self.todo):
-            self.store.start(False, self.started % BUFFERS, self.todo[self.started])
+        if self.started < len(self.due):
+            self.store.start(False, self.started % BUFFERS, self.due[self.started])
             self.started += 1
 
     def run(self, step: Any) -> None:
         """Call ``step(chunk, buffer)`` with each chunk in memory, and write what it leaves."""
-        for place, chunk in enumerate(self.todo):
+        for place, chunk in enumerate(self.due):
             buffer = place % BUFFERS
             self.store.wait(buffer)
             self.store.check(buffer, chunk)

@@ -157,8 +157,8 @@ class HostStore(Store):
 
     def passes(self, active: Sequence[Tensor]) -> Pass | None:
         """None: no chunk is to be stepped."""
-        todo = self.todo(active)
-        return Pass(self, todo) if todo else None
+        due = self.due(active)
+        return Pass(self, due) if due else None
 
     def finish(self) -> None:
         """Host sync, unless the host has waited since the last step."""
@@ -186,9 +186,9 @@ def _begin(block: tuple[int, Tensor]) -> int:
 class Pass:
     """One pass over chunks, two at a time: one comes, one is stepped and goes."""
 
-    def __init__(self, store: HostStore, todo: list[Chunk]) -> None:
+    def __init__(self, store: HostStore, due: list[Chunk]) -> None:
         self.store = store
-        self.todo = todo
+        self.due = due
         self.arrived: list[int] = []  # marks of ``incoming``
         self.began = False  # values have been changed
         self._fetch(STAGES)
@@ -196,20 +196,20 @@ class Pass:
     def _fetch(self, count: int) -> None:
         """Queue the way in of the next chunks, behind all ways out so far."""
         store, first = self.store, len(self.arrived)
-        if first == len(self.todo):
+        if first == len(self.due):
             return
         if store.last:
             store.outgoing.join(store.last)
         store.incoming.begin()
-        for number in range(first, min(first + count, len(self.todo))):
-            for there, host, nbytes in store.addresses(number % STAGES, self.todo[number]):
+        for number in range(first, min(first + count, len(self.due))):
+            for there, host, nbytes in store.addresses(number % STAGES, self.due[number]):
                 store.incoming.back(there, host, nbytes)
             self.arrived.append(store.incoming.mark())
 
     def run(self, step: Any) -> None:
         """Call ``step(chunk, buffer)`` with each chunk in its turn. Queued, without a wait."""
         store = self.store
-        for number, chunk in enumerate(self.todo):
+        for number, chunk in enumerate(self.due):
             buffer = number % STAGES
             store.incoming.join(self.arrived[number])
             self.began = True

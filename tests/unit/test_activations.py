@@ -17,14 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdpc import _C
 from fsdpc.activations import checkpoint, compress, offload, offloading
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread would only wait for a busy processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):

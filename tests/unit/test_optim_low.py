@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,9 @@ from fsdpc.optim._chunks import GuardedState, Store
 from fsdpc.optim._host import HostStore
 from fsdpc.optim.adam_mini import block_squares
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 N = 3 * 4096 + 300  # the last block of 256 is not whole
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread would only wait for a busy processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +20,8 @@ from fsdpc.optim import _table
 from fsdpc.optim._base import Check
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = ((64,), (33, 5), (), (0,), (1000,), (17,))
 MAKES: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
@@ -30,15 +32,6 @@ MAKES: dict[str, Callable[[Any], Any]] = {
     "AdamWBF16": lambda p: optim.AdamWBF16(p, lr=0.1),
 }
 STEPS = 7
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread would only wait for a busy processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values(seed: int, shape: Any) -> torch.Tensor:

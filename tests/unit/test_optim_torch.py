@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from fsdpc import _C, optim
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # A multiple of every vector length of torch's kernels (its last elements go another way), and more
 # than one part of ours.
@@ -34,15 +36,6 @@ SGD = [
 ]
 CASES = [(name, options) for name in ("Adam", "AdamW") for options in ADAM]
 CASES += [("SGD", options) for options in SGD]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread would only wait for a busy processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values(seed: int, dtype: torch.dtype, shape: Any = None) -> torch.Tensor:

@@ -436,7 +436,7 @@ is_in_place(const struct table *self, PyObject *param, struct member *member)
 
 /* A tensor of the plain type that a step may use. The same one at the same place is not asked twice
  * whether its values are lazily negated: a tenth of the time of a step of small tensors. So setting the
- * `data` of a state to a negated view of itself is not found out. */
+ * `data` of a state to a negated view of itself is not detected. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
