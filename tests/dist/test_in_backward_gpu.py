@@ -4,6 +4,7 @@ to the bit, without a host sync, and each wait that is left out is found.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import env
@@ -57,6 +58,9 @@ def test_equals_steps_after_backward(rank: int, world: int, door: str):
         assert all(p.grad is None for p in model.parameters())
         same(model, expected)
     assert simgpu.take_reports() == []
+
+
+ALL = ([True] * 5, [0, 1, 2, 3, 4])
 
 
 class Partial(nn.Module):
@@ -131,6 +135,55 @@ def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: s
     assert simgpu.take_reports() == []
 
 
+@ranks(2, env=ON_GPU)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
+    import simgpu
+
+    os.environ["FSDPC_REDUCE_SLOTS"] = str(slots)
+    expected, model = cut(Partial(), "fully_shard"), cut(Partial(), "fully_shard")
+    outside = MAKERS["AdamW"](expected.named_parameters())
+    inside = optim.in_backward(model, MAKERS["AdamW"])
+    for each, its in ((expected, outside), (model, inside)):
+        for step in range(3):
+            each(torch.full((2, 4), step + 1.0) + rank, *ALL).backward()
+            its.step()
+            its.zero_grad()
+    same(model, expected)
+    assert simgpu.take_reports() == []
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_after_a_backward_that_raised(rank: int, world: int):
+    """Units before the place have stepped; later steps are those of all units, also of hooks."""
+    import simgpu
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    model = cut(Partial(), "fully_shard")
+    inside = optim.in_backward(model, MAKERS["AdamW"])
+    seen: list[bool] = []
+    watched = model.blocks[3].pair[0].weight
+    watched.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0) + rank
+        if step == 1:
+            hook = model.blocks[1].register_full_backward_pre_hook(fail)
+            with pytest.raises(ValueError, match="planted"):
+                model(x, *ALL).backward()
+            hook.remove()
+        else:
+            model(x, *ALL).backward()
+        inside.step()
+        inside.zero_grad()
+    steps = [inside.state[next(block.parameters())]["step"] for block in model.blocks]
+    stepped = 3 if world == 1 else 1  # blocks 4, 3, 2, or those whose slot another one took
+    assert steps == [2] * (5 - stepped) + [3] * stepped
+    assert len(seen) == (3 if world == 1 else 2) and all(seen)
+    assert simgpu.take_reports() == []
+
+
 @ranks(1, 2, env=ON_GPU)
 def test_units_step_before_backward_ends(rank: int, world: int):
     """On several ranks all but the two whose sums are still in reduce slots."""
@@ -141,7 +194,7 @@ def test_units_step_before_backward_ends(rank: int, world: int):
     model.blocks[0].register_full_backward_pre_hook(
         lambda *_: seen.append(sum(first in optimizer.state for first in firsts))
     )
-    model(torch.ones(2, 4), [True] * 5, [0, 1, 2, 3, 4]).backward()
+    model(torch.ones(2, 4), *ALL).backward()
     assert seen == [4 if world == 1 else 2]
 
 
