@@ -287,6 +287,13 @@ fsdpc_exchange_is_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->ops->summed && !fsdpc_unit_has_local(unit) && x->ops->summed(x, unit);
 }
 
+int
+fsdpc_exchange_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    FSDPC_TRY(check_attached(x));
+    return x->ops->make_room ? x->ops->make_room(x, unit) : FSDPC_OK;
+}
+
 void
 fsdpc_exchange_settle_apart(fsdpc_exchange *x, bool apart)
 {

@@ -75,10 +75,14 @@ int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdp
 /* True if units may be reduced in any order; false if all ranks must call reduce for every
  * trainable unit, first calls in one order. */
 bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
-/* True if the shard gradient of a unit that this rank has reduced holds the sum of all ranks' gradients,
- * and none of them needs this rank's master for what it has sent. False: not yet, or not known before
- * the end. */
+/* True if the shard gradient of a unit that this rank has reduced holds the sum of all ranks' gradients (on
+ * a device with streams: for later work of the caller's stream), and none of them needs this rank's master
+ * for what it has sent. False: not yet, or not known before the end. After true the caller may clear the
+ * unit's used bits (fsdpc_unit_used): the end of this backward leaves them as they are. */
 bool fsdpc_exchange_is_summed(fsdpc_exchange *exchange, const fsdpc_unit *unit);
+/* Before fsdpc_exchange_reduce, where units step in backward: kind "stream" makes the wait of the caller's
+ * stream that reduce would make, so that the sum which the wait is for is known. A no-op for other kinds. */
+int fsdpc_exchange_make_room(fsdpc_exchange *exchange, const fsdpc_unit *unit);
 /* End of a synchronised backward: all sums are in the shard gradients afterwards, fsdpc_unit_used
  * returns which parameters got a gradient on some rank. Collective. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);

@@ -20,6 +20,7 @@ struct fsdpc_exchange_i {
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
     /* (optional) default: false. See fsdpc_exchange_is_summed. */
     bool (*summed)(fsdpc_exchange *x, const fsdpc_unit *unit);
+    int (*make_room)(fsdpc_exchange *x, const fsdpc_unit *unit); /* (optional) default: nothing */
     int (*end)(fsdpc_exchange *x);
     /* (optional) default: nothing. See fsdpc_exchange_settle. */
     int (*settle)(fsdpc_exchange *x, fsdpc_unit *unit);
@@ -33,10 +34,11 @@ struct fsdpc_unit_use {
     int id;   /* position in `units` and `uses` */
     int slot; /* -1 for a direct unit */
     int refs;
-    int floor;                 /* references that fsdpc_exchange_drop leaves */
-    bool ready;                /* all values are in place */
-    bool begun;                /* the slot is taken; the gather may be in flight (prefetch) */
-    uint64_t posted, consumed; /* rounds of reduction in this backward */
+    int floor;  /* references that fsdpc_exchange_drop leaves */
+    bool ready; /* all values are in place */
+    bool begun; /* the slot is taken; the gather may be in flight (prefetch) */
+    uint64_t posted,
+        consumed; /* rounds of reduction in this backward; "stream": 1, it was summed */
 };
 
 struct fsdpc_exchange {

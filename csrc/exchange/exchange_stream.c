@@ -6,7 +6,9 @@
  *                   waits for the reduce slot, packs all gradients in one launch    -> packed
  *   reduce stream   waits for `packed`, reduce-scatters in place, adds this rank's
  *                   piece to the shard gradient                                     -> summed
- *   caller's stream waits for `summed` at the end of backward; then the optimizer may read
+ *   caller's stream waits for `summed` at the end of backward; then the optimizer may read. An optimizer
+ *                   that steps in backward reads a unit's sum when this stream has waited for the
+ *                   unit's reduce slot, which the next unit takes
  *
  * A gather reads shards, which the optimizer writes. The caller's stream waits for each gather whose
  * values are used, and at the end of a pass for prefetched gathers whose values were not used.
@@ -412,6 +414,8 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .gather = gather,
     .release = release,
     .reduce = fsdpc_stream_reduce,
+    .summed = fsdpc_stream_summed,
+    .make_room = fsdpc_stream_make_room,
     .end = fsdpc_stream_end,
     .settle = fsdpc_stream_offload_settle,
     .share = fsdpc_stream_share,

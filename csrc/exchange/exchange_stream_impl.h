@@ -9,7 +9,8 @@ enum { FSDPC_STREAM_WHAT_BYTES = 256 };
 struct fsdpc_reduce_slot {
     void *buffer;
     fsdpc_event *packed, *summed;
-    bool busy; /* the caller's stream has not waited for `summed` yet */
+    bool busy;              /* the caller's stream has not waited for `summed` yet */
+    const fsdpc_unit *unit; /* whose gradients were sent last through the slot */
 };
 
 /* The last reader of a gather slot. `pending`: the gather stream has not waited for the reader yet. */
@@ -91,6 +92,8 @@ struct fsdpc_streams {
 };
 
 int fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
+bool fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit);
+int fsdpc_stream_make_room(fsdpc_exchange *x, const fsdpc_unit *unit);
 int fsdpc_stream_end(fsdpc_exchange *x);
 int fsdpc_stream_share(fsdpc_exchange *x, void *buffer, size_t piece_bytes, const char *what);
 

@@ -46,6 +46,14 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
     return fsdpc_device_record(s->device, slot->summed);
 }
 
+static int
+await_slot(const struct fsdpc_streams *s, struct fsdpc_reduce_slot *slot)
+{
+    const bool busy = slot->busy;
+    slot->busy = false;
+    return busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
+}
+
 /* The caller's stream packs into the next slot, or (one rank) into `partial`, which an earlier sum of the
  * unit in this backward may still be reading: waits for the last reader. */
 static int
@@ -54,7 +62,7 @@ await_room(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_reduce_slot *
     struct fsdpc_streams *s = x->streams;
     int last = (s->next_slot + x->reduce_slots - 1) % x->reduce_slots;
     if (fsdpc_exchange_packs(x, unit)) {
-        return slot->busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
+        return await_slot(s, slot);
     }
     return fsdpc_unit_use(unit)->posted > 1 ? fsdpc_device_wait(s->device, s->slots[last].summed)
                                             : FSDPC_OK;
@@ -80,7 +88,11 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     struct fsdpc_reduce_slot *slot = &s->slots[s->next_slot];
     FSDPC_TRY(await_room(x, unit, slot));
     s->next_slot = (s->next_slot + 1) % x->reduce_slots;
+    for (int i = 0; i < x->reduce_slots; i++) {
+        s->slots[i].unit = s->slots[i].unit == unit ? NULL : s->slots[i].unit;
+    }
     slot->busy = true;
+    slot->unit = unit;
     FSDPC_TRY(pack(x, unit, grads, slot->buffer));
     FSDPC_TRY(fsdpc_device_record(s->device, slot->packed));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
@@ -110,6 +122,7 @@ keep(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 int
 fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
+    fsdpc_unit_use(unit)->consumed = 0;
     if (stays_here(x, unit)) {
         return keep(x, unit, grads);
     }
@@ -117,19 +130,74 @@ fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
                                               : send(x, unit, grads);
 }
 
+/* --- sums before the end of backward ------------------------------------------------------------- */
+
+static bool
+trains(const fsdpc_unit *unit, int param)
+{
+    return fsdpc_unit_layout(unit)->params[param].trainable_index >= 0;
+}
+
+static bool
+unit_used_all(const fsdpc_unit *unit)
+{
+    for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
+        if (trains(unit, i) && !fsdpc_unit_used(unit)[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int
+fsdpc_stream_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_streams *s = x->streams;
+    const bool packs = fsdpc_exchange_packs(x, unit) && !fsdpc_unit_is_hooked(unit) &&
+                       fsdpc_unit_layout(unit)->trainable_count > 0;
+    return packs ? await_slot(s, &s->slots[s->next_slot]) : FSDPC_OK;
+}
+
+static bool
+caller_is_behind(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    for (int i = 0; i < x->reduce_slots; i++) {
+        if (x->streams->slots[i].unit == unit) {
+            return !x->streams->slots[i].busy;
+        }
+    }
+    return false;
+}
+
+/* Which parameters other ranks used is known at the end only: a unit of which this rank left some unused
+ * is not summed before. Offloaded sums are for the processor, which fsdpc_exchange_settle serves. */
+bool
+fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    bool summed = stays_here(x, unit);
+    if (!summed && !fsdpc_unit_is_offloaded(unit)) {
+        summed = use->posted == 1 && unit_used_all(unit) && caller_is_behind(x, unit);
+    }
+    use->consumed = summed;
+    return summed;
+}
+
 /* --- the end of backward ----------------------------------------------------------------------- */
+
+/* This rank used all of the unit's parameters. */
+static bool
+needs_no_bits(const fsdpc_unit *unit)
+{
+    return fsdpc_unit_use(unit)->consumed || fsdpc_unit_withholds(unit) || unit_used_all(unit);
+}
 
 static bool
 used_all(const fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_unit *unit = x->units[u];
-        for (int i = 0; !fsdpc_unit_withholds(unit) && i < fsdpc_unit_layout(unit)->param_count;
-             i++) {
-            if (fsdpc_unit_layout(unit)->params[i].trainable_index >= 0 &&
-                !fsdpc_unit_used(unit)[i]) {
-                return false;
-            }
+        if (!needs_no_bits(x->units[u])) {
+            return false;
         }
     }
     return true;
@@ -139,8 +207,9 @@ static void
 write_bits(const fsdpc_exchange *x, float *bits)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
-            *bits++ = fsdpc_unit_used(x->units[u])[i];
+        const fsdpc_unit *unit = x->units[u];
+        for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
+            *bits++ = fsdpc_unit_use(unit)->consumed ? trains(unit, i) : fsdpc_unit_used(unit)[i];
         }
     }
 }
@@ -149,8 +218,10 @@ static void
 read_bits(fsdpc_exchange *x, const float *bits)
 {
     for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
-            fsdpc_unit_used(x->units[u])[i] = *bits++ > 0;
+        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++, bits++) {
+            if (!fsdpc_unit_use(x->units[u])->consumed) {
+                fsdpc_unit_used(x->units[u])[i] = *bits > 0;
+            }
         }
     }
 }
@@ -243,6 +314,9 @@ fsdpc_stream_end(fsdpc_exchange *x)
     FSDPC_KEEP(await_sums(x));
     FSDPC_KEEP(fsdpc_stream_join_capture(s));
     s->sent = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        x->uses[u].consumed = 0;
+    }
     FSDPC_TRY(status);
     FSDPC_TRY(fsdpc_stream_offload_end(x));
     return fsdpc_stream_check(x);

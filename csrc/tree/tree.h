@@ -77,6 +77,8 @@ void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
  * backward is FSDPC_E_STATE. */
 void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
 int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
+/* With steps_inside, before fsdpc_tree_reduce: after it next_summed may name units (fsdpc_exchange_make_room). */
+int fsdpc_tree_make_room(fsdpc_tree *tree, int unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
 /* With steps_inside, after end_backward: the next unit whose values lie in host memory, the last one of the
  * forward first, or -1. Host sync for that unit alone; then it counts as taken. */

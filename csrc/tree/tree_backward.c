@@ -172,6 +172,12 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 }
 
 int
+fsdpc_tree_make_room(fsdpc_tree *tree, int unit)
+{
+    return fsdpc_exchange_make_room(tree->nodes[unit].exchange, tree->nodes[unit].unit);
+}
+
+int
 fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
 {
     *unit = -1;

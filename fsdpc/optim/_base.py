@@ -104,7 +104,6 @@ class FusedOptimizer(Optimizer):
         str, ...
     ] = ()  # states of one value per element, in the order of the C code
 
-    _reads_on_host = False  # the host takes part in steps of parameters on a GPU
     _kind: str | None = None  # of steps in C that a table can do, see _table.py
     _counter: str | None = "step"  # the state that counts steps
     _table: Table | None = None
@@ -525,8 +524,7 @@ class FusedOptimizer(Optimizer):
 
     def _is_on_gpu(self) -> bool:
         """True if a step needs nothing of the host. Equal on all ranks. Local."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        return not self._reads_on_host and only_gpu(params) is not None
+        return only_gpu([p for group in self.param_groups for p in group["params"]]) is not None
 
     def _scaling_on_gpu(
         self, members: list[Members], max_norm: float | None, grad_scale: Any, found_inf: Any

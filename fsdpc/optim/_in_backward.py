@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fsdpc._engine.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
-from fsdpc.optim._device import gpu_of
 
 
 def in_backward(
@@ -24,8 +23,13 @@ def in_backward(
     memory: ``.grad`` is None after backward, and 4 bytes per float32 parameter of a shard are free.
     Steps equal those after backward to the bit. Call ``optimizer.step()`` after each backward as
     usual: the call ends the step, and a second backward without it is an error. Units that a rank
-    did not run, or that have a communication hook, step when backward has ended. So do units on a
-    GPU with CPU offload, whose backward the host has queued by then: each as soon as its own
+    did not run, or that have a communication hook, step when backward has ended.
+
+    On a GPU steps are queued on torch's current stream, without a host sync: on one rank at once,
+    on several where that stream waits for the unit's sum anyway, because another unit takes its
+    reduce slot (``FSDPC_REDUCE_SLOTS``, 2); those of the last units, and of units of which a rank
+    left parameters unused, when backward has ended. The memory of gradients stays with the units.
+    Units with CPU offload step when the host has queued all of backward: each as soon as its own
     gradient has arrived, while the GPU computes the others'.
 
     Hyperparameters of ``param_groups`` may change between steps. ``state_dict`` and
@@ -35,8 +39,8 @@ def in_backward(
     (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
     backward before ``step``, and in backward for a unit that is needed again after its step.
     ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
-    unit, units with replicas or on a GPU without CPU offload, several optimizers of one unit, and
-    optimizers whose steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    unit, units with replicas, several optimizers of one unit, and optimizers whose steps
+    communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
@@ -75,12 +79,6 @@ def _unit_of(param: Tensor, name: str) -> Any:
     where = f"unit {unit.name or '(root)'} of parameter {name}"
     if unit.groups.replicate is not None:
         raise NotImplementedError(f"{where} has replicas, whose gradients are summed at the end")
-    if gpu_of(param) is not None:
-        raise NotImplementedError(
-            f"{where} is on a GPU, where its gradient is not reduced yet when the host is there: "
-            "call step() after backward, or keep the unit's values in host memory by "
-            "CPUOffload(offload_params=True) or CPUOffloadPolicy()"
-        )
     if unit.stepper is not None:
         raise NotImplementedError(f"{where} already has an optimizer that steps in backward")
     return unit

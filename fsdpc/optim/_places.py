@@ -71,6 +71,20 @@ class Group:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         dist.all_reduce(torch.from_numpy(values), op=ops[op], group=self.group)
 
+    def sum_on_gpu(self, own: Tensor, what: str) -> Tensor:
+        """The sum over the ranks of a 1-D tensor on a GPU, added alike on all of them, in the order
+        of torch's current stream. Collective over the group.
+        """
+        if self.world == 1:
+            return own
+        rows = own.new_empty((self.world, own.numel()))
+        if self.comm is not None:
+            rows[self.comm.rank].copy_(own)
+            self.comm.all_gather(rows, what=what)
+        else:
+            dist.all_gather_into_tensor(rows, own, group=self.group)
+        return rows.sum(0)
+
 
 ALONE = Group()
 
@@ -187,12 +201,12 @@ class Slots:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self._groups: dict[int, tuple[Group, int]] = {}
+        self.groups: dict[int, tuple[Group, int]] = {}  # with their numbers of slots
 
     def add(self, group: Group, count: int) -> int:
         """``count`` more slots of a group; the number of the first."""
-        known, used = self._groups.get(group.identity, (group, 0))
-        self._groups[group.identity] = (known, used + count)
+        known, used = self.groups.get(group.identity, (group, 0))
+        self.groups[group.identity] = (known, used + count)
         return used
 
     def combine(
@@ -200,7 +214,7 @@ class Slots:
     ) -> dict[int, np.ndarray]:
         """Arrays of ``(slots, width)`` by group, filled in and combined. Collective."""
         results = {}
-        for identity, (group, count) in self._groups.items():
+        for identity, (group, count) in self.groups.items():
             values = np.zeros((count, self.width), dtype=np.float64)
             fill(group, values)
             group.all_reduce(values, op, what)

@@ -29,6 +29,7 @@ BIASES = ("bias",)
 HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
 ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
 ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
+WIDE = 1 << 22  # elements that are float64 at a time
 
 
 class AdamMini(SpannedOptimizer):
@@ -46,12 +47,14 @@ class AdamMini(SpannedOptimizer):
 
     Blocks are aligned to the whole parameter. Ranks that share blocks add their sums of squares in
     one collective per group of ranks and step, so ``step`` is collective then; sums are float64,
-    and results on different numbers of ranks may differ in their last bit. ``load_state_dict``
+    and results on different numbers of ranks may differ in their last bit, as may those of a GPU
+    and of a processor, which add in other orders. Two equal runs are equal to the bit. Steps of
+    parameters on one GPU need no host sync; sums take 8 more bytes for each of at most 4 million
+    elements at a time. ``load_state_dict``
     takes ``exp_avg_sq`` of torch's shape (as ``state_dict`` has it) and averages it over blocks.
     """
 
     _state_names = ("exp_avg",)
-    _reads_on_host = True  # blocks' sums of squares
     _known_lengths: dict[int, int] | None = None
     _warned = False
     _head_dim: int | None = None
@@ -251,12 +254,49 @@ class AdamMini(SpannedOptimizer):
         return any(self._place(p).group.world > 1 for p in params)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
-        """Sums of squares of all blocks, with those of other ranks."""
+        """The mean square of each block over all ranks, float64."""
+        if self._is_on_gpu():
+            self._totals = self._means_on_gpu(members, scaling)
+            return
         factor = (scaling.clip / scaling.scale) ** 2
         self._totals = {
-            id(span): total / _whole(span, length) * factor
+            id(span): torch.from_numpy(total / _whole(span, length) * factor)
             for _, span, total, length in self._sums(self._block_sums(members))
         }
+
+    def _means_on_gpu(self, members: list[Members], scaling: Scaling) -> dict[int, Tensor]:
+        """Without a host sync. Collective where blocks are shared."""
+        factor = _factor_on_gpu(scaling)
+        found: dict[int, tuple[Span, int, Tensor]] = {}
+        for each in members:
+            for piece in self._pieces(each.params, each.values, each.grads):
+                length = self.block_length(piece.param, piece.span)
+                sums = block_squares(piece.grad, piece.span.first, length)
+                found[id(piece.span)] = (piece.span, length, sums)
+        self._share_on_gpu(found)
+        means = {}
+        for number, (span, length, sums) in found.items():
+            mean = sums.div_(_whole_on(sums.device, span, length))
+            means[number] = mean if factor is None else mean.mul_(factor)
+        return means
+
+    def _share_on_gpu(self, found: dict[int, tuple[Span, int, Tensor]]) -> None:
+        """Add other ranks' sums to those of shared blocks. Collective where there are such."""
+        slots, numbers = self._shared()
+        for identity, (group, count) in slots.groups.items():
+            device = self.param_groups[0]["params"][0].device
+            zero = torch.zeros(1, dtype=torch.float64, device=device)
+            own, shared = [zero] * count, []
+            for number, (span, length, sums) in found.items():
+                of = numbers[number][1] if numbers[number][0] == identity else {}
+                for i in {0, len(sums) - 1}:
+                    slot = of.get(span.first // length + i)
+                    if slot is not None:
+                        own[slot] = sums[i : i + 1]
+                        shared.append((own[slot], slot))
+            total = group.sum_on_gpu(torch.cat(own), "AdamMini's shared blocks")
+            if shared:
+                torch._foreach_copy_([s for s, _ in shared], [total[k : k + 1] for _, k in shared])
 
     def _block_sums(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
         for found in members:
@@ -267,7 +307,7 @@ class AdamMini(SpannedOptimizer):
                     threads = torch.get_num_threads()
                     _C.optim_block_squares(piece.grad, piece.span.first, length, sums, threads)
                 else:
-                    sums = block_squares(piece.grad, _counts(piece.span, length)).cpu()
+                    sums = block_squares(piece.grad, piece.span.first, length).cpu()
                 yield piece.param, piece.span, sums.numpy(), length
 
     def _sums(
@@ -275,18 +315,7 @@ class AdamMini(SpannedOptimizer):
     ) -> list[tuple[Tensor, Span, np.ndarray, int]]:
         """Add other ranks' sums to those of shared blocks. Collective where there are such."""
         found = list(own)
-        slots, numbers = Slots(1), {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                place, lengths = self._place(param), self._lengths(param)
-                for span in place.every:
-                    length = lengths[id(span)]
-                    blocks = sorted({cut // length for cut in span.cuts if cut % length})
-                    start = slots.add(place.group, len(blocks)) if blocks else 0
-                    numbers[id(span)] = (
-                        place.group.identity,
-                        {block: start + i for i, block in enumerate(blocks)},
-                    )
+        slots, numbers = self._shared()
 
         def each(identity: int) -> Iterator[tuple[np.ndarray, int, int]]:
             for _, span, sums, length in found:
@@ -304,6 +333,22 @@ class AdamMini(SpannedOptimizer):
             for sums, i, slot in each(identity):
                 sums[i] = values[slot, 0]
         return found
+
+    def _shared(self) -> tuple[Slots, dict[int, tuple[int, dict[int, int]]]]:
+        """Slots for all shared blocks; by the span's id its group and its blocks' slots. Local."""
+        slots, numbers = Slots(1), {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                place, lengths = self._place(param), self._lengths(param)
+                for span in place.every:
+                    length = lengths[id(span)]
+                    blocks = sorted({cut // length for cut in span.cuts if cut % length})
+                    start = slots.add(place.group, len(blocks)) if blocks else 0
+                    numbers[id(span)] = (
+                        place.group.identity,
+                        {block: start + i for i, block in enumerate(blocks)},
+                    )
+        return slots, numbers
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         beta1, beta2 = group["betas"]
@@ -330,27 +375,72 @@ class AdamMini(SpannedOptimizer):
             [piece.grad for piece in pieces],
             (
                 [part(s["exp_avg"], p.span) for s, p in zip(states, pieces, strict=True)],
-                [self._denominators(p, beta2, group["eps"]) for p in pieces],
+                self._denominators(pieces, beta2, group["eps"], scaling),
             ),
             [state["step"] for state in states],
             tuple((p.span.first, p.key, self.block_length(p.param, p.span)) for p in pieces),
         )
 
-    def _denominators(self, piece: Piece, beta2: float, eps: float) -> Tensor:
-        state = self.state[piece.param]
-        spans = self._place(piece.param).spans
-        number = next(i for i, span in enumerate(spans) if span is piece.span)
-        means = state["means"][number]
-        new = torch.from_numpy(self._totals[id(piece.span)]).float().to(means.device)
-        means.mul_(beta2).add_(new, alpha=1 - beta2)
-        root = (1 - beta2 ** (float(state["step"]) + 1)) ** 0.5
-        return means.sqrt().div_(root).add_(eps)
+    def _denominators(
+        self, pieces: list[Piece], beta2: float, eps: float, scaling: Scaling
+    ) -> list[Tensor]:
+        on_gpu, found = self._is_on_gpu(), scaling.control.found_inf
+        roots: dict[int, Any] = {}
+        results = []
+        for piece in pieces:
+            state = self.state[piece.param]
+            spans = self._place(piece.param).spans
+            number = next(i for i, span in enumerate(spans) if span is piece.span)
+            means, step = state["means"][number], state["step"]
+            new = self._totals[id(piece.span)].float().to(means.device)
+            updated = means.mul(beta2).add_(new, alpha=1 - beta2)
+            means.copy_(updated if found is None else torch.where(found == 0, updated, means))
+            if id(step) not in roots:
+                roots[id(step)] = _root_on_gpu(step, beta2) if on_gpu else _root(step, beta2)
+            results.append(means.sqrt().div_(roots[id(step)]).add_(eps))
+        return results
 
 
-def block_squares(values: Tensor, counts: list[int]) -> Tensor:
-    """The sum of squares of each of the blocks of ``counts`` elements, float64."""
-    lengths = torch.tensor(counts, device=values.device)
-    return torch.segment_reduce(values.reshape(-1).double().square(), "sum", lengths=lengths)
+def _root(step: Tensor, beta2: float) -> float:
+    return (1 - beta2 ** (float(step) + 1)) ** 0.5
+
+
+def _root_on_gpu(step: Tensor, beta2: float) -> Tensor:
+    return (1 - torch.pow(beta2, step.double() + 1)).sqrt()
+
+
+def _factor_on_gpu(scaling: Scaling) -> Tensor | None:
+    """What squares of gradients are multiplied by, float64; None: by 1."""
+    control = scaling.control
+    factor = control.clip
+    if control.grad_scale is not None:
+        scale = control.grad_scale.double()
+        factor = scale.reciprocal() if factor is None else factor / scale
+    return None if factor is None else factor.square()
+
+
+def block_squares(values: Tensor, first: int, length: int) -> Tensor:
+    """The sums of squares of the blocks that elements from index ``first`` of a whole parameter
+    on touch, float64, by torch's operators: in one order for one shape. ``values``: contiguous.
+    """
+    flat = values.reshape(-1)
+    head = min(-first % length, flat.numel())
+    rows = (flat.numel() - head) // length
+    parts = [flat[:head].view(1, -1)] if head else []
+    if rows:
+        parts.append(flat[head : head + rows * length].view(rows, length))
+    if head + rows * length < flat.numel():
+        parts.append(flat[head + rows * length :].view(1, -1))
+    return torch.cat([sums for part in parts for sums in _row_squares(part)])
+
+
+def _row_squares(rows: Tensor) -> Iterator[Tensor]:
+    """The sums of squares of rows, some rows at a time, or a long one part by part."""
+    for some in rows.split(max(WIDE // rows.shape[1], 1)):
+        sums = [
+            part.to(torch.float64, copy=True).square_().sum(1) for part in some.split(WIDE, dim=1)
+        ]
+        yield sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def _rule_of(name: str) -> tuple[str, ...] | None:
@@ -392,3 +482,13 @@ def _whole(span: Span, length: int) -> np.ndarray:
     first = span.first // length
     starts = (first + np.arange(_touched(span, length))) * length
     return np.minimum(starts + length, numel_of(span)) - starts
+
+
+def _whole_on(device: torch.device, span: Span, length: int) -> Tensor:
+    """``_whole`` on a GPU: no copy, which the host would wait for. float64."""
+    count = _touched(span, length)
+    counts = torch.full((count,), float(length), dtype=torch.float64, device=device)
+    last = numel_of(span) - (span.first // length + count - 1) * length
+    if last < length:
+        counts[-1:].fill_(last)
+    return counts

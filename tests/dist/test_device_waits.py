@@ -59,6 +59,10 @@ class Run:
         self.optimizer.step()
         return loss.item()
 
+    def write(self) -> None:
+        """Queue work that writes the shards."""
+        self.optimizer.step()
+
 
 def sync_host() -> None:
     """Wait until all queued work is done, and free what waited for it."""
@@ -125,19 +129,24 @@ def name_memory(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         for what, tensor in (("shard", parameter.detach()), ("gradient", parameter.grad)):
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if tensor.numel():
+            if tensor is not None and tensor.numel():
                 simgpu.label(tensor, f"{what} of {name}")
 
 
 def leave_out_each_wait(
-    rank: int, world: int, precision: str, door: str, library: str = "torch.optim"
+    rank: int,
+    world: int,
+    precision: str,
+    door: str,
+    library: str = "torch.optim",
+    made: type[Run] = Run,
 ) -> list[tuple[str, list[str]]]:
     """What was found with no wait left out, then with each; rank 0 leaves them out."""
     import simgpu
 
     simgpu.policy("lazy")  # what nothing demands is late
     simgpu.options().quiet = True
-    run = Run(rank, precision, door, library)
+    run = made(rank, precision, door, library)
     for i in range(2):
         run.step(i)
     name_memory(run.model)
@@ -148,7 +157,7 @@ def leave_out_each_wait(
     found = [("none", simgpu.take_reports())]
     for k in range(1, waits + 1):
         sync_host()
-        run.optimizer.step()  # else all is done that the first gather waits for
+        run.write()  # else all is done that the first gather waits for
         if rank == 0:
             simgpu.skip_wait(k)
         run.step(2 + k)

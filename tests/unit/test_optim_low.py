@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from torch import nn
 
 from fsdpc import _C, optim
 from fsdpc._plan.states import optimizer as planned
+from fsdpc.optim import adam_mini
 from fsdpc.optim._chunks import GuardedState, Store
 from fsdpc.optim._host import HostStore
-from fsdpc.optim.adam_mini import block_squares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,12 +40,24 @@ def run(optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> Non
 
 
 def test_sums_of_squares_of_blocks_on_a_gpu_are_those_of_the_processor():
-    """The function has no device of its own: tensors on the host serve."""
-    values, first, length = torch.randn(1000), 37, 64
-    counts = [27, *[64] * 15, 13]
-    expected = torch.zeros(len(counts), dtype=torch.float64)
-    _C.optim_block_squares(values, first, length, expected)
-    torch.testing.assert_close(block_squares(values, counts), expected)
+    """The function has no device of its own: tensors on the host serve. One part or several."""
+    values = torch.randn(1000)
+    for first, length, blocks in (
+        (37, 64, 17),
+        (0, 1, 1000),
+        (5, 2000, 1),
+        (0, 500, 2),
+        (9, 400, 3),
+    ):
+        expected = torch.zeros(blocks, dtype=torch.float64)
+        _C.optim_block_squares(values, first, length, expected)
+        for wide in (100, 1 << 22):
+            with mock.patch.object(adam_mini, "WIDE", wide):
+                found = adam_mini.block_squares(values, first, length)
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    same = values.double()
+    adam_mini.block_squares(same, 0, 10)
+    assert torch.equal(same, values.double())
 
 
 def test_lion_equals_its_formula():

@@ -185,6 +185,9 @@ fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
         if (due < 0) {
             return 0;
         }
+        if (tree->step_unit && fsdpc_py_step_before(tree, due) < 0) {
+            return -1;
+        }
         if (send_grads(tree->units[due], true) < 0) {
             return -1;
         }

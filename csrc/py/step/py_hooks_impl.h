@@ -81,6 +81,8 @@ int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 /* Steps the units whose gradients are summed, if the optimizer steps in backward (py_hooks_step.c). */
 int fsdpc_py_step_summed(fsdpc_py_tree *tree);
+/* The same before a unit is sent, which takes the place of an earlier one. */
+int fsdpc_py_step_before(fsdpc_py_tree *tree, int unit);
 /* At the end of a backward: those that are left, whose gradients are shown. */
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);
 /* Those whose values lie in host memory, each when its own sum is there. */

@@ -4,6 +4,10 @@
  * rank that uses them again in the same backward gets an error from the tree. A unit that some rank
  * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
  *
+ * On a GPU the step of a unit is queued on the caller's stream where that stream has waited for the unit's sum: on
+ * one rank at once, else before the unit is sent that takes the same reduce slot, and at the end of backward
+ * for the last ones. A unit of which this rank left parameters unused is stepped at the end.
+ *
  * On a GPU with values in host memory the units are stepped at the end, where the host has queued all of the
  * backward: each as soon as its own sum is there, while the GPU computes those of the others.
  */
@@ -54,6 +58,14 @@ fsdpc_py_step_summed(fsdpc_py_tree *tree)
         }
     }
     return 0;
+}
+
+int
+fsdpc_py_step_before(fsdpc_py_tree *tree, int unit)
+{
+    return fsdpc_py_checked(fsdpc_tree_make_room(tree->tree, unit)) < 0
+               ? -1
+               : fsdpc_py_step_summed(tree);
 }
 
 int

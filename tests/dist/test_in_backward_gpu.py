@@ -1,0 +1,287 @@
+"""fsdpc.optim.in_backward on the simulated GPU: steps are queued in backward, equal to later ones
+to the bit, without a host sync, and each wait that is left out is found.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import env
+import pytest
+import torch
+from harness import ranks, run_ranks
+from test_device_waits import COUNTED, ON_GPU, Run, leave_out_each_wait, nccl_calls
+from test_optim_in_backward import MAKERS, same, sharded, train
+from torch import nn
+from torch.distributed.tensor import DTensor
+from toys import Block, toy, wrap
+
+import fsdpc
+from fsdpc import optim
+from fsdpc.activations import checkpoint as checkpoint_blocks
+
+pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+
+
+class Inside(Run):
+    """The model of test_device_waits.py, stepped in backward."""
+
+    def __init__(self, rank: int, precision: str, door: str = "FSDP", library: str = "") -> None:
+        super().__init__(rank, precision, door, "fsdpc.optim")
+        host = optim.Host(0.5, 1 << 20) if library == "host" else None
+        if library != "after":
+            self.optimizer = optim.in_backward(
+                self.model, lambda p: optim.AdamW(p, lr=1e-2, offload=host)
+            )
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for param in self.model.parameters():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.mul_(1.0)
+
+
+@ranks(1, 2, env=ON_GPU)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_equals_steps_after_backward(rank: int, world: int, door: str):
+    import simgpu
+
+    for policy, make in zip(("lazy", "eager", "random:1"), MAKERS.values(), strict=True):
+        simgpu.policy(policy)
+        expected = sharded(door, toy())
+        outside = make(expected.named_parameters())
+        model = sharded(door, toy())
+        inside = optim.in_backward(model, make)
+        train(expected, outside, rank)
+        train(model, inside, rank)
+        assert all(p.grad is None for p in model.parameters())
+        same(model, expected)
+    assert simgpu.take_reports() == []
+
+
+ALL = (["01"] * 5, [0, 1, 2, 3, 4])
+
+
+class Partial(nn.Module):
+    """Blocks of which a step uses the first layer, the second, both or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        pairs = [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(5)]
+        self.blocks = nn.ModuleList(Pair(pair) for pair in pairs)
+
+    def forward(self, x: torch.Tensor, which: list[str], order: list[int]) -> torch.Tensor:
+        for i in order:
+            x = self.blocks[i](x, which[i])
+        return x.square().sum()
+
+
+class Pair(nn.Module):
+    def __init__(self, pair: nn.ModuleList) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        for i in which:
+            x = torch.tanh(self.pair[int(i)](x))
+        return x
+
+
+def cut(model: Partial, door: str) -> Any:
+    """A unit per block."""
+    for i, block in enumerate(model.blocks):
+        if door == "fully_shard":
+            fsdpc.fully_shard(block)
+        else:
+            model.blocks[i] = wrap("fsdpc", block, use_orig_params=True)
+    if door == "fully_shard":
+        return fsdpc.fully_shard(model)
+    return wrap("fsdpc", model, use_orig_params=True)
+
+
+@ranks(1, 2, env=ON_GPU)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: str):
+    """A unit of which a rank left parameters unused steps there when backward has ended; the others
+    before. A parameter that no rank used keeps its value and its states.
+    """
+    import simgpu
+
+    own = "01"[rank]
+    programs = [
+        ALL,
+        (["01" if rank == 0 else "0"] + ["01"] * 4, [0, 1, 2, 3, 4]),
+        (["01", "01", own, own, "01"], [0, 1, 2, 3, 4]),
+        (["01", "0", "01", "01", "01"], [0, 1, 2, 4]),
+        (["0"] * 5, [4, 2, 1, 0, 3]),
+        (["01" if rank == 1 else "1", "01", "0", "01", own], [0, 1, 2, 3, 4]),
+        ALL,
+    ]
+    ends = []
+    for within in (False, True):
+        model = cut(Partial(), door)
+        optimizer = (
+            optim.in_backward(model, MAKERS["AdamW"])
+            if within
+            else MAKERS["AdamW"](model.named_parameters())
+        )
+        for step, (which, order) in enumerate(programs):
+            model(torch.full((2, 4), step + 1.0) + rank, which, order).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((model, optimizer))
+    same(ends[1][0], ends[0][0])
+    steps = [sorted(float(s["step"]) for s in o.state.values()) for _, o in ends]
+    assert steps[0] == steps[1] and len(set(steps[0])) > 1, steps
+    assert simgpu.take_reports() == []
+
+
+@ranks(2, env=ON_GPU)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
+    import simgpu
+
+    os.environ["FSDPC_REDUCE_SLOTS"] = str(slots)
+    expected, model = cut(Partial(), "fully_shard"), cut(Partial(), "fully_shard")
+    outside = MAKERS["AdamW"](expected.named_parameters())
+    inside = optim.in_backward(model, MAKERS["AdamW"])
+    for each, its in ((expected, outside), (model, inside)):
+        for step in range(3):
+            each(torch.full((2, 4), step + 1.0) + rank, *ALL).backward()
+            its.step()
+            its.zero_grad()
+    same(model, expected)
+    assert simgpu.take_reports() == []
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_after_a_backward_that_raised(rank: int, world: int):
+    """Units before the place have stepped; later steps are those of all units, also of hooks."""
+    import simgpu
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    model = cut(Partial(), "fully_shard")
+    inside = optim.in_backward(model, MAKERS["AdamW"])
+    seen: list[bool] = []
+    watched = model.blocks[3].pair[0].weight
+    watched.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0) + rank
+        if step == 1:
+            hook = model.blocks[1].register_full_backward_pre_hook(fail)
+            with pytest.raises(ValueError, match="planted"):
+                model(x, *ALL).backward()
+            hook.remove()
+        else:
+            model(x, *ALL).backward()
+        inside.step()
+        inside.zero_grad()
+    steps = [inside.state[next(block.parameters())]["step"] for block in model.blocks]
+    stepped = 3 if world == 1 else 1  # blocks 4, 3, 2, or those whose slot another one took
+    assert steps == [2] * (5 - stepped) + [3] * stepped
+    assert len(seen) == (3 if world == 1 else 2) and all(seen)
+    assert simgpu.take_reports() == []
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_units_step_before_backward_ends(rank: int, world: int):
+    """On several ranks all but the two whose sums are still in reduce slots."""
+    model = cut(Partial(), "fully_shard")
+    optimizer = optim.in_backward(model, MAKERS["AdamW"])
+    seen: list[int] = []
+    firsts = [next(block.parameters()) for block in model.blocks]
+    model.blocks[0].register_full_backward_pre_hook(
+        lambda *_: seen.append(sum(first in optimizer.state for first in firsts))
+    )
+    model(torch.ones(2, 4), *ALL).backward()
+    assert seen == [4 if world == 1 else 2]
+
+
+def cost(rank: int, world: int, library: str) -> dict[str, Any]:
+    import simgpu
+
+    run = Inside(rank, "bf16", "FSDP", library)
+    for i in range(2):
+        run.step(i)
+    before = nccl_calls()
+    with simgpu.counting() as found:
+        loss = run.step(2)
+    return {**found, "calls": nccl_calls() - before, "loss": loss}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_neither_waits_nor_allocates(world: int):
+    """Two launches for each unit instead of two for all; no stream waits more often."""
+    after, inside, host = (
+        run_ranks(cost, world, env=ON_GPU, library=each)[0] for each in ("after", "inside", "host")
+    )
+    for found in (after, inside, host):
+        print({name: found[name] for name in COUNTED})
+        for name in ("host_syncs", "allocations", "host_allocations", "maps", "events_created"):
+            assert found[name] == 0, (name, found)
+        assert found["loss"] == after["loss"]
+    for name in ("calls", "waits"):
+        assert inside[name] == after[name]
+    units = 5
+    assert inside["launches"] == after["launches"] + 2 * (units - 1)
+
+
+@pytest.mark.parametrize(
+    "world, precision, door", [(1, "bf16", "FSDP"), (2, "fp32", "fully_shard")]
+)
+def test_each_wait_that_is_left_out_is_found(world: int, precision: str, door: str):
+    found = run_ranks(each_wait, world, env=ON_GPU, precision=precision, door=door)[0]
+    print(found)
+    assert found[0][1] == []
+    assert [which for which, reports in found[1:] if not reports] == []
+    assert len(found) > 6
+    if world > 1:
+        assert any("fsdpc_cuda_step" in text for _, reports in found for text in reports), found
+
+
+def each_wait(rank: int, world: int, precision: str, door: str) -> Any:
+    return leave_out_each_wait(rank, world, precision, door, made=Inside)
+
+
+@ranks(1, 2, env=ON_GPU)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_frozen_and_checkpointed_blocks_with_states_in_host_memory(
+    rank: int, world: int, door: str
+):
+    """One block is frozen and thawed later; every second one is computed again."""
+    import simgpu
+
+    ends = []
+    host = optim.Host(0.5, 1 << 20)
+    for within in (False, True):
+        simgpu.policy("lazy" if within else "eager")
+        model = toy()
+        model.blocks[0].requires_grad_(False)
+        checkpoint_blocks(model, ratio="1/2", blocks=Block)
+        model = sharded(door, model)
+
+        def make(p: Any) -> Any:
+            return optim.AdamW(p, lr=1e-2, eps=1e-3, offload=host)
+
+        optimizer = optim.in_backward(model, make) if within else make(model.named_parameters())
+        for step in range(4):
+            if step == 2:
+                for param in model.parameters():
+                    param.requires_grad_(True)
+            train(model, optimizer, rank, range(step, step + 1))
+        ends.append((model, optimizer))
+    same(ends[1][0], ends[0][0])
+    states = [o.state_dict()["state"] for _, o in ends]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        for name, value in state.items():
+            local, theirs = (
+                v.to_local() if isinstance(v, DTensor) else v
+                for v in (value, states[1][number][name])
+            )
+            assert torch.equal(local, theirs), (number, name)
+    assert simgpu.take_reports() == []
