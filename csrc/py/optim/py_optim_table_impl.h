@@ -5,13 +5,15 @@
 #include "optim/optim.h"
 #include "py/base/py.h"
 
-/* A tensor as it was seen last: see is_plain. The shape lies in what torch has behind the object. */
+/* A tensor as it was read last, see lies(). The shape lies in what torch has behind the object. */
 struct seen {
     const void *object, *data, *shape;
+    PyObject
+        *weak; /* owned: a weak reference to a state; NULL: there is none, as of other tensors */
 };
 
 enum { GRAD, PARAM, COUNTER, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
-enum { HELD = SEEN + 1 }; /* for each member: local tensors of what is seen, and the gradient */
+enum { HELD = 2 * SEEN }; /* for each member: what is seen, and local tensors of DTensors */
 
 struct member {
     const PyObject *param; /* an address */
@@ -34,7 +36,7 @@ struct group {
 };
 
 /* An entry of the optimizer's state, by addresses. */
-struct pair {
+struct entry {
     const PyObject *param;
     PyObject *state;
 };
@@ -47,8 +49,8 @@ struct table {
     int member_count;
     struct group *groups;
     int group_count;
-    struct pair *pairs;
-    int pair_count;
+    struct entry *entries;
+    int entry_count;
     /* of the step that is being done */
     bool
         busy; /* from the beginning of a read to the end of its step: Python code may run in between */

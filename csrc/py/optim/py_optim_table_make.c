@@ -31,11 +31,16 @@ fsdpc_py_table_free(struct table *self)
             Py_XDECREF(self->groups[g].names[s]);
         }
     }
+    for (int i = 0; self->members != NULL && i < self->member_count; i++) {
+        for (int s = 0; s < SEEN; s++) {
+            Py_XDECREF(self->members[i].seen[s].weak);
+        }
+    }
     Py_XDECREF(self->plain);
     Py_XDECREF(self->cut);
     fsdpc_mem_free(self->members);
     fsdpc_mem_free(self->groups);
-    fsdpc_mem_free(self->pairs);
+    fsdpc_mem_free(self->entries);
     fsdpc_mem_free(self->tensors);
     fsdpc_mem_free(self->steps);
     fsdpc_mem_free(self->numbers);
@@ -76,18 +81,18 @@ take_group(struct table *self, PyObject *tuple, struct group *out)
 }
 
 static int
-allocate(struct table *self, Py_ssize_t pairs)
+allocate(struct table *self, Py_ssize_t entries)
 {
     const size_t n = (size_t)self->member_count;
     self->members = fsdpc_mem_calloc(n, sizeof *self->members);
-    self->pairs = fsdpc_mem_calloc((size_t)pairs, sizeof *self->pairs);
+    self->entries = fsdpc_mem_calloc((size_t)entries, sizeof *self->entries);
     self->tensors = fsdpc_mem_calloc(n, sizeof *self->tensors);
     self->steps = fsdpc_mem_calloc(n, sizeof *self->steps);
     self->numbers = fsdpc_mem_calloc(n, sizeof *self->numbers);
     self->grads = fsdpc_mem_calloc(n, sizeof *self->grads);
     self->locals = fsdpc_mem_calloc(n, sizeof *self->locals);
-    self->held = fsdpc_mem_calloc(n * HELD + (size_t)pairs, sizeof *self->held);
-    if (!self->members || !self->pairs || !self->tensors || !self->steps || !self->numbers ||
+    self->held = fsdpc_mem_calloc(n * HELD, sizeof *self->held);
+    if (!self->members || !self->entries || !self->tensors || !self->steps || !self->numbers ||
         !self->grads || !self->locals || !self->held) {
         PyErr_NoMemory();
         return -1;
@@ -164,7 +169,7 @@ take_members(struct table *self, PyObject *groups, PyObject *places, PyObject *c
 /* All entries of the state, and the state of each member: by the parameters' addresses, since a tensor's
  * hash is Python code, which could change the state in between. */
 static int
-take_pairs(struct table *self, PyObject *state, Py_ssize_t count)
+take_entries(struct table *self, PyObject *state, Py_ssize_t count)
 {
     PyObject *key, *value, *of = PyDict_New();
     Py_ssize_t at = 0;
@@ -174,7 +179,7 @@ take_pairs(struct table *self, PyObject *state, Py_ssize_t count)
     }
     while (status == 0 && PyDict_Next(state, &at, &key, &value)) {
         PyObject *address = PyLong_FromVoidPtr(key);
-        self->pairs[self->pair_count++] = (struct pair){key, value};
+        self->entries[self->entry_count++] = (struct entry){key, value};
         status = address == NULL ? -1 : PyDict_SetItem(of, address, value);
         Py_XDECREF(address);
     }
@@ -210,7 +215,7 @@ fill_table(struct table *self, PyObject *plain, PyObject *cut, PyObject *groups,
                         "optim_table: this torch has no C functions that tell where tensors lie");
         return -1;
     }
-    const Py_ssize_t count = PyList_GET_SIZE(groups), pairs = PyDict_Size(state);
+    const Py_ssize_t count = PyList_GET_SIZE(groups), entries = PyDict_Size(state);
     self->groups = fsdpc_mem_calloc((size_t)count, sizeof *self->groups);
     if (self->groups == NULL) {
         PyErr_NoMemory();
@@ -221,10 +226,10 @@ fill_table(struct table *self, PyObject *plain, PyObject *cut, PyObject *groups,
             return -1;
         }
     }
-    if (allocate(self, pairs) < 0 || take_members(self, groups, places, copies) < 0) {
+    if (allocate(self, entries) < 0 || take_members(self, groups, places, copies) < 0) {
         return -1;
     }
-    return take_pairs(self, state, pairs);
+    return take_entries(self, state, entries);
 }
 
 struct table *

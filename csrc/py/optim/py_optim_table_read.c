@@ -60,11 +60,12 @@ same_state(const struct table *self, PyObject *state)
     PyObject *key, *value;
     Py_ssize_t at = 0;
     int i = 0;
-    if (PyDict_GET_SIZE(state) != self->pair_count) {
+    if (PyDict_GET_SIZE(state) != self->entry_count) {
         return false;
     }
     while (PyDict_Next(state, &at, &key, &value)) {
-        if (i == self->pair_count || self->pairs[i].param != key || self->pairs[i].state != value) {
+        if (i == self->entry_count || self->entries[i].param != key ||
+            self->entries[i].state != value) {
             return false;
         }
         i++;
@@ -72,15 +73,24 @@ same_state(const struct table *self, PyObject *state)
     return true;
 }
 
-/* Reading gradients may run Python code, which may replace states: holds those that same_state saw. */
+/* Reading gradients may run Python code, which may replace states: those that same_state saw are held while
+ * the table reads. */
 static void
 hold_states(struct table *self)
 {
-    for (int i = 0; i < self->pair_count; i++) {
-        if (i + 2 * AHEAD < self->pair_count) {
-            __builtin_prefetch(self->pairs[i + 2 * AHEAD].state, 1);
+    for (int i = 0; i < self->entry_count; i++) {
+        if (i + 2 * AHEAD < self->entry_count) {
+            __builtin_prefetch(self->entries[i + 2 * AHEAD].state, 1);
         }
-        self->held[self->held_count++] = Py_NewRef(self->pairs[i].state);
+        Py_INCREF(self->entries[i].state);
+    }
+}
+
+static void
+drop_states(struct table *self)
+{
+    for (int i = 0; i < self->entry_count; i++) {
+        Py_DECREF(self->entries[i].state);
     }
 }
 
@@ -96,11 +106,25 @@ is_in_place(const struct table *self, PyObject *param, struct member *member)
         where.data != member->data || !float_type(&where, &type) || type != member->type) {
         return false;
     }
-    member->seen[PARAM] = (struct seen){param, where.data, where.shape};
+    member->seen[PARAM] = (struct seen){param, where.data, where.shape, NULL};
     return true;
 }
 
-/* A tensor of the plain type that a step may use. The same one at the same place is not asked twice
+/* True only while the object lives: another one may get its address. */
+static bool
+refers_to(PyObject *weak, const PyObject *object)
+{
+#if PY_VERSION_HEX >= 0x030d0000
+    PyObject *found = NULL;
+    (void)PyWeakref_GetRef(weak, &found);
+    Py_XDECREF(found); /* never the last reference: the caller has one to `object` */
+#else
+    const PyObject *found = PyWeakref_GET_OBJECT(weak);
+#endif
+    return found == object;
+}
+
+/* A tensor of the plain type that a step may use. The same state at the same place is not asked twice
  * whether its values are lazily negated: a tenth of the time of a step of small tensors. So setting the
  * `data` of a state to a negated view of itself is not detected. */
 static bool
@@ -113,30 +137,48 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
         !float_type(&where, type)) {
         return false;
     }
-    if ((seen->object != tensor || seen->data != where.data) && !is_plain(tensor)) {
+    const bool known =
+        seen->weak != NULL && seen->data == where.data && refers_to(seen->weak, tensor);
+    if (!known && !is_plain(tensor)) {
         return false;
     }
-    *seen = (struct seen){tensor, where.data, where.shape};
+    seen->object = tensor;
+    seen->data = where.data;
+    seen->shape = where.shape;
     *out = where.data;
     return true;
 }
 
-/* Holds the tensor (a DTensor's local one) until the end of the step. */
+/* Takes a reference to the tensor over and holds it, and a DTensor's local one, until the end of the step. */
 static bool
-read_state(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
+read_tensor(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
+            fsdpc_dtype *type, void **out)
+{
+    self->held[self->held_count++] = tensor;
+    if (Py_IS_TYPE(tensor, self->cut)) {
+        tensor = fsdpc_py_table_local(self, tensor);
+        if (tensor == NULL) {
+            return false;
+        }
+        self->held[self->held_count++] = tensor;
+    }
+    return lies(self, tensor, numel, seen, type, out);
+}
+
+static bool
+read_state(struct table *self, struct member *member, PyObject *name, int which, int64_t numel,
            fsdpc_dtype *type, void **out)
 {
-    if (tensor == NULL) {
+    struct seen *seen = &member->seen[which];
+    PyObject *state = PyDict_GetItemWithError(member->state, name);
+    if (state == NULL || !read_tensor(self, Py_NewRef(state), seen, numel, type, out)) {
         return false;
     }
-    Py_INCREF(tensor); /* a state dict may give it up while Python code runs */
-    PyObject *local = fsdpc_py_table_local(self, tensor);
-    Py_DECREF(tensor);
-    if (local == NULL) {
-        return false;
+    if (seen->weak == NULL || !refers_to(seen->weak, seen->object)) {
+        Py_XSETREF(seen->weak, PyWeakref_NewRef((PyObject *)seen->object, NULL));
+        PyErr_Clear();
     }
-    self->held[self->held_count++] = local;
-    return lies(self, local, numel, seen, type, out);
+    return true;
 }
 
 static bool
@@ -154,8 +196,7 @@ read_states(struct table *self, const struct group *group, struct member *member
         return false;
     }
     for (int s = 0; s < group->name_count; s++) {
-        PyObject *state = PyDict_GetItemWithError(member->state, group->names[s]);
-        if (!read_state(self, state, &member->seen[FIRST_STATE + s], member->numel, &type,
+        if (!read_state(self, member, group->names[s], FIRST_STATE + s, member->numel, &type,
                         &tensor->states[s]) ||
             (s > 0 && type != tensor->state_type)) {
             return false;
@@ -165,8 +206,8 @@ read_states(struct table *self, const struct group *group, struct member *member
     if (group->counter == NULL) {
         return true;
     }
-    PyObject *found = PyDict_GetItemWithError(member->state, group->counter);
-    if (!read_state(self, found, &member->seen[COUNTER], 1, &type, &counter) || type != FSDPC_F32) {
+    if (!read_state(self, member, group->counter, COUNTER, 1, &type, &counter) ||
+        type != FSDPC_F32) {
         return false;
     }
     *step = counter; /* step_group reads it */
@@ -198,7 +239,6 @@ ask_for(const struct table *self, int number)
         return;
     }
     const struct member *member = &self->members[number];
-    __builtin_prefetch(member->state);
     for (int i = 0; i < SEEN; i++) {
         const struct seen *seen = &member->seen[i];
         __builtin_prefetch(seen->object);
@@ -238,17 +278,15 @@ read_member(struct table *self, const struct group *group, int number, PyObject 
         Py_DECREF(grad);
         return true;
     }
-    self->held[self->held_count++] = grad;
-    member->seen[GRAD].data = NULL; /* another object may have the address of the last step's */
     *tensor = (fsdpc_optim_tensor){.param = (void *)member->data,
                                    .param_type = member->type,
                                    .numel = member->numel,
                                    .first = member->first,
                                    .block = 1,
                                    .key = member->key};
-    if (Py_IS_TYPE(grad, self->cut) != Py_IS_TYPE(param, self->cut) ||
-        !read_state(self, grad, &member->seen[GRAD], member->numel, &tensor->grad_type,
-                    &tensor->grad) ||
+    if (!read_tensor(self, grad, &member->seen[GRAD], member->numel, &tensor->grad_type,
+                     &tensor->grad) ||
+        Py_IS_TYPE(grad, self->cut) != Py_IS_TYPE(param, self->cut) ||
         !read_param(self, param, member) ||
         !read_states(self, group, member, tensor, &self->steps[self->count]) ||
         !read_copy(self, member, tensor)) {
@@ -295,10 +333,11 @@ fsdpc_py_table_read(struct table *self, PyObject *groups, PyObject *state)
                 same_state(self, state);
     if (same) {
         hold_states(self);
-    }
-    for (int g = 0; same && g < self->group_count; g++) {
-        same = g < PyList_GET_SIZE(groups) &&
-               read_group(self, &self->groups[g], PyList_GET_ITEM(groups, g));
+        for (int g = 0; same && g < self->group_count; g++) {
+            same = g < PyList_GET_SIZE(groups) &&
+                   read_group(self, &self->groups[g], PyList_GET_ITEM(groups, g));
+        }
+        drop_states(self);
     }
     if (!same) {
         PyErr_Clear();
