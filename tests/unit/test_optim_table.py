@@ -253,6 +253,28 @@ def test_a_table_keeps_nothing_alive():
     assert gone() is None
 
 
+def test_lazily_negated_memory_is_refused():
+    params, optimizer = stepped("SGD")
+    params[0].grad = torch._neg_view(params[0].grad)
+    with pytest.raises(BufferError, match=r"lazily negated .* call resolve_neg\(\)"):
+        optimizer.step()
+    for step in range(2):  # one makes a table, the next one reads the state by it
+        set_grads(params, step)
+        optimizer.step()
+    state = optimizer.state[params[0]]
+    address, memory = id(state["momentum_buffer"]), state.pop("momentum_buffer").detach()
+    others = []
+    for _ in range(100):  # an object at the address of the last one: the first, as a rule
+        state["momentum_buffer"] = torch._neg_view(memory)
+        if id(state["momentum_buffer"]) == address:
+            break
+        others.append(state["momentum_buffer"])
+    before = params[0].detach().clone()
+    with pytest.raises(BufferError, match=r"call resolve_neg\(\)"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
 class Armed(nn.Parameter):
     """Runs code of a program when a step reads its gradient."""
 
