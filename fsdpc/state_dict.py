@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -55,11 +56,20 @@ _FORMS: dict[StateDictType, ModuleType] = {
 
 
 def register_hooks(member: nn.Module) -> None:
-    """Register the save and load hooks of one FSDP instance."""
+    """Register the save and load hooks of one FSDP instance, and what refuses values for a part of
+    its flat parameter.
+    """
     member.register_state_dict_pre_hook(_before_save)
     member.register_state_dict_post_hook(_after_save)
     member.register_load_state_dict_pre_hook(_before_load)
     member.register_load_state_dict_post_hook(_after_load)
+    if member._unit is None or member._unit.use_orig_params:
+        return
+    flat: dict[nn.Module, list[str]] = {}
+    for module, name in (site for info in member._unit.infos for site in info.sites):
+        flat.setdefault(module, []).append(name)
+    for module, names in flat.items():
+        module.register_load_state_dict_pre_hook(partial(_refuse_part, names))
 
 
 def abandon(member: Any) -> None:
@@ -148,6 +158,30 @@ def _before_load(
     if member._fill_ties:
         fill_ties(member, state_dict, prefix)
     member._state_form.before_load(member, state_dict, prefix, error_msgs)
+
+
+def _refuse_part(
+    names: list[str],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Before a module inside of a unit with a flat parameter loads without its unit: the module has
+    no parameters then, and ``strict=False`` would drop their values.
+    """
+    for name in names:
+        if prefix + name in state_dict and name in module.__dict__:
+            which = getattr(module.__dict__[name], "_fsdpc_which", "a parameter of a unit")
+            error_msgs.append(
+                f"{prefix}{name} is {which}, which is in a flat parameter: load through the FSDP "
+                "module around it (with strict=False the dict may lack other parameters), inside "
+                "FSDP.summon_full_params(model), or wrap with use_orig_params=True"
+            )
 
 
 def _after_load(member: Any, incompatible: Any) -> None:

@@ -115,7 +115,12 @@ static int
 finish(fsdpc_comm *comm, int status)
 {
     atomic_store_explicit(&comm->busy, false, memory_order_release);
-    if (status != FSDPC_OK) {
+    if (status == FSDPC_E_INTERRUPT) {
+        fsdpc_kept_error kept;
+        fsdpc_error_keep(&kept);
+        fsdpc_comm_abort(comm, kept.text); /* the program may catch the interrupt and go on */
+        fsdpc_error_restore(&kept);
+    } else if (status != FSDPC_OK) {
         fsdpc_comm_break(comm, status, fsdpc_error_text());
     }
     return status;
@@ -132,7 +137,8 @@ fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
     if (comm->ops->abort) {
         comm->ops->abort(comm, reason);
     }
-    snprintf(reported, sizeof reported, "rank %d gave up: %s", comm->rank, reason);
+    snprintf(reported, sizeof reported, "rank %d gave up: %.*s", comm->rank,
+             FSDPC_COMM_TEXT_BYTES - 64, reason);
     fsdpc_comm_break(comm, FSDPC_E_COMM, reported);
 }
 

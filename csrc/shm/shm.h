@@ -24,8 +24,9 @@ typedef struct fsdpc_shm fsdpc_shm;
 
 enum { FSDPC_SHM_MAX_RANKS = 256 };
 
-/* Called between slices of a sleep, without locks held; non-zero ends the wait with
- * FSDPC_E_INTERRUPT. The Python layer points it at the signal check. May be NULL. Process wide. */
+/* Called between slices of a sleep, without locks held; non-zero, with this thread's error text set to what has
+ * come, ends the wait with FSDPC_E_INTERRUPT and aborts the group. The Python layer points it at the signal
+ * check. May be NULL. Process wide. */
 extern int (*fsdpc_shm_interrupt_check)(void);
 
 /* Reports about ranks that do not come, made by the layer above, which can see the ranks' programs. Process
@@ -93,7 +94,7 @@ void fsdpc_shm_wake(_Atomic uint32_t *word);
 int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
 int64_t fsdpc_shm_now_ns(void);
 
-/* FSDPC_OK, or FSDPC_E_PEER / FSDPC_E_STATE with text when a rank died or the group was aborted. A
+/* FSDPC_OK, or with text FSDPC_E_PEER when another rank died or aborted the group, FSDPC_E_COMM when this one did. A
  * rank that left in good order (fsdpc_shm_free) does not count here, only in waits for it. */
 int fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what);
 /* True if `rank` has called fsdpc_shm_free or exited after doing so. */

@@ -150,5 +150,8 @@ void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);
+/* The same for waits of a group that is there. An interrupt aborts the group: this rank's program may catch it
+ * and go on, and the others would wait for what this rank has left out. */
+int fsdpc_shm_end_interrupted(fsdpc_shm *shm, const fsdpc_wait *what);
 
 #endif

@@ -45,7 +45,7 @@ allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
                                      shm->rank, (double)bytes / 1048576,
                                      (double)fsdpc_room_free() / 1048576);
         }
-        FSDPC_TRY(fsdpc_shm_interrupted(&RESERVING));
+        FSDPC_TRY(fsdpc_shm_end_interrupted(shm, &RESERVING));
     }
     return FSDPC_OK;
 }

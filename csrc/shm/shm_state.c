@@ -129,6 +129,12 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     int pid = (int)atomic_load(&shm->control->slots[rank].pid);
     char op[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, op, sizeof op);
+    if (failure >> 16 == FSDPC_SHM_ABORTED && rank == shm->rank) {
+        return fsdpc_error(FSDPC_E_COMM,
+                           "%s: this rank (%d) has given up its group before, so nothing can be "
+                           "exchanged any more; start the program again; the reason: %s",
+                           op, rank, shm->control->blocks[rank].abort_text);
+    }
     if (failure >> 16 == FSDPC_SHM_ABORTED) {
         char table[FSDPC_ERROR_BYTES] = "";
         int causes[FSDPC_SHM_MAX_RANKS], count = 0;

@@ -77,7 +77,17 @@ fsdpc_shm_interrupted(const fsdpc_wait *what)
     }
     char text[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, text, sizeof text);
-    return fsdpc_error(FSDPC_E_INTERRUPT, "interrupted while waiting in %s", text);
+    return fsdpc_error_prepend(FSDPC_E_INTERRUPT, "interrupted while waiting in %s", text);
+}
+
+int
+fsdpc_shm_end_interrupted(fsdpc_shm *shm, const fsdpc_wait *what)
+{
+    const int status = fsdpc_shm_interrupted(what);
+    if (status != FSDPC_OK) {
+        fsdpc_shm_abort(shm, fsdpc_error_text());
+    }
+    return status;
 }
 
 static void
@@ -176,7 +186,7 @@ sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadli
     if (atomic_load_explicit(word, memory_order_acquire) != old) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_shm_interrupted(what));
+    FSDPC_TRY(fsdpc_shm_end_interrupted(shm, what));
     return fsdpc_shm_check(shm, what);
 }
 

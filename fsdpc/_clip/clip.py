@@ -17,6 +17,9 @@ import torch
 from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
 
+# Of each unit the parameters that have a gradient, as bytes.
+Masks = dict[Any, bytes]
+
 
 def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
     """See ``FullyShardedDataParallel.clip_grad_norm_``. Collective over the sharding groups."""
@@ -24,10 +27,10 @@ def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: floa
     others = list(_unmanaged_grads(root, units))
     dtypes = [grad.dtype for grad in _all_grads(units, others)]
     tree = None if _spread_elsewhere(root, units) else tree_for(units, norm_type)
-    if tree is None:
-        total = _clip_on_host(root, units, others, max_norm, norm_type)
-    else:
-        with scaling_of(units) as masks:
+    with scaling_of(units) as masks:
+        if tree is None:
+            total = _clip_on_host(root, masks, others, max_norm, norm_type)
+        else:
             total = norm_and_factor(tree, masks, others, norm_type, max_norm, scale=True)[0]
     if not dtypes and float(total) != 0.0:  # all elements with gradients are on other ranks
         dtypes = list(_dtypes_elsewhere(units))
@@ -42,12 +45,12 @@ def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: floa
 
 
 def _clip_on_host(
-    root: Any, units: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float
+    root: Any, masks: Masks, others: list[torch.Tensor], max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    total = root_of(_global_sum(units, others, norm_type), norm_type)
+    total = root_of(_global_sum(masks, others, norm_type), norm_type)
     factor = _clip_factor(total, max_norm)
     if factor != 1.0:  # also true for NaN, which must reach the gradients, as in torch
-        _scale(units, others, factor)
+        _scale(masks, others, factor)
     return torch.tensor(total, dtype=torch.float64, device=root.compute_device)
 
 
@@ -56,12 +59,12 @@ def _clip_factor(total: float, max_norm: float) -> float:
     return factor if math.isnan(factor) else min(factor, 1.0)
 
 
-def _global_sum(units: list[Any], others: list[torch.Tensor], norm_type: float) -> float:
+def _global_sum(masks: Masks, others: list[torch.Tensor], norm_type: float) -> float:
     """Sum of |g|^p over every gradient element of the model; the largest |g| for the inf norm."""
     combine = combine_of(norm_type)
     total = combine(tensor_sum(grad, norm_type) for grad in others)
-    for comm, members in _by_comm(units):
-        part = combine(unit.grad_norm_sums(norm_type) for unit in members)
+    for comm, members in _by_comm(list(masks)):
+        part = combine(unit.grad_norm_sums(masks[unit], norm_type) for unit in members)
         if comm.world > 1:
             part = reduce_over_ranks(
                 comm, part, "max" if math.isinf(norm_type) else "sum", "clip_grad_norm_"
@@ -108,8 +111,8 @@ def _dtypes_elsewhere(units: list[Any]) -> Iterator[torch.dtype]:
                 yield grad.dtype
 
 
-def _scale(units: list[Any], others: list[torch.Tensor], factor: float) -> None:
-    for unit in units:
-        unit.scale_grads(factor)
+def _scale(masks: Masks, others: list[torch.Tensor], factor: float) -> None:
+    for unit, mask in masks.items():
+        unit.flat.scale_grads(mask, factor)
     for grad in others:
         grad.mul_(factor)

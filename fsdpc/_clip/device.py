@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,17 +26,9 @@ def tree_for(units: list[Any], norm_type: float) -> Any:
 
 @contextmanager
 def scaling_of(units: list[Any]) -> Iterator[dict[Any, bytes]]:
-    """The masks of the units' gradients; gradients in low precision are back afterwards, whatever
-    is raised. Local.
-    """
-    begun: dict[Any, bytes] = {}
-    try:
-        for unit in units:
-            begun[unit] = unit.begin_scaling()
-        yield begun
-    finally:
-        for unit in begun:
-            unit.end_scaling()
+    """``adopted_grads`` of several units: a mask for each. Local."""
+    with ExitStack() as stack:
+        yield {unit: stack.enter_context(unit.adopted_grads()) for unit in units}
 
 
 def norm_and_factor(

@@ -471,6 +471,9 @@ class _Collectives:
                 if note:
                     error.add_note(note)
             raise
+        except BaseException as error:  # Ctrl-C, which the program may catch and go on
+            self.publish(f"{type(error).__name__} in {what}")
+            raise
         finally:
             _C.board_end()
 

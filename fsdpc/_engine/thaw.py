@@ -80,7 +80,12 @@ def thaw(unit: Any) -> None:
     if not wanted:
         return
     _writeback.adopt_values(unit)
-    unit.flat.adopt_grads()
+    with unit.adopted_grads():
+        _allocate(unit, wanted)
+    unit.announce_grads()
+
+
+def _allocate(unit: Any, wanted: list[int]) -> None:
     layout = unit.flat.layout()
     of = [layout["params"][covers[0]]["segment"] for _, _, covers in unit.optim_params]
     segments = bytearray(len(layout["segments"]))
@@ -94,8 +99,6 @@ def thaw(unit: Any) -> None:
         if trained[of[k]]:
             _renew(unit, k)
     unit.flat.renew_grads([grad for _, grad, _ in unit.optim_params])
-    unit._keep_low()
-    unit.announce_grads()
 
 
 def _renew(unit: Any, k: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,9 +319,9 @@ class Unit(WholeValues):
         """
         for param, view, _ in self._optim_params:
             if view is not None and param.grad is view and view.dtype != self.param_dtype:
-                low = view.detach()
+                low, values = view.detach(), view.to(self.param_dtype)
                 param.grad = low
-                low.data = view.to(self.param_dtype)
+                low.data = values
 
     # --- what the wrapper reads ------------------------------------------------------------------
 
@@ -432,9 +433,17 @@ class Unit(WholeValues):
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _keep_low(self) -> None:
-        if self.flat.after_backward is not None:
-            self._lower_grads()
+    @contextmanager
+    def adopted_grads(self) -> Iterator[bytes]:
+        """The mask of parameters that have a gradient, with all of them in the shard; those of low
+        precision are so again afterwards, whatever is raised. Local.
+        """
+        try:
+            self.flat.adopt_grads()
+            yield self._grad_mask()
+        finally:
+            if self.flat.after_backward is not None:
+                self._lower_grads()
 
     def _grad_mask(self) -> bytes:
         mask = bytearray(len(self.infos))
@@ -450,28 +459,10 @@ class Unit(WholeValues):
         covers = next((covers for one, _, covers in self._optim_params if one is param), ())
         return any(self.shapes[i].numel() > 0 for i in covers)
 
-    def grad_norm_sums(self, norm_type: float) -> float:
-        """sum |g|^p over this rank's shard (max |g| for inf); each element once per shard group."""
-        self.flat.adopt_grads()
-        mask = self._grad_mask()
+    def grad_norm_sums(self, mask: bytes, norm_type: float) -> float:
+        """sum |g|^p over this rank's shard (max |g| for inf); each element once per shard group.
+        ``mask``: of ``adopted_grads``. Local.
+        """
         if norm_type == float("inf"):
-            total = self.flat.grad_norm(mask, 2.0)[1]
-        else:
-            total = self.flat.grad_norm(mask, float(norm_type))[0]
-        self._keep_low()
-        return total
-
-    def begin_scaling(self) -> bytes:
-        """Adopt this rank's gradients; returns the mask of parameters that have one. Local."""
-        self.flat.adopt_grads()
-        return self._grad_mask()
-
-    def end_scaling(self) -> None:
-        """Restore low-precision gradients after scaling. Local."""
-        self._keep_low()
-
-    def scale_grads(self, factor: float) -> None:
-        """Multiply this rank's gradients in place. Local."""
-        self.flat.adopt_grads()
-        self.flat.scale_grads(self._grad_mask(), factor)
-        self._keep_low()
+            return self.flat.grad_norm(mask, 2.0)[1]
+        return self.flat.grad_norm(mask, float(norm_type))[0]

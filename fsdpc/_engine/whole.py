@@ -29,8 +29,7 @@ class WholeValues:
     device: torch.device
     is_sharded: bool
     _optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
-    _grad_mask: Any
-    _keep_low: Any
+    adopted_grads: Any
     holds_nothing: Any
 
     def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
@@ -120,17 +119,16 @@ class WholeValues:
         """Full gradients in original shapes and storage dtypes, None if no rank has one, on the
         unit's device or ``to``. Collective over the shard group.
         """
-        self.flat.adopt_grads()
-        have = np.frombuffer(self._grad_mask(), dtype=np.uint8).astype(np.float32)
-        if len(have) and self.is_sharded:
-            self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
-        where = to or self.device
-        grads: list[Tensor | None] = [
-            torch.empty(s, dtype=d, device=where) if have[i] else None
-            for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
-        ]
-        self.flat.read(grads, grad=True)
-        self._keep_low()
+        with self.adopted_grads() as mask:
+            have = np.frombuffer(mask, dtype=np.uint8).astype(np.float32)
+            if len(have) and self.is_sharded:
+                self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
+            where = to or self.device
+            grads: list[Tensor | None] = [
+                torch.empty(s, dtype=d, device=where) if have[i] else None
+                for i, (s, d) in enumerate(zip(self.shapes, self.dtypes, strict=True))
+            ]
+            self.flat.read(grads, grad=True)
         return grads
 
     def scatter_full_grads(self, grads: Sequence[Tensor | None]) -> None:

@@ -686,8 +686,10 @@ give_up(int rank, ranks_run *run)
         rank_keep(run, rank, wait_somewhere(shm, (enum where)run->option));
         fsdpc_shm_abort(shm, "too late");
     }
-    CHECK_ERROR(fsdpc_shm_check(shm, &WAIT), FSDPC_E_PEER, "rank 1 (pid ");
-    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "a tensor had the wrong shape");
+    const int status = rank == 1 ? FSDPC_E_COMM : FSDPC_E_PEER;
+    CHECK_ERROR(fsdpc_shm_check(shm, &WAIT), status,
+                rank == 1 ? "this rank (1) has given up" : "rank 1 (pid ");
+    CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), status, "a tensor had the wrong shape");
     fsdpc_shm_free(shm);
 }
 
@@ -707,6 +709,7 @@ an_abort_ends_all_waits(bool threads)
 static int
 interrupt_now(void)
 {
+    (void)fsdpc_error(FSDPC_E_INTERRUPT, "Ctrl-C");
     return 1;
 }
 
@@ -718,9 +721,12 @@ be_interrupted(int rank, ranks_run *run)
     if (rank == 0) {
         fsdpc_shm_interrupt_check = interrupt_now;
         rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
+        fsdpc_shm_interrupt_check = NULL;
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_COMM, "layers.3: Ctrl-C");
         atomic_store(&run->flags[0], 1);
     } else {
         CHECK(rank_await(&run->flags[0], 1));
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "rank 0 (pid ");
     }
     fsdpc_shm_free(shm);
 }

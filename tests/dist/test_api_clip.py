@@ -135,6 +135,13 @@ def test_gradients_kept_in_low_precision(rank, world, engine, use_orig_params):
                 check_equal({"grad": a.grad}, {"grad": b.grad.to(torch.bfloat16)}, "backward")
             else:
                 torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.02, atol=1e-4)
+    if engine == "fsdpc":
+        before = [p.grad.clone() for p in low.parameters() if p.grad is not None]
+        for wrong in (-1.0, float("nan")):
+            with pytest.raises(ValueError, match="norm"):
+                low.clip_grad_norm_(0.1, wrong)
+        after = [p.grad for p in low.parameters() if p.grad is not None]
+        check_equal(dict(enumerate(after)), dict(enumerate(before)), "a clip that raised")
     norms = [float(model.clip_grad_norm_(0.1)) for model in (low, full)]
     assert norms[0] == pytest.approx(norms[1], rel=0.01)
     assert all(p.grad.dtype == torch.bfloat16 for p in low.parameters() if p.grad is not None)

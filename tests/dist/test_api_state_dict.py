@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from checkpoints import FULL, mixed, same
+from checkpoints import FULL, LOCAL, SHARDED, mixed, same, typed
 from harness import ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -166,6 +166,34 @@ def test_strict_loading_names_keys_cleanly(rank, world, use_orig_params):
     with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
         model.load_state_dict(wrong)
     loss_of(model, tokens(rank, 0)).backward()
+
+
+@ranks(1, 2)
+def test_a_part_of_a_flat_parameter(rank, world):
+    """A module inside of a flat unit has no parameters to load into: strict=False loaded none."""
+    model, expected = copy.deepcopy(wrap("fsdpc", toy())), toy()
+    inner, values = model.module.blocks[1], toy(seed=1).blocks[1].state_dict()
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"up\.weight is .*load through the FSDP module"):
+            inner.load_state_dict(values, strict=strict)
+    same(model.state_dict(), expected.state_dict())
+    if world > 1:
+        none = pytest.raises(RuntimeError, match=r"No `FlatParameter`.*head\.weight")
+        with typed(model, LOCAL), none:
+            model.load_state_dict(expected.state_dict(), strict=False)
+    for seed, kind in enumerate((FULL, SHARDED), 1):
+        other = wrap("fsdpc", toy(seed=seed))
+        with typed(model, kind), typed(other, kind):
+            state = other.state_dict()
+            part = {key: value for key, value in state.items() if key.startswith("blocks.1.")}
+            result = model.load_state_dict(part, strict=False)
+        assert result.missing_keys == [key for key in state if key not in part]
+        expected.blocks[1].load_state_dict(toy(seed=seed).blocks[1].state_dict())
+        same(model.state_dict(), expected.state_dict())
+    with type(model).summon_full_params(model):
+        inner.load_state_dict(values)
+    expected.blocks[1].load_state_dict(values)
+    same(model.state_dict(), expected.state_dict())
 
 
 @ranks(2)

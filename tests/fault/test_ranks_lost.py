@@ -16,6 +16,8 @@ from harness import die, run_ranks, shorten_deadlines, signal_rank
 from torch import nn
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
+from fsdpc import CommError, checkpoint
+
 LATE_S = 20.0  # from the signal to the last survivor's error: far below the deadline of 30 s
 STOPPED_S = 4.0  # the deadline of the others, from the step on in which a rank stops
 VICTIM = 1
@@ -208,6 +210,56 @@ def test_sigint_while_waiting():
     assert "KeyboardInterrupt" in zero.error_types, zero.error
     assert zero.finished_at - zero.signalled_at <= LATE_S
     assert "rank 0" in outcomes[VICTIM].error and "KeyboardInterrupt" in outcomes[VICTIM].error
+
+
+def caught(rank, world, place, path):
+    """Rank 0 catches Ctrl-C in the middle of a collective, and goes on."""
+    sharded = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    store = dist.distributed_c10d._get_default_store()
+
+    def step(number):
+        loss_of(sharded, tokens(rank, number)).backward()
+        sharded.clip_grad_norm_(1.0)
+
+    step(0)
+    dist.barrier()
+    told, waits = [], []
+    if rank == VICTIM:
+        if place == "clip":
+            loss_of(sharded, tokens(rank, 1)).backward()
+        signal_rank(0, signal.SIGINT, after=0.3)
+        store.wait([str(other) for other in range(world) if other != rank])
+    for _ in range(2):
+        since = time.monotonic()
+        try:
+            step(1)
+        except (KeyboardInterrupt, CommError) as error:
+            told.append((type(error).__name__, str(error)))
+            store.set(str(rank), "")
+        waits.append(time.monotonic() - since)
+    dist.barrier()
+    checkpoint.save(path, sharded)
+    return told, waits
+
+
+@pytest.mark.parametrize("place", ["gather", "clip"])
+def test_sigint_caught_in_a_collective(tmp_path, place):
+    """The ranks that wait and those that come later raise at once, and name the interrupted one; so
+    does each later step; checkpoints, which have communicators of their own, are saved."""
+    path = str(tmp_path / "saved")
+    outcomes = with_what_was_left(lambda: run_ranks(caught, 3, faults=True, place=place, path=path))
+    for outcome in outcomes:
+        assert outcome.value, outcome.error
+        (first, why), (then, later) = outcome.value[0]
+        assert max(outcome.value[1]) < LATE_S
+        assert "KeyboardInterrupt" in later and "waiting in" in later
+        if outcome.rank == 0:
+            assert (first, then) == ("KeyboardInterrupt", "CommError")
+            assert "this rank (0) has given up" in later or "rank 0 gave up" in later
+        else:
+            assert (first, then) == ("PeerError", "PeerError")
+            assert "rank 0" in why and "KeyboardInterrupt" in why and "rank 0" in later
+    assert os.listdir(path)
 
 
 def test_no_process_is_left():

@@ -863,12 +863,16 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
 
 
 def run_measured(code: str, tmp_path: Path) -> list[float]:
-    """The figures that a program prints which begins with MEMORY."""
+    """The figures that a program prints which begins with MEMORY. A freed tensor is no longer
+    resident, because the allocator's threshold of mappings does not grow: heap that was kept, or
+    not, made the figures differ by 30 MB between runs.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", MEMORY + code, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(256 * 1024)},
     )
     assert ended.returncode == 0, ended.stderr
     return [float(word) for word in ended.stdout.split()]
@@ -903,7 +907,7 @@ def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: 
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("ASan keeps memory that was freed")
     peaks = run_measured(CONVERTED, tmp_path)
-    assert len(peaks) == 2 and all(3 < peak < 48 for peak in peaks), peaks
+    assert len(peaks) == 2 and all(3 < peak < 24 for peak in peaks), peaks
     assert not compare(tmp_path / "big-safetensors", tmp_path / "big-dcp")
 
 

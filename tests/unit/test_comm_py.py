@@ -234,6 +234,9 @@ def test_callback_exits_pass(loopback, error):
     with pytest.raises(type(error)) as caught:
         comm.barrier()
     assert caught.value is error
+    target.error = None
+    with pytest.raises(fsdpc.CommError, match=f"rank 1 gave up: .*{type(error).__name__}"):
+        comm.barrier()
 
 
 def test_missing_callback():

@@ -199,6 +199,10 @@ fsdpc_py_check_signals(void)
     fsdpc_py_core_calls_python(1);
     int interrupted = PyErr_CheckSignals() < 0;
     fsdpc_py_core_calls_python(-1);
+    if (interrupted) {
+        char text[512];
+        (void)fsdpc_error(FSDPC_E_INTERRUPT, "%s", fsdpc_py_exception_text(text, sizeof text));
+    }
     if (type != NULL) {
         PyErr_Restore(type, value, trace);
     }

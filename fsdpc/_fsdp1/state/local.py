@@ -84,23 +84,23 @@ def before_load(
             own.copy_(part)
         state_dict[key] = flat
         found.append((key, segment))
+    _settle_originals(member, state_dict, prefix, [segment for _, segment in found], error_msgs)
     if unit.use_orig_params:
-        _show_originals(member, state_dict, prefix, [segment for _, segment in found], error_msgs)
         for key, _ in found:
             del state_dict[key]
-    elif found:  # the dict of a model with use_orig_params also has the original parameters
-        for name in managed_names(member):
-            state_dict.pop(prefix + FSDP_PREFIX + name, None)
 
 
-def _show_originals(
+def _settle_originals(
     member: Any,
     state_dict: dict[str, Any],
     prefix: str,
     loaded: list[dict[str, Any]],
     error_msgs: list[str],
 ) -> None:
-    """Make modules load their current values, which were copied from the flat parameters."""
+    """Original parameters, which the dict of a model with use_orig_params also has: modules load
+    their current values, which were copied from the flat parameters, or nothing without
+    use_orig_params.
+    """
     unit = member._unit
     layout = unit.flat.layout()
     for name, i in managed_names(member).items():
@@ -112,7 +112,9 @@ def _show_originals(
                 f"the LOCAL_STATE_DICT has {prefix}{name} of unit {unit.name!r} without its flat "
                 "parameter; set the state dict type used for saving"
             )
-        if key in state_dict or has_flat:
+        if not unit.use_orig_params:
+            state_dict.pop(key, None)
+        elif key in state_dict or has_flat:
             state_dict[key] = unit.infos[i].param.detach()
 
 
