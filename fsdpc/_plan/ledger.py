@@ -247,8 +247,6 @@ def _wanted(model: Model, setup: Setup, kind: Optimizer) -> list[Wanted]:
 
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in pinned host memory, by the functions that place them there."""
-    if kind.master and setup.storage != "float32":
-        raise ValueError("states in host memory have no float32 masters: use another optimizer")
     wanted = _wanted(model, setup, kind)
     sizes = [want.numel * sum(item for _, item in want.states) for want in wanted]
     chosen = chosen_for_host(sizes, setup.host)

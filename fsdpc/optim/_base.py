@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._engine.device import stand_in
+from fsdpc._engine.interop import around
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
-from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, step_chunks
+from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, follow, step_chunks
 from fsdpc.optim._device import (
     Control,
     norm_of_units,
@@ -122,7 +123,8 @@ class FusedOptimizer(Optimizer):
         if isinstance(where, Disk):
             self._store = DiskStore(where, name)
         elif isinstance(where, Host):
-            if all_in_host_memory(p for group in self.param_groups for p in group["params"]):
+            params = [p for group in self.param_groups for p in group["params"]]
+            if not where.masters and all_in_host_memory(params):
                 return
             self._store = HostStore(where, name)
         elif where is not None:
@@ -246,12 +248,30 @@ class FusedOptimizer(Optimizer):
         with self._inside_state():
             for group, found in zip(self.param_groups, resident, strict=True):
                 if found.params:
-                    self._step_group(group, found, scaling)
+                    self._step_resident(group, found, scaling)
             if reading is not None:
                 step_chunks(self, reading, self._part(members, True), scaling)
         for found in members:
             if found.params:
                 self._finish(found, scaling.writes_grads)
+
+    def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        """Step parameters whose states are not offloaded: those with a master, by that."""
+        if self._store is None or not self._store.masters:
+            self._step_group(group, found, scaling)
+            return
+        pairs = [
+            (number, value, local_of(self.state[param][MASTER]))
+            for number, (param, value) in enumerate(zip(found.params, found.values, strict=True))
+            if self._has_master(param)
+        ]
+        values = list(found.values)
+        for number, value, master in pairs:
+            follow(master, value)
+            values[number] = master
+        self._step_group(group, found._replace(values=values), scaling)
+        for _, value, master in pairs:
+            value.copy_(master)
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
         """Those whose states are offloaded, or the others."""
@@ -330,8 +350,19 @@ class FusedOptimizer(Optimizer):
                 self._place_states({id(param) for param in active})
             for group, found in zip(self.param_groups, members, strict=True):
                 self._begin_group(group, found)
+            for param in active:
+                self._begin_master(param)
         store = self._store
         return None if store is None else store.passes([p for p in active if store.takes(p)])
+
+    def _begin_master(self, param: Tensor) -> None:
+        """Make the master of a parameter whose states are not offloaded, if there is none."""
+        if not self._has_master(param) or self._store is None or self._store.takes(param):
+            return
+        state = self.state[param]
+        if MASTER not in state:
+            own = local_of(param).to(torch.float32, memory_format=torch.contiguous_format)
+            state[MASTER] = around(own, param._spec) if isinstance(param, DTensor) else own
 
     def _place_states(self, which: set[int]) -> None:
         """Give the states of these parameters their places, and what is elsewhere to them."""
@@ -591,7 +622,8 @@ class FusedOptimizer(Optimizer):
         name = type(self).__name__
         if isinstance(self._store, HostStore):
             raise NotImplementedError(
-                f"{name} with offload=Host(...) cannot be copied: its states are a GPU's. "
+                f"{name} with offload=Host(...) cannot be copied: a copy would not know its "
+                "states' places. "
                 f"Copy the model, make {name}(..., offload=Host(...)) of the copy's "
                 "parameters, and load this one's state_dict() there"
             )
@@ -646,7 +678,7 @@ class FusedOptimizer(Optimizer):
             step = state["step"]
             step = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
             state["step"] = step.detach().to(step_device(param), torch.float32, copy=True)
-        for name in self._state_names:
+        for name in (*self._state_names, *([MASTER] if self._has_master(param) else [])):
             value = state.get(name)
             if isinstance(value, Tensor) and not offloaded:
                 dtype = self._state_dtype(param)

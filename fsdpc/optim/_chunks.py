@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
 from fsdpc._engine.state_layout import Chunk, Wanted, lay_out
 from fsdpc.optim._places import Place, Span, local_of
@@ -302,7 +303,7 @@ def _step_chunk(
         part = value[piece.begin : piece.end]
         master = states.get(MASTER)
         if master is not None:
-            _follow(master, part)
+            follow(master, part)
             masters.append((part, master))
             part = master
         optimizer._lend(worker, part, param, (piece.begin, piece.end), states)
@@ -326,10 +327,12 @@ def _worker(optimizer: Any) -> Any:
     return worker
 
 
-def _follow(master: Tensor, value: Tensor) -> None:
-    """Where a parameter is not its master rounded, it was changed since: the master restarts."""
-    changed = master.to(value.dtype) != value
-    if bool(changed.any()):
+def follow(master: Tensor, value: Tensor) -> None:
+    """Where a parameter is not its master rounded, to the bit, it was changed since: the master
+    restarts. No host sync on a GPU.
+    """
+    changed = master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
+    if value.is_cuda or stand_in() or bool(changed.any()):
         torch.where(changed, value.to(master.dtype), master, out=master)
 
 

@@ -36,12 +36,15 @@ class Host:
     the GPU. It is chosen parameter by parameter, in their order, so that at most this part is in
     host memory. ``buffer_bytes``: of the GPU, for two buffers that states pass through. A step
     moves the states there and back: for ``AdamW`` 8 bytes each way per float32 parameter.
+    ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states, of
+    which ``ratio`` is the part in host memory.
 
-    States of parameters in host memory are there anyway: this changes nothing for them.
+    States of parameters in host memory are there anyway: ``ratio`` changes nothing for them.
     """
 
     ratio: float = 1.0
     buffer_bytes: int = 64 << 20
+    masters: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -84,6 +87,7 @@ class HostStore(Store):
     def __init__(self, options: Host, name: str) -> None:
         super().__init__(name, options.chunk_bytes)
         self.ratio = options.ratio
+        self.masters = options.masters
         self.chosen: dict[Tensor, bool] = {}
         self.chosen_bytes = (0, 0)  # in host memory, and all
         self.buffers: list[Tensor] = []

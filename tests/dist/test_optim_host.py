@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks, run_ranks
+from test_clip_gpu import Unread
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -180,14 +181,15 @@ def test_counts():
     assert went["joins"] == 2 * (chunks - 1) and came["finishes"] == went["finishes"] == 0
 
 
-def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
+def leave_out_each(rank: int, world: int, masters: bool) -> list[tuple[Any, list[str]]]:
     import simgpu
     from watch import Operators
 
     simgpu.policy("lazy")
     simgpu.options().quiet = True
-    model = made("units")
-    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
+    model = made("units", torch.bfloat16 if masters else torch.float32)
+    offload = optim.Host(1, SMALL, masters=masters)
+    optimizer = optim.AdamW(model.parameters(), offload=offload)
     train(model, optimizer, range(2))
     found: list[tuple[Any, list[str]]] = []
     model(2).backward()
@@ -211,12 +213,74 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
 
 
 @on_gpu
-def test_each_wait_that_is_left_out_is_found():
-    found = run_ranks(leave_out_each, 1, env=ON_GPU)[0]
+@pytest.mark.parametrize("masters", [False, True])
+def test_each_wait_that_is_left_out_is_found(masters: bool):
+    found = run_ranks(leave_out_each, 1, env=ON_GPU, masters=masters)[0]
     for left_out, reports in found:
         print(f"{left_out}: {(reports or ['-'])[0]}")
     assert found[0][1] == found[1][1] == [] and len(found) > 15
     assert [left_out for left_out, reports in found[2:] if not reports] == []
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_masters(rank: int, world: int):
+    """Equal to masters in a file, of the same values and gradients: with elements that are set, a
+    step that is skipped, and loaded states of another place. The step reads nothing on the host.
+    """
+    cases = [("AdamW", 0), ("AdamW", 0.5), ("AdamW", 1), ("SGD", 0.5), ("Lion", 1), ("SGD", 1)]
+    for number, (name, ratio) in enumerate(cases):
+        dtype = torch.float16 if name == "Lion" else torch.bfloat16
+        model, kind = made(("units", "rows", "flat")[number % 3], dtype), KINDS[name][0]
+        params = list(model.parameters())
+        others = [nn.Parameter(local(p).detach().clone()) for p in params]
+        with tempfile.TemporaryDirectory() as folder:
+            disk = optim.Disk(folder, 3 * 131072, masters=True)
+            kept = kind(others, lr=1e-4, offload=disk)
+            away = kind(params, lr=1e-4, offload=optim.Host(ratio, SMALL, masters=True))
+            for step in range(5):
+                away.zero_grad()
+                model(step).backward()
+                for param, other in zip(params, others, strict=True):
+                    other.grad = None if param.grad is None else local(param.grad).clone()
+                    if step == 2:  # what the user sets is not undone by its master
+                        with torch.no_grad():
+                            local(param).view(-1)[:3].fill_(-0.0)
+                            other.view(-1)[:3].fill_(-0.0)
+                for optimizer in (kept, away):
+                    optimizer.grad_scale = torch.tensor(4.0)
+                    optimizer.found_inf = torch.tensor(float(step in (0, 2)))
+                before = [bits(local(p)).clone() for p in params]
+                kept.step()
+                with Unread():
+                    away.step()
+                left = [torch.equal(bits(local(p)), b) for p, b in zip(params, before, strict=True)]
+                assert all(left) or step not in (0, 2)
+                for param, other in zip(params, others, strict=True):
+                    assert torch.equal(bits(local(param)), bits(other)), (name, ratio, step)
+                if step == 3:
+                    away = kind(params, offload=optim.Host(1 - ratio, SMALL, masters=True))
+                    away.load_state_dict(kept.state_dict())
+            same_states(away, kept)
+            assert any((s["master"] != p).any() for p, s in kept.state.items())
+            here, total = away._store.chosen_bytes
+            assert total > 0 and here <= (1 - ratio) * total and (here == total) == (ratio == 0)
+
+
+def same_states(one: Any, other: Any) -> None:
+    """Of optimizers of sharded parameters, and of their copies in host memory."""
+    states = zip(one.state.values(), other.state.values(), strict=True)
+    for a, b in states:
+        assert a.keys() == b.keys() and a["master"].dtype == torch.float32
+        assert all(torch.equal(local(a[key]), b[key]) for key in a)
+
+
+def local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().view(torch.int16)
 
 
 @on_gpu
@@ -377,6 +441,7 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         "lion": (optim.Lion, torch.bfloat16),
         "momentum": (partial(optim.SGD, lr=0.1, momentum=0.9), torch.float32),
         "adamw-bf16": (optim.AdamWBF16, torch.float32),
+        "adamw-master": (optim.AdamW, torch.bfloat16),
     }
     gpu = fsdpc._C.cuda_device(0)
     where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
@@ -389,7 +454,9 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         )
         planned = plan(Plain("toy", units_of(plain, policy)), check(setup))
         model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
-        optimizer = kind(model.parameters(), offload=optim.Host(ratio, SMALL))
+        masters = name == "adamw-master"
+        away = optim.Host(ratio, SMALL, masters=masters)
+        optimizer = kind(model.parameters(), offload=away)
         loss_of(model, tokens(rank, 0)).backward()
         optimizer.step()
         store = optimizer._store

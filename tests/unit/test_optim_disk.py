@@ -126,10 +126,14 @@ def test_state_dicts_from_and_to_torch(tmp_path: Path):
     same(resumed, params, optim_first, others)
 
 
-def test_masters_of_narrow_parameters(tmp_path: Path):
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_masters_of_narrow_parameters(tmp_path: Path, where: str):
+    """Without a GPU, masters of ``Host`` lie in memory beside the parameters."""
     params = params_of(torch.bfloat16)
     wide = [nn.Parameter(p.detach().float()) for p in params]
-    one = optim.AdamW(params, lr=1e-4, offload=optim.Disk(tmp_path, SMALL, masters=True))
+    host = optim.Host(masters=True)
+    away = host if where == "host" else optim.Disk(tmp_path, SMALL, masters=True)
+    one = optim.AdamW(params, lr=1e-4, offload=away)
     other = optim.AdamW(wide, lr=1e-4)
     for step in range(4):
         for param, full in zip(params, wide, strict=True):
@@ -146,7 +150,7 @@ def test_masters_of_narrow_parameters(tmp_path: Path):
         assert torch.equal(param, full.bfloat16())
         assert torch.equal(one.state[param]["master"], full)
     with pytest.raises(ValueError, match="AdamWBF16 has no float32 masters"):
-        optim.AdamWBF16(params, offload=optim.Disk(tmp_path, masters=True))
+        optim.AdamWBF16(params, offload=away)
 
 
 def test_layout_is_disjoint_in_whole_pages():
