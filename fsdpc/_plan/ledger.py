@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpc import _C
 from fsdpc._engine.state_layout import (
+    ALIGN,
     BUFFERS,
     STAGES,
     Wanted,
@@ -252,7 +253,7 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     chosen = chosen_for_host(sizes, setup.host)
     away = [want for want, here in zip(wanted, chosen, strict=True) if here]
     chunk_bytes = chunk_bytes_of(setup.host_buffers, STAGES)
-    there = lay_out(away, chunk_bytes).end
+    there = lay_out(away, chunk_bytes, page=ALIGN).end
     moved = sum(count for count, here in zip(sizes, chosen, strict=True) if here)
     why = f"{setup.host:.0%} of them at most; each step moves {size(moved)} there and back"
     return [

@@ -22,8 +22,18 @@ from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
+from fsdpc._engine.state_layout import Extent
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
-from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, follow, step_chunks
+from fsdpc.optim._chunks import (
+    MASTER,
+    NARROW,
+    Ends,
+    GuardedState,
+    Store,
+    follow,
+    step_chunks,
+    whole_extent,
+)
 from fsdpc.optim._device import (
     Control,
     norm_of_units,
@@ -331,9 +341,9 @@ class FusedOptimizer(Optimizer):
     def _refuse_offload(self, where: Any) -> None:
         if where is not None:
             raise NotImplementedError(
-                f"{type(self).__name__} keeps its states in memory: blocks that ranks share are "
-                "read before each step. AdamW, Adam, SGD, Lion and AdamWBF16 take "
-                "offload=Disk(...) and offload=Host(...)"
+                f"{type(self).__name__} keeps its states in memory: second moments belong to "
+                "blocks of a parameter, which chunks would cut. AdamW, Adam, SGD, Lion, AdamWBF16 "
+                "and AdamW8bit take offload=Disk(...) and offload=Host(...)"
             )
 
     def _check_states(self) -> None:
@@ -369,7 +379,7 @@ class FusedOptimizer(Optimizer):
         store = self._store
         assert store is not None
         everything = [
-            (param, self._offloaded_states(group, param))
+            (param, self._extents(group, param))
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -378,14 +388,27 @@ class FusedOptimizer(Optimizer):
         store.reserve(wanted)
         for param, _ in wanted:
             if param in self.state:
-                store.adopt(param, self.state[param])
+                self._adopt(param)
 
-    def _offloaded_states(
-        self, group: dict[str, Any], param: Tensor
-    ) -> list[tuple[str, torch.dtype]]:
-        """Names and dtypes of a parameter's states, in the order in which a store holds them."""
+    def _adopt(self, param: Tensor) -> None:
+        """Copy offloaded states that lie elsewhere to their place."""
+        assert self._store is not None
+        self._store.adopt(param, self.state[param])
+
+    def _show_states(self, param: Tensor) -> None:
+        """Behind a step: offloaded states that the step has made."""
+        store, state = self._store, self.state[param]
+        assert store is not None
+        for name in store.held[param][0]:
+            if name not in state:
+                state[name] = store.tensor(param, name)
+
+    def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
+        """A parameter's states, in the order in which a store holds them."""
         states = [(name, self._state_dtype(param)) for name in self._names(group)]
-        return [*states, (MASTER, torch.float32)] if self._has_master(param) else states
+        if self._has_master(param):
+            states.append((MASTER, torch.float32))
+        return [whole_extent(param, states)]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of one value per element that a group's parameters have."""
@@ -405,16 +428,13 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _lend(
-        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
-        """Show ``worker`` a slice of a parameter: its elements from ``ends[0]`` to ``ends[1]``, of
-        which ``held`` are the states. The last slice counts the step.
-        """
+        """Show ``worker`` a slice of a parameter, of which ``held`` are the states."""
         real = self.state[param]
         own = {name: state for name, state in held.items() if name in real}
         if "step" in real:
-            is_last = ends[1] == local_of(param).numel()
-            own["step"] = real["step"] if is_last else real["step"].clone()
+            own["step"] = real["step"] if ends.is_last else real["step"].clone()
         worker.state[part] = own
 
     def _communicates(self) -> bool:
@@ -609,8 +629,8 @@ class FusedOptimizer(Optimizer):
         if self._store is None:
             return None
         self._place_states({id(param)})
-        own = self._store.held.get(param, {})
-        return self._store.tensor(param, name) if name in own else None
+        own = self._store.held.get(param, ())
+        return self._store.tensor(param, name) if any(name in each for each in own) else None
 
     def finish_states(self) -> None:
         """Wait until nothing writes to states any more. Local."""

@@ -24,6 +24,8 @@ from test_clip_gpu import Unread
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves_with_path as leaves
 from toys import Block, loss_of, tokens, toy, wrap
 
 import fsdpc
@@ -46,31 +48,39 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "SGD": (partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), torch.float32),
     "Lion": (optim.Lion, torch.float32),
     "AdamWBF16": (optim.AdamWBF16, torch.bfloat16),
+    "AdamW8bit": (optim.AdamW8bit, torch.float32),
 }
+# For states of 8 bits: "c" takes several chunks, "a" and "d" have states in float32.
+LARGE = {"a": (3, 301), "b": (90, 67), "c": (300, 449), "d": (7,), "e": (5001,)}
 
 
 class Model(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, shapes: dict[str, tuple[int, ...]] = SHAPES
+    ) -> None:
         super().__init__()
-        for i, (name, shape) in enumerate(SHAPES.items()):
+        self.shapes = shapes
+        for i, (name, shape) in enumerate(shapes.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
 
     def forward(self, step: int) -> torch.Tensor:
-        factors = torch.randn(len(SHAPES), generator=torch.Generator().manual_seed(step))
-        params = zip(SHAPES, factors.tolist(), strict=True)
+        factors = torch.randn(len(self.shapes), generator=torch.Generator().manual_seed(step))
+        params = zip(self.shapes, factors.tolist(), strict=True)
         # In the second step one parameter has no gradient.
         return sum(
             (getattr(self, n).square() * f).sum() for n, f in params if step != 1 or n != "c"
         )
 
 
-def made(how: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def made(
+    how: str, dtype: torch.dtype = torch.float32, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> nn.Module:
     if how == "rows":
-        model = Model(dtype)
+        model = Model(dtype, shapes)
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         return model
-    return wrap("fsdpc", Model(dtype), use_orig_params=how == "units")
+    return wrap("fsdpc", Model(dtype, shapes), use_orig_params=how == "units")
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> None:
@@ -83,11 +93,11 @@ def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> Non
 def same(one: Any, other: Any) -> None:
     """Parameters and states."""
     for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-        a_state, b_state = one.state[a], other.state[b]
-        assert a_state.keys() == b_state.keys()
-        for x, y in ((a, b), *((a_state[k], b_state[k]) for k in a_state)):
-            x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (x, y))
-            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        found, wanted = (dict(leaves(each.state[p])) for each, p in ((one, a), (other, b)))
+        assert torch.equal(local(a), local(b)) and found.keys() == wanted.keys()
+        for path in found:
+            x, y = local(found[path]), local(wanted[path])
+            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y), path
 
 
 @on_gpu
@@ -98,12 +108,14 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
     cases = [("AdamW", how, ratio) for how in ("units", "rows") for ratio in (0, 0.5, 1)]
     cases += [("AdamW", "flat", 1), ("Adam", "flat", 1), ("SGD", "rows", 0.5), ("SGD", "units", 1)]
     cases += [("Lion", "units", 1), ("AdamWBF16", "units", 1), ("AdamWBF16", "rows", 0.5)]
+    cases += [("AdamW8bit", "rows", 0.97), ("AdamW8bit", "flat", 1)]
     policies = ("lazy", "eager", "random:1", "order:host,2,1,0")
     for number, (name, how, ratio) in enumerate(cases):
         simgpu.policy(policies[number % len(policies)])
         kind, dtype = KINDS[name]
-        clip = {"max_norm": 1.0} if name == "AdamW" else {}
-        models = [made(how, dtype) for _ in range(2)]
+        clip = {"max_norm": 1.0} if name in ("AdamW", "AdamW8bit") else {}
+        shapes = LARGE if name == "AdamW8bit" else SHAPES
+        models = [made(how, dtype, shapes) for _ in range(2)]
         kept = kind(models[0].parameters())
         away = kind(models[1].parameters(), offload=optim.Host(ratio, SMALL))
         for model, optimizer in zip(models, (kept, away), strict=True):
@@ -112,6 +124,7 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
         here, total = away._store.chosen_bytes
         assert here <= ratio * total and (here == total) == (ratio == 1), (name, how)
         assert (away._store.host_bytes > 0) == (here > 0)
+        assert name != "AdamW8bit" or len(away._store.chunks) > 1
 
 
 def count_a_step(rank: int, world: int, ratio: float) -> dict[str, Any]:
@@ -181,15 +194,17 @@ def test_counts():
     assert went["joins"] == 2 * (chunks - 1) and came["finishes"] == went["finishes"] == 0
 
 
-def leave_out_each(rank: int, world: int, masters: bool) -> list[tuple[Any, list[str]]]:
+def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str]]]:
     import simgpu
     from watch import Operators
 
     simgpu.policy("lazy")
     simgpu.options().quiet = True
-    model = made("units", torch.bfloat16 if masters else torch.float32)
-    offload = optim.Host(1, SMALL, masters=masters)
-    optimizer = optim.AdamW(model.parameters(), offload=offload)
+    masters = what == "masters"
+    kind = optim.AdamW8bit if what == "AdamW8bit" else optim.AdamW
+    shapes = {"a": (300, 301)} if what == "AdamW8bit" else SHAPES
+    model = made("units", torch.bfloat16 if masters else torch.float32, shapes)
+    optimizer = kind(model.parameters(), offload=optim.Host(1, SMALL, masters=masters))
     train(model, optimizer, range(2))
     found: list[tuple[Any, list[str]]] = []
     model(2).backward()
@@ -199,7 +214,7 @@ def leave_out_each(rank: int, world: int, masters: bool) -> list[tuple[Any, list
             optimizer.step()  # on its way while the next one begins
             if left_out == "read":
                 states = dict.values(optimizer.state)  # of which the optimizer knows nothing
-                next(iter(states))["exp_avg"].sum()
+                [values.sum() for values in tree_leaves(list(states)) if values.numel() > 1]
             elif left_out != "none":
                 simgpu.skip_wait(left_out)
             before = simgpu.calls("cuStreamWaitEvent")
@@ -213,12 +228,12 @@ def leave_out_each(rank: int, world: int, masters: bool) -> list[tuple[Any, list
 
 
 @on_gpu
-@pytest.mark.parametrize("masters", [False, True])
-def test_each_wait_that_is_left_out_is_found(masters: bool):
-    found = run_ranks(leave_out_each, 1, env=ON_GPU, masters=masters)[0]
+@pytest.mark.parametrize("what", ["AdamW", "masters", "AdamW8bit"])
+def test_each_wait_that_is_left_out_is_found(what: str):
+    found = run_ranks(leave_out_each, 1, env=ON_GPU, what=what)[0]
     for left_out, reports in found:
         print(f"{left_out}: {(reports or ['-'])[0]}")
-    assert found[0][1] == found[1][1] == [] and len(found) > 15
+    assert found[0][1] == found[1][1] == [] and len(found) > (8 if what == "AdamW8bit" else 15)
     assert [left_out for left_out, reports in found[2:] if not reports] == []
 
 
@@ -287,7 +302,7 @@ def bits(value: torch.Tensor) -> torch.Tensor:
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step(rank: int, world: int):
     """The first one, too, of which only the GPU knows that it did not happen."""
-    for name in ("AdamW", "SGD"):
+    for name in ("AdamW", "SGD", "AdamW8bit"):
         ends = []
         for offload in (None, optim.Host(1, SMALL)):
             model = made("rows")
@@ -303,8 +318,9 @@ def test_infinities_skip_a_step(rank: int, world: int):
 
 
 @on_gpu
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
 @ranks(2, env=ON_GPU)
-def test_states_are_saved_and_loaded(rank: int, world: int):
+def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
     """By state dicts, gathered ones, and checkpoints, between every place that states have."""
     FSDP = fsdpc.FullyShardedDataParallel
     folder = [tempfile.mkdtemp()]
@@ -313,7 +329,7 @@ def test_states_are_saved_and_loaded(rank: int, world: int):
     models = [made("units") for _ in places]
 
     def fresh(number: int) -> Any:
-        return optim.AdamW(models[number].parameters(), offload=places[number])
+        return getattr(optim, name)(models[number].parameters(), offload=places[number])
 
     optimizers = [fresh(number) for number in range(3)]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -321,8 +337,8 @@ def test_states_are_saved_and_loaded(rank: int, world: int):
     plain = copy.deepcopy(optimizers[0].state_dict())
     full = FSDP.optim_state_dict(models[0], optimizers[0])
     for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        for name, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
-            assert all(torch.equal(v, full["state"][name][k]) for k, v in state.items())
+        for key, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
+            assert all(torch.equal(v, full["state"][key][k]) for k, v in state.items())
         checkpoint.save(Path(folder[0]) / str(number), model, optimizer)
         train(model, optimizer, range(2, 4))
     for number, model in enumerate(models):
@@ -376,9 +392,10 @@ def test_failures(rank: int, world: int):
             use()
     optimizer.load_state_dict(saved)
     optimizer.step()
-    for name in ("AdamW8bit", "AdamMini"):
-        with pytest.raises(NotImplementedError, match=f"{name} keeps.*take offload=Disk.*Host"):
-            getattr(optim, name)(model.parameters(), offload=optim.Host())
+    with pytest.raises(NotImplementedError, match="AdamMini keeps.*take offload=Disk.*Host"):
+        optim.AdamMini(model.parameters(), offload=optim.Host())
+    with pytest.raises(ValueError, match="AdamW8bit has no float32 masters"):
+        optim.AdamW8bit(model.parameters(), offload=optim.Host(masters=True))
 
 
 def program(door: str, offload: Any) -> list[torch.Tensor]:
