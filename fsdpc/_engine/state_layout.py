@@ -14,6 +14,7 @@ BUFFERS = 3  # of states on a disk: one is read, one stepped, one written
 STAGES = 2  # of states in host memory, on the GPU: one is filled, one stepped and emptied
 ALIGN = 64  # of a state that shares pages with others, and of all in host memory
 BLOCK = 256  # elements that share a scale in states of 8 bits
+MIN_8BIT = 4096  # elements of the smallest whole parameter with such states
 
 
 def chunk_bytes_of(buffer_bytes: int, buffers: int = BUFFERS) -> int:
@@ -79,15 +80,19 @@ class Extent(NamedTuple):
         return max(low, 0), min(high, self.length)
 
 
-def extent_of_8_bits(
-    start: int, length: int, first: int, dtypes: tuple[Any, Any] = (None, None)
+def extent_of_8bit(
+    start: int, length: int, first: int, is_wide: bool, dtypes: tuple[Any, Any] = (None, None)
 ) -> Extent:
-    """Of codes and scales (``dtypes``), of which a chunk has whole blocks. ``first``: the index of
-    the first element in the whole parameter.
+    """Of ``AdamW8bit``, for elements of one whole parameter, of which ``first`` is the index of the
+    first: codes and scales (of ``dtypes``), of which a chunk has whole blocks, or float32 values.
     """
-    codes = tuple(Field(f"codes.{which}", 1, dtypes[0]) for which in (0, 1))
-    scales = tuple(Field(f"scales.{which}", 4, dtypes[1], True) for which in (0, 1))
-    return Extent(start, length, codes + scales, BLOCK, first % BLOCK)
+    codes, values = dtypes
+    if not is_wide:
+        fields = tuple(Field(f"values.{which}", 4, values) for which in (0, 1))
+        return Extent(start, length, fields)
+    fields = tuple(Field(f"codes.{which}", 1, codes) for which in (0, 1))
+    fields += tuple(Field(f"scales.{which}", 4, values, True) for which in (0, 1))
+    return Extent(start, length, fields, BLOCK, first % BLOCK)
 
 
 class Wanted(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
-from fsdpc._engine.state_layout import BLOCK, Extent, Field, extent_of_8_bits
+from fsdpc._engine.state_layout import BLOCK, MIN_8BIT, Extent, extent_of_8bit
 from fsdpc.optim._base import Members, Scaling, check_number, step_counter
 from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk
@@ -54,7 +54,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        min_8bit_size: int = 4096,
+        min_8bit_size: int = MIN_8BIT,
         offload: Disk | Host | None = None,
     ) -> None:
         if getattr(offload, "masters", False):
@@ -82,7 +82,11 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
         """One per span."""
-        return [_extent(span, _is_8bit(group, span)) for span in self._place(param).spans]
+        types = (torch.uint8, torch.float32)
+        return [
+            extent_of_8bit(s.start, s.length, s.first, _is_8bit(group, s), types)
+            for s in self._place(param).spans
+        ]
 
     def _adopt(self, param: Tensor) -> None:
         store, state = self._store, self.state[param]
@@ -454,14 +458,6 @@ def _blocks_of(span: Span) -> tuple[int, int]:
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
-
-
-def _extent(span: Span, eight_bits: bool) -> Extent:
-    if eight_bits:
-        types = (torch.uint8, torch.float32)
-        return extent_of_8_bits(span.start, span.length, span.first, types)
-    fields = tuple(Field(f"values.{which}", 4, torch.float32) for which in (0, 1))
-    return Extent(span.start, span.length, fields)
 
 
 def _is_8bit(group: dict[str, Any], span: Span) -> bool:
