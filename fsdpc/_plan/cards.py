@@ -1,6 +1,7 @@
 """Accelerators by name: usable bytes, speeds and links, each with its source.
 
 ``usable``: what the driver offers, in bytes; vendors' "80 GB" is neither 80e9 nor 80 * 2**30.
+``bandwidth``: bytes per second of the card's memory.
 ``flops``: dense bf16 (fp16 on V100 and T4) with fp32 accumulation. ``link``: bytes per second in
 one direction between GPUs of a host, ``host``: between a GPU and its host.
 """

@@ -4,7 +4,9 @@ Compute: model FLOPs, plus those of recomputation, at ``efficiency`` of the card
 (the alpha-beta model): a collective over n ranks sends (n-1)/n of its bytes from each rank, and
 takes a latency per step of the ring; over several hosts the slower of the links inside a host and
 of the network binds, and each rank has a network interface of its own. Gathers and sums overlap
-with compute except for the first gather and the last sum.
+with compute except for the first gather and the last sum. Packing of activations (``--compress``)
+adds to compute: one pass in forward and one in backward, each over both of their forms, at the
+rate of the card's memory (``Card.bandwidth``); an estimate, never measured on a card.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ class Cost:
     exposed: float
     update: float
     sent_bytes: float
+    packing: float = 0.0
 
     @property
     def step(self) -> float:
-        return max(self.compute, self.wire) + self.exposed + self.update
+        return max(self.compute + self.packing, self.wire) + self.exposed + self.update
 
     def tokens_per_second(self, plan: Plan) -> float:
         """Per GPU."""
@@ -96,7 +99,8 @@ def cost(plan: Plan, card: Card) -> Cost:
         update = max(update, away / card.host)  # each way; both at the same time
     if host:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
-    return Cost(compute, wire, first, update, sent)
+    packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth
+    return Cost(compute, wire, first, update, sent, packing)
 
 
 def scaling(plan_at: Sequence[Plan], card: Card) -> list[dict[str, float]]:

@@ -235,6 +235,28 @@ def block_saved(g: Geometry, setup: Setup) -> int:
     return round(norms + attention_saved(g, setup) + mlp_saved(g, setup))
 
 
+def packed_elements(g: Geometry, setup: Setup) -> int:
+    """Per token, the elements of ``block_saved`` that ``compress`` packs."""
+    q, kv, hidden = g.heads * g.head_dim, g.kv_heads * g.head_dim, 4 * g.hidden
+    attention = q if setup.attention == "flash" else 2 * q + 2 * kv + g.heads * setup.sequence
+    if not g.experts:
+        return hidden + attention + 4 * g.ffn
+    slots = g.experts if g.dense_experts else g.top_k
+    return hidden + attention + slots * g.expert_tensors * g.ffn
+
+
+def packing_bytes(g: Geometry, setup: Setup) -> int:
+    """What one pass of a micro-batch reads and writes to pack saved activations, or to unpack them:
+    each in both of its forms. Of a checkpointed block the input alone is packed.
+    """
+    whole, packed = item_of(setup), saved_item_of(setup)
+    if not setup.compress or packed >= whole:
+        return 0
+    again = sum(is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers))
+    elements = again * g.hidden + (g.layers - again) * packed_elements(g, setup)
+    return round(setup.micro_batch * setup.sequence * elements * (whole + packed))
+
+
 def saved_tensors(g: Geometry, setup: Setup) -> list[int]:
     """Bytes per token of each tensor of which ``block_saved`` is the sum, in the order of a block,
     as they are without ``compress``.
@@ -290,6 +312,7 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
         blocks=g.layers,
         extra={"embedding_share": 2 * g.vocab * g.hidden / g.numel, "active": float(g.active)},
         away=offloaded(g, setup)[0] if setup.offload_activations else None,
+        packing=packing_bytes(g, setup),
     )
 
 

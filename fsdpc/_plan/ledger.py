@@ -9,11 +9,15 @@ from typing import Any
 
 from fsdpc import _C
 from fsdpc._engine.state_layout import (
+    ALIGN,
     BUFFERS,
+    MIN_8BIT,
     STAGES,
-    Wanted,
+    Extent,
+    Field,
     chosen_for_host,
     chunk_bytes_of,
+    extent_of_8bit,
     lay_out,
 )
 from fsdpc._plan.cards import counted, size
@@ -234,27 +238,51 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def _wanted(model: Model, setup: Setup, kind: Optimizer) -> list[Wanted]:
-    """States to be offloaded: one parameter per unit and storage dtype
+@lru_cache(maxsize=4096)
+def _spans(
+    specs: tuple[Any, ...], world: int, align: int
+) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+    """Per trained piece, what the first rank has of each whole parameter: place in the piece,
+    elements, index of the first of them, and elements of the whole parameter.
+    """
+    layout = _C.layout(specs, world, align, True)
+    pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in layout["segments"]]
+    for param, spans in zip(layout["params"], layout["spans"], strict=True):
+        first, start, length = spans[0]
+        if length:
+            pieces[param["segment"]].append((start, length, first, param["numel"]))
+    pairs = zip(pieces, layout["segments"], strict=True)
+    return tuple(tuple(piece) for piece, segment in pairs if segment["trainable"])
+
+
+def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
+    """States to be offloaded, of each parameter: one per unit and storage dtype
     (``use_orig_params=False``).
     """
-    pieces = [piece for unit in model.units for piece in trained_pieces(unit, setup)]
-    return [
-        Wanted(numel, tuple((str(k), item) for k, item in enumerate(kind.parts(ITEM_BYTES[dtype]))))
-        for dtype, numel in pieces
-    ]
+    found: list[list[Extent]] = []
+    for unit in model.units:
+        if kind.name == "adamw8bit":
+            pieces = _spans(specs_of(unit, setup), setup.shards, setup.align_bytes)
+            found += [
+                [extent_of_8bit(*span, whole >= MIN_8BIT) for *span, whole in piece]
+                for piece in pieces
+            ]
+            continue
+        for dtype, numel in trained_pieces(unit, setup):
+            parts = enumerate(kind.parts(ITEM_BYTES[dtype]))
+            found.append([Extent(0, numel, tuple(Field(str(k), item) for k, item in parts))])
+    return found
 
 
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in pinned host memory, by the functions that place them there."""
-    if kind.master and setup.storage != "float32":
-        raise ValueError("states in host memory have no float32 masters: use another optimizer")
-    wanted = _wanted(model, setup, kind)
-    sizes = [want.numel * sum(item for _, item in want.states) for want in wanted]
+    extents = _extents(model, setup, kind)
+    sizes = [sum(extent.nbytes for extent in each) for each in extents]
     chosen = chosen_for_host(sizes, setup.host)
-    away = [want for want, here in zip(wanted, chosen, strict=True) if here]
+    pairs = zip(extents, chosen, strict=True)
+    away = [extent.wanted for each, here in pairs if here for extent in each]
     chunk_bytes = chunk_bytes_of(setup.host_buffers, STAGES)
-    there = lay_out(away, chunk_bytes).end
+    there = lay_out(away, chunk_bytes, page=ALIGN).end
     moved = sum(count for count, here in zip(sizes, chosen, strict=True) if here)
     why = f"{setup.host:.0%} of them at most; each step moves {size(moved)} there and back"
     return [
@@ -272,9 +300,9 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in files."""
-    wanted = _wanted(model, setup, kind)
+    extents = [extent for each in _extents(model, setup, kind) for extent in each]
     chunk_bytes = chunk_bytes_of(setup.disk)
-    found = lay_out(wanted, chunk_bytes)
+    found = lay_out([extent.wanted for extent in extents], chunk_bytes)
     written = sum(part[1] for chunk in found.chunks for part in chunk.parts)
     where = "host" if _offloads(setup) else "device"
     return [
@@ -386,9 +414,12 @@ def _notes(setup: Setup) -> tuple[str, ...]:
         notes.append("offloaded: shards, gradient shards and optimizer states in host memory")
     if setup.host and (setup.offload or setup.transport != "stream"):
         notes.append("host has no effect: parameters and states are in host memory already")
+    if setup.optimizer == "adamw8bit" and (setup.host or setup.disk):
+        notes.append("states of 8 bits are those of rank 0; others differ by parts of blocks")
     if setup.compress:
         notes.append(
             f"saved activations in {setup.compress} (fsdpc.activations.compress), but for what "
-            "attention, softmax and the loss save; step times leave out packing"
+            "attention, softmax and the loss save; the time of packing is an estimate from the "
+            "rate of the card's memory, never measured on a card"
         )
     return tuple(notes)

@@ -97,6 +97,7 @@ class Model:
     traced: bool = False
     extra: dict[str, float] = field(default_factory=dict)
     away: Away | None = None  # activations in host memory
+    packing: int = 0  # bytes that packing saved activations reads and writes, and unpacking again
 
     @property
     def numel(self) -> int:

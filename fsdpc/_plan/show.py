@@ -118,8 +118,9 @@ def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -
         + (f"; host memory {size(plan.host_bytes)}" if plan.host_bytes else "")
     )
     if cost is not None and plan.model.flops:
+        packing = f"packing {seconds(cost.packing)}, " if cost.packing else ""
         out.line(
-            f"step {seconds(cost.step)}: compute {seconds(cost.compute)}, wire "
+            f"step {seconds(cost.step)}: compute {seconds(cost.compute)}, {packing}wire "
             f"{seconds(cost.wire)} ({size(cost.sent_bytes)} sent per rank), update "
             f"{seconds(cost.update)}; {cost.tokens_per_second(plan):,.0f} tokens/s per GPU"
         )

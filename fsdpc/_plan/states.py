@@ -32,10 +32,12 @@ class Optimizer:
     @property
     def offloads(self) -> bool:
         """Whether ``fsdpc.optim`` offloads its states."""
-        return self.master or self.moments > 0 or self.name == "adamw-bf16"
+        return self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
 
     def parts(self, item: int) -> tuple[int, ...]:
-        """Bytes per element of each state that ``fsdpc.optim`` offloads. ``ValueError``: none."""
+        """Bytes per element of each state that ``fsdpc.optim`` offloads, but those of 8 bits.
+        ``ValueError``: none.
+        """
         if self.master:
             return (4, 4, 4) if item < 4 else (item, item)
         if self.name == "adamw-bf16":

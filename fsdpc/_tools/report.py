@@ -27,7 +27,6 @@ from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
 from fsdpc._torch import tree_leaves
 from fsdpc.optim._host import HostStore
-from fsdpc.optim._places import local_of
 
 ROLES = {
     "shards": "master_bytes",
@@ -267,8 +266,7 @@ def _states_in_host_memory(optimizer: Any, store: HostStore) -> Line:
             actual += sum(_nbytes(t) for t in state_tensors(on_gpu))
             planned += 4 * ("step" in state)
             if state and not store.takes(param):
-                kinds = optimizer._offloaded_states(group, param)
-                planned += local_of(param).numel() * sum(dtype.itemsize for _, dtype in kinds)
+                planned += sum(extent.nbytes for extent in optimizer._extents(group, param))
     note = f"{size(store.host_bytes)} more in pinned host memory, which pass through buffers"
     return Line("optimizer states", planned, actual, note)
 

@@ -409,7 +409,7 @@ def _make_spans(
 ) -> None:
     """As ``_make_one``, for an optimizer that has states by whole parameters."""
     states: list[dict[str, Any]] = []
-    wanted = optimizer.span_forms(seen.param)
+    wanted, device = optimizer.span_forms(seen.param), optimizer.states_device(seen.param)
     for (entry, spans), forms in zip(seen.covers, wanted, strict=True):
         kind = kinds.get(entry.name, {})
         states.append({})
@@ -424,7 +424,7 @@ def _make_spans(
             count = (
                 int(spans[0, 2]) if length == 1 else sum(int(s[:, 2].sum()) for s in (own, before))
             )
-            memory = torch.zeros(count, dtype=dtype, device=_local(seen.param).device)
+            memory = torch.zeros(count, dtype=dtype, device=device)
             shape = dtypes[name][1]
             made.entries.append(
                 Entry(name, shape, dtype, memory, own, entry.replica, borrowed=before)

@@ -21,8 +21,19 @@ from torch.optim import Optimizer
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._engine.device import stand_in
+from fsdpc._engine.interop import around
+from fsdpc._engine.state_layout import Extent
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
-from fsdpc.optim._chunks import MASTER, NARROW, GuardedState, Store, step_chunks
+from fsdpc.optim._chunks import (
+    MASTER,
+    NARROW,
+    Ends,
+    GuardedState,
+    Store,
+    follow,
+    step_chunks,
+    whole_extent,
+)
 from fsdpc.optim._device import (
     Control,
     norm_of_units,
@@ -121,7 +132,8 @@ class FusedOptimizer(Optimizer):
         if isinstance(where, Disk):
             self._store = DiskStore(where, name)
         elif isinstance(where, Host):
-            if all_in_host_memory(p for group in self.param_groups for p in group["params"]):
+            params = [p for group in self.param_groups for p in group["params"]]
+            if not where.masters and all_in_host_memory(params):
                 return
             self._store = HostStore(where, name)
         elif where is not None:
@@ -245,12 +257,30 @@ class FusedOptimizer(Optimizer):
         with self._inside_state():
             for group, found in zip(self.param_groups, resident, strict=True):
                 if found.params:
-                    self._step_group(group, found, scaling)
+                    self._step_resident(group, found, scaling)
             if reading is not None:
                 step_chunks(self, reading, self._part(members, True), scaling)
         for found in members:
             if found.params:
                 self._finish(found, scaling.writes_grads)
+
+    def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        """Step parameters whose states are not offloaded: those with a master, by that."""
+        if self._store is None or not self._store.masters:
+            self._step_group(group, found, scaling)
+            return
+        pairs = [
+            (number, value, local_of(self.state[param][MASTER]))
+            for number, (param, value) in enumerate(zip(found.params, found.values, strict=True))
+            if self._has_master(param)
+        ]
+        values = list(found.values)
+        for number, value, master in pairs:
+            follow(master, value)
+            values[number] = master
+        self._step_group(group, found._replace(values=values), scaling)
+        for _, value, master in pairs:
+            value.copy_(master)
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
         """Those whose states are offloaded, or the others."""
@@ -310,9 +340,9 @@ class FusedOptimizer(Optimizer):
     def _refuse_offload(self, where: Any) -> None:
         if where is not None:
             raise NotImplementedError(
-                f"{type(self).__name__} keeps its states in memory: blocks that ranks share are "
-                "read before each step. AdamW, Adam, SGD, Lion and AdamWBF16 take "
-                "offload=Disk(...) and offload=Host(...)"
+                f"{type(self).__name__} keeps its states in memory: second moments belong to "
+                "blocks of a parameter, which chunks would cut. AdamW, Adam, SGD, Lion, AdamWBF16 "
+                "and AdamW8bit take offload=Disk(...) and offload=Host(...)"
             )
 
     def _check_states(self) -> None:
@@ -329,15 +359,26 @@ class FusedOptimizer(Optimizer):
                 self._place_states({id(param) for param in active})
             for group, found in zip(self.param_groups, members, strict=True):
                 self._begin_group(group, found)
+            for param in active:
+                self._begin_master(param)
         store = self._store
         return None if store is None else store.passes([p for p in active if store.takes(p)])
+
+    def _begin_master(self, param: Tensor) -> None:
+        """Make the master of a parameter whose states are not offloaded, if there is none."""
+        if not self._has_master(param) or self._store is None or self._store.takes(param):
+            return
+        state = self.state[param]
+        if MASTER not in state:
+            own = local_of(param).to(torch.float32, memory_format=torch.contiguous_format)
+            state[MASTER] = around(own, param._spec) if isinstance(param, DTensor) else own
 
     def _place_states(self, which: set[int]) -> None:
         """Give the states of these parameters their places, and what is elsewhere to them."""
         store = self._store
         assert store is not None
         everything = [
-            (param, self._offloaded_states(group, param))
+            (param, self._extents(group, param))
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -346,14 +387,27 @@ class FusedOptimizer(Optimizer):
         store.reserve(wanted)
         for param, _ in wanted:
             if param in self.state:
-                store.adopt(param, self.state[param])
+                self._adopt(param)
 
-    def _offloaded_states(
-        self, group: dict[str, Any], param: Tensor
-    ) -> list[tuple[str, torch.dtype]]:
-        """Names and dtypes of a parameter's states, in the order in which a store holds them."""
+    def _adopt(self, param: Tensor) -> None:
+        """Copy offloaded states that lie elsewhere to their place."""
+        assert self._store is not None
+        self._store.adopt(param, self.state[param])
+
+    def _show_states(self, param: Tensor) -> None:
+        """Behind a step: offloaded states that the step has made."""
+        store, state = self._store, self.state[param]
+        assert store is not None
+        for name in store.held[param][0]:
+            if name not in state:
+                state[name] = store.tensor(param, name)
+
+    def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
+        """A parameter's states, in the order in which a store holds them."""
         states = [(name, self._state_dtype(param)) for name in self._names(group)]
-        return [*states, (MASTER, torch.float32)] if self._has_master(param) else states
+        if self._has_master(param):
+            states.append((MASTER, torch.float32))
+        return [whole_extent(param, states)]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of one value per element that a group's parameters have."""
@@ -373,16 +427,13 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _lend(
-        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
-        """Show ``worker`` a slice of a parameter: its elements from ``ends[0]`` to ``ends[1]``, of
-        which ``held`` are the states. The last slice counts the step.
-        """
+        """Show ``worker`` a slice of a parameter, of which ``held`` are the states."""
         real = self.state[param]
         own = {name: state for name, state in held.items() if name in real}
         if "step" in real:
-            is_last = ends[1] == local_of(param).numel()
-            own["step"] = real["step"] if is_last else real["step"].clone()
+            own["step"] = real["step"] if ends.is_last else real["step"].clone()
         worker.state[part] = own
 
     def _communicates(self) -> bool:
@@ -576,8 +627,8 @@ class FusedOptimizer(Optimizer):
         if self._store is None:
             return None
         self._place_states({id(param)})
-        own = self._store.held.get(param, {})
-        return self._store.tensor(param, name) if name in own else None
+        own = self._store.held.get(param, ())
+        return self._store.tensor(param, name) if any(name in each for each in own) else None
 
     def finish_states(self) -> None:
         """Wait until nothing writes to states any more. Local."""
@@ -589,7 +640,8 @@ class FusedOptimizer(Optimizer):
         name = type(self).__name__
         if isinstance(self._store, HostStore):
             raise NotImplementedError(
-                f"{name} with offload=Host(...) cannot be copied: its states are a GPU's. "
+                f"{name} with offload=Host(...) cannot be copied: a copy would not know its "
+                "states' places. "
                 f"Copy the model, make {name}(..., offload=Host(...)) of the copy's "
                 "parameters, and load this one's state_dict() there"
             )
@@ -644,7 +696,7 @@ class FusedOptimizer(Optimizer):
             step = state["step"]
             step = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
             state["step"] = step.detach().to(step_device(param), torch.float32, copy=True)
-        for name in self._state_names:
+        for name in (*self._state_names, *([MASTER] if self._has_master(param) else [])):
             value = state.get(name)
             if isinstance(value, Tensor) and not offloaded:
                 dtype = self._state_dtype(param)

@@ -11,19 +11,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
-from fsdpc._engine.state_layout import Chunk, Wanted, lay_out
+from fsdpc._engine.state_layout import PAGE, Chunk, Extent, Field, Slice, lay_out
 from fsdpc.optim._places import Place, Span, local_of
 
 MASTER = "master"
 NARROW = (torch.bfloat16, torch.float16)
-Wishes = Sequence[tuple[Tensor, Sequence[tuple[str, torch.dtype]]]]  # states that need a place
+Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # parameters whose states need a place
+
+
+class Entry(NamedTuple):
+    """An extent of the layout: number ``index`` of those of a parameter."""
+
+    param: Tensor
+    index: int
+    extent: Extent
+    is_last: bool
+
+
+class Ends(NamedTuple):
+    """The elements [begin, end) of a parameter that a slice has. The last one counts the step."""
+
+    begin: int
+    end: int
+    is_last: bool
 
 
 class GuardedState(defaultdict[Any, Any]):
@@ -108,13 +126,14 @@ class Store:
     error: type[RuntimeError] = RuntimeError
     masters = False  # narrow parameters have a float32 master among the states
     ordinal: int | None = None  # the GPU whose kernels step; None: the host
+    page = PAGE  # bytes that move as a whole
 
     def __init__(self, name: str, chunk_bytes: int) -> None:
         self.name = name
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
-        self.params: list[Tensor] = []
-        self.held: dict[Tensor, dict[str, Tensor]] = {}
+        self.entries: list[Entry] = []
+        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # by extent
         self.zero: set[tuple[Tensor, str]] = set()  # whose space has never been written
         self.end = 0
 
@@ -123,6 +142,10 @@ class Store:
     def choose(self, wanted: Wishes) -> None:
         """See all parameters with the states that they may have. ``NotImplementedError``."""
         raise NotImplementedError
+
+    def knows(self, param: Tensor) -> bool:
+        """Whether ``takes`` has an answer: ``choose`` has seen the parameter."""
+        return True
 
     def takes(self, param: Tensor) -> bool:
         """Whether the parameter's states are here."""
@@ -155,34 +178,49 @@ class Store:
         """Space for the states of parameters that have none. ``OSError``, ``MemoryError``: too
         little.
         """
-        new = []
-        for param, states in wanted:
-            if param not in self.held:
-                new.append((param, states))
-            elif missing := {name for name, _ in states} - self.held[param].keys():
+        new: list[Entry] = []
+        params = [param for param, _ in wanted if param not in self.held]
+        for param, extents in wanted:
+            if param in self.held:
+                self._check_names(extents, self.held[param])
+                continue
+            last = len(extents) - 1
+            new += [Entry(param, i, extent, i == last) for i, extent in enumerate(extents)]
+        sizes = [entry.extent.wanted for entry in new]
+        layout = lay_out(sizes, self.chunk_bytes, self.end, self.page)
+        begin, number = self.end, len(self.entries)
+        memory = self._grow(begin, layout.end) if layout.end > begin else None
+        self.held.update((param, []) for param in params)
+        for entry, offsets in zip(new, layout.offsets, strict=True):
+            extent, places = entry.extent, tuple(at - begin for at in offsets)
+            states = self.states(memory, extent, Slice(0, 0, extent.units, places))
+            self.held[entry.param].append(states)
+            self.zero.update((entry.param, name) for name in states)
+        for chunk in layout.chunks:
+            chunk.slices = [s._replace(number=s.number + number) for s in chunk.slices]
+        self.entries += new
+        self.chunks += layout.chunks
+        self.end = layout.end
+
+    def _check_names(self, extents: Sequence[Extent], held: Sequence[dict[str, Tensor]]) -> None:
+        for extent, own in zip(extents, held, strict=True):
+            if missing := {field.name for field in extent.states} - own.keys():
                 raise ValueError(
                     f"{self.name}: states {sorted(missing)} cannot be added to parameters whose "
                     "states are offloaded already: set the option before the first step"
                 )
-        sizes = [
-            Wanted(local_of(param).numel(), tuple((name, t.itemsize) for name, t in states))
-            for param, states in new
-        ]
-        layout = lay_out(sizes, self.chunk_bytes, self.end)
-        begin, number = self.end, len(self.params)
-        memory = self._grow(begin, layout.end) if layout.end > begin else None
-        for (param, states), offsets in zip(new, layout.offsets, strict=True):
-            local = local_of(param)
-            self.params.append(param)
-            self.held[param] = {
-                name: self.view(memory, dtype, local.numel(), at - begin).view(local.shape)
-                for (name, dtype), at in zip(states, offsets, strict=True)
-            }
-            self.zero.update((param, name) for name, _ in states)
-        for chunk in layout.chunks:
-            chunk.slices = [s._replace(number=s.number + number) for s in chunk.slices]
-        self.chunks += layout.chunks
-        self.end = layout.end
+
+    def states(self, memory: Any, extent: Extent, piece: Slice) -> dict[str, Tensor]:
+        """The states of some units, 1-D, over memory that has them at ``piece.places``."""
+        low, high = extent.ends(piece.begin, piece.end)
+        found = {}
+        for state, place in zip(extent.states, piece.places, strict=True):
+            count = piece.end - piece.begin
+            if not state.per_unit:
+                place += (low + extent.lead - piece.begin * extent.unit) * state.item
+                count = high - low
+            found[state.name] = self.view(memory, state.dtype, count, place)
+        return found
 
     def view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
         """``count`` elements of memory."""
@@ -196,26 +234,30 @@ class Store:
             self.zero.remove((param, name))
         else:
             self.finish()
-            self.held[param][name].zero_()
+            self.held[param][0][name].zero_()
         return self.tensor(param, name)
 
     def tensor(self, param: Tensor, name: str) -> Tensor:
         """The state as ``optimizer.state`` shows it: a DTensor for a DTensor."""
-        found = self.held[param][name]
+        found = self.held[param][0][name].view(local_of(param).shape)
         return around(found, param._spec) if isinstance(param, DTensor) else found
 
     def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
         """Copy states that lie elsewhere (loaded, or set by the user) to their place."""
-        for name, own in self.held.get(param, {}).items():
+        for name, own in next(iter(self.held.get(param, ())), {}).items():
             given = state.get(name)
-            if not isinstance(given, Tensor):
-                continue
-            local = local_of(given).detach()
-            if local.data_ptr() != own.data_ptr() or local.dtype != own.dtype:
-                self.finish()
-                own.copy_(local.view(own.shape))
+            if isinstance(given, Tensor) and self.take_in(own, given):
                 self.zero.discard((param, name))
                 state[name] = self.tensor(param, name)
+
+    def take_in(self, own: Tensor, given: Tensor) -> bool:
+        """Copy a state that is not ``own`` there. False: ``given`` is ``own``."""
+        local = local_of(given).detach()
+        if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype:
+            return False
+        self.finish()
+        own.copy_(local.reshape(own.shape))
+        return True
 
     def due(self, active: Sequence[Tensor]) -> list[Chunk]:
         """The chunks with states of these parameters, in the order of the layout."""
@@ -223,8 +265,14 @@ class Store:
         return [
             chunk
             for chunk in self.chunks
-            if any(id(self.params[s.number]) in wanted for s in chunk.slices)
+            if any(id(self.entries[s.number].param) in wanted for s in chunk.slices)
         ]
+
+
+def whole_extent(param: Tensor, states: Sequence[tuple[str, torch.dtype]]) -> Extent:
+    """All elements of a parameter on this rank, with one value of each state per element."""
+    fields = tuple(Field(name, dtype.itemsize, dtype) for name, dtype in states)
+    return Extent(0, local_of(param).numel(), fields)
 
 
 class ChunkStates:
@@ -271,10 +319,7 @@ def step_chunks(optimizer: Any, reading: Any, members: Sequence[Any], scaling: A
         raise
     for found in members:
         for param in found.params:
-            state = optimizer.state[param]
-            for name in reading.store.held[param]:
-                if name not in state:
-                    state[name] = reading.store.tensor(param, name)
+            optimizer._show_states(param)
 
 
 def _step_chunk(
@@ -286,29 +331,28 @@ def _step_chunk(
     scaling: Any,
 ) -> None:
     store = optimizer._store
-    worker = _worker(optimizer)
+    worker = worker_of(optimizer)
     shown: list[list[Tensor]] = [[] for _ in members]
     grads: list[list[Tensor]] = [[] for _ in members]
     masters: list[tuple[Tensor, Tensor]] = []
     for piece in chunk.slices:
-        param = store.params[piece.number]
+        param, _, extent, is_last = store.entries[piece.number]
         if id(param) not in rows:
             continue
         number, value, grad = rows[id(param)]
-        states = {
-            name: store.view(buffer, own.dtype, piece.end - piece.begin, place)
-            for (name, own), place in zip(store.held[param].items(), piece.places, strict=True)
-        }
-        part = value[piece.begin : piece.end]
+        states = store.states(buffer, extent, piece)
+        low, high = (extent.start + end for end in extent.ends(piece.begin, piece.end))
+        part = value[low:high]
         master = states.get(MASTER)
         if master is not None:
-            _follow(master, part)
+            follow(master, part)
             masters.append((part, master))
             part = master
-        optimizer._lend(worker, part, param, (piece.begin, piece.end), states)
+        ends = Ends(low, high, is_last and piece.end == extent.units)
+        optimizer._lend(worker, part, param, ends, states)
         worker._store.held[id(part)] = states
         shown[number].append(part)
-        grads[number].append(grad[piece.begin : piece.end])
+        grads[number].append(grad[low:high])
     for group, found, parts, own in zip(optimizer.param_groups, members, shown, grads, strict=True):
         if parts:
             slices = found._replace(params=parts, values=parts, grads=own, copies=[])
@@ -317,7 +361,7 @@ def _step_chunk(
         part.copy_(master)
 
 
-def _worker(optimizer: Any) -> Any:
+def worker_of(optimizer: Any) -> Any:
     """The same rules over other tensors."""
     worker = object.__new__(type(optimizer))
     worker.__dict__.update(optimizer.__dict__)
@@ -326,10 +370,12 @@ def _worker(optimizer: Any) -> Any:
     return worker
 
 
-def _follow(master: Tensor, value: Tensor) -> None:
-    """Where a parameter is not its master rounded, it was changed since: the master restarts."""
-    changed = master.to(value.dtype) != value
-    if bool(changed.any()):
+def follow(master: Tensor, value: Tensor) -> None:
+    """Where a parameter is not its master rounded, to the bit, it was changed since: the master
+    restarts. No host sync on a GPU.
+    """
+    changed = master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
+    if value.is_cuda or stand_in() or bool(changed.any()):
         torch.where(changed, value.to(master.dtype), master, out=master)
 
 

@@ -152,7 +152,8 @@ class Store(Chunked):
             return _C.ckpt_crc32c(used)
 
     def _versions(self, chunk: Chunk) -> int:
-        held = (self.held[self.params[s.number]].values() for s in chunk.slices)
+        entries = [self.entries[s.number] for s in chunk.slices]
+        held = (self.held[entry.param][entry.index].values() for entry in entries)
         return sum(value._version for values in held for value in values)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdpc._engine.lane import Lane, pinned
-from fsdpc._engine.state_layout import PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
+from fsdpc._engine.state_layout import ALIGN, PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
 from fsdpc.optim._chunks import Store, Wishes
 from fsdpc.optim._device import gpu_of
 from fsdpc.optim._places import local_of
@@ -36,12 +36,15 @@ class Host:
     the GPU. It is chosen parameter by parameter, in their order, so that at most this part is in
     host memory. ``buffer_bytes``: of the GPU, for two buffers that states pass through. A step
     moves the states there and back: for ``AdamW`` 8 bytes each way per float32 parameter.
+    ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states, of
+    which ``ratio`` is the part in host memory.
 
-    States of parameters in host memory are there anyway: this changes nothing for them.
+    States of parameters in host memory are there anyway: ``ratio`` changes nothing for them.
     """
 
     ratio: float = 1.0
     buffer_bytes: int = 64 << 20
+    masters: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -81,9 +84,12 @@ class HostStore(Store):
     and leaves behind its step.
     """
 
+    page = ALIGN
+
     def __init__(self, options: Host, name: str) -> None:
         super().__init__(name, options.chunk_bytes)
         self.ratio = options.ratio
+        self.masters = options.masters
         self.chosen: dict[Tensor, bool] = {}
         self.chosen_bytes = (0, 0)  # in host memory, and all
         self.buffers: list[Tensor] = []
@@ -95,7 +101,7 @@ class HostStore(Store):
 
     def choose(self, wanted: Wishes) -> None:
         """Which parameters' states are here. ``NotImplementedError``: parameters on two GPUs."""
-        new = [(p, states) for p, states in wanted if p.requires_grad and p not in self.chosen]
+        new = [(p, extents) for p, extents in wanted if p.requires_grad and p not in self.chosen]
         if not new:
             return
         for param, _ in new:
@@ -107,13 +113,16 @@ class HostStore(Store):
                 )
             if ordinal is not None and self.ordinal is None:
                 self._open(ordinal, local_of(param).device)
-        there = [(p, states) for p, states in new if gpu_of(p) is not None]
-        sizes = [local_of(p).numel() * sum(t.itemsize for _, t in states) for p, states in there]
+        there = [(p, extents) for p, extents in new if gpu_of(p) is not None]
+        sizes = [sum(extent.nbytes for extent in extents) for _, extents in there]
         found = chosen_for_host(sizes, self.ratio, self.chosen_bytes)
         held = sum(size for size, here in zip(sizes, found, strict=True) if here)
         self.chosen_bytes = (self.chosen_bytes[0] + held, self.chosen_bytes[1] + sum(sizes))
         self.chosen.update((param, False) for param, _ in new)
         self.chosen.update((p, here) for (p, _), here in zip(there, found, strict=True))
+
+    def knows(self, param: Tensor) -> bool:
+        return param in self.chosen
 
     def takes(self, param: Tensor) -> bool:
         return self.chosen.get(param, False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fsdpc._engine.device import CPU
 from fsdpc.optim._base import FusedOptimizer
-from fsdpc.optim._chunks import slice_of_place
+from fsdpc.optim._chunks import Ends, slice_of_place
 from fsdpc.optim._places import Place, Span, local_of, place_of
 
 
@@ -58,15 +60,26 @@ class SpannedOptimizer(FusedOptimizer):
             self._known[param] = place_of(param)
         return self._known[param]
 
+    def states_device(self, param: Tensor) -> torch.device:
+        """Where a checkpoint makes states of a parameter: offloaded ones in memory of the host, on
+        their way to their place. Local.
+        """
+        if self._store is not None and not self._store.knows(param):
+            self._place_states(set())
+        return self._made_on(param)
+
+    def _made_on(self, param: Tensor) -> torch.device:
+        return CPU if self._store is not None and self._store.takes(param) else param.device
+
     def _spans(self, param: Tensor) -> list[Span]:
         """What a step goes through."""
         return self._place(param).spans
 
     def _lend(
-        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
         super()._lend(worker, part, param, ends, held)
-        worker._known[part] = slice_of_place(self._place(param), *ends)
+        worker._known[part] = slice_of_place(self._place(param), ends.begin, ends.end)
         worker._order[part] = self._number(param)
 
     def _key(self, param: Tensor, span: Span) -> int:

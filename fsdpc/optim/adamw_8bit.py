@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
+from fsdpc._engine.state_layout import BLOCK, MIN_8BIT, Extent, extent_of_8bit
 from fsdpc.optim._base import Members, Scaling, check_number, step_counter
+from fsdpc.optim._chunks import Ends, worker_of
+from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import Group, Slots, Span
 from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
 from fsdpc.optim.adam import AdamW
 
-BLOCK = 256
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("codes", "scales", "values")
 
 
 class AdamW8bit(SpannedOptimizer, AdamW):
@@ -33,6 +37,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, as that
     of torch's AdamW does; loading quantises it, and gives the same codes if it came from here.
+    ``offload``: a ``Disk`` or a ``Host`` to keep the states on.
     ``NotImplementedError`` for DTensors that are not cut by rows.
     """
 
@@ -49,12 +54,13 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        min_8bit_size: int = 4096,
-        offload: None = None,
+        min_8bit_size: int = MIN_8BIT,
+        offload: Disk | Host | None = None,
     ) -> None:
-        self._refuse_offload(offload)
+        if getattr(offload, "masters", False):
+            raise ValueError("AdamW8bit has no float32 masters: use AdamW with masters=True")
         check_number(min_8bit_size, "min_8bit_size")
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(min_8bit_size=min_8bit_size)
 
     # --- states ----------------------------------------------------------------------------------
@@ -64,9 +70,35 @@ class AdamW8bit(SpannedOptimizer, AdamW):
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         for param in found.params:
             if not self.state[param]:
-                spans = self._place(param).spans
-                made = [_fresh(span, _is_8bit(group, span), param.device) for span in spans]
+                made = self._fresh(group, param)
                 self.state[param].update(step=step_counter(param), spans=made)
+                if self._store is not None:
+                    self._adopt(param)
+
+    def _fresh(self, group: dict[str, Any], param: Tensor) -> list[dict[str, Any]]:
+        device = self._made_on(param)
+        spans = self._place(param).spans
+        return [_fresh(span, _is_8bit(group, span), device) for span in spans]
+
+    def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
+        """One per span."""
+        types = (torch.uint8, torch.float32)
+        return [
+            extent_of_8bit(s.start, s.length, s.first, _is_8bit(group, s), types)
+            for s in self._place(param).spans
+        ]
+
+    def _adopt(self, param: Tensor) -> None:
+        store, state = self._store, self.state[param]
+        assert store is not None
+        for held, own in zip(state.get("spans", []), store.held.get(param, []), strict=False):
+            for name, place in own.items():
+                kind, which = name.split(".")
+                if store.take_in(place, held[kind][int(which)]):
+                    held[kind][int(which)] = place
+
+    def _show_states(self, param: Tensor) -> None:
+        """All are made before the step."""
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call
@@ -147,6 +179,8 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 )
         step = next(given["step"] for given in states if given)
         self.state[param] = {"step": step, "spans": spans}
+        if self._store is not None:
+            self._place_states({id(param)})
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32
@@ -164,11 +198,9 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                     value = state.pop(name)
                     spans = self._place(param).spans
                     if "spans" not in state:
-                        state["spans"] = [
-                            _fresh(s, _is_8bit(group, s), param.device) for s in spans
-                        ]
+                        state["spans"] = self._fresh(group, param)
                     for span, held in zip(spans, state["spans"], strict=True):
-                        own = part(value, span).view(-1)
+                        own = part(value.detach(), span).reshape(-1).float()
                         if "values" in held:
                             held["values"][which].copy_(own)
                             continue
@@ -183,6 +215,8 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 _C.optim_quantise(which, own, span.first, codes, scales, np.ascontiguousarray(edge))
                 held["codes"][which].copy_(codes)
                 held["scales"][which].copy_(scales)
+        if self._store is not None:
+            self._place_states({id(param) for param in self.state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -217,13 +251,72 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         parts: list[np.ndarray] = []
         for group, found in zip(self.param_groups, members, strict=True):
             pieces = [p for p in self._split(group, found)[0] if cut.shares(p.span)]
-            edges = np.zeros((len(pieces), 2, 3), dtype=np.float32)
-            self._call("edges8", group, pieces, scaling, edges)
             spans += [piece.span for piece in pieces]
-            parts.append(edges)
+            parts.append(self._own_edges(group, pieces, scaling))
         edges = np.concatenate(parts)
         cut.exchange(spans, edges)
         self._edges = {id(span): edge for span, edge in zip(spans, edges, strict=True)}
+
+    def _own_edges(
+        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling
+    ) -> np.ndarray:
+        """What this rank's elements of the pieces' first and last blocks will be at most."""
+        edges = np.zeros((len(pieces), 2, 3), dtype=np.float32)
+        store = self._store
+        away = [store is not None and store.takes(piece.param) for piece in pieces]
+        here = [i for i, offloaded in enumerate(away) if not offloaded]
+        found = np.zeros((len(here), 2, 3), dtype=np.float32)
+        self._call("edges8", group, [pieces[i] for i in here], scaling, found)
+        edges[here] = found
+        there = [i for i, offloaded in enumerate(away) if offloaded]
+        if there:
+            edges[there] = self._edges_away(group, [pieces[i] for i in there], scaling)
+        return edges
+
+    def _edges_away(
+        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling
+    ) -> np.ndarray:
+        """Of offloaded states, of which copies of the end blocks come to the step's memory."""
+        store = self._store
+        assert store is not None
+        store.finish()
+        worker = worker_of(self)
+        ends: list[Piece] = []
+        for piece in pieces:
+            span, states = piece.span, self._held(piece)
+            for low, high in _end_blocks(span):
+                value, grad = (t.view(-1)[low:high] for t in (piece.value, piece.grad))
+                first = (span.first + low) // BLOCK - span.first // BLOCK
+                held = {
+                    f"{kind}.{which}": _copy(tensor[a:b], value.device)
+                    for kind, a, b in (("codes", low, high), ("scales", first, first + 1))
+                    for which, tensor in enumerate(states[kind])
+                }
+                own = Ends(span.start + low, span.start + high, False)
+                self._lend(worker, value, piece.param, own, held)
+                ends.append(Piece(value, worker._place(value).spans[0], piece.key, value, grad))
+        found = np.zeros((len(ends), 2, 3), dtype=np.float32)
+        worker._call("edges8", group, ends, scaling, found)
+        return found.reshape(len(pieces), 2, 2, 3)[:, :, 0]
+
+    def _lend(
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
+    ) -> None:
+        super()._lend(worker, part, param, ends, held)
+        states = {
+            kind: [held[f"{kind}.{which}"] for which in (0, 1)]
+            for kind in KINDS
+            if f"{kind}.0" in held
+        }
+        worker.state[part]["spans"] = [states]
+        spans = self._place(param).spans
+        whole = next(s for s in spans if s.start <= ends.begin < s.start + s.length)
+        shared = self._edges or {}
+        if worker._edges is self._edges:
+            worker._edges = {}
+        if id(whole) in shared:
+            (own,) = worker._place(part).spans
+            worker._edges[id(own)] = _edges_of_slice(whole, own, shared[id(whole)])
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         wide, small = self._split(group, found)
@@ -339,6 +432,32 @@ class CutBlocks:
                     edge[which] = -1
                 else:
                     edge[which] = found[self.of[id(span)][0].identity][slot]
+
+
+def _end_blocks(span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The elements of the first and of the last block, counted from the span's start."""
+    first = min(BLOCK - span.first % BLOCK, span.length)
+    last = max(span.length - ((span.first + span.length - 1) % BLOCK + 1), 0)
+    return (0, first), (last, span.length)
+
+
+def _edges_of_slice(whole: Span, own: Span, edges: np.ndarray) -> np.ndarray:
+    """Of a slice's first and last block, from those of the span's."""
+    found = np.full((2, 3), -1, dtype=np.float32)
+    blocks = [_blocks_of(span) for span in (own, whole)]
+    for end in (0, 1):
+        for other in (0, 1):
+            if blocks[0][end] == blocks[1][other]:
+                found[end] = edges[other]
+    return found
+
+
+def _blocks_of(span: Span) -> tuple[int, int]:
+    return span.first // BLOCK, (span.first + span.length - 1) // BLOCK
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 def _is_8bit(group: dict[str, Any], span: Span) -> bool:

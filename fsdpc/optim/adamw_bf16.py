@@ -55,7 +55,7 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
         if getattr(offload, "masters", False):
-            raise ValueError("AdamWBF16 has no float32 masters: use AdamW with Disk(masters=True)")
+            raise ValueError("AdamWBF16 has no float32 masters: use AdamW with masters=True")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(stochastic_rounding=stochastic_rounding, seed=seed)
 

@@ -15,6 +15,7 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._chunks import Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import local_of
@@ -142,14 +143,13 @@ class SGD(FusedOptimizer):
         return self._begun[param]
 
     def _lend(
-        self, worker: Any, part: Tensor, param: Tensor, ends: tuple[int, int], held: dict[str, Any]
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
         super()._lend(worker, part, param, ends, held)
         if worker._where is not None and held:
             has_buffer = self.state[param].get("momentum_buffer") is not None
             counter = self._counter_on_gpu(param, has_buffer)
-            is_last = ends[1] == local_of(param).numel()
-            worker._begun[part] = counter if is_last else counter.clone()
+            worker._begun[part] = counter if ends.is_last else counter.clone()
             worker.state[part] = held  # whether the buffer has a value, the counter says
 
     def _after_load(self) -> None:

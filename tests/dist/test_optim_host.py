@@ -20,9 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks, run_ranks
+from test_clip_gpu import Unread
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves_with_path as leaves
 from toys import Block, loss_of, tokens, toy, wrap
 
 import fsdpc
@@ -45,31 +48,39 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "SGD": (partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), torch.float32),
     "Lion": (optim.Lion, torch.float32),
     "AdamWBF16": (optim.AdamWBF16, torch.bfloat16),
+    "AdamW8bit": (optim.AdamW8bit, torch.float32),
 }
+# For states of 8 bits: "c" takes several chunks, "a" and "d" have states in float32.
+LARGE = {"a": (3, 301), "b": (90, 67), "c": (300, 449), "d": (7,), "e": (5001,)}
 
 
 class Model(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, shapes: dict[str, tuple[int, ...]] = SHAPES
+    ) -> None:
         super().__init__()
-        for i, (name, shape) in enumerate(SHAPES.items()):
+        self.shapes = shapes
+        for i, (name, shape) in enumerate(shapes.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
 
     def forward(self, step: int) -> torch.Tensor:
-        factors = torch.randn(len(SHAPES), generator=torch.Generator().manual_seed(step))
-        params = zip(SHAPES, factors.tolist(), strict=True)
+        factors = torch.randn(len(self.shapes), generator=torch.Generator().manual_seed(step))
+        params = zip(self.shapes, factors.tolist(), strict=True)
         # In the second step one parameter has no gradient.
         return sum(
             (getattr(self, n).square() * f).sum() for n, f in params if step != 1 or n != "c"
         )
 
 
-def made(how: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def made(
+    how: str, dtype: torch.dtype = torch.float32, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> nn.Module:
     if how == "rows":
-        model = Model(dtype)
+        model = Model(dtype, shapes)
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         return model
-    return wrap("fsdpc", Model(dtype), use_orig_params=how == "units")
+    return wrap("fsdpc", Model(dtype, shapes), use_orig_params=how == "units")
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> None:
@@ -82,11 +93,11 @@ def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> Non
 def same(one: Any, other: Any) -> None:
     """Parameters and states."""
     for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-        a_state, b_state = one.state[a], other.state[b]
-        assert a_state.keys() == b_state.keys()
-        for x, y in ((a, b), *((a_state[k], b_state[k]) for k in a_state)):
-            x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (x, y))
-            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        found, wanted = (dict(leaves(each.state[p])) for each, p in ((one, a), (other, b)))
+        assert torch.equal(local(a), local(b)) and found.keys() == wanted.keys()
+        for path in found:
+            x, y = local(found[path]), local(wanted[path])
+            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y), path
 
 
 @on_gpu
@@ -97,12 +108,14 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
     cases = [("AdamW", how, ratio) for how in ("units", "rows") for ratio in (0, 0.5, 1)]
     cases += [("AdamW", "flat", 1), ("Adam", "flat", 1), ("SGD", "rows", 0.5), ("SGD", "units", 1)]
     cases += [("Lion", "units", 1), ("AdamWBF16", "units", 1), ("AdamWBF16", "rows", 0.5)]
+    cases += [("AdamW8bit", "rows", 0.97), ("AdamW8bit", "flat", 1)]
     policies = ("lazy", "eager", "random:1", "order:host,2,1,0")
     for number, (name, how, ratio) in enumerate(cases):
         simgpu.policy(policies[number % len(policies)])
         kind, dtype = KINDS[name]
-        clip = {"max_norm": 1.0} if name == "AdamW" else {}
-        models = [made(how, dtype) for _ in range(2)]
+        clip = {"max_norm": 1.0} if name in ("AdamW", "AdamW8bit") else {}
+        shapes = LARGE if name == "AdamW8bit" else SHAPES
+        models = [made(how, dtype, shapes) for _ in range(2)]
         kept = kind(models[0].parameters())
         away = kind(models[1].parameters(), offload=optim.Host(ratio, SMALL))
         for model, optimizer in zip(models, (kept, away), strict=True):
@@ -111,6 +124,7 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
         here, total = away._store.chosen_bytes
         assert here <= ratio * total and (here == total) == (ratio == 1), (name, how)
         assert (away._store.host_bytes > 0) == (here > 0)
+        assert name != "AdamW8bit" or len(away._store.chunks) > 1
 
 
 def count_a_step(rank: int, world: int, ratio: float) -> dict[str, Any]:
@@ -180,14 +194,17 @@ def test_counts():
     assert went["joins"] == 2 * (chunks - 1) and came["finishes"] == went["finishes"] == 0
 
 
-def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
+def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str]]]:
     import simgpu
     from watch import Operators
 
     simgpu.policy("lazy")
     simgpu.options().quiet = True
-    model = made("units")
-    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(1, SMALL))
+    masters = what == "masters"
+    kind = optim.AdamW8bit if what == "AdamW8bit" else optim.AdamW
+    shapes = {"a": (300, 301)} if what == "AdamW8bit" else SHAPES
+    model = made("units", torch.bfloat16 if masters else torch.float32, shapes)
+    optimizer = kind(model.parameters(), offload=optim.Host(1, SMALL, masters=masters))
     train(model, optimizer, range(2))
     found: list[tuple[Any, list[str]]] = []
     model(2).backward()
@@ -197,7 +214,7 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
             optimizer.step()  # on its way while the next one begins
             if left_out == "read":
                 states = dict.values(optimizer.state)  # of which the optimizer knows nothing
-                next(iter(states))["exp_avg"].sum()
+                [values.sum() for values in tree_leaves(list(states)) if values.numel() > 1]
             elif left_out != "none":
                 simgpu.skip_wait(left_out)
             before = simgpu.calls("cuStreamWaitEvent")
@@ -211,19 +228,81 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
 
 
 @on_gpu
-def test_each_wait_that_is_left_out_is_found():
-    found = run_ranks(leave_out_each, 1, env=ON_GPU)[0]
+@pytest.mark.parametrize("what", ["AdamW", "masters", "AdamW8bit"])
+def test_each_wait_that_is_left_out_is_found(what: str):
+    found = run_ranks(leave_out_each, 1, env=ON_GPU, what=what)[0]
     for left_out, reports in found:
         print(f"{left_out}: {(reports or ['-'])[0]}")
-    assert found[0][1] == found[1][1] == [] and len(found) > 15
+    assert found[0][1] == found[1][1] == [] and len(found) > (8 if what == "AdamW8bit" else 15)
     assert [left_out for left_out, reports in found[2:] if not reports] == []
+
+
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_masters(rank: int, world: int):
+    """Equal to masters in a file, of the same values and gradients: with elements that are set, a
+    step that is skipped, and loaded states of another place. The step reads nothing on the host.
+    """
+    cases = [("AdamW", 0), ("AdamW", 0.5), ("AdamW", 1), ("SGD", 0.5), ("Lion", 1), ("SGD", 1)]
+    for number, (name, ratio) in enumerate(cases):
+        dtype = torch.float16 if name == "Lion" else torch.bfloat16
+        model, kind = made(("units", "rows", "flat")[number % 3], dtype), KINDS[name][0]
+        params = list(model.parameters())
+        others = [nn.Parameter(local(p).detach().clone()) for p in params]
+        with tempfile.TemporaryDirectory() as folder:
+            disk = optim.Disk(folder, 3 * 131072, masters=True)
+            kept = kind(others, lr=1e-4, offload=disk)
+            away = kind(params, lr=1e-4, offload=optim.Host(ratio, SMALL, masters=True))
+            for step in range(5):
+                away.zero_grad()
+                model(step).backward()
+                for param, other in zip(params, others, strict=True):
+                    other.grad = None if param.grad is None else local(param.grad).clone()
+                    if step == 2:  # what the user sets is not undone by its master
+                        with torch.no_grad():
+                            local(param).view(-1)[:3].fill_(-0.0)
+                            other.view(-1)[:3].fill_(-0.0)
+                for optimizer in (kept, away):
+                    optimizer.grad_scale = torch.tensor(4.0)
+                    optimizer.found_inf = torch.tensor(float(step in (0, 2)))
+                before = [bits(local(p)).clone() for p in params]
+                kept.step()
+                with Unread():
+                    away.step()
+                left = [torch.equal(bits(local(p)), b) for p, b in zip(params, before, strict=True)]
+                assert all(left) or step not in (0, 2)
+                for param, other in zip(params, others, strict=True):
+                    assert torch.equal(bits(local(param)), bits(other)), (name, ratio, step)
+                if step == 3:
+                    away = kind(params, offload=optim.Host(1 - ratio, SMALL, masters=True))
+                    away.load_state_dict(kept.state_dict())
+            same_states(away, kept)
+            assert any((s["master"] != p).any() for p, s in kept.state.items())
+            here, total = away._store.chosen_bytes
+            assert total > 0 and here <= (1 - ratio) * total and (here == total) == (ratio == 0)
+
+
+def same_states(one: Any, other: Any) -> None:
+    """Of optimizers of sharded parameters, and of their copies in host memory."""
+    states = zip(one.state.values(), other.state.values(), strict=True)
+    for a, b in states:
+        assert a.keys() == b.keys() and a["master"].dtype == torch.float32
+        assert all(torch.equal(local(a[key]), b[key]) for key in a)
+
+
+def local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().view(torch.int16)
 
 
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step(rank: int, world: int):
     """The first one, too, of which only the GPU knows that it did not happen."""
-    for name in ("AdamW", "SGD"):
+    for name in ("AdamW", "SGD", "AdamW8bit"):
         ends = []
         for offload in (None, optim.Host(1, SMALL)):
             model = made("rows")
@@ -239,8 +318,9 @@ def test_infinities_skip_a_step(rank: int, world: int):
 
 
 @on_gpu
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
 @ranks(2, env=ON_GPU)
-def test_states_are_saved_and_loaded(rank: int, world: int):
+def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
     """By state dicts, gathered ones, and checkpoints, between every place that states have."""
     FSDP = fsdpc.FullyShardedDataParallel
     folder = [tempfile.mkdtemp()]
@@ -249,7 +329,7 @@ def test_states_are_saved_and_loaded(rank: int, world: int):
     models = [made("units") for _ in places]
 
     def fresh(number: int) -> Any:
-        return optim.AdamW(models[number].parameters(), offload=places[number])
+        return getattr(optim, name)(models[number].parameters(), offload=places[number])
 
     optimizers = [fresh(number) for number in range(3)]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -257,8 +337,8 @@ def test_states_are_saved_and_loaded(rank: int, world: int):
     plain = copy.deepcopy(optimizers[0].state_dict())
     full = FSDP.optim_state_dict(models[0], optimizers[0])
     for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        for name, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
-            assert all(torch.equal(v, full["state"][name][k]) for k, v in state.items())
+        for key, state in FSDP.optim_state_dict(model, optimizer)["state"].items():
+            assert all(torch.equal(v, full["state"][key][k]) for k, v in state.items())
         checkpoint.save(Path(folder[0]) / str(number), model, optimizer)
         train(model, optimizer, range(2, 4))
     for number, model in enumerate(models):
@@ -312,9 +392,10 @@ def test_failures(rank: int, world: int):
             use()
     optimizer.load_state_dict(saved)
     optimizer.step()
-    for name in ("AdamW8bit", "AdamMini"):
-        with pytest.raises(NotImplementedError, match=f"{name} keeps.*take offload=Disk.*Host"):
-            getattr(optim, name)(model.parameters(), offload=optim.Host())
+    with pytest.raises(NotImplementedError, match="AdamMini keeps.*take offload=Disk.*Host"):
+        optim.AdamMini(model.parameters(), offload=optim.Host())
+    with pytest.raises(ValueError, match="AdamW8bit has no float32 masters"):
+        optim.AdamW8bit(model.parameters(), offload=optim.Host(masters=True))
 
 
 def program(door: str, offload: Any) -> list[torch.Tensor]:
@@ -377,6 +458,8 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         "lion": (optim.Lion, torch.bfloat16),
         "momentum": (partial(optim.SGD, lr=0.1, momentum=0.9), torch.float32),
         "adamw-bf16": (optim.AdamWBF16, torch.float32),
+        "adamw-master": (optim.AdamW, torch.bfloat16),
+        "adamw8bit": (optim.AdamW8bit, torch.float32),
     }
     gpu = fsdpc._C.cuda_device(0)
     where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
@@ -389,9 +472,13 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         )
         planned = plan(Plain("toy", units_of(plain, policy)), check(setup))
         model = wrap("fsdpc", plain, use_orig_params=False, auto_wrap_policy=policy)
-        optimizer = kind(model.parameters(), offload=optim.Host(ratio, SMALL))
+        masters = name == "adamw-master"
+        away = optim.Host(ratio, SMALL, masters=masters)
+        optimizer = kind(model.parameters(), offload=away)
         loss_of(model, tokens(rank, 0)).backward()
         optimizer.step()
+        if name == "adamw8bit" and rank > 0:
+            continue  # the plan is rank 0's
         store = optimizer._store
         rows = {(r.role, r.where): r.bytes for r in planned.rows}
         assert rows["optimizer states", "host"] == store.host_bytes > 0, (name, ratio)

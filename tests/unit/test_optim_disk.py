@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fsdpc import _C, checkpoint, optim
-from fsdpc._engine.state_layout import PAGE, Wanted, lay_out
+from fsdpc._engine.state_layout import ALIGN, PAGE, Wanted, lay_out
 from fsdpc.optim import _disk
 
 # Wherever pytest's folders are.
@@ -126,10 +127,14 @@ def test_state_dicts_from_and_to_torch(tmp_path: Path):
     same(resumed, params, optim_first, others)
 
 
-def test_masters_of_narrow_parameters(tmp_path: Path):
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_masters_of_narrow_parameters(tmp_path: Path, where: str):
+    """Without a GPU, masters of ``Host`` lie in memory beside the parameters."""
     params = params_of(torch.bfloat16)
     wide = [nn.Parameter(p.detach().float()) for p in params]
-    one = optim.AdamW(params, lr=1e-4, offload=optim.Disk(tmp_path, SMALL, masters=True))
+    host = optim.Host(masters=True)
+    away = host if where == "host" else optim.Disk(tmp_path, SMALL, masters=True)
+    one = optim.AdamW(params, lr=1e-4, offload=away)
     other = optim.AdamW(wide, lr=1e-4)
     for step in range(4):
         for param, full in zip(params, wide, strict=True):
@@ -146,23 +151,46 @@ def test_masters_of_narrow_parameters(tmp_path: Path):
         assert torch.equal(param, full.bfloat16())
         assert torch.equal(one.state[param]["master"], full)
     with pytest.raises(ValueError, match="AdamWBF16 has no float32 masters"):
-        optim.AdamWBF16(params, offload=optim.Disk(tmp_path, masters=True))
+        optim.AdamWBF16(params, offload=away)
+
+
+def test_states_of_8_bits(tmp_path: Path):
+    """Chunks have whole blocks; a buffer that holds no page of each state is refused."""
+    buffers = 3 * 1024 * (2 * 256 + 2 * 4)
+    disk, generator = optim.Disk(tmp_path, buffers, checksum=True), torch.Generator()
+    shapes = ((700, 701), (5,), (5000,))
+    drawn = [torch.randn(shape, generator=generator.manual_seed(0)) for shape in shapes]
+    sets = [[nn.Parameter(value.clone()) for value in drawn] for _ in range(2)]
+    kept, away = optim.AdamW8bit(sets[0]), optim.AdamW8bit(sets[1], offload=disk)
+    for steps in (range(2), range(2, 4)):
+        ends = []
+        for params, optimizer in zip(sets, (kept, away), strict=True):
+            train(params, optimizer, steps, max_norm=1.0)
+            ends.append(tree_leaves([params, *optimizer.state.values()]))
+        assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+        away = optim.AdamW8bit(sets[1], offload=disk)
+        away.load_state_dict(copy.deepcopy(kept.state_dict()))
+    small = optim.AdamW8bit(sets[0], offload=optim.Disk(tmp_path, buffers - 3 * PAGE))
+    with pytest.raises(ValueError, match=f"buffer_bytes is too small.*has {buffers // 3}"):
+        train(sets[0], small, range(1))
 
 
 def test_layout_is_disjoint_in_whole_pages():
     rng = random.Random(1)
     for _ in range(200):
-        items = rng.choice([(4, 4), (8, 8, 8), (2,), (4, 4, 4), ()])
+        page = rng.choice([PAGE, ALIGN])
+        of_blocks = (256, 256, 4, 4) if page == ALIGN else (512, 32)
+        items = rng.choice([(4, 4), (8, 8, 8), (2,), (4, 4, 4), (), of_blocks])
         states = tuple((str(k), item) for k, item in enumerate(items))
         wanted = [Wanted(rng.choice([0, 1, 63, 5000, 70000]), states) for _ in range(9)]
         chunk_bytes = rng.choice([32, 33, 50]) * PAGE
-        found = lay_out(wanted, chunk_bytes, rng.choice([0, PAGE]))
+        found = lay_out(wanted, chunk_bytes, rng.choice([0, PAGE]), page)
         taken: list[tuple[int, int]] = []
         steps: dict[int, list[tuple[int, int]]] = {}
         for chunk in found.chunks:
             assert chunk.used <= chunk_bytes
             for at, count, place in chunk.parts:
-                assert (at | count | place) % PAGE == 0 and count > 0
+                assert (at | count | place) % page == 0 and count > 0
                 taken.append((at, at + count))
             for piece in chunk.slices:
                 steps.setdefault(piece.number, []).append((piece.begin, piece.end))
@@ -289,9 +317,8 @@ def test_refused(tmp_path: Path):
         optim.Disk(tmp_path, io="aio")
     with pytest.raises(TypeError, match="offload must be a fsdpc.optim.Disk"):
         optim.AdamW(params, offload=str(tmp_path))
-    for name in ("AdamW8bit", "AdamMini"):
-        with pytest.raises(NotImplementedError, match=f"{name} keeps its states in memory"):
-            getattr(optim, name)(params, offload=optim.Disk(tmp_path))
+    with pytest.raises(NotImplementedError, match="AdamMini keeps its states in memory"):
+        optim.AdamMini(params, offload=optim.Disk(tmp_path))
     optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL))
     train(params, optimizer, range(1))
     optimizer.param_groups[0]["amsgrad"] = True
@@ -340,7 +367,7 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
     for _ in range(2):  # into a new optimizer, then into one with states
         checkpoint.load(tmp_path / "saved", model, other)
         assert all(torch.equal(a, b) for a, b in zip(params, values, strict=True))
-        own = other._store.held[params[0]]["exp_avg"]
+        own = other._store.held[params[0]][0]["exp_avg"]
         assert other.state[params[0]]["exp_avg"].data_ptr() == own.data_ptr()
         grads(2)
         other.step()

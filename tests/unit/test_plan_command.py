@@ -82,7 +82,7 @@ def test_the_table_names_what_and_why(capsys):
         (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
         (["gpt2", "--compress", "int8", "--offload-activations"], "use one of the two"),
         (["plan_models:gpt", "--offload-activations"], "by formula"),
-        (["gpt2", "--offload-states", "0.5", "--optimizer", "adamw8bit"], "has no states"),
+        (["gpt2", "--offload-states", "0.5", "--optimizer", "adam-mini"], "has no states"),
         (["gpt2", "--offload-states", "50"], "from 0 to 1"),
         (["gpt2", "--offload-states", "0.5", "--disk", "96", "--offload"], "one of host and disk"),
         (["plan_models:gpt", "--cpu", "--compress", "int8"], "by formula"),
@@ -216,6 +216,28 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
     every = [geometry.build(g, replace(s, checkpointing=1.0)) for s in (low, exact)]
     backward = [next(m for m in made.moments if m.recomputed) for made in every]
     assert backward[0].recomputed == backward[1].recomputed, "a block is computed again whole"
+
+
+@pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_packing_passes_memory_twice(preset, attention):
+    """Both ways over what is packed, at the rate of the card's memory, added to compute."""
+    g, options = geometry.PRESETS[preset], {"attention": attention, "accumulation": 3}
+    saved = [geometry.block_saved(g, Setup(compress=c, **options)) for c in ("bf16", "int8")]
+    elements = geometry.packed_elements(g, Setup(**options))
+    assert saved[0] - saved[1] == pytest.approx(elements * (2 - 260 / 256), abs=1)
+    both_forms = 2048 * elements * g.layers * (4 + 260 / 256)
+    with_it, without = (planned(preset, compress=c, **options) for c in ("int8", ""))
+    card = CARDS["h100"]
+    slow, fast = cost(with_it, card), cost(without, card)
+    assert slow.packing == pytest.approx(3 * 2 * both_forms / card.bandwidth)
+    assert fast.packing == 0 and slow.compute == fast.compute
+    wide = cost(with_it, replace(card, link=1e15, network=1e15))
+    assert wide.step == pytest.approx(wide.compute + wide.packing + wide.exposed + wide.update)
+    kept = planned(preset, compress="int8", checkpointing=1.0, **options).model
+    assert kept.packing == round(2048 * g.layers * g.hidden * (4 + 260 / 256))
+    low = planned(preset, compress="bf16", compute="bfloat16", **options)
+    assert low.model.packing == 0, "tensors in bfloat16 stay as they are"
 
 
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
