@@ -196,7 +196,7 @@ def test_steps_in_backward_unit_by_unit(rank, world):
         assert len(inside.done) == units
         assert units <= waits[-1] <= 2 * units, waits  # a gradient and perhaps a master each
         if policy == "lazy" and world > 1:
-            assert len(set(inside.done)) == units  # sums that nothing demanded yet come later
+            assert len(set(inside.done)) > 1  # sums that no rank has demanded yet come later
     assert simgpu.take_reports() == []
 
 
