@@ -80,16 +80,26 @@ def train(
     return params, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_equals_torchs_fused_step(name: str, options: dict[str, Any], dtype: torch.dtype):
-    if name == "SGD" and dtype == torch.bfloat16:
+    if name == "SGD" and dtype.itemsize == 2:
         pytest.skip("torch's fused SGD leaves 16-bit parameters unchanged")
     ours, mine = train(lambda p: getattr(optim, name)(p, **options), dtype)
     theirs, torchs = train(lambda p: getattr(torch.optim, name)(p, fused=True, **options), dtype)
     for our, their in zip(ours, theirs, strict=True):
         assert torch.equal(our, their)
     equal_states(mine.state_dict(), torchs.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_of_16_bits_is_rounded_once(dtype: torch.dtype):
+    params = parameters(dtype)
+    optimizer = optim.SGD(params, lr=0.125)
+    set_grads(params, 0)
+    expected = [(p.double() - 0.125 * p.grad.double()).to(dtype) for p in params]
+    optimizer.step()
+    assert all(map(torch.equal, params, expected))
 
 
 @pytest.mark.parametrize("scale", [1024.0, 3.0])
