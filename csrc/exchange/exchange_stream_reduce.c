@@ -49,9 +49,11 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
 static int
 await_slot(const struct fsdpc_streams *s, struct fsdpc_reduce_slot *slot)
 {
-    const bool busy = slot->busy;
-    slot->busy = false;
-    return busy ? fsdpc_device_wait(s->device, slot->summed) : FSDPC_OK;
+    if (slot->busy) {
+        FSDPC_TRY(fsdpc_device_wait(s->device, slot->summed));
+        slot->busy = false;
+    }
+    return FSDPC_OK;
 }
 
 /* The caller's stream packs into the next slot, or (one rank) into `partial`, which an earlier sum of the

@@ -256,6 +256,9 @@ int
 fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
+    if (tree->in_backward) {
+        FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
+    }
     FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
     node->running++;
     fsdpc_tree_set_floor(node);

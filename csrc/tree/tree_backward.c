@@ -44,10 +44,8 @@ prefetch_before(fsdpc_tree *tree, int unit)
     return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
 }
 
-/* A rank may have stepped the unit as soon as all have sent their gradients, also where this rank has
- * not seen that yet. */
-static int
-check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node)
+int
+fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node)
 {
     if (!tree->steps_inside || !node->reduced) {
         return FSDPC_OK;
@@ -63,7 +61,7 @@ int
 fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
-    FSDPC_TRY(check_not_stepped(tree, node));
+    FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     if (!node->held) {
         FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
         node->held = true;
@@ -166,7 +164,7 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     set_complete(tree, node, false);
-    FSDPC_TRY(check_not_stepped(tree, node));
+    FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     node->reduced = true;
     return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
 }

@@ -50,7 +50,7 @@ class AdamMini(SpannedOptimizer):
     and results on different numbers of ranks may differ in their last bit, as may those of a GPU
     and of a processor, which add in other orders. Two equal runs are equal to the bit. Steps of
     parameters on one GPU need no host sync; sums take 8 more bytes for each of at most 4 million
-    elements at a time. ``load_state_dict``
+    elements at a time, and 8 for each block until its parameter has stepped. ``load_state_dict``
     takes ``exp_avg_sq`` of torch's shape (as ``state_dict`` has it) and averages it over blocks.
     """
 
@@ -284,7 +284,7 @@ class AdamMini(SpannedOptimizer):
         """Add other ranks' sums to those of shared blocks. Collective where there are such."""
         slots, numbers = self._shared()
         for identity, (group, count) in slots.groups.items():
-            device = self.param_groups[0]["params"][0].device
+            device = next(p.device for g in self.param_groups for p in g["params"])
             zero = torch.zeros(1, dtype=torch.float64, device=device)
             own, shared = [zero] * count, []
             for number, (span, length, sums) in found.items():
@@ -392,7 +392,7 @@ class AdamMini(SpannedOptimizer):
             spans = self._place(piece.param).spans
             number = next(i for i, span in enumerate(spans) if span is piece.span)
             means, step = state["means"][number], state["step"]
-            new = self._totals[id(piece.span)].float().to(means.device)
+            new = self._totals.pop(id(piece.span)).float().to(means.device)
             updated = means.mul(beta2).add_(new, alpha=1 - beta2)
             means.copy_(updated if found is None else torch.where(found == 0, updated, means))
             if id(step) not in roots:

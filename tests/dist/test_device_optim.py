@@ -89,7 +89,9 @@ def test_adam_mini_needs_no_host_sync(rank: int, world: int, use_orig_params: bo
     for _ in range(2):
         model = wrap("fsdpc", Model(torch.float32), use_orig_params=use_orig_params)
         mini = optim.AdamMini(
-            list(model.named_parameters()), lr=1e-2, block=lambda name, shape: BLOCKS[name[-1]]
+            [{"params": []}, {"params": list(model.parameters())}],
+            lr=1e-2,
+            block=lambda name, shape: BLOCKS[name[-1]],
         )
         assert mini._communicates() == (world > 1)
         for step, found in enumerate((0.0, 0.0, 1.0, 0.0)):

@@ -253,6 +253,17 @@ def test_a_unit_that_is_needed_again_after_its_step(rank, world):
         model(torch.ones(2, 4)).backward()
 
 
+@ranks(1, 2)
+def test_a_forward_in_backward_of_a_unit_that_has_stepped(rank, world):
+    """The forward would read the new values, where a step after backward leaves the old ones."""
+    model = again()
+    optim.in_backward(model, MAKERS["AdamW"])
+    x = torch.ones(2, 4, requires_grad=True)
+    x.register_hook(lambda grad: model.blocks[1](x.detach()).sum())
+    with pytest.raises(_C.StateError, match="unit blocks.1 is needed again in a backward"):
+        model(x).backward()
+
+
 @ranks(2)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_frozen_and_checkpointed_blocks_with_states_on_a_disk(rank, world, door, tmp_path):

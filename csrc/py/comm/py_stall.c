@@ -13,11 +13,15 @@
 static fsdpc_shm_reports reports;
 
 /* A report is made beside an error or a wait, and must not replace either: its own exceptions are printed
- * as those that nobody can catch. */
+ * as those that nobody can catch. Ctrl-C during a report is for the program, which gets the interrupt
+ * from the wait. */
 static PyObject *
 consumed(PyObject *result, const char *method)
 {
-    if (result == NULL) {
+    if (result == NULL && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear();
+        PyErr_SetInterrupt();
+    } else if (result == NULL) {
         PyObject *where = PyUnicode_FromString(method);
         PyErr_WriteUnraisable(where);
         Py_XDECREF(where);

@@ -39,7 +39,10 @@ show_and_step(fsdpc_py_tree *tree, int unit)
         result = fsdpc_py_call_listeners(tree, listened);
     }
     Py_XDECREF(listened);
-    return result < 0 ? -1 : step_unit(tree, unit);
+    if (result < 0 || step_unit(tree, unit) < 0) {
+        return -1;
+    }
+    return fsdpc_py_enter(flat); /* hooks and the step may have used another stream or GPU */
 }
 
 int
