@@ -295,8 +295,8 @@ class AdamMini(SpannedOptimizer):
                         own[slot] = sums[i : i + 1]
                         shared.append((own[slot], slot))
             total = group.sum_on_gpu(torch.cat(own), "AdamMini's shared blocks")
-            if shared:
-                torch._foreach_copy_([s for s, _ in shared], [total[k : k + 1] for _, k in shared])
+            for one, slot in shared:
+                one.copy_(total[slot : slot + 1])
 
     def _block_sums(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
         for found in members:
