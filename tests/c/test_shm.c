@@ -726,6 +726,9 @@ be_interrupted(int rank, ranks_run *run)
         atomic_store(&run->flags[0], 1);
     } else {
         CHECK(rank_await(&run->flags[0], 1));
+        fsdpc_shm_interrupt_check = interrupt_now; /* a rank's own interrupt comes first */
+        CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_INTERRUPT, "Ctrl-C");
+        fsdpc_shm_interrupt_check = NULL;
         CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_PEER, "rank 0 (pid ");
     }
     fsdpc_shm_free(shm);
