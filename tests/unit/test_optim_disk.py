@@ -373,3 +373,39 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
         grads(2)
         other.step()
         assert all(torch.equal(a, b) for a, b in zip(params, after, strict=True))
+
+
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_narrow_states_of_a_checkpoint_become_wide_beside_masters(tmp_path: Path, where: str):
+    """As those of a state dict. Without a GPU, states of ``Host`` lie beside the parameters."""
+    model = nn.Linear(30, 40).bfloat16()
+    params = list(model.parameters())
+    plain = optim.AdamW(params)
+    train(params, plain, range(1))
+    checkpoint.save(tmp_path / "saved", model, plain)
+    values = [p.detach().clone() for p in params]
+    host = optim.Host(masters=True)
+    away = host if where == "host" else optim.Disk(tmp_path, SMALL, masters=True)
+    optimizers = [optim.AdamW(params, offload=away) for _ in range(3)]
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        if number == 0:
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        elif number == 1:
+            checkpoint.load(tmp_path / "saved", model, optimizer)
+        else:  # set by the user
+            for param in params:
+                optimizer.state[param] = copy.deepcopy(plain.state[param])
+        wide = {v.dtype for state in optimizer.state.values() for v in state.values()}
+        assert number == 2 or wide == {torch.float32}
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        train(params, optimizer, range(1, 2))
+        found.append(
+            {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state[p].items()}
+        )
+    for other in found[1:]:
+        assert other.keys() == found[0].keys() and len(other) == 8
+        for key, value in found[0].items():
+            assert other[key].dtype == torch.float32 and torch.equal(other[key], value), key
