@@ -636,8 +636,10 @@ class FusedOptimizer(Optimizer):
         if self._store is None:
             return None
         self._place_states({id(param)})
-        own = self._store.held.get(param, ())
-        return self._store.tensor(param, name) if any(name in each for each in own) else None
+        if not any(name in each for each in self._store.held.get(param, ())):
+            return None
+        self._store.zero.discard((param, name))
+        return self._store.tensor(param, name)
 
     def settle_states(self, params: Sequence[Tensor]) -> None:
         """Give states that a checkpoint has filled their place and dtype. Local."""

@@ -373,6 +373,12 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
         grads(2)
         other.step()
         assert all(torch.equal(a, b) for a, b in zip(params, after, strict=True))
+    last = optim.AdamW(params, offload=optim.Disk(tmp_path / "states", SMALL))
+    checkpoint.load(tmp_path / "saved", model, last)
+    last.state.clear()  # states begin at zero, not at what was read
+    last.step()
+    moved = 0.1 * params[0].grad
+    torch.testing.assert_close(last.state[params[0]]["exp_avg"], moved)
 
 
 @pytest.mark.parametrize("where", ["disk", "host"])
