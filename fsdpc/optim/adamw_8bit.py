@@ -43,7 +43,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     _kind = None
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
-    _cut: CutBlocks | None = None
+    _cut: tuple[list[int], CutBlocks] | None = None  # by the groups' min_8bit_size
 
     def __init__(
         self,
@@ -223,9 +223,10 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         self._cut = None
 
     def _cut_blocks(self) -> CutBlocks:
-        if self._cut is None:
-            self._cut = self._find_cut_blocks()
-        return self._cut
+        sizes = [group["min_8bit_size"] for group in self.param_groups]
+        if self._cut is None or self._cut[0] != sizes:
+            self._cut = sizes, self._find_cut_blocks()
+        return self._cut[1]
 
     def _find_cut_blocks(self) -> CutBlocks:
         return CutBlocks(
