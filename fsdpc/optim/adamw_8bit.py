@@ -63,6 +63,29 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(min_8bit_size=min_8bit_size)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self._store is not None:
+            self._check_sizes(state["param_groups"])
+        super().__setstate__(state)
+
+    def _check_sizes(self, loaded: list[dict[str, Any]]) -> None:
+        """``ValueError``: offloaded states whose place is chosen would have another size."""
+        assert self._store is not None
+        for number, (group, given) in enumerate(zip(self.param_groups, loaded, strict=True)):
+            new = {"min_8bit_size": self.defaults["min_8bit_size"], **given}
+            for param in group["params"]:
+                if self._store.knows(param) and any(
+                    _is_8bit(group, span) != _is_8bit(new, span)
+                    for span in self._place(param).every
+                ):
+                    raise ValueError(
+                        f"AdamW8bit: parameter group {number} has min_8bit_size="
+                        f"{group['min_8bit_size']}, but {new['min_8bit_size']} in the state dict, "
+                        f"and a parameter of shape {tuple(param.shape)} has offloaded states of "
+                        "the former size: load into a new AdamW8bit(..., offload=...), or set "
+                        f"min_8bit_size={group['min_8bit_size']} in the state dict's group"
+                    )
+
     # --- states ----------------------------------------------------------------------------------
     # state["spans"] has one dict per span of the parameter with elements on this rank: codes and
     # scales of 8-bit spans, values of the others.

@@ -171,6 +171,23 @@ def test_states_of_8_bits(tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
         away = optim.AdamW8bit(sets[1], offload=disk)
         away.load_state_dict(copy.deepcopy(kept.state_dict()))
+    train(sets[1], away, range(4, 5))
+    saved, before = copy.deepcopy(kept.state_dict()), copy.deepcopy(away.state_dict())
+    saved["param_groups"][0].update(min_8bit_size=6000, lr=7.0)
+    with pytest.raises(
+        ValueError, match=r"group 0 has min_8bit_size=4096, but 6000.*\(5000,\).*new"
+    ):
+        away.load_state_dict(saved)
+    torch.testing.assert_close(away.state_dict(), before, rtol=0, atol=0)
+    train(sets[1], away, range(5, 6))
+    saved["param_groups"][0]["min_8bit_size"] = 4097  # of the same states
+    away.load_state_dict(saved)
+    assert away.param_groups[0]["lr"] == 7.0
+    other = optim.AdamW8bit(sets[1], offload=disk)  # has taken no step
+    other.load_state_dict(
+        saved | {"param_groups": [saved["param_groups"][0] | {"min_8bit_size": 6000}]}
+    )
+    train(sets[1], other, range(1))
     small = optim.AdamW8bit(sets[0], offload=optim.Disk(tmp_path, buffers - 3 * PAGE))
     with pytest.raises(ValueError, match=f"buffer_bytes is too small.*has {buffers // 3}"):
         train(sets[0], small, range(1))
