@@ -112,9 +112,19 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         ]
 
     def _adopt(self, param: Tensor) -> None:
-        store, state = self._store, self.state[param]
-        assert store is not None
-        for held, own in zip(state.get("spans", []), store.held.get(param, []), strict=False):
+        assert self._store is not None
+        store, spans = self._store, self.state[param].get("spans")
+        if spans is None or param not in store.held:  # moments that are being loaded, or not here
+            return
+        places = store.held[param]
+        wanted = [{name.split(".")[0] for name in own} for own in places]
+        if (found := [set(held) for held in spans]) != wanted:
+            raise ValueError(
+                f"AdamW8bit: the state of a parameter of shape {tuple(param.shape)} has for its "
+                f"spans {_shown(found)} in state['spans'], which must be {_shown(wanted)}: load "
+                "states by load_state_dict() or fsdpc.checkpoint"
+            )
+        for held, own in zip(spans, places, strict=True):
             for name, place in own.items():
                 kind, which = name.split(".")
                 if store.take_in(place, held[kind][int(which)]):
@@ -478,6 +488,10 @@ def _edges_of_slice(whole: Span, own: Span, edges: np.ndarray) -> np.ndarray:
 
 def _blocks_of(span: Span) -> tuple[int, int]:
     return span.first // BLOCK, (span.first + span.length - 1) // BLOCK
+
+
+def _shown(spans: list[set[str]]) -> list[list[str]]:
+    return [sorted(kinds) for kinds in spans]
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

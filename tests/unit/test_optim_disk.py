@@ -188,6 +188,13 @@ def test_states_of_8_bits(tmp_path: Path):
         saved | {"param_groups": [saved["param_groups"][0] | {"min_8bit_size": 6000}]}
     )
     train(sets[1], other, range(1))
+    spans = other.state[sets[1][0]]["spans"]
+    for wrong in ([], [{"values": spans[0]["codes"]}]):  # set by the user
+        other.state[sets[1][0]]["spans"] = wrong
+        with pytest.raises(ValueError, match=r"\(700, 701\) .* must be \[\['codes', 'scales'\]\]"):
+            train(sets[1], other, range(1, 2))
+    other.state[sets[1][0]]["spans"] = spans
+    train(sets[1], other, range(1, 2))
     small = optim.AdamW8bit(sets[0], offload=optim.Disk(tmp_path, buffers - 3 * PAGE))
     with pytest.raises(ValueError, match=f"buffer_bytes is too small.*has {buffers // 3}"):
         train(sets[0], small, range(1))
