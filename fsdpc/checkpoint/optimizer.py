@@ -313,6 +313,8 @@ class NewState:
         for param, state in self.states:
             optimizer.state[param] = state
             increment_version([_local(v) for v in state.values() if isinstance(v, torch.Tensor)])
+        if hasattr(optimizer, "settle_states"):  # fsdpc's
+            optimizer.settle_states([param for param, _ in self.states])
         for param, states in self.by_span:
             optimizer.take_span_states(param, states)  # type: ignore[attr-defined]
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):

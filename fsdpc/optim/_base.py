@@ -368,10 +368,19 @@ class FusedOptimizer(Optimizer):
         """Make the master of a parameter whose states are not offloaded, if there is none."""
         if not self._has_master(param) or self._store is None or self._store.takes(param):
             return
+        self._widen(param)
         state = self.state[param]
         if MASTER not in state:
             own = local_of(param).to(torch.float32, memory_format=torch.contiguous_format)
             state[MASTER] = around(own, param._spec) if isinstance(param, DTensor) else own
+
+    def _widen(self, param: Tensor) -> None:
+        """Make narrow states (loaded, or set by the user) those of a parameter with a master."""
+        state = self.state[param]
+        for name in (*self._state_names, MASTER):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.dtype != torch.float32:
+                state[name] = value.detach().to(torch.float32).contiguous()
 
     def _place_states(self, which: set[int]) -> None:
         """Give the states of these parameters their places, and what is elsewhere to them."""
@@ -627,8 +636,19 @@ class FusedOptimizer(Optimizer):
         if self._store is None:
             return None
         self._place_states({id(param)})
-        own = self._store.held.get(param, ())
-        return self._store.tensor(param, name) if any(name in each for each in own) else None
+        if not any(name in each for each in self._store.held.get(param, ())):
+            return None
+        self._store.zero.discard((param, name))
+        return self._store.tensor(param, name)
+
+    def settle_states(self, params: Sequence[Tensor]) -> None:
+        """Give states that a checkpoint has filled their place and dtype. Local."""
+        if self._store is None:
+            return
+        self._place_states({id(param) for param in params})
+        for param in params:
+            if self._has_master(param) and not self._store.takes(param):
+                self._widen(param)
 
     def finish_states(self) -> None:
         """Wait until nothing writes to states any more. Local."""

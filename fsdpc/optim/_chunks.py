@@ -144,8 +144,8 @@ class Store:
         raise NotImplementedError
 
     def knows(self, param: Tensor) -> bool:
-        """Whether ``takes`` has an answer: ``choose`` has seen the parameter."""
-        return True
+        """Whether the place of the parameter's states is chosen. Equal on all ranks."""
+        return param in self.held
 
     def takes(self, param: Tensor) -> bool:
         """Whether the parameter's states are here."""

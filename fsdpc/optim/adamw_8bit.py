@@ -43,7 +43,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     _kind = None
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
-    _cut: CutBlocks | None = None
+    _cut: tuple[list[int], CutBlocks] | None = None  # by the groups' min_8bit_size
 
     def __init__(
         self,
@@ -62,6 +62,29 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         check_number(min_8bit_size, "min_8bit_size")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, offload=offload)
         self._add_defaults(min_8bit_size=min_8bit_size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self._store is not None:
+            self._check_sizes(state["param_groups"])
+        super().__setstate__(state)
+
+    def _check_sizes(self, loaded: list[dict[str, Any]]) -> None:
+        """``ValueError``: offloaded states whose place is chosen would have another size."""
+        assert self._store is not None
+        for number, (group, given) in enumerate(zip(self.param_groups, loaded, strict=True)):
+            new = {"min_8bit_size": self.defaults["min_8bit_size"], **given}
+            for param in group["params"]:
+                if self._store.knows(param) and any(
+                    _is_8bit(group, span) != _is_8bit(new, span)
+                    for span in self._place(param).every
+                ):
+                    raise ValueError(
+                        f"AdamW8bit: parameter group {number} has min_8bit_size="
+                        f"{group['min_8bit_size']}, but {new['min_8bit_size']} in the state dict, "
+                        f"and a parameter of shape {tuple(param.shape)} has offloaded states of "
+                        "the former size: load into a new AdamW8bit(..., offload=...), or set "
+                        f"min_8bit_size={group['min_8bit_size']} in the state dict's group"
+                    )
 
     # --- states ----------------------------------------------------------------------------------
     # state["spans"] has one dict per span of the parameter with elements on this rank: codes and
@@ -89,9 +112,19 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         ]
 
     def _adopt(self, param: Tensor) -> None:
-        store, state = self._store, self.state[param]
-        assert store is not None
-        for held, own in zip(state.get("spans", []), store.held.get(param, []), strict=False):
+        assert self._store is not None
+        store, spans = self._store, self.state[param].get("spans")
+        if spans is None or param not in store.held:  # moments that are being loaded, or not here
+            return
+        places = store.held[param]
+        wanted = [{name.split(".")[0] for name in own} for own in places]
+        if (found := [set(held) for held in spans]) != wanted:
+            raise ValueError(
+                f"AdamW8bit: the state of a parameter of shape {tuple(param.shape)} has for its "
+                f"spans {_shown(found)} in state['spans'], which must be {_shown(wanted)}: load "
+                "states by load_state_dict() or fsdpc.checkpoint"
+            )
+        for held, own in zip(spans, places, strict=True):
             for name, place in own.items():
                 kind, which = name.split(".")
                 if store.take_in(place, held[kind][int(which)]):
@@ -223,9 +256,10 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         self._cut = None
 
     def _cut_blocks(self) -> CutBlocks:
-        if self._cut is None:
-            self._cut = self._find_cut_blocks()
-        return self._cut
+        sizes = [group["min_8bit_size"] for group in self.param_groups]
+        if self._cut is None or self._cut[0] != sizes:
+            self._cut = sizes, self._find_cut_blocks()
+        return self._cut[1]
 
     def _find_cut_blocks(self) -> CutBlocks:
         return CutBlocks(
@@ -454,6 +488,10 @@ def _edges_of_slice(whole: Span, own: Span, edges: np.ndarray) -> np.ndarray:
 
 def _blocks_of(span: Span) -> tuple[int, int]:
     return span.first // BLOCK, (span.first + span.length - 1) // BLOCK
+
+
+def _shown(spans: list[set[str]]) -> list[list[str]]:
+    return [sorted(kinds) for kinds in spans]
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

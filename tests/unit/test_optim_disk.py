@@ -171,6 +171,30 @@ def test_states_of_8_bits(tmp_path: Path):
         assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
         away = optim.AdamW8bit(sets[1], offload=disk)
         away.load_state_dict(copy.deepcopy(kept.state_dict()))
+    train(sets[1], away, range(4, 5))
+    saved, before = copy.deepcopy(kept.state_dict()), copy.deepcopy(away.state_dict())
+    saved["param_groups"][0].update(min_8bit_size=6000, lr=7.0)
+    with pytest.raises(
+        ValueError, match=r"group 0 has min_8bit_size=4096, but 6000.*\(5000,\).*new"
+    ):
+        away.load_state_dict(saved)
+    torch.testing.assert_close(away.state_dict(), before, rtol=0, atol=0)
+    train(sets[1], away, range(5, 6))
+    saved["param_groups"][0]["min_8bit_size"] = 4097  # of the same states
+    away.load_state_dict(saved)
+    assert away.param_groups[0]["lr"] == 7.0
+    other = optim.AdamW8bit(sets[1], offload=disk)  # has taken no step
+    other.load_state_dict(
+        saved | {"param_groups": [saved["param_groups"][0] | {"min_8bit_size": 6000}]}
+    )
+    train(sets[1], other, range(1))
+    spans = other.state[sets[1][0]]["spans"]
+    for wrong in ([], [{"values": spans[0]["codes"]}]):  # set by the user
+        other.state[sets[1][0]]["spans"] = wrong
+        with pytest.raises(ValueError, match=r"\(700, 701\) .* must be \[\['codes', 'scales'\]\]"):
+            train(sets[1], other, range(1, 2))
+    other.state[sets[1][0]]["spans"] = spans
+    train(sets[1], other, range(1, 2))
     small = optim.AdamW8bit(sets[0], offload=optim.Disk(tmp_path, buffers - 3 * PAGE))
     with pytest.raises(ValueError, match=f"buffer_bytes is too small.*has {buffers // 3}"):
         train(sets[0], small, range(1))
@@ -373,3 +397,45 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
         grads(2)
         other.step()
         assert all(torch.equal(a, b) for a, b in zip(params, after, strict=True))
+    last = optim.AdamW(params, offload=optim.Disk(tmp_path / "states", SMALL))
+    checkpoint.load(tmp_path / "saved", model, last)
+    last.state.clear()  # states begin at zero, not at what was read
+    last.step()
+    moved = 0.1 * params[0].grad
+    torch.testing.assert_close(last.state[params[0]]["exp_avg"], moved)
+
+
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_narrow_states_of_a_checkpoint_become_wide_beside_masters(tmp_path: Path, where: str):
+    """As those of a state dict. Without a GPU, states of ``Host`` lie beside the parameters."""
+    model = nn.Linear(30, 40).bfloat16()
+    params = list(model.parameters())
+    plain = optim.AdamW(params)
+    train(params, plain, range(1))
+    checkpoint.save(tmp_path / "saved", model, plain)
+    values = [p.detach().clone() for p in params]
+    host = optim.Host(masters=True)
+    away = host if where == "host" else optim.Disk(tmp_path, SMALL, masters=True)
+    optimizers = [optim.AdamW(params, offload=away) for _ in range(3)]
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        if number == 0:
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        elif number == 1:
+            checkpoint.load(tmp_path / "saved", model, optimizer)
+        else:  # set by the user
+            for param in params:
+                optimizer.state[param] = copy.deepcopy(plain.state[param])
+        wide = {v.dtype for state in optimizer.state.values() for v in state.values()}
+        assert number == 2 or wide == {torch.float32}
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        train(params, optimizer, range(1, 2))
+        found.append(
+            {(i, k): v for i, p in enumerate(params) for k, v in optimizer.state[p].items()}
+        )
+    for other in found[1:]:
+        assert other.keys() == found[0].keys() and len(other) == 8
+        for key, value in found[0].items():
+            assert other[key].dtype == torch.float32 and torch.equal(other[key], value), key
