@@ -129,6 +129,8 @@ bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *co
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
+/* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
+int fsdpc_shm_interrupted(const fsdpc_wait *what);
 
 /* shm_rendezvous.c. rendezvous: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
  * pidfds; the others receive them. confirm: all send rank 0 the status of their set-up (`status`,
@@ -148,10 +150,8 @@ void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
 
 /* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
-/* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
-int fsdpc_shm_interrupted(const fsdpc_wait *what);
-/* The same for waits of a group that is there. An interrupt aborts the group: this rank's program may catch it
- * and go on, and the others would wait for what this rank has left out. */
+/* fsdpc_shm_interrupted for waits of a group that is there. An interrupt aborts the group: this rank's
+ * program may catch it and go on, and the others would wait for what this rank has left out. */
 int fsdpc_shm_end_interrupted(fsdpc_shm *shm, const fsdpc_wait *what);
 
 #endif

@@ -118,6 +118,19 @@ fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, 
            reporter->verdict(shm->name, gives_up, causes, count, text, bytes);
 }
 
+int (*fsdpc_shm_interrupt_check)(void);
+
+int
+fsdpc_shm_interrupted(const fsdpc_wait *what)
+{
+    if (!fsdpc_shm_interrupt_check || fsdpc_shm_interrupt_check() == 0) {
+        return FSDPC_OK;
+    }
+    char text[FSDPC_SHM_WAIT_TEXT];
+    fsdpc_shm_describe(what, text, sizeof text);
+    return fsdpc_error_prepend(FSDPC_E_INTERRUPT, "interrupted while waiting in %s", text);
+}
+
 int
 fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 {

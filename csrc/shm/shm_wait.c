@@ -34,7 +34,6 @@ typedef struct waitv_entry {
 } waitv_entry;
 enum { WAITV_U32 = 2 };
 
-int (*fsdpc_shm_interrupt_check)(void);
 bool fsdpc_shm_without_waitv;
 static _Atomic int waitv_missing;
 
@@ -67,17 +66,6 @@ read_note(const fsdpc_shm_slot *slot, char *text, size_t bytes)
     }
     note.text[sizeof note.text - 1] = '\0';
     snprintf(text, bytes, "%s", note.text);
-}
-
-int
-fsdpc_shm_interrupted(const fsdpc_wait *what)
-{
-    if (!fsdpc_shm_interrupt_check || fsdpc_shm_interrupt_check() == 0) {
-        return FSDPC_OK;
-    }
-    char text[FSDPC_SHM_WAIT_TEXT];
-    fsdpc_shm_describe(what, text, sizeof text);
-    return fsdpc_error_prepend(FSDPC_E_INTERRUPT, "interrupted while waiting in %s", text);
 }
 
 int

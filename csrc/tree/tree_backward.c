@@ -45,19 +45,6 @@ prefetch_before(fsdpc_tree *tree, int unit)
 }
 
 int
-fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node)
-{
-    if (!tree->steps_inside || !node->reduced) {
-        return FSDPC_OK;
-    }
-    return fsdpc_error(FSDPC_E_STATE,
-                       "unit %s is needed again in a backward in which its optimizer steps as soon "
-                       "as its gradients are sent (its module runs again, or a second gradient "
-                       "arrives): step such a model after backward, not in it",
-                       fsdpc_unit_name(node->unit));
-}
-
-int
 fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];

@@ -51,8 +51,7 @@ bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
 /* Begins a pass on all exchanges: this rank's master shards are final for its tag. */
 int fsdpc_tree_publish_tag(fsdpc_tree *tree);
-
-/* tree_backward.c. In a backward: refuses a unit that an optimizer may have stepped in this backward. A
+/* In a backward: refuses a unit that an optimizer may have stepped in this backward. A
  * rank may have stepped the unit as soon as all have sent their gradients, also where this rank has not
  * seen that yet. FSDPC_E_STATE. */
 int fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node);
