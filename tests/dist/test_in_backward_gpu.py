@@ -14,6 +14,7 @@ from harness import ranks, run_ranks
 from test_device_waits import COUNTED, ON_GPU, Run, leave_out_each_wait, nccl_calls
 from test_optim_in_backward import MAKERS, same, sharded, train
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from toys import Block, toy, wrap
 
@@ -57,6 +58,25 @@ def test_equals_steps_after_backward(rank: int, world: int, door: str):
         train(model, inside, rank)
         assert all(p.grad is None for p in model.parameters())
         same(model, expected)
+    assert simgpu.take_reports() == []
+
+
+@ranks(1, 2, env=ON_GPU)
+def test_offloaded_units_beside_units_on_the_gpu(rank: int, world: int):
+    import simgpu
+
+    ends = []
+    for within in (False, True):
+        model = toy()
+        for i, block in enumerate(model.blocks):
+            policy = CPUOffloadPolicy() if i % 2 else OffloadPolicy()
+            fsdpc.fully_shard(block, offload_policy=policy)
+        model = fsdpc.fully_shard(model)
+        make = MAKERS["AdamW"]
+        optimizer = optim.in_backward(model, make) if within else make(model.named_parameters())
+        train(model, optimizer, rank)
+        ends.append(model)
+    same(ends[1], ends[0])
     assert simgpu.take_reports() == []
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
@@ -187,3 +189,23 @@ def test_infinities_of_one_rank_stop_all(rank, world):
     scaler.scale(model(1)).backward()
     scaler.step(optimizer, max_norm=1.0)
     assert not torch.equal(full_parameters(model)["a"], before["a"])
+
+
+@ranks(2)
+def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
+    """Its steps are counted there too. Copies of DTensors are refused."""
+    torch.manual_seed(0)
+    expected = nn.Linear(6, 1)
+    model = fsdpc.fully_shard(copy.deepcopy(expected))
+    outside, inside = optim.AdamWBF16(expected.parameters()), optim.AdamWBF16(model.parameters())
+    for each, its in ((expected, outside), (model, inside)):
+        for step in range(STEPS):
+            each(torch.full((2, 6), step + 1.0)).sum().backward()
+            its.step()
+            its.zero_grad()
+    for found, value in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), value)
+    assert [float(inside.state[p]["step"]) for p in model.parameters()] == [STEPS] * 2
+    weight = next(model.parameters())
+    with pytest.raises(TypeError, match="DTensors"):
+        inside.write_copies({weight: torch.empty(weight.shape, dtype=torch.bfloat16)})
