@@ -143,8 +143,8 @@ def test_states_pass_to_torch_and_back(name: str, options: dict[str, Any]):
     def theirs(p: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(p, fused=True, **options)
 
-    def ours(p: Any) -> torch.optim.Optimizer:
-        return getattr(optim, name)(p, **options)
+    def ours(p: Any) -> torch.optim.Optimizer:  # torch's step takes `fused` from what it loads
+        return getattr(optim, name)(p, fused=True, **options)
 
     results = []
     for first, second in ((theirs, theirs), (ours, theirs), (theirs, ours), (ours, ours)):
