@@ -127,6 +127,8 @@ queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callb
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
+# How many tensors use a storage, and its object in Python if there is one.
+storage_use_count = _find("torch._C", "_storage_Use_Count")
 # Norms of many tensors by one call.
 foreach_norm = _find("torch", "_foreach_norm")
 # torch's current CUDA stream; only CUDA builds have this function.

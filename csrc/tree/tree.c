@@ -94,9 +94,11 @@ make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int co
     size_t n = (size_t)count;
     tree->nodes = fsdpc_mem_calloc(n, sizeof *tree->nodes);
     tree->exchanges = fsdpc_mem_calloc(n, sizeof(fsdpc_exchange *));
+    tree->grad_slots = fsdpc_mem_calloc(n, sizeof *tree->grad_slots);
     tree->order = fsdpc_mem_calloc(n, sizeof *tree->order);
     tree->last_order = fsdpc_mem_calloc(n, sizeof *tree->last_order);
-    if (!tree->nodes || !tree->exchanges || !tree->order || !tree->last_order) {
+    if (!tree->nodes || !tree->exchanges || !tree->grad_slots || !tree->order ||
+        !tree->last_order) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of %d units", count);
     }
     tree->count = count;
@@ -144,11 +146,13 @@ fsdpc_tree_free(fsdpc_tree *tree)
     }
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange_free(tree->exchanges[i]);
+        fsdpc_grad_slots_drop(tree->grad_slots[i]);
     }
     fsdpc_tree_norm_free(tree);
     fsdpc_trace_free(tree->trace);
     fsdpc_mem_free(tree->nodes);
     fsdpc_mem_free(tree->exchanges);
+    fsdpc_mem_free(tree->grad_slots);
     fsdpc_mem_free(tree->order);
     fsdpc_mem_free(tree->last_order);
     fsdpc_mem_free(tree);
@@ -403,6 +407,7 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         const fsdpc_exchange *x = tree->exchanges[i];
         out->gather_bytes += fsdpc_exchange_gather_bytes(x);
         out->reduce_bytes += fsdpc_exchange_reduce_bytes(x);
+        out->grad_bytes += fsdpc_grad_slots_bytes(tree->grad_slots[i]);
         out->spare_bytes += fsdpc_exchange_spare_bytes(x);
         out->spare_count += fsdpc_exchange_spare_count(x);
         out->gather_slots += fsdpc_exchange_slot_count(x);

@@ -77,6 +77,10 @@ void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
  * backward is FSDPC_E_STATE. */
 void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
 int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
+/* With steps_inside, on a device with streams: the gradients of these units (one byte per unit), whose values are
+ * not needed, take turns in the slots of grad_slots.h, which the tree's order of steps needs one of per reduce
+ * slot. A unit whose byte is still set afterwards has a new address. Host sync. FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+int fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *units);
 /* With steps_inside, before fsdpc_tree_reduce: after it next_summed may name units (fsdpc_exchange_make_room). */
 int fsdpc_tree_make_room(fsdpc_tree *tree, int unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);

@@ -180,6 +180,56 @@ fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
     return FSDPC_OK;
 }
 
+/* Host memory is given up page by page, pinned memory not at all. */
+static bool
+may_share(const struct fsdpc_node *node)
+{
+    const fsdpc_unit *unit = node->unit;
+    return fsdpc_device_get_caps(fsdpc_unit_device(unit))->asynchronous &&
+           !fsdpc_unit_is_offloaded(unit) && !fsdpc_unit_replicate(unit) &&
+           !fsdpc_unit_is_hooked(unit) && fsdpc_unit_layout(unit)->trainable_count > 0;
+}
+
+static int
+share_in(fsdpc_tree *tree, int exchange, fsdpc_unit **units, uint8_t *mask)
+{
+    int count = 0;
+    const fsdpc_exchange *x = tree->exchanges[exchange];
+    for (int i = 0; i < tree->count; i++) {
+        if (tree->nodes[i].exchange == x) {
+            mask[i] = mask[i] && may_share(&tree->nodes[i]);
+            if (mask[i]) {
+                units[count++] = tree->nodes[i].unit;
+            }
+        }
+    }
+    fsdpc_grad_slots *shared;
+    FSDPC_TRY(fsdpc_grad_slots_share(units, count, fsdpc_exchange_reduce_slots(x), &shared));
+    for (int i = 0; !shared && i < tree->count; i++) {
+        mask[i] = mask[i] && tree->nodes[i].exchange != x;
+    }
+    if (shared) {
+        fsdpc_grad_slots_drop(tree->grad_slots[exchange]);
+        tree->grad_slots[exchange] = shared;
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *mask)
+{
+    int status = FSDPC_OK;
+    fsdpc_unit **units = fsdpc_mem_calloc((size_t)tree->count, sizeof(fsdpc_unit *));
+    if (!units) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units");
+    }
+    for (int i = 0; i < tree->exchange_count && status == FSDPC_OK; i++) {
+        status = share_in(tree, i, units, mask);
+    }
+    fsdpc_mem_free(units);
+    return status;
+}
+
 void
 fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside)
 {

@@ -5,6 +5,7 @@
 #include "tree/tree.h"
 #include "tree/tree_plan.h"
 #include "unit/grad.h"
+#include "unit/grad_slots.h"
 
 struct fsdpc_node {
     fsdpc_unit *unit;
@@ -24,6 +25,7 @@ struct fsdpc_tree {
     struct fsdpc_node *nodes;
     int count;
     fsdpc_exchange **exchanges;
+    fsdpc_grad_slots **grad_slots; /* per exchange: of its units that step in backward, or NULL */
     int exchange_count;
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;

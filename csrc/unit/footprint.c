@@ -51,16 +51,26 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
     /* One rank does not cast its gradients to the reduce dtype. */
     const size_t packed = layout->world > 1 ? layout->reduce_bytes : layout->grad_bytes;
     const size_t full = layout->full_bytes ? layout->full_bytes : 1;
+    const size_t seen = sees_other_grads(layout) ? layout->shard_bytes : 0;
     return (fsdpc_footprint){
         .direct = direct,
         .master_bytes = layout->shard_bytes,
         .grad_bytes = layout->grad_bytes,
-        .grad_out_bytes = sees_other_grads(layout) ? layout->shard_bytes : 0,
+        .grad_out_bytes = seen,
+        .grads_bytes = seen ? fsdpc_round_up(layout->grad_bytes, layout->align_bytes) + seen
+                            : layout->grad_bytes,
         .partial_bytes = options->replicate ? layout->grad_bytes : 0,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
         .reduce_bytes = fsdpc_round_up(packed, options->page_bytes),
     };
+}
+
+int
+fsdpc_footprint_grad_slots(size_t largest, size_t all, int reduce_slots)
+{
+    const int slots = reduce_slots > 0 ? reduce_slots : 1;
+    return (size_t)slots * largest < all ? slots : 0;
 }
 
 int

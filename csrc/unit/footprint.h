@@ -20,6 +20,7 @@ typedef struct fsdpc_footprint {
     size_t master_bytes;
     size_t grad_bytes;     /* shard gradient, accumulate dtype */
     size_t grad_out_bytes; /* the gradient in the storage dtype, where that is narrower; else 0 */
+    size_t grads_bytes;    /* both, one behind the other */
     size_t partial_bytes;  /* sum over the shard group before replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
@@ -32,6 +33,12 @@ size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);
+
+/* How many slots the gradients of units that step in backward take in turn (grad_slots.h), each as large as the
+ * largest unit's grads_bytes: one per reduce slot, because that many units can be summed and not stepped (with no
+ * reduce slots a unit is stepped at once). 0 if that is not less than `all`, the units' sum: then each unit has
+ * its own. */
+int fsdpc_footprint_grad_slots(size_t largest, size_t all, int reduce_slots);
 
 /* How many buffers for packed gradients a group of units has: `wanted` with shared memory or streams, 1 on
  * a wire, none where nothing is packed. `largest`: the most reduce_bytes of a unit. `any_offload`: some unit

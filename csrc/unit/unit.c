@@ -7,6 +7,7 @@
 
 #include "base/mem.h"
 #include "base/status.h"
+#include "unit/grad_slots.h"
 #include "unit/unit_impl.h"
 
 /* The master shards of all ranks lie side by side in the segment: a peer can cast the piece of a late rank,
@@ -128,8 +129,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_grad_close(unit);
     fsdpc_unit_free_retired(unit);
     if (unit->layout) {
-        fsdpc_unit_shard_free(unit, unit->grad, unit->layout->grad_bytes);
-        fsdpc_unit_shard_free(unit, unit->grad_out, unit->layout->shard_bytes);
+        fsdpc_unit_free_grads(unit);
         fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
         fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
         if (!unit->master_map) {

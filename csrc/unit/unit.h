@@ -84,8 +84,12 @@ int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
 fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
 /* After a backward: casts the sums to the gradients that the optimizer sees, where those are narrower. */
 int fsdpc_unit_finish_grad(fsdpc_unit *unit);
-/* The shard gradient's values are needed no more: its memory goes back to the kernel until the next sum. */
+/* The shard gradient's values are needed no more by what is queued on the current stream later: its memory
+ * goes back to the kernel until the next sum, its slot (grad_slots.h) to other units. */
 int fsdpc_unit_discard_grads(fsdpc_unit *unit);
+/* Before a gradient is written: a unit without memory of its own gets a slot until discard_grads. `moved`: the
+ * gradient has a new address. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: all slots are held, and one more does not fit. */
+int fsdpc_unit_take_slot(fsdpc_unit *unit, bool *moved);
 
 /* `place`: whether the caller's buffers are in device or host memory. On a device that queues, copies
  * within device memory are asynchronous, in the order of the current stream; all other copies end with a
@@ -193,7 +197,7 @@ fsdpc_event *fsdpc_unit_in_flight(const fsdpc_unit *unit, enum fsdpc_which which
 /* The host has waited for such work. */
 void fsdpc_unit_settled(fsdpc_unit *unit, enum fsdpc_which which);
 
-/* Bytes of a unit on this rank, beside its gathered range. */
+/* Bytes of a unit on this rank, beside its gathered range and slots. */
 typedef struct fsdpc_unit_memory {
     size_t master, grad, local;
 } fsdpc_unit_memory;

@@ -149,8 +149,8 @@ fsdpc_unit_get_memory(const fsdpc_unit *unit)
     const fsdpc_layout *layout = unit->layout;
     return (fsdpc_unit_memory){
         .master = layout->shard_bytes,
-        .grad = layout->grad_bytes * (unit->partial ? 2 : 1) +
-                (unit->grad_out ? layout->shard_bytes : 0) + unit->retired_bytes,
+        .grad = (unit->slots ? 0 : unit->footprint.grad_bytes + unit->footprint.grad_out_bytes) +
+                (unit->partial ? layout->grad_bytes : 0) + unit->retired_bytes,
         .local = unit->local ? unit->local_bytes : 0,
     };
 }

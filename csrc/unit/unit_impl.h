@@ -20,7 +20,7 @@ struct fsdpc_grads {
 };
 
 /* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first
- * gradients make `local` and `plans`, and fsdpc_unit_thaw reallocates the gradient buffers. A step changes
+ * gradients make `local` and `plans`, and fsdpc_unit_thaw and fsdpc_grad_slots_share reallocate the gradient buffers. A step changes
  * `grads`, `range` (which is its arena's), `in_flight`, and the entry of the unit's exchange (`use`). */
 struct fsdpc_unit {
     char *name;
@@ -51,6 +51,9 @@ struct fsdpc_unit {
     /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL when no
      * parameter's storage is narrower than its accumulate dtype: then the optimizer sees `grad`. */
     void *grad_out;
+    /* With `slots` both lie in one of these, `slot`, and belong to the unit while it holds that one. */
+    struct fsdpc_grad_slots *slots;
+    int slot;
     /* Sum over the shard group before it is summed over replicas; NULL without replicas. */
     void *partial;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */

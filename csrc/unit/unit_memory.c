@@ -2,6 +2,7 @@
 #include "unit/unit_impl.h"
 
 #include "base/status.h"
+#include "unit/grad_slots.h"
 
 char *
 fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype)
@@ -86,6 +87,9 @@ fsdpc_unit_make_grads(fsdpc_unit *unit)
 int
 fsdpc_unit_discard_grads(fsdpc_unit *unit)
 {
+    if (unit->slots) {
+        return fsdpc_unit_leave_slot(unit);
+    }
     if (unit->offload) { /* pinned memory stays */
         return FSDPC_OK;
     }

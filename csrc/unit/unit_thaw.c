@@ -9,17 +9,21 @@
 
 #include "base/mem.h"
 #include "base/status.h"
+#include "unit/grad_slots.h"
 #include "unit/unit_impl.h"
 
 struct fsdpc_retired {
-    void *block;
+    void *block; /* NULL: a slot that the unit holds for ever */
     size_t bytes;
+    struct fsdpc_grad_slots *slots; /* a reference */
     struct fsdpc_retired *next;
 };
 
 /* Everything whose layout follows the trainable segments. */
 struct buffers {
     void *grad, *grad_out, *partial, *local;
+    struct fsdpc_grad_slots *slots;
+    bool held; /* the unit holds one of `slots` */
     size_t grad_bytes, local_bytes;
     fsdpc_segment *segments; /* of the old layout */
     size_t *local_offset;
@@ -32,6 +36,8 @@ buffers_of(const fsdpc_unit *unit)
                             .grad_out = unit->grad_out,
                             .partial = unit->partial,
                             .local = unit->local,
+                            .slots = unit->slots,
+                            .held = fsdpc_unit_holds_slot(unit),
                             .grad_bytes = unit->layout->grad_bytes,
                             .local_bytes = unit->local_bytes};
 }
@@ -43,6 +49,7 @@ put_buffers(fsdpc_unit *unit, const struct buffers *b)
     unit->grad_out = b->grad_out;
     unit->partial = b->partial;
     unit->local = b->local;
+    unit->slots = b->slots;
     unit->local_bytes = b->local_bytes;
 }
 
@@ -58,8 +65,7 @@ make_new(fsdpc_unit *unit, const struct buffers *old)
 static void
 free_new(fsdpc_unit *unit)
 {
-    fsdpc_unit_shard_free(unit, unit->grad, unit->layout->grad_bytes);
-    fsdpc_unit_shard_free(unit, unit->grad_out, unit->layout->shard_bytes);
+    fsdpc_unit_free_grads(unit);
     fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
     fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
 }
@@ -91,7 +97,7 @@ static int
 copy_old(fsdpc_unit *unit, const struct buffers *old)
 {
     for (int s = 0; s < unit->layout->segment_count; s++) {
-        if (old->segments[s].trainable) {
+        if (old->segments[s].trainable && (!old->slots || old->held)) {
             FSDPC_TRY(copy_segment(unit, old, s));
         }
     }
@@ -107,9 +113,24 @@ retire(fsdpc_unit *unit, struct fsdpc_retired **room, void *block, size_t bytes)
     }
     struct fsdpc_retired *one = *room;
     *room = one->next;
-    *one = (struct fsdpc_retired){block, bytes, unit->retired};
+    *one = (struct fsdpc_retired){block, bytes, NULL, unit->retired};
     unit->retired = one;
     unit->retired_bytes += bytes;
+}
+
+static void
+retire_old(fsdpc_unit *unit, struct fsdpc_retired **room, const struct buffers *old)
+{
+    if (!old->slots) {
+        retire(unit, room, old->grad, old->grad_bytes);
+        retire(unit, room, old->grad_out, unit->layout->shard_bytes);
+    } else if (!old->held) {
+        fsdpc_grad_slots_drop(old->slots);
+    } else {
+        retire(unit, room, old->grad, 0);
+        unit->retired->block = NULL;
+        unit->retired->slots = old->slots;
+    }
 }
 
 static void
@@ -186,8 +207,7 @@ fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments)
     set_trainable(unit, old.segments, segments, flags);
     FSDPC_GOTO(make_new(unit, &old), undo);
     FSDPC_GOTO(copy_old(unit, &old), undo);
-    retire(unit, &room, old.grad, old.grad_bytes);
-    retire(unit, &room, old.grad_out, unit->layout->shard_bytes);
+    retire_old(unit, &room, &old);
     fsdpc_device_free(unit->device, old.partial, old.grad_bytes);
     fsdpc_device_free(unit->device, old.local, old.local_bytes);
     goto done;
@@ -212,6 +232,8 @@ fsdpc_unit_free_retired(fsdpc_unit *unit)
         struct fsdpc_retired *one = unit->retired;
         unit->retired = one->next;
         fsdpc_unit_shard_free(unit, one->block, one->bytes);
+        fsdpc_grad_slots_forget(one->slots, unit);
+        fsdpc_grad_slots_drop(one->slots);
         fsdpc_mem_free(one);
     }
 }

@@ -12,6 +12,7 @@ from fsdpc._comm.bootstrap import trust_order
 from fsdpc._engine.interop import torch_functions
 from fsdpc._engine.shortage import TREES, private_bytes
 from fsdpc._engine.unit import Unit
+from fsdpc._engine.writeback import grads_free, renew_grads, viewed
 
 # Called with each tree that has been made.
 ON_TREE: list[Callable[[Any], None]] = []
@@ -89,12 +90,16 @@ class Tree:
         """Let units with a ``stepper`` step as soon as their gradients are summed. Local."""
         units = self.units  # not self: a reference to it would keep the tree alive
 
-        def step(number: int) -> None:
+        def step(number: int) -> bool:
             stepper = units[number].stepper
             if stepper is not None:
                 stepper(units[number])
+            return stepper is None or viewed(units[number])
 
         self.core.step_unit = step if any(unit.stepper for unit in units) else None
+        free = (i for i, unit in enumerate(units) if unit.stepper is not None and grads_free(unit))
+        for number in self.core.share_grads(tuple(free)):
+            renew_grads(units[number])
 
     @property
     def training_state(self) -> str:

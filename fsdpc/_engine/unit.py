@@ -310,6 +310,7 @@ class Unit(WholeValues):
         this = weakref.ref(self)
         self.flat.on_changed = lambda: _writeback.adopt_values(this())
         self.flat.on_kept = lambda: _writeback.leave_kept(this())
+        self.flat.on_moved = lambda: _writeback.renew_grads(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
         weakref.finalize(self, self.flat.unbind)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdpc import _C
+from fsdpc._torch import storage_use_count
 
 # The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -111,14 +112,45 @@ def leave_kept(unit: Any) -> None:
     """Give gradients that the user has cleared or replaced memory of their own: the program has
     kept some, and a backward writes new values into the unit's. Local.
     """
-    for index, (param, grad, covers) in enumerate(unit.optim_params):
+    for index, (param, grad, _) in enumerate(unit.optim_params):
         if grad is not None and param.grad is not grad:
             local = unit.local(grad)
             local.data = local.clone()
-            fresh = unit.fresh_grad(index)
-            unit.optim_params[index] = (param, fresh, covers)
-            unit.flat.replace_grad(index, fresh)
+            _renew(unit, index)
     unit.announce_grads()
+
+
+@torch.inference_mode(False)  # a first forward in that mode may share gradients
+def renew_grads(unit: Any) -> None:
+    """Make tensors over gradients that have another address and are not shown. Local."""
+    for index, (_, grad, _) in enumerate(unit.optim_params):
+        if grad is not None:
+            _renew(unit, index)
+    unit.announce_grads()
+
+
+def _renew(unit: Any, index: int) -> None:
+    param, _, covers = unit.optim_params[index]
+    fresh = unit.fresh_grad(index)
+    unit.optim_params[index] = (param, fresh, covers)
+    unit.flat.replace_grad(index, fresh)
+
+
+def viewed(unit: Any) -> bool:
+    """Whether the program has other tensors over the memory of the unit's gradients. Local."""
+    return any(_has_views(unit.local(grad)) for _, grad, _ in unit.optim_params if grad is not None)
+
+
+def grads_free(unit: Any) -> bool:
+    """Whether nothing but the engine refers to the memory of the unit's gradients. Local."""
+    return not unit.flat.grads_kept and not viewed(unit)
+
+
+def _has_views(grad: torch.Tensor) -> bool:
+    storage = grad.untyped_storage()
+    # The tensor, its base, the engine's alias (csrc/py/unit/py_engine.h), and `storage` itself.
+    own = 3 + (grad._base is not None)
+    return bool(storage_use_count(storage._cdata) > own)
 
 
 @torch.no_grad()

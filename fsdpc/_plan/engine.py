@@ -95,7 +95,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
     prints = tuple(footprint(unit, setup) for unit in units)
     slot_of = [-1] * len(units)
     slot_bytes: list[int] = []
-    reduce_bytes = reduce_slots = 0
+    reduce_bytes = reduce_slots = grad_bytes = 0
     for group in dict.fromkeys(unit.group for unit in units):
         members = [i for i, unit in enumerate(units) if unit.group == group]
         needs = [
@@ -121,19 +121,35 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         )
         reduce_slots += count
         reduce_bytes += count * largest
+        inside = [i for i in members if _shares_grads(units[i], setup)]
+        grad_bytes += _grad_bytes([prints[i] for i in inside], count)
+        grad_bytes += _grad_bytes([prints[i] for i in members if i not in inside], None)
     stats = {
         "gather_bytes": sum(slot_bytes),
         "reduce_bytes": reduce_bytes,
         "master_bytes": sum(p["master_bytes"] for p in prints),
-        "grad_bytes": sum(
-            p["grad_bytes"] + p["grad_out_bytes"] + p["partial_bytes"] for p in prints
-        ),
+        "grad_bytes": grad_bytes,
         "local_bytes": sum(p["local_bytes"] for p in prints) if _keeps_local(setup) else 0,
         "gather_slots": len(slot_bytes),
         "gather_slot_bytes": max((p["range_bytes"] for p in prints), default=0),
         "reduce_slots": reduce_slots,
     }
     return EngineMemory(stats, prints, tuple(slot_of), tuple(slot_bytes))
+
+
+def _grad_bytes(prints: list[dict[str, Any]], reduce_slots: int | None) -> int:
+    """Bytes of gradients; with ``reduce_slots`` of units that step in backward."""
+    if reduce_slots is not None and prints:
+        sizes = [p["grads_bytes"] for p in prints]
+        slots = _C.plan_grad_slots(max(sizes), sum(sizes), reduce_slots)
+        if slots:
+            return slots * max(sizes)
+    return sum(p["grad_bytes"] + p["grad_out_bytes"] + p["partial_bytes"] for p in prints)
+
+
+def _shares_grads(unit: Unit, setup: Setup) -> bool:
+    inside = setup.in_backward if unit.inside is None else unit.inside
+    return inside and setup.transport == "stream" and not _offloaded(unit, setup)
 
 
 def _offloaded(unit: Unit, setup: Setup) -> bool:

@@ -150,8 +150,14 @@ def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
     held = f"{counted(kept, 'unit')} stay gathered" if kept else "units share slots in turn"
     seen = sum(p["grad_out_bytes"] for p in engine.by_unit)
     partial = sum(p["partial_bytes"] for p in engine.by_unit)
+    largest = max((p["grads_bytes"] for p in engine.by_unit), default=0)
     local = f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
     parts = [f"accumulated in fp32, {of}"]
+    if setup.in_backward and 0 < stats["grad_bytes"] < sum(
+        p["grads_bytes"] for p in engine.by_unit
+    ):
+        slots = counted(stats["grad_bytes"] // largest, "slot")
+        parts += [f"{slots} that units take in turn, as each is stepped in backward"]
     parts += [f"{size(seen)} of them in the storage dtype for the optimizer"] if seen else []
     parts += [f"{size(partial)} of them sums before replicas"] if partial else []
     return [

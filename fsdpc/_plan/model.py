@@ -41,7 +41,8 @@ class Unit:
     """One FSDP unit. Equal units share one ``params`` tuple, so that each layout is computed once.
 
     ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
-    ranks have slots of their own. The options that are None follow the plan's.
+    ranks have slots of their own. ``inside``: the unit steps in backward. The options that are None
+    follow the plan's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Unit:
     compute: str | None = None
     reduce: str | None = None
     group: str = ""
+    inside: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -117,6 +119,7 @@ class Setup:
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
     ``host``: part of the states of parameters on GPUs that is in host memory, and
     ``host_buffers``, the bytes of each GPU that those pass through (``fsdpc.optim.Host``).
+    ``in_backward``: the optimizer steps each unit in backward (``fsdpc.optim.in_backward``).
     ``offload_activations``: saved activations in host memory, from GPUs
     (``fsdpc.activations.offload``).
     ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
@@ -133,6 +136,7 @@ class Setup:
     disk: int = 0
     host: float = 0.0
     host_buffers: int = 64 << 20
+    in_backward: bool = False
     checkpointing: float = 0.0
     compress: str = ""
     offload_activations: bool = False
@@ -213,6 +217,10 @@ def check(setup: Setup) -> Setup:
         setup = replace(setup, offload_activations=False)  # nothing is copied there
     if setup.disk and setup.transport == "stream" and not setup.offload:
         raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
+    if setup.in_backward and setup.accumulation > 1:
+        raise ValueError("steps in backward cannot accumulate gradients: use accumulation=1")
+    if setup.in_backward and setup.replicas > 1:
+        raise ValueError("gradients of replicas are summed at the end: no steps in backward")
     for name in ("storage", "compute", "reduce"):
         if getattr(setup, name) is not None:
             setup = replace(setup, **{name: dtype_of(getattr(setup, name))})

@@ -184,6 +184,7 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 params,
                 reshard=unit.flat.reshards,
                 offload=unit.offload,
+                inside=unit.stepper is not None,
                 compute=compute or OWN,
                 reduce=reduce or OWN,
                 group=groups.setdefault(id(unit.groups.shard), f"group {len(groups)}"),

@@ -101,6 +101,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "(fsdpc.optim.Host)",
     )
     how.add_argument(
+        "--in-backward",
+        action="store_true",
+        help="each unit is stepped in backward (fsdpc.optim.in_backward)",
+    )
+    how.add_argument(
         "--disk",
         type=int,
         default=0,
@@ -161,6 +166,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
             offload=options.offload,
             disk=options.disk << 20,
             host=options.offload_states,
+            in_backward=options.in_backward,
             checkpointing=options.checkpointing,
             compress=options.compress,
             offload_activations=options.offload_activations,

@@ -28,7 +28,10 @@ def in_backward(
     On a GPU steps are queued on torch's current stream, without a host sync: on one rank at once,
     on several where that stream waits for the unit's sum anyway, because another unit takes its
     reduce slot (``FSDPC_REDUCE_SLOTS``, 2); those of the last units, and of units of which a rank
-    left parameters unused, when backward has ended. The memory of gradients stays with the units.
+    left parameters unused, when backward has ended. The units' gradients take turns in a slot of
+    memory for each reduce slot (one on one rank), as large as the largest unit's gradient, where
+    that is less than their sum. ``OutOfMemoryError`` (torch's): a unit, which it names, found all
+    slots held (by gradients that the program keeps, or that wait) and no memory for one more.
     Units with CPU offload step when the host has queued all of backward: each as soon as its own
     gradient has arrived, while the GPU computes the others'.
 

@@ -153,6 +153,24 @@ def test_memory_of_gradients_is_given_up(rank, world):
             optimizer.zero_grad()
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_memory_of_gradients_that_the_program_views_stays(rank, world, door):
+    model = sharded(door, toy())
+    optim.in_backward(model, MAKERS["AdamW"])
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(param: torch.Tensor) -> None:
+        grad = param.grad.to_local() if door == "fully_shard" else param.grad
+        kept.append((grad.view(-1), grad.flatten().clone()))
+
+    for param in model.blocks[-1].parameters():
+        param.register_post_accumulate_grad_hook(keep)
+    loss_of(model, tokens(rank, 0)).backward()
+    assert any(values.count_nonzero() for _, values in kept)
+    assert all(torch.equal(view, values) for view, values in kept)
+
+
 @ranks(2)
 def test_what_is_refused(rank, world):
     model = sharded("orig", toy())

@@ -1,5 +1,5 @@
 /* A Python allocator for a GPU's memory: torch's, so that torch's cache and statistics include what
- * units allocate. Only set-up allocates, so the cost of calling Python does not matter.
+ * units allocate. Steps do not, so the cost of calling Python does not matter.
  *
  * The core calls these with the GIL released or held. An exception that `alloc` raises stays set in
  * this thread and becomes the cause of the final one; an OutOfMemoryError keeps its class.
@@ -174,7 +174,7 @@ PyMethodDef fsdpc_py_alloc_methods[] = {
      "alloc(bytes, stream) -> address from now on, and is returned by free(address) when the GPU\n"
      "has finished with it. trim() must return unused memory to the driver; it is called when the\n"
      "driver has no memory for a slot. alloc and free None: the driver allocates again. All are\n"
-     "called with the GIL, at set-up only."},
+     "called with the GIL; not in a step, once a model runs as before."},
     {"cuda_allocated", cuda_allocated, METH_O,
      "cuda_allocated(ordinal, /)\n--\n\n"
      "Returns the bytes now allocated from the allocators that were set for that GPU."},

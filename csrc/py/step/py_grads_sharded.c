@@ -173,10 +173,23 @@ leave_kept(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return flat->on_kept && is_kept(sharded) ? fsdpc_py_call(flat->on_kept) : 0;
 }
 
+int
+fsdpc_py_take_slot(fsdpc_py_flat *flat)
+{
+    bool moved;
+    const int status = fsdpc_unit_take_slot(flat->unit, &moved);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return moved && flat->on_moved ? fsdpc_py_call(flat->on_moved) : 0;
+}
+
 static int
 replace_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
-    if (leave_kept(flat, sharded) < 0 || take_foreign(flat, sharded, grad) < 0) {
+    if (leave_kept(flat, sharded) < 0 || fsdpc_py_take_slot(flat) < 0 ||
+        take_foreign(flat, sharded, grad) < 0) {
         return -1;
     }
     return fsdpc_py_set_field(sharded->param, FSDPC_PY_GRAD, sharded->shown);

@@ -158,7 +158,8 @@ send_grads(fsdpc_py_flat *flat, bool sync)
 {
     int status, result = -1;
     fsdpc_tree *tree = flat->tree->tree;
-    if (fsdpc_py_prepare_grads(flat) < 0 || fsdpc_py_collect_grads(flat) < 0) {
+    if ((sync && fsdpc_py_take_slot(flat) < 0) || fsdpc_py_prepare_grads(flat) < 0 ||
+        fsdpc_py_collect_grads(flat) < 0) {
         goto done;
     }
     if (sync && flat->comm_hook) {

@@ -8,22 +8,27 @@
  * one rank at once, else before the unit is sent that takes the same reduce slot, and at the end of backward
  * for the last ones. A unit of which this rank left parameters unused is stepped at the end.
  *
+ * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent and leaves the
+ * slot when its step is queued.
+ *
  * On a GPU with values in host memory the units are stepped at the end, where the host has queued all of the
  * backward: each as soon as its own sum is there, while the GPU computes those of the others.
  */
 #include "py/step/py_hooks_impl.h"
 
-/* The gradient is used up: without other references its memory is given up. */
+/* The gradient is used up: its memory is given up, unless the program refers to it. */
 static int
 step_unit(fsdpc_py_tree *tree, int unit)
 {
     PyObject *result = PyObject_CallFunction(tree->step_unit, "i", unit);
     fsdpc_py_flat *flat = tree->units[unit];
+    int viewed = result ? PyObject_IsTrue(result) : -1;
     Py_XDECREF(result);
-    if (!result) {
+    if (viewed < 0) {
         return -1;
     }
-    return fsdpc_py_keeps_grads(flat) ? 0 : fsdpc_py_checked(fsdpc_unit_discard_grads(flat->unit));
+    bool kept = viewed || fsdpc_py_keeps_grads(flat);
+    return kept ? 0 : fsdpc_py_checked(fsdpc_unit_discard_grads(flat->unit));
 }
 
 static int

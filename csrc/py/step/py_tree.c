@@ -374,6 +374,62 @@ tree_defer(fsdpc_py_tree *self, PyObject *unused)
     return open == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
+/* The units whose numbers are listed and that share memory now. */
+static PyObject *
+share_grads(fsdpc_py_tree *self, PyObject *numbers)
+{
+    int status = FSDPC_OK;
+    uint8_t *mask = fsdpc_mem_calloc((size_t)self->count + 1, 1);
+    PyObject *shared = mask ? PyList_New(0) : PyErr_NoMemory();
+    for (Py_ssize_t k = 0; shared && k < PyTuple_GET_SIZE(numbers); k++) {
+        const long i = PyLong_AsLong(PyTuple_GET_ITEM(numbers, k));
+        if (i < 0 || i >= self->count) {
+            if (!PyErr_Occurred()) {
+                PyErr_SetString(PyExc_IndexError, "share_grads: the tree has no such unit");
+            }
+            Py_CLEAR(shared);
+        } else {
+            mask[i] = 1;
+        }
+    }
+    if (shared && self->count > 0 && fsdpc_py_enter(self->units[0]) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = fsdpc_tree_share_grads(self->tree, mask);
+        Py_END_ALLOW_THREADS
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+    }
+    for (int i = 0; shared && !PyErr_Occurred() && i < self->count; i++) {
+        PyObject *number = mask[i] ? PyLong_FromLong(i) : NULL;
+        if (number) {
+            PyList_Append(shared, number);
+            Py_DECREF(number);
+        }
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(shared);
+    }
+    fsdpc_mem_free(mask);
+    return shared;
+}
+
+static PyObject *
+tree_share_grads(fsdpc_py_tree *self, PyObject *numbers)
+{
+    fsdpc_py_use use;
+    if (!PyTuple_Check(numbers)) {
+        PyErr_SetString(PyExc_TypeError, "share_grads takes a tuple of numbers of units");
+        return NULL;
+    }
+    if (fsdpc_py_check_open(self) < 0 || fsdpc_py_use_tree(self, &use) < 0) {
+        return NULL;
+    }
+    PyObject *shared = fsdpc_py_check_open(self) == 0 ? share_grads(self, numbers) : NULL;
+    fsdpc_py_end_use(&use);
+    return shared;
+}
+
 static PyObject *
 get_phase(fsdpc_py_tree *self, void *closure)
 {
@@ -537,6 +593,13 @@ static PyMethodDef methods[] = {
     {"defer_reduces", FAST(tree_defer), METH_NOARGS,
      "defer_reduces()\n--\n\nPostpones reductions that are matched by their order to the end of "
      "backward, for units that run or not depending on the data."},
+    {"share_grads", FAST(tree_share_grads), METH_O,
+     "share_grads(units)\n--\n\nOn a GPU: the gradients of those of these units (a tuple of "
+     "numbers) "
+     "that\n"
+     "step_unit steps take turns in a few slots of memory; none may be shown or kept. Returns the\n"
+     "numbers of the units whose gradients have another address now; others keep their own "
+     "memory."},
     {"clip", FAST(fsdpc_py_tree_clip), METH_FASTCALL | METH_KEYWORDS,
      "clip(masks, p, max_norm, out, extra=None, scale=True)\n--\n\nOn a GPU, queued: out[0] = the "
      "norm "
@@ -570,7 +633,8 @@ static PyGetSetDef getset[] = {
     {"step_unit", (getter)get_step_unit, (setter)set_step_unit,
      "Called with the number of each unit when its gradient is summed over all ranks, perhaps "
      "before "
-     "backward has ended; the gradient's memory is given up afterwards.",
+     "backward has ended; the gradient's memory is given up afterwards, unless the call returns "
+     "True.",
      NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
      "Called when a synchronised backward has sent all its reductions, before its end.", NULL},

@@ -55,6 +55,7 @@ typedef struct fsdpc_py_flat {
     PyObject *on_unattached, *after_backward;
     PyObject *on_changed; /* takes over parameters that the user changed */
     PyObject *on_kept;    /* gives cleared gradients that the program keeps their own memory */
+    PyObject *on_moved;   /* makes new tensors over the gradients, which have another address */
     PyObject *comm_hook;  /* sums the gradients over the ranks instead of the engine, or NULL */
     PyObject **full;      /* per parameter: the gathered tensor, or NULL */
     fsdpc_py_site *sites;
@@ -318,6 +319,8 @@ int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
 
 /* `grad` is the tensor over the gradient of `sharded`, whose covers are known. */
 int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad);
+/* Before the shard gradient is written: takes a slot (fsdpc_unit_take_slot). */
+int fsdpc_py_take_slot(fsdpc_py_flat *flat);
 /* Reads what the user did to the sharded parameters' gradients since the last backward (cleared,
  * replaced) and
  * sets up accumulation. Once per backward. */

@@ -104,6 +104,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->comm_hook);
     Py_VISIT(self->on_changed);
     Py_VISIT(self->on_kept);
+    Py_VISIT(self->on_moved);
     Py_VISIT(self->versions);
     Py_VISIT(self->versions_thrice);
     Py_VISIT((PyObject *)self->call);
@@ -135,6 +136,7 @@ flat_clear(fsdpc_py_flat *self)
     Py_CLEAR(self->comm_hook);
     Py_CLEAR(self->on_changed);
     Py_CLEAR(self->on_kept);
+    Py_CLEAR(self->on_moved);
     Py_CLEAR(self->call);
     Py_CLEAR(self->tree);
     return 0;

@@ -246,6 +246,13 @@ callable_of(fsdpc_py_flat *self, void *closure)
 }
 
 static PyObject *
+get_grads_kept(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(fsdpc_py_keeps_grads(self));
+}
+
+static PyObject *
 get_callable(fsdpc_py_flat *self, void *closure)
 {
     PyObject *now = *callable_of(self, closure);
@@ -307,10 +314,17 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"on_kept", (getter)get_callable, (setter)set_callable,
      "Called before a backward writes gradients that the user has cleared, but keeps.",
      CALLABLE(on_kept)},
+    {"on_moved", (getter)get_callable, (setter)set_callable,
+     "Called when the gradients, which are not shown, have got another address: grad_part and "
+     "grad_segment\n"
+     "have the memory.",
+     CALLABLE(on_moved)},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "
      "returns true if it did, false to be called again at the end of backward.",
      NULL},
+    {"grads_kept", (getter)get_grads_kept, NULL,
+     "True if the program refers to a gradient of the sharded parameters, as .grad does.", NULL},
     {"kept", (getter)get_kept, NULL, "True if this rank holds gradients of no_sync.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

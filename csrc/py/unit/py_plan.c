@@ -10,14 +10,15 @@ static PyObject *
 footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
 {
     return Py_BuildValue(
-        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
+        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
         print->direct ? Py_True : Py_False, "master_bytes", (Py_ssize_t)print->master_bytes,
         "grad_bytes", (Py_ssize_t)print->grad_bytes, "grad_out_bytes",
-        (Py_ssize_t)print->grad_out_bytes, "partial_bytes", (Py_ssize_t)print->partial_bytes,
-        "local_bytes", (Py_ssize_t)print->local_bytes, "range_bytes",
-        (Py_ssize_t)print->range_bytes, "reduce_bytes", (Py_ssize_t)print->reduce_bytes,
-        "full_bytes", (Py_ssize_t)layout->full_bytes, "wire_bytes",
-        (Py_ssize_t)layout->reduce_bytes, "padding_bytes", (long long)layout->padding_bytes);
+        (Py_ssize_t)print->grad_out_bytes, "grads_bytes", (Py_ssize_t)print->grads_bytes,
+        "partial_bytes", (Py_ssize_t)print->partial_bytes, "local_bytes",
+        (Py_ssize_t)print->local_bytes, "range_bytes", (Py_ssize_t)print->range_bytes,
+        "reduce_bytes", (Py_ssize_t)print->reduce_bytes, "full_bytes",
+        (Py_ssize_t)layout->full_bytes, "wire_bytes", (Py_ssize_t)layout->reduce_bytes,
+        "padding_bytes", (long long)layout->padding_bytes);
 }
 
 static PyObject *
@@ -193,6 +194,23 @@ plan_reduce_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyO
                                                         wanted > 0 ? wanted : FSDPC_DEFAULT_SLOTS));
 }
 
+static PyObject *
+plan_grad_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)module;
+    size_t largest = 0, all = 0;
+    int32_t reduce_slots = 0;
+    const fsdpc_py_arg table[] = {
+        {"largest", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &largest},
+        {"all", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &all},
+        {"reduce_slots", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &reduce_slots},
+    };
+    if (fsdpc_py_args("plan_grad_slots", table, 3, args, nargs, names) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(fsdpc_footprint_grad_slots(largest, all, reduce_slots));
+}
+
 #define METHOD(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
 
 PyMethodDef fsdpc_py_plan_methods[] = {
@@ -208,5 +226,9 @@ PyMethodDef fsdpc_py_plan_methods[] = {
      "plan_reduce_slots(world, any_offload, wire, largest, wanted=0)\n--\n\nHow many buffers for "
      "packed gradients a group of units has. largest: the most reduce_bytes of a unit. wanted: 0 "
      "for the default."},
+    {"plan_grad_slots", METHOD(plan_grad_slots),
+     "plan_grad_slots(largest, all, reduce_slots)\n--\n\nHow many slots of `largest` bytes the "
+     "gradients of a group's units that step in backward share; 0: none. largest, all: the most "
+     "and the sum of their grads_bytes."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,35 @@
+/* Memory that the shard gradients of several units take in turn, because each unit is stepped in backward: a few
+ * slots instead of a gradient per unit.
+ *
+ * A unit holds a slot from fsdpc_unit_take_slot, before its gradient is written, until
+ * fsdpc_unit_leave_slot, when the work that reads the gradient is queued. What is queued on the current stream
+ * of the next holder comes behind that work.
+ */
+#ifndef FSDPC_GRAD_SLOTS_H
+#define FSDPC_GRAD_SLOTS_H
+
+#include "unit/unit.h"
+
+typedef struct fsdpc_grad_slots fsdpc_grad_slots;
+
+/* Local. The gradients of these units, whose values are not needed, move into common slots, if those take less
+ * than what the units have (fsdpc_footprint_grad_slots). The units keep the slots alive; *out is a
+ * reference of the caller's, NULL: everything is as before. Units with replicas, offloaded ones and those
+ * without gradients must not be listed. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: nothing has changed. */
+int fsdpc_grad_slots_share(fsdpc_unit *const *units, int count, int reduce_slots,
+                           fsdpc_grad_slots **out);
+/* Drops a reference; NULL is allowed. The last one frees the slots. */
+void fsdpc_grad_slots_drop(fsdpc_grad_slots *slots);
+size_t fsdpc_grad_slots_bytes(const fsdpc_grad_slots *slots);
+
+/* --- for the files of a unit ------------------------------------------------------------------- */
+
+bool fsdpc_unit_holds_slot(const fsdpc_unit *unit);
+/* The unit is being freed: it holds no slot of these any more. NULL is allowed. */
+void fsdpc_grad_slots_forget(fsdpc_grad_slots *slots, const fsdpc_unit *unit);
+/* A no-op for a unit that holds none. */
+int fsdpc_unit_leave_slot(fsdpc_unit *unit);
+/* Frees the shard gradient, or the unit's reference to the slots. The unit has no gradient afterwards. */
+void fsdpc_unit_free_grads(fsdpc_unit *unit);
+
+#endif
