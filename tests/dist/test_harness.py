@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailure, die, ranks, run_ranks, signal_rank
+from harness import LOADED_BY_RANKS, RankFailure, die, ranks, run_ranks, signal_rank
 
 
 @ranks(1, 2, 4)
@@ -68,3 +70,11 @@ def test_ranks_can_be_killed_stopped_and_interrupted():
     assert zero.value == "interrupted" and zero.finished_at >= zero.signalled_at
     assert one.exit_signal == signal.SIGKILL and not one.returned
     assert two.stopped and two.value is None
+
+
+def list_unloaded(rank, world):
+    return [m for m in LOADED_BY_RANKS if m not in sys.modules and importlib.util.find_spec(m)]
+
+
+def test_what_ranks_load_is_loaded_once_for_all():
+    assert run_ranks(list_unloaded, 1) == [[]]
