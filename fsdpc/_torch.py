@@ -119,9 +119,10 @@ process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process
 global_backward_hooks = _find("torch.nn.modules.module", "_global_backward_hooks")
 # Whether autocast is enabled for any device type, by the cheapest call.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
-# Id of the backward that runs on this thread (-1: none), whether that one runs a node, and its
-# end-of-backward callbacks.
+# Id of the backward that runs on this thread (-1: none), whether its graph stays for another one,
+# whether it runs a node, and its end-of-backward callbacks.
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
+keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 # Autograd's check of saved tensors compares version counters.

@@ -261,8 +261,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             if unit is not None:
                 unit.forward_failed()
             raise
-        copied = self._leave(args, output)
-        if copied is not None:  # copies of outputs in the unit's gathered memory
+        copied = self._leave(kwargs, args, output)
+        if copied is not None:  # copies of outputs in the unit's gathered memory, views of inputs
             output = copied
         if autocasts():
             # Autocast caches low-precision weights, in the end those of the whole model.
@@ -525,7 +525,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         return None if self._unit is None else self._unit.flat_param
 
 
-def _leave_without_unit(args: tuple[Any, ...], output: Any) -> None:
+def _leave_without_unit(kwargs: dict[str, Any], args: tuple[Any, ...], output: Any) -> None:
     """Post-forward hook of an instance without parameters: a no-op."""
 
 

@@ -102,6 +102,7 @@ make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int co
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of %d units", count);
     }
     tree->count = count;
+    tree->opened = -1;
     for (int i = 0; i < count; i++) {
         tree->nodes[i] = (struct fsdpc_node){.unit = units[i], .depth = depths[i], .order = -1};
     }
@@ -235,6 +236,14 @@ fsdpc_tree_begin_forward(fsdpc_tree *tree)
     return fsdpc_tree_publish_tag(tree);
 }
 
+void
+fsdpc_tree_forget_calls(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].first = tree->nodes[i].last = 0;
+    }
+}
+
 static void
 note_order(fsdpc_tree *tree, int unit)
 {
@@ -281,6 +290,7 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
     fsdpc_tree_set_floor(node);
     if (!tree->in_backward) {
         note_order(tree, unit);
+        node->first = node->first ? node->first : ++tree->clock;
         if (tree->forward_prefetch) {
             return prefetch_after(tree, unit);
         }
@@ -306,7 +316,11 @@ forward_over(fsdpc_tree *tree, struct fsdpc_node *node)
     int status = FSDPC_OK;
     node->running -= node->running > 0;
     fsdpc_tree_set_floor(node);
-    if (tree->in_backward || fsdpc_tree_in_forward(tree)) {
+    if (tree->in_backward) {
+        return FSDPC_OK;
+    }
+    node->last = ++tree->clock;
+    if (fsdpc_tree_in_forward(tree)) {
         return FSDPC_OK;
     }
     for (int i = 0; i < tree->exchange_count; i++) {

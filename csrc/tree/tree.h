@@ -52,6 +52,12 @@ int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
 /* Idempotent within one backward. */
 int fsdpc_tree_begin_backward(fsdpc_tree *tree);
 int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
+/* A unit that this backward has entered, that is not done, and no part of whose graph can still run once the
+ * backward has come to outputs of unit `next`; -1: none. Only units that all ranks must reduce in one order. */
+int fsdpc_tree_next_passed(const fsdpc_tree *tree, int next);
+/* Before a pass: no backward will come to the graphs of earlier ones. Else next_passed is -1 for units whose
+ * forwards the graphs interleave. */
+void fsdpc_tree_forget_calls(fsdpc_tree *tree);
 /* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
 int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
 /* The unit stays gathered after this backward (retain_graph), until a backward ends without this call or
@@ -59,7 +65,7 @@ int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
 /* Kept holds become ordinary ones. */
 void fsdpc_tree_forget_kept(fsdpc_tree *tree);
-/* Drops the hold without gradients (frozen units). */
+/* Drops the hold without gradients (frozen units): the unit is done. */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
 /* The next unit that must be reduced now, or -1. at_end: no further unit will become complete. */
 int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);

@@ -38,10 +38,34 @@ prefetch_before(fsdpc_tree *tree, int unit)
         return FSDPC_OK;
     }
     struct fsdpc_node *previous = &tree->nodes[tree->order[at - 1]];
-    if (previous->held || previous->complete || previous->reduced) {
+    if (previous->held || previous->done) {
         return FSDPC_OK;
     }
     return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
+}
+
+static void
+open_node(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->open) {
+        node->open = true;
+        node->below = tree->opened;
+        tree->opened = unit;
+    }
+}
+
+/* Most units are done before another is entered, so the list is about as long as units are nested. */
+static void
+close_node(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    for (int *at = &tree->opened; node->open; at = &tree->nodes[*at].below) {
+        if (*at == unit) {
+            *at = node->below;
+            node->open = false;
+        }
+    }
 }
 
 int
@@ -53,6 +77,7 @@ fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
         FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
         node->held = true;
     }
+    open_node(tree, unit);
     return tree->backward_prefetch == FSDPC_PREFETCH_PRE ? prefetch_before(tree, unit) : FSDPC_OK;
 }
 
@@ -67,6 +92,7 @@ int
 fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
+    close_node(tree, unit);
     if (!node->held || node->kept) {
         return FSDPC_OK;
     }
@@ -86,6 +112,7 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     FSDPC_TRY(fsdpc_tree_drop_hold(tree, unit));
+    node->done = true;
     set_complete(tree, node, sync);
     return tree->backward_prefetch == FSDPC_PREFETCH_POST ? prefetch_before(tree, unit) : FSDPC_OK;
 }
@@ -136,6 +163,23 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
         }
     }
     return tree->takes_turns ? next_in_turn(tree, at_end) : -1;
+}
+
+/* autograd runs the nodes that one thread has made in reverse order. So when a backward comes to the outputs
+ * of `next`, all of a unit's nodes have run if its first forward began after the last forward of `next` had
+ * ended. A rank that leaves parameters unused waits for no gradient then, and the ranks stay in one order.
+ * The first of several that was entered is the first in turn. */
+int
+fsdpc_tree_next_passed(const fsdpc_tree *tree, int next)
+{
+    const struct fsdpc_node *nodes = tree->nodes;
+    int found = -1;
+    for (int at = tree->opened; nodes[next].last > 0 && at >= 0; at = nodes[at].below) {
+        if (nodes[at].first > nodes[next].last && !fsdpc_exchange_any_order(nodes[at].exchange)) {
+            found = at;
+        }
+    }
+    return found;
 }
 
 void
@@ -334,8 +378,9 @@ forget_order(fsdpc_tree *tree)
     }
     tree->order_count = tree->complete_count = 0;
     for (int i = 0; i < tree->count; i++) {
+        close_node(tree, i);
         tree->nodes[i].order = -1;
-        tree->nodes[i].complete = tree->nodes[i].reduced = false;
+        tree->nodes[i].done = tree->nodes[i].complete = tree->nodes[i].reduced = false;
     }
 }
 

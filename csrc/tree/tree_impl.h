@@ -11,9 +11,14 @@ struct fsdpc_node {
     fsdpc_unit *unit;
     fsdpc_exchange *exchange;
     int depth;
-    bool held;     /* the tree holds one reference until the unit's backward is done */
-    bool kept;     /* held also after the backward, for a second one (retain_graph) */
-    int running;   /* forwards of it that have begun and not ended */
+    bool held;   /* the tree holds one reference until the unit's backward is done */
+    bool kept;   /* held also after the backward, for a second one (retain_graph) */
+    int running; /* forwards of it that have begun and not ended */
+    bool open;   /* entered by this backward, and not done; `below`: the one opened before, -1 */
+    int below;
+    uint64_t first,
+        last;      /* on the tree's clock: its first forward began, its last one ended; 0: none */
+    bool done;     /* in this backward */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
     bool reduced;  /* in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */
@@ -37,6 +42,8 @@ struct fsdpc_tree {
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
     bool in_backward, defer_reduces;
+    int opened;         /* the unit that was opened last, -1 */
+    uint64_t clock;     /* counts begins and ends of forwards: fsdpc_tree_forget_calls */
     bool steps_inside;  /* units may be stepped before their backward has ended */
     int complete_count; /* nodes whose reduction is due or waits for its turn */
     bool takes_turns;   /* some unit needs one order on all ranks */

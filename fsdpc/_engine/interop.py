@@ -71,6 +71,7 @@ def torch_functions() -> tuple[Any, ...]:
         torch.nn.Parameter,
         torch.is_grad_enabled,
         _torch.current_graph_task_id,
+        _torch.keeps_graph,
         makes_grads,
         _torch.queue_callback,
         call_listeners,

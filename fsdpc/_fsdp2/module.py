@@ -355,7 +355,7 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     # torch's pipelines ask torch's fully_shard.state.
     module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(state.post_forward)
+    module.register_forward_hook(state.post_forward, with_kwargs=True)
     module.register_state_dict_pre_hook(_before_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
 
@@ -387,7 +387,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._get_fsdp_state()
         args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, plain(*args, **kwargs))
+        return state.post_forward(self, args, kwargs, plain(*args, **kwargs))
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

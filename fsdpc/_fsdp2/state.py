@@ -143,12 +143,12 @@ class State:
         return args, kwargs
 
     @not_traced
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: releases, then casts the output."""
         unit = self._unit or self._pass_unit
         if unit is not None and self._open > 0:
             self._open -= 1
-            copied = unit.post_forward_hook(args, output)
+            copied = unit.post_forward_hook(kwargs, args, output)
             if copied is not None:
                 output = copied
         if self.precision.output_dtype is not None:

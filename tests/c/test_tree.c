@@ -318,6 +318,46 @@ unusual_steps_work(int world)
     start(world, run_unusual_steps);
 }
 
+/* Where ranks keep one order, a unit is over when the backward comes to one that ran before it. */
+static void
+run_passed(int rank, ranks_run *run)
+{
+    model m;
+    open_model(&m, rank, run);
+    REQUIRE_OK(forward(&m, true));
+    REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+    REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, ROOT));
+    REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 4));
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, 4), -1);
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, ROOT), -1);
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, 3), setup.wire ? 4 : -1);
+    REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 3));
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, 2), setup.wire ? 4 : -1);
+    REQUIRE_OK(fsdpc_tree_drop_hold(m.tree, 4));
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, 2), setup.wire ? 3 : -1);
+    REQUIRE_OK(fsdpc_tree_backward_done(m.tree, 3, false));
+    CHECK_INT(fsdpc_tree_next_passed(m.tree, 2), -1);
+    CHECK(fsdpc_tree_is_held(m.tree, ROOT));
+    REQUIRE_OK(fsdpc_tree_end_backward(m.tree, false));
+    /* A backward through the graphs of several passes comes to a unit more than once. */
+    for (int known = 1; known >= 0; known--) {
+        REQUIRE_OK(forward(&m, true));
+        REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
+        REQUIRE_OK(fsdpc_tree_backward_enter(m.tree, 4));
+        CHECK_INT(fsdpc_tree_next_passed(m.tree, 3), setup.wire && !known ? 4 : -1);
+        REQUIRE_OK(fsdpc_tree_end_backward(m.tree, false));
+        fsdpc_tree_forget_calls(m.tree);
+    }
+    close_model(&m);
+}
+
+static void
+units_are_passed(bool wire)
+{
+    setup = (struct setup){.wire = wire};
+    start(2, run_passed);
+}
+
 /* A unit's gradients may become complete several times in one backward; on some ranks only. */
 static void
 run_two_rounds(int rank, ranks_run *run)
@@ -546,6 +586,8 @@ main(void)
     }
     a_unit_may_be_complete_twice(2, true);
     a_unit_may_be_complete_twice(3, true);
+    units_are_passed(false);
+    units_are_passed(true);
     steps_are_exact_whatever_is_prefetched(2, true);
     steps_are_exact_whatever_is_prefetched(3, true);
     replicas_are_summed();

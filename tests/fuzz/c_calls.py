@@ -152,6 +152,7 @@ class Caller:
             torch.nn.Parameter,
             self.rng.choice([torch.is_grad_enabled, lambda: True, self.hostile()]),
             self.rng.choice([lambda: -1, lambda: 0, self.hostile()]),
+            self.rng.choice([lambda: False, lambda: True, self.hostile()]),
             self.rng.choice([lambda params: True, lambda params: False, self.hostile()]),
             self.rng.choice([lambda call: None, lambda call: call(), self.hostile()]),
             self.rng.choice([lambda params: None, self.hostile()]),

@@ -36,8 +36,8 @@ PRELUDE = """
         return flat
 
     def functions(**changed):
-        given = {"grad": torch.is_grad_enabled, "task": lambda: -1, "makes": lambda params: True,
-                 "queue": lambda call: None,
+        given = {"grad": torch.is_grad_enabled, "task": lambda: -1, "keeps": lambda: False,
+                 "makes": lambda params: True, "queue": lambda call: None,
                  "listen": lambda params: None, "versions": lambda tensors, numbers: None,
                  "increment": lambda tensors: None,
                  "alias": lambda args, kwargs: (args, kwargs or {}),
@@ -331,7 +331,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
             _probe.layout([], 2147483647, 64)
-        with pytest.raises(TypeError, match="tuple of eleven"):
+        with pytest.raises(TypeError, match="tuple of twelve"):
             _probe.Tree([flat], [0], torch=1)
         """
     )

@@ -85,8 +85,8 @@ class Stepped:
     def functions(self) -> tuple[Any, ...]:
         return (
             torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, lambda: self.task,
-            lambda params: True, lambda end: self.ends.append(end), lambda params: None,
-            lambda tensors, numbers: None, lambda tensors: None,
+            lambda: False, lambda params: True, lambda end: self.ends.append(end),
+            lambda params: None, lambda tensors, numbers: None, lambda tensors: None,
             lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output,
         )  # fmt: skip
 

@@ -197,6 +197,11 @@ hook_clear(fsdpc_py_hook *self)
     if (end_is_over(self)) {
         backward_broke((fsdpc_py_tree *)self->owner);
     }
+    fsdpc_py_flat *flat = self->counted ? (fsdpc_py_flat *)self->owner : NULL;
+    if (flat && flat->era == self->era) {
+        flat->graphs--;
+    }
+    self->counted = false;
     Py_CLEAR(self->owner);
     Py_CLEAR(self->again);
     return 0;

@@ -19,6 +19,10 @@
  * from the next forward on, and until then the unit is done when the outer backward enters another
  * one, or ends.
  *
+ * [Note: units that are passed] A parameter that this rank leaves unused gets no gradient, and other ranks,
+ * which use it, do not wait for this one. Where they match collectives by order alone, this rank must gather
+ * and reduce where they do: the unit is done when the backward comes to a unit that ran before it.
+ *
  * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
  * for another backward, which enters the unit where there is no hook. Units that such a backward
  * reaches stay gathered until a backward without create_graph has ended, or a new pass begins.
@@ -112,7 +116,8 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     if (!tree) {
         return model_is_gone(flat);
     }
-    if (fsdpc_py_begin_backward(tree) < 0 || finish_lingering(flat) < 0) {
+    if (fsdpc_py_begin_backward(tree) < 0 || finish_lingering(flat) < 0 ||
+        fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
     tree->entered = flat->id;
@@ -366,25 +371,71 @@ fsdpc_py_grad_arrived(fsdpc_py_hook *self)
     return flat->arrived_count >= flat->expected ? all_arrived(flat) : 0;
 }
 
+static int
+drop_hold(fsdpc_py_flat *flat)
+{
+    if (fsdpc_py_end_hold(flat) < 0) {
+        return -1;
+    }
+    int status = fsdpc_tree_drop_hold(flat->tree->tree, flat->id);
+    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark(flat);
+}
+
 /* The backward has left every graph of the unit that it has entered. */
 static int
 all_closed(fsdpc_py_flat *flat)
 {
-    fsdpc_py_tree *tree = flat->tree;
     int some = flat->arrived_count > 0;
-    flat->closed = tree->backward;
+    flat->closed = flat->tree->backward;
     if (!some && !flat->watch_all) {
         some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
     }
     if (some != 0) {
         return some < 0 ? -1 : fsdpc_py_finish_unit(flat);
     }
-    if (fsdpc_py_end_hold(flat) < 0) {
+    return drop_hold(flat);
+}
+
+int
+fsdpc_py_find_unwatched(fsdpc_py_flat *flat)
+{
+    int count = fsdpc_unit_layout(flat->unit)->param_count;
+    int some = flat->watch_all ? 0 : fsdpc_py_full_grads(flat, NULL, count, false);
+    if (some <= 0 || flat->collected) {
+        return some < 0 ? -1 : 0;
+    }
+    if (!flat->entered) {
+        return fsdpc_py_not_gathered(flat, 0);
+    }
+    flat->arrived_count = 1;
+    return fsdpc_py_watch_all(flat);
+}
+
+static int
+finish_passed(fsdpc_py_flat *flat)
+{
+    flat->closed = flat->tree->backward;
+    /* A gradient that comes in spite of all has a hook, which raises. */
+    if (!flat->complete && (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
         return -1;
     }
-    int status;
-    status = fsdpc_tree_drop_hold(tree->tree, flat->id);
-    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark(flat);
+    /* Other ranks may have gradients, and then send them in this unit's turn. */
+    bool sends = fsdpc_unit_layout(flat->unit)->trainable_count > 0 &&
+                 (flat->complete || flat->arrived_count > 0 || !fsdpc_unit_withholds(flat->unit));
+    return sends ? fsdpc_py_finish_unit(flat) : drop_hold(flat);
+}
+
+int
+fsdpc_py_finish_those_passed(const fsdpc_py_flat *next)
+{
+    const fsdpc_py_tree *tree = next->tree;
+    int unit = -1;
+    while (!tree->local && (unit = fsdpc_tree_next_passed(tree->tree, next->id)) >= 0) {
+        if (finish_passed(tree->units[unit]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 int

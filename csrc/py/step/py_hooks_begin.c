@@ -96,11 +96,15 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
             return -1;
         }
     }
-    int local = is_part_of_forward(tree);
-    if (local < 0) {
+    int local = is_part_of_forward(tree), keeps = fsdpc_py_call_truth(tree->keeps_graph);
+    if (local < 0 || keeps < 0) {
         return -1;
     }
     tree->local = local;
+    for (int i = 0; !local && !keeps && i < tree->count; i++) {
+        tree->units[i]->graphs = 0;
+        tree->units[i]->era++;
+    }
     tree->backward++;
     tree->entered = tree->lingers = -1;
     tree->twice = false;

@@ -3,22 +3,6 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-/* Finds gradients without a hook. */
-static int
-find_unwatched(fsdpc_py_flat *flat)
-{
-    int count = fsdpc_unit_layout(flat->unit)->param_count;
-    int some = flat->watch_all ? 0 : fsdpc_py_full_grads(flat, NULL, count, false);
-    if (some <= 0 || flat->collected) {
-        return some < 0 ? -1 : 0;
-    }
-    if (!flat->entered) {
-        return fsdpc_py_not_gathered(flat, 0);
-    }
-    flat->arrived_count = 1;
-    return fsdpc_py_watch_all(flat);
-}
-
 /* Units that ran with some parameters unused. */
 static int
 finish_partial_units(fsdpc_py_tree *tree)
@@ -32,7 +16,7 @@ finish_partial_units(fsdpc_py_tree *tree)
             }
             continue;
         }
-        if (find_unwatched(flat) < 0) {
+        if (fsdpc_py_find_unwatched(flat) < 0) {
             return -1;
         }
         flat->incomplete = flat->arrived_count > 0;

@@ -45,7 +45,7 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
 static int
 begin_pass(fsdpc_py_tree *tree)
 {
-    int thaws = 0;
+    int thaws = 0, graphs = 0;
     if (set_in_pass(tree, false) < 0) {
         return -1;
     }
@@ -55,6 +55,7 @@ begin_pass(fsdpc_py_tree *tree)
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
         Py_CLEAR(flat->call);
+        graphs += flat->graphs;
         int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_detect_changes(flat) < 0
                         ? -1
                         : fsdpc_py_sync_flags(flat);
@@ -65,6 +66,9 @@ begin_pass(fsdpc_py_tree *tree)
     }
     if (thaws) {
         return call_on_thaw(tree);
+    }
+    if (graphs == 0) {
+        fsdpc_tree_forget_calls(tree->tree);
     }
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree));
@@ -234,6 +238,10 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         return -1;
     }
     tree = flat->tree;
+    /* Reentrant checkpointing: this is the first that the backward shows of the unit. */
+    if (flat->graphless && tree->recompute && fsdpc_py_finish_those_passed(flat) < 0) {
+        return -1;
+    }
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_forward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
@@ -292,6 +300,87 @@ copy_own_memory(fsdpc_py_flat *flat, PyObject **output)
     return 1;
 }
 
+/* What a forward was called with. */
+struct inputs {
+    PyObject *const *items;
+    Py_ssize_t count;
+};
+
+static int
+is_same(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    (void)tree;
+    return tensor == argument;
+}
+
+/* A gradient may come to the tensor, which is not one of the inputs. */
+static int
+is_new(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    const struct inputs *inputs = argument;
+    for (Py_ssize_t i = 0; i < inputs->count; i++) {
+        int found = fsdpc_py_walk(tree, inputs->items[i], is_same, tensor);
+        if (found != 0) {
+            return found < 0 ? -1 : 0;
+        }
+    }
+    PyObject *trains = fsdpc_py_field(tensor, FSDPC_PY_REQUIRES_GRAD);
+    int result = trains ? trains == Py_True : -1;
+    Py_XDECREF(trains);
+    return result;
+}
+
+/* A rank may pass a unit's inputs on (stochastic depth), where other ranks compute. Backward must come to the
+ * unit at the same place then, if all ranks must gather in one order: the inputs become views, whose nodes are
+ * the unit's. *output may be replaced (owned). 1: it was. */
+static int
+own_node(const fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyObject **output)
+{
+    fsdpc_py_tree *tree = flat->tree;
+    struct inputs inputs = {args, count};
+    if (fsdpc_tree_any_order(tree->tree, flat->id)) {
+        return 0;
+    }
+    int found = fsdpc_py_walk(tree, *output, is_new, &inputs);
+    int grad = found == 0 ? fsdpc_py_call_truth(tree->grad_enabled) : 0;
+    if (found < 0 || grad <= 0) {
+        return found < 0 ? -1 : grad;
+    }
+    PyObject *args_in = PyTuple_Pack(1, *output);
+    PyObject *aliased =
+        args_in ? PyObject_CallFunctionObjArgs(tree->alias_inputs, args_in, Py_None, NULL) : NULL;
+    Py_XDECREF(args_in);
+    if (!aliased) {
+        return -1;
+    }
+    Py_SETREF(*output, Py_NewRef(PyTuple_GET_ITEM(PyTuple_GET_ITEM(aliased, 0), 0)));
+    Py_DECREF(aliased);
+    return 1;
+}
+
+/* The hook that a backward calls which comes to the outputs. That of a pass lives as long as the pass's graph.
+ * Owned; NULL with an exception. */
+static fsdpc_py_hook *
+backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
+{
+    fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    bool counts = flat->tree->forward_depth == 0 && !flat->tree->recompute;
+    PyObject *hook;
+    if (call && call->inputs > 0) {
+        hook = Py_NewRef(call);
+    } else if (counts) {
+        hook = fsdpc_py_hook_new(FSDPC_HOOK_PRE_BACKWARD, (PyObject *)flat, -1);
+    } else {
+        hook = Py_XNewRef(fsdpc_py_companion(self, FSDPC_HOOK_PRE_BACKWARD));
+    }
+    if (hook && counts) {
+        ((fsdpc_py_hook *)hook)->counted = true;
+        ((fsdpc_py_hook *)hook)->era = flat->era;
+        flat->graphs++;
+    }
+    return (fsdpc_py_hook *)hook;
+}
+
 /* 1: a backward may come to the outputs, and then to this hook. */
 static int
 watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
@@ -300,15 +389,14 @@ watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
     fsdpc_py_hook *call = pop_call(flat);
     int hooked = fsdpc_py_call_truth(flat->tree->grad_enabled);
     if (hooked > 0) {
-        PyObject *backward = call && call->inputs > 0
-                                 ? (PyObject *)call
-                                 : fsdpc_py_companion(self, FSDPC_HOOK_PRE_BACKWARD);
+        fsdpc_py_hook *backward = backward_hook(self, call);
         PyObject *outer = flat->tree->inputs; /* of a pass that this walk may be within */
         flat->tree->inputs = inputs;
         flat->tree->input_hook = call && call->inputs > 0 ? call->input_hook : NULL;
         hooked = backward ? fsdpc_py_walk(flat->tree, output, fsdpc_py_watch_output, backward) : -1;
         flat->tree->inputs = outer;
         flat->tree->input_hook = NULL;
+        Py_XDECREF(backward);
     }
     Py_XDECREF(call);
     return hooked;
@@ -330,6 +418,7 @@ leave_forward(fsdpc_py_flat *flat, int hooked)
 {
     fsdpc_py_tree *tree = flat->tree;
     int status;
+    flat->graphless = hooked == 0;
     /* Reentrant checkpointing runs forwards without gradients that a backward will follow. */
     bool backward = hooked > 0 || (tree->outer_grad && !tree->recompute);
     status = fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
@@ -353,6 +442,7 @@ fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t cou
     }
     PyObject *output = Py_NewRef(args[count - 1]);
     int copied = copy_own_memory(flat, &output);
+    copied = copied == 0 ? own_node(flat, args, count - 1, &output) : copied;
     if (copied < 0) {
         Py_DECREF(output);
         return forward_broke_off(flat);

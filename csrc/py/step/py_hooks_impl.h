@@ -20,6 +20,8 @@ typedef struct fsdpc_py_hook {
     int inputs, inputs_left;
     PyObject *input_hook; /* that watches them; borrowed, for comparison */
     uint64_t backward;
+    bool counted; /* in owner->graphs, while owner->era is: */
+    uint64_t era;
 } fsdpc_py_hook;
 
 /* Runs a statement, as in FSDPC_PY_UNLOCKED(status = call()), without the GIL. */
@@ -77,6 +79,11 @@ bool fsdpc_py_is_used_late(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 /* All gradients that this backward computes for the unit have arrived: drops its hold and reduces. */
 int fsdpc_py_finish_unit(fsdpc_py_flat *flat);
+/* The same for units of whose graph nothing can run any more when the backward comes to `next`, whether their
+ * gradients have arrived or not. See [Note: units that are passed]. */
+int fsdpc_py_finish_those_passed(const fsdpc_py_flat *next);
+/* Finds gradients without a hook: then arrived_count is not zero, and hooks count from now on. */
+int fsdpc_py_find_unwatched(fsdpc_py_flat *flat);
 /* Reduces the units that are complete and whose turn it is; `at_end`: all that take turns. */
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 /* Steps the units whose gradients are summed, if the optimizer steps in backward (py_hooks_step.c). */

@@ -96,26 +96,29 @@ done:
 static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
-    PyObject *tensor, *param, *grad_enabled, *graph_task, *makes_grads, *queue_callback;
-    PyObject *listeners, *set_versions, *increment_versions, *alias_inputs, *copy_outputs;
+    PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
+    PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
+    PyObject *copy_outputs;
     if (torch == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(torch)) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of eleven items or None, not %.100s",
+                     "Tree: torch must be a tuple of twelve items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
-                          &grad_enabled, &graph_task, &makes_grads, &queue_callback, &listeners,
-                          &set_versions, &increment_versions, &alias_inputs, &copy_outputs)) {
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+                          &grad_enabled, &graph_task, &keeps_graph, &makes_grads, &queue_callback,
+                          &listeners, &set_versions, &increment_versions, &alias_inputs,
+                          &copy_outputs)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
     self->param_type = (PyTypeObject *)Py_NewRef(param);
     self->grad_enabled = Py_NewRef(grad_enabled);
     self->graph_task = Py_NewRef(graph_task);
+    self->keeps_graph = Py_NewRef(keeps_graph);
     self->makes_grads = Py_NewRef(makes_grads);
     self->queue_callback = Py_NewRef(queue_callback);
     self->listeners = Py_NewRef(listeners);
@@ -173,6 +176,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->param_type);
     Py_VISIT(self->grad_enabled);
     Py_VISIT(self->graph_task);
+    Py_VISIT(self->keeps_graph);
     Py_VISIT(self->makes_grads);
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->listeners);
@@ -239,6 +243,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->param_type);
     Py_CLEAR(self->grad_enabled);
     Py_CLEAR(self->graph_task);
+    Py_CLEAR(self->keeps_graph);
     Py_CLEAR(self->makes_grads);
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->listeners);

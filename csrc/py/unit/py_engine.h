@@ -83,7 +83,12 @@ typedef struct fsdpc_py_flat {
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
     bool shown;         /* the modules hold full values of the user: they stay */
     bool observed;      /* by the user's backward hooks on its modules */
-    bool reentrant;     /* see [Note: backwards inside a backward] in py_hooks_backward.c */
+    bool graphless;     /* its last forward made no graph */
+    /* How many passes that began with this unit have a graph to which a backward may come. Backwards that free
+     * graphs end an `era`, whose hooks no longer count. */
+    int graphs;
+    uint64_t era;
+    bool reentrant; /* see [Note: backwards inside a backward] in py_hooks_backward.c */
     /* Which gathered tensors have a gradient hook: those of the module that runs first in forward,
      * whose gradients come last, or all (see [Note: watched parameters] in py_hooks_backward.c). */
     int *watched;
@@ -128,9 +133,9 @@ typedef struct fsdpc_py_tree {
     int lingers;           /* the unit that is complete and held until another is entered; -1 */
     bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
-    PyObject *grad_enabled, *graph_task, *queue_callback; /* torch's functions */
-    PyObject *makes_grads;                                /* see fsdpc/_engine/interop.py */
-    PyObject *listeners; /* calls the hooks of a list of parameters */
+    PyObject *grad_enabled, *graph_task, *keeps_graph, *queue_callback; /* torch's functions */
+    PyObject *makes_grads; /* see fsdpc/_engine/interop.py */
+    PyObject *listeners;   /* calls the hooks of a list of parameters */
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyTypeObject *tensor_type, *param_type;
