@@ -34,6 +34,7 @@ struct fsdpc_tree {
     int *last_order; /* of the pass before: what forward prefetch follows */
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
+    uint64_t pass;                /* the tag's number of the last of them */
     bool in_backward, defer_reduces;
     bool steps_inside;  /* units may be stepped before their backward has ended */
     int complete_count; /* nodes whose reduction is due or waits for its turn */

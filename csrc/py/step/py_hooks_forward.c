@@ -67,7 +67,7 @@ begin_pass(fsdpc_py_tree *tree)
         return call_on_thaw(tree);
     }
     int status;
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree, tree->outer_grad));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
