@@ -156,6 +156,9 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 # Both clip_grad_norm_ and get_total_norm call this function.
 TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
+# What clip_grad_norm_ and clip_grads_with_norm_ scale gradients by.
+CLIP_BY_NORM = "_clip_grads_with_norm_"
+_find("torch.nn.utils.clip_grad", CLIP_BY_NORM)
 # Collects a group's parameters, gradients and states at the start of a step; a method of each
 # class of torch.optim.
 INIT_GROUP = "_init_group"

@@ -12,7 +12,8 @@
  * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
  *         queued, and the caller's stream waits for the events it depends on.
  *
- * A tag names a pass: (finished synchronised backwards) << FSDPC_TAG_BITS | (root forwards since). A
+ * A tag names a pass: (finished synchronised backwards) << FSDPC_TAG_BITS | (a number that grows with root
+ * forwards since, see next_pass in tree.c). A
  * rank's master shard does not change while the rank is in the pass of one tag.
  */
 #ifndef FSDPC_EXCHANGE_H
@@ -24,7 +25,7 @@
 
 typedef struct fsdpc_exchange fsdpc_exchange;
 
-enum { FSDPC_TAG_BITS = 32 };
+enum { FSDPC_TAG_BITS = 36 };
 
 typedef struct fsdpc_exchange_plan {
     fsdpc_comm *comm;    /* borrowed */

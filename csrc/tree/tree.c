@@ -173,7 +173,7 @@ fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase)
 int
 fsdpc_tree_publish_tag(fsdpc_tree *tree)
 {
-    uint64_t tag = tree->backwards << FSDPC_TAG_BITS | tree->forwards;
+    uint64_t tag = tree->backwards << FSDPC_TAG_BITS | tree->pass;
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], tag));
     }
@@ -225,11 +225,23 @@ fsdpc_tree_detach(fsdpc_tree *tree)
     return status;
 }
 
+/* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. A
+ * forward with gradients has a number that no rank gives to one without, so that this forward does not
+ * join values that another rank has gathered before such a change. Forwards with gradients and no backward
+ * take the last numbers one by one. */
+static uint64_t
+next_pass(uint64_t pass, bool grad)
+{
+    const uint64_t step = (uint64_t)1 << 20, last = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
+    return grad && pass < last ? (pass / step + 1) * step : pass + 1;
+}
+
 int
-fsdpc_tree_begin_forward(fsdpc_tree *tree)
+fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad)
 {
     FSDPC_TRY(drop_all(tree));
     tree->forwards++;
+    tree->pass = next_pass(tree->pass, grad);
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
     fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
                     tree->forwards);

@@ -40,8 +40,9 @@ void fsdpc_tree_free(fsdpc_tree *tree);
 /* Drops every reference, whatever is in progress; another tree may take the units afterwards. See
  * fsdpc_exchange_detach. Local. */
 int fsdpc_tree_detach(fsdpc_tree *tree);
-/* Outside of any forward and backward: begins a pass and drops references that a failed one has left. */
-int fsdpc_tree_begin_forward(fsdpc_tree *tree);
+/* Outside of any forward and backward: begins a pass and drops references that a failed one has left. `grad`,
+ * the same on all ranks: a backward may follow. */
+int fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);

@@ -365,7 +365,7 @@ finish_sync(fsdpc_tree *tree)
         }
     }
     tree->backwards++;
-    tree->forwards = 0;
+    tree->forwards = tree->pass = 0;
     return FSDPC_OK;
 }
 

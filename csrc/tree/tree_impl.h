@@ -41,6 +41,7 @@ struct fsdpc_tree {
     int *last_order; /* of the pass before: what forward prefetch follows */
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
+    uint64_t pass;                /* the tag's number of the last of them */
     bool in_backward, defer_reduces;
     int opened;         /* the unit that was opened last, -1 */
     uint64_t clock;     /* counts begins and ends of forwards: fsdpc_tree_forget_calls */

@@ -16,6 +16,7 @@ import torch
 
 from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._clip.torch_utils import check_not_stepped
 
 # Of each unit the parameters that have a gradient, as bytes.
 Masks = dict[Any, bytes]
@@ -23,6 +24,7 @@ Masks = dict[Any, bytes]
 
 def clip_grad_norm(root: Any, units: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
     """See ``FullyShardedDataParallel.clip_grad_norm_``. Collective over the sharding groups."""
+    check_not_stepped(units)
     max_norm, norm_type = float(max_norm), float(norm_type)
     others = list(_unmanaged_grads(root, units))
     dtypes = [grad.dtype for grad in _all_grads(units, others)]

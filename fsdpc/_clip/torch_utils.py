@@ -22,11 +22,12 @@ from torch.nn.utils import clip_grad
 
 from fsdpc._clip.largest import has_empty_parts, largest
 from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
-from fsdpc._torch import TOTAL_NORM
+from fsdpc._engine.writeback import owner_of
+from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
 # Per unit: id of each gradient -> its address at construction.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-_undo: list[Callable[[], None]] = []
+_undo: dict[str, Callable[[], Any]] = {}  # by the name of what was replaced
 
 
 def watch(unit: Any) -> None:
@@ -38,31 +39,65 @@ def watch(unit: Any) -> None:
 
 def install() -> None:
     """Replace torch's norm. Local; a second call is a no-op."""
-    if _undo:
-        return
-    found = getattr(clip_grad, TOTAL_NORM)
+    if TOTAL_NORM not in _undo:
+        _replace(TOTAL_NORM, "get_total_norm", _over_shards)
+
+
+def refuse_stepped() -> None:
+    """Let torch's clipping functions raise for parameters that step in backward. Local; a second
+    call is a no-op.
+    """
+    for name, public in ((CLIP_BY_NORM, "clip_grads_with_norm_"), ("clip_grad_value_",) * 2):
+        if name not in _undo:
+            _replace(name, public, _not_stepped)
+
+
+def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) -> None:
+    """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``."""
+    found = getattr(clip_grad, name)
     cell = _function_cell(found)
     if cell is not None:  # also changes references imported before
         theirs = cell.cell_contents
-        cell.cell_contents = _over_shards(theirs)
-        _undo.append(lambda: setattr(cell, "cell_contents", theirs))
+        cell.cell_contents = made(theirs)
+        _undo[name] = lambda: setattr(cell, "cell_contents", theirs)
         return
-    ours = torch.no_grad()(_over_shards(found))
-    for module, name in ((clip_grad, TOTAL_NORM), (torch.nn.utils, "get_total_norm")):
-        setattr(module, name, ours)
-        _undo.append(lambda module=module, name=name: setattr(module, name, found))
+    places = ((clip_grad, name), (torch.nn.utils, public))
+    for module, place in places:
+        setattr(module, place, torch.no_grad()(made(found)))
+    _undo[name] = lambda: [setattr(module, place, found) for module, place in places]
 
 
 def uninstall() -> None:
-    """Restore torch's norm. Local. Constructing another unit replaces it again."""
+    """Restore torch's functions. Local. Constructing another unit replaces its norm again."""
     while _undo:
-        _undo.pop()()
+        _undo.popitem()[1]()
 
 
 def _function_cell(wrapper: Any) -> CellType | None:
     """The closure cell in which torch's no_grad wrapper holds its function."""
     names, cells = wrapper.__code__.co_freevars, wrapper.__closure__
     return cells[0] if names == ("func",) and cells else None
+
+
+def _not_stepped(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check_not_stepped(map(owner_of, parameters))
+        return theirs(parameters, *args, **kwargs)
+
+    return clip
+
+
+def check_not_stepped(units: Iterable[Any]) -> None:
+    """``RuntimeError`` if a unit (or None) has stepped in backward, so that it has no gradients to
+    clip. Local.
+    """
+    for unit in units:
+        if unit is not None and unit.stepper is not None:
+            raise RuntimeError(
+                f"clipping of unit {unit.name or '(root)'}, whose optimizer steps in backward and "
+                "leaves no gradient (fsdpc.optim.in_backward): step after backward instead"
+            )
 
 
 def _over_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:

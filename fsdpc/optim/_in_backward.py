@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpc._clip import torch_utils
 from fsdpc._engine.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
@@ -38,12 +39,13 @@ def in_backward(
     Hyperparameters of ``param_groups`` may change between steps. ``state_dict`` and
     ``load_state_dict`` are those of the optimizer. Local; all ranks of the units must call it.
 
-    What needs all gradients at once is refused: ``RuntimeError`` for clipping by a global norm
-    (``max_norm=``), closures and ``GradScaler`` in ``step``, for ``no_sync``, for a second
-    backward before ``step``, and in backward for a unit that is needed again after its step.
-    ``TypeError``: not an optimizer of ``fsdpc.optim``. ``NotImplementedError``: a parameter of no
-    unit, units with replicas, several optimizers of one unit, and optimizers whose steps
-    communicate (``AdamMini``, ``AdamW8bit`` where ranks share blocks).
+    What needs all gradients at once is refused: ``RuntimeError`` for clipping (``max_norm=``, and
+    torch's and FSDP's functions, which would find no gradients), closures and ``GradScaler`` in
+    ``step``, for ``no_sync``, for a second backward before ``step``, and in backward for a unit
+    that is needed again after its step. ``TypeError``: not an optimizer of ``fsdpc.optim``.
+    ``NotImplementedError``: a parameter of no unit, units with replicas, several optimizers of one
+    unit, and optimizers whose steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share
+    blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
@@ -62,6 +64,7 @@ def in_backward(
             f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step "
             "at different times in backward: step it after backward"
         )
+    torch_utils.refuse_stepped()
     inside = _Inside(optimizer)
     for unit in units.values():
         unit.stepper = inside

@@ -86,7 +86,7 @@ child(const model *m, int position)
 static int
 forward(model *m, bool grad)
 {
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, true));
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
     for (int i = 0; i < UNITS - 1; i++) {
         int u = child(m, i);
@@ -266,7 +266,7 @@ run_unusual_steps(int rank, ranks_run *run)
         set_version(&m, i);
     }
     /* A forward that breaks off inside of a unit, entered twice; the next pass clears it away. */
-    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
@@ -419,9 +419,9 @@ static void
 check_detached(model *m, fsdpc_tree *old)
 {
     fsdpc_tree_memory memory;
-    REQUIRE_OK(fsdpc_tree_begin_forward(m->tree));
+    REQUIRE_OK(fsdpc_tree_begin_forward(m->tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m->tree, 1));
-    CHECK_ERROR(fsdpc_tree_begin_forward(old), FSDPC_E_STATE, "detached");
+    CHECK_ERROR(fsdpc_tree_begin_forward(old, true), FSDPC_E_STATE, "detached");
     CHECK_ERROR(fsdpc_tree_forward_enter(old, 1), FSDPC_E_STATE, "detached");
     CHECK_ERROR(fsdpc_tree_begin_backward(old), FSDPC_E_STATE, "detached");
     CHECK_ERROR(fsdpc_tree_reduce(old, 1, NULL), FSDPC_E_STATE, "detached");
@@ -441,7 +441,7 @@ run_second_tree(int rank, ranks_run *run)
 {
     model m;
     open_model(&m, rank, run);
-    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot: private memory */
@@ -494,7 +494,7 @@ run_replicas(int rank, ranks_run *run)
     for (int step = 0; step < 3; step++) {
         m.units[0]->grads.add = false;
         memset(m.units[0]->grads.used, 0, 2);
-        REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+        REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
         REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
         /* In step 1 only replica 1 has gradients. */
         bool absent = step == 1 && rank < 2;

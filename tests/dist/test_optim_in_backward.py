@@ -23,6 +23,7 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc.activations import checkpoint as checkpoint_blocks
 
 STEPS = 3
+REFUSED = r"clipping of unit .*, whose optimizer steps in backward and leaves no gradient"
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2, eps=1e-3),
     "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
@@ -204,6 +205,32 @@ def test_what_is_refused(rank, world):
     )
     with pytest.raises(NotImplementedError, match="has replicas"):
         optim.in_backward(low, MAKERS["AdamW"])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_clipping_after_backward_is_refused(rank, world, door):
+    """No gradient is left, so that torch's functions would clip nothing and report a norm of 0."""
+    model, plain = sharded(door, toy()), toy()
+    before = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer = optim.in_backward(model, MAKERS["AdamW"])
+    loss_of(model, tokens(rank, 0)).backward()
+    loss_of(plain, tokens(rank, 0)).backward()
+    names = torch.nn.utils
+    with pytest.raises(RuntimeError, match=REFUSED):
+        names.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        names.clip_grads_with_norm_((p for p in model.parameters()), 1.0, before)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        names.clip_grad_value_(model.parameters(), 1.0)
+    if door != "fully_shard":
+        with pytest.raises(RuntimeError, match=REFUSED):
+            model.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert names.clip_grad_norm_(plain.parameters(), 1e-3) > 1e-3
+    assert names.get_total_norm([p.grad for p in plain.parameters()]) < 1.1e-3
+    names.clip_grad_value_((p for p in plain.parameters()), 1e-6)
+    assert max(p.grad.abs().max() for p in plain.parameters()) <= 1e-6
 
 
 class Again(nn.Module):

@@ -50,7 +50,7 @@ run_gather(fsdpc_py_flat *self)
     fsdpc_tree *tree = self->tree->tree;
     Py_BEGIN_ALLOW_THREADS
     if (fsdpc_unit_refs(self->unit) == 0) {
-        status = fsdpc_tree_begin_forward(tree);
+        status = fsdpc_tree_begin_forward(tree, true);
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree, 0);

@@ -267,7 +267,7 @@ send_due(model *m, int step, bool at_end)
 __attribute__((unused)) static int
 forward(model *m, int step)
 {
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, true));
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
     use(m, ROOT, step);
     for (int u = 1; u < UNITS; u++) {

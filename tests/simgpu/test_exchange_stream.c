@@ -33,7 +33,7 @@ two_users_of_a_slot(int rank, ranks_run *run)
     CHECK_INT(train(&m, 1), FSDPC_OK);
     for (int step = 1; step < 3; step++) {
         set_masters(&m, step);
-        CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_OK);
         CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
         CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_OK);
         use(&m, 1, step);
@@ -96,7 +96,7 @@ slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
     CHECK_INT(train(&m, 1), FSDPC_OK);
     CUstream side = gpu_stream("side");
     fsdpc_device_use(m.device, (fsdpc_stream *)side);
-    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_OK);
     for (int u = 0; u < UNITS; u++) {
         CHECK_INT(fsdpc_tree_forward_enter(m.tree, u), FSDPC_OK);
         simgpu_stream_access(side, fsdpc_unit_full(m.units[u]), m.units[u]->layout->full_bytes,
@@ -249,7 +249,7 @@ the_host_is_refused_in_a_capture(int rank, ranks_run *run)
     CHECK(status == FSDPC_OK || strstr(fsdpc_error_text(), "cannot be captured"));
     CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
     stream = begin_capture(&m);
-    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_OK);
     CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
     if (run->world > 1) { /* alone it shows its own values, without a slot */
         CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_STATE);

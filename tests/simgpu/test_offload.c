@@ -231,7 +231,7 @@ use(model *m, int u)
 static int
 forward(model *m, bool grad)
 {
-    BOTH(fsdpc_tree_begin_forward(tree));
+    BOTH(fsdpc_tree_begin_forward(tree, true));
     BOTH(fsdpc_tree_forward_enter(tree, ROOT));
     use(m, ROOT);
     for (int u = 1; u < UNITS; u++) {

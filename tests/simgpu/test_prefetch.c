@@ -55,7 +55,7 @@ static int
 short_forward(model *m, int step, int end)
 {
     bool grad = end != EVALUATED;
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, true));
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
     use(m, ROOT, step);
     FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, FIRST));

@@ -99,7 +99,7 @@ send_ready(model *m, const precision *p, void *memory, bool at_end)
 static int
 one_step(model *m, const precision *p, void *memory)
 {
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, true));
     for (int u = 0; u < UNITS; u++) {
         m->units[u]->grads.add = false;
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));

@@ -13,7 +13,7 @@ static int
 step_late(model *m, const int *order, int step, bool late)
 {
     set_masters(m, step);
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree));
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, true));
     for (int i = 0; i < UNITS; i++) {
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, order[i]));
         use(m, order[i], step);
@@ -72,7 +72,7 @@ spare_memory_on_one_rank(int rank, ranks_run *run)
     const bool holds = rank == run->world - 1;
     start(&m, rank, run, false);
     set_masters(&m, 0);
-    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree));
+    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
     CHECK(holds || fsdpc_tree_forward_leave(m.tree, 1, true) == FSDPC_OK);
     CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_MISMATCH);
@@ -96,9 +96,9 @@ known_turns_are_compared_later(int rank, ranks_run *run)
     CHECK_INT(step_in_order(&m, rank ? swapped : plain, 6), FSDPC_OK);
     CHECK(m.wrong > 0);
     CHECK(simgpu_drain());
-    CHECK_INT(fsdpc_tree_begin_forward(m.tree), FSDPC_E_MISMATCH);
+    CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_E_MISMATCH);
     CHECK(strstr(fsdpc_error_text(), "different order"));
-    CHECK(fsdpc_tree_begin_forward(m.tree) != FSDPC_OK);
+    CHECK(fsdpc_tree_begin_forward(m.tree, true) != FSDPC_OK);
     close_model(&m);
 }
 

@@ -71,7 +71,7 @@ begin_pass(fsdpc_py_tree *tree)
         fsdpc_tree_forget_calls(tree->tree);
     }
     int status;
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree));
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree, tree->outer_grad));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }

@@ -36,7 +36,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
     }
     Py_BEGIN_ALLOW_THREADS
     if (outside) {
-        status = fsdpc_tree_begin_forward(tree->tree); /* this rank's values are final until now */
+        status = fsdpc_tree_begin_forward(tree->tree, true); /* values are final until now */
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree->tree, self->id);
