@@ -150,6 +150,13 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
             if len({type(item) for item in items}) == 1:
                 lists.append(items)
     longest = [items for items in lists if len(items) == max(map(len, lists))]
+    wrapper = import_module(_torch.CHECKPOINT_WRAPPER).CheckpointWrapper
+    if not longest and any(isinstance(module, wrapper) for module in model.modules()):
+        raise ValueError(
+            "checkpoint() needs a list of blocks of one class, and some of the model's blocks are "
+            "checkpointed already: call checkpoint() once, or name the blocks' class with "
+            "blocks= and the indices of the other blocks with which="
+        )
     if len(longest) != 1:
         raise ValueError(
             f"checkpoint() needs one longest list of blocks of one class, and the model has "

@@ -16,7 +16,7 @@ from harness import die, run_ranks, shorten_deadlines, signal_rank
 from torch import nn
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
-from fsdpc import CommError, checkpoint
+from fsdpc import CommError, checkpoint, fully_shard
 
 LATE_S = 20.0  # from the signal to the last survivor's error: far below the deadline of 30 s
 STOPPED_S = 4.0  # the deadline of the others, from the step on in which a rank stops
@@ -212,23 +212,41 @@ def test_sigint_while_waiting():
     assert "rank 0" in outcomes[VICTIM].error and "KeyboardInterrupt" in outcomes[VICTIM].error
 
 
-def caught(rank, world, place, path):
+def sharded_toy(interface):
+    if interface == "FullyShardedDataParallel":
+        return wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    model = toy()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    return model
+
+
+def caught(rank, world, interface, place, path):
     """Rank 0 catches Ctrl-C in the middle of a collective, and goes on."""
-    sharded = wrap_blocks("fsdpc", toy(), use_orig_params=True)
+    sharded = sharded_toy(interface)
     store = dist.distributed_c10d._get_default_store()
 
     def step(number):
-        loss_of(sharded, tokens(rank, number)).backward()
-        sharded.clip_grad_norm_(1.0)
+        loss = loss_of(sharded, tokens(rank, number))
+        if number == 1 and rank == VICTIM and place == "backward":
+            come_late()
+        loss.backward()
+        if interface == "FullyShardedDataParallel":
+            sharded.clip_grad_norm_(1.0)
+
+    def come_late():
+        signal_rank(0, signal.SIGINT, after=0.3)
+        store.wait([str(other) for other in range(world) if other != rank])
 
     step(0)
     dist.barrier()
     told, waits = [], []
-    if rank == VICTIM:
+    if rank == VICTIM and place == "between units":
+        sharded.blocks[1].register_forward_pre_hook(lambda *_: come_late(), prepend=True)
+    elif rank == VICTIM and place != "backward":
         if place == "clip":
             loss_of(sharded, tokens(rank, 1)).backward()
-        signal_rank(0, signal.SIGINT, after=0.3)
-        store.wait([str(other) for other in range(world) if other != rank])
+        come_late()
     for _ in range(2):
         since = time.monotonic()
         try:
@@ -237,17 +255,25 @@ def caught(rank, world, place, path):
             told.append((type(error).__name__, str(error)))
             store.set(str(rank), "")
         waits.append(time.monotonic() - since)
-    dist.barrier()
-    checkpoint.save(path, sharded)
+        dist.barrier()
+        checkpoint.save(f"{path}/{len(waits)}", sharded)
     return told, waits
 
 
-@pytest.mark.parametrize("place", ["gather", "clip"])
-def test_sigint_caught_in_a_collective(tmp_path, place):
+@pytest.mark.parametrize(
+    ("interface", "place"),
+    [
+        (interface, place)
+        for interface in ("FullyShardedDataParallel", "fully_shard")
+        for place in ("gather", "between units", "backward", "clip")
+        if (interface, place) != ("fully_shard", "clip")  # torch's, of DTensors
+    ],
+)
+def test_sigint_caught_in_a_collective(tmp_path, interface, place):
     """The ranks that wait and those that come later raise at once, and name the interrupted one; so
     does each later step; checkpoints, which have communicators of their own, are saved."""
-    path = str(tmp_path / "saved")
-    outcomes = with_what_was_left(lambda: run_ranks(caught, 3, faults=True, place=place, path=path))
+    options = {"interface": interface, "place": place, "path": str(tmp_path)}
+    outcomes = with_what_was_left(lambda: run_ranks(caught, 3, faults=True, **options))
     for outcome in outcomes:
         assert outcome.value, outcome.error
         (first, why), (then, later) = outcome.value[0]
@@ -259,7 +285,11 @@ def test_sigint_caught_in_a_collective(tmp_path, place):
         else:
             assert (first, then) == ("PeerError", "PeerError")
             assert "rank 0" in why and "KeyboardInterrupt" in why and "rank 0" in later
-    assert os.listdir(path)
+    for number in (1, 2):
+        loaded = toy(seed=1)
+        checkpoint.load(tmp_path / str(number), loaded)
+        for value, expected in zip(loaded.parameters(), toy().parameters(), strict=True):
+            assert torch.equal(value, expected)
 
 
 def test_no_process_is_left():

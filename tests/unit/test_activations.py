@@ -159,8 +159,10 @@ def test_arguments_are_refused(options: dict[str, Any], error: str):
 def test_blocks_are_checkpointed_once_and_offload_policies_refused():
     model = Model()
     checkpoint(model, every=2)
-    with pytest.raises(ValueError, match="already"):
-        checkpoint(model, blocks=Block)
+    for blocks in (None, Block):
+        with pytest.raises(ValueError, match="checkpointed already"):
+            checkpoint(model, blocks=blocks)
+    assert checkpoint(model, blocks=Block, which=[1, 3])
     model = Model(1)
     checkpoint(model, policy=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, blocks=Block)
     with pytest.raises(NotImplementedError, match="recomputes there instead"):

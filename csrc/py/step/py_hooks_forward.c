@@ -225,6 +225,20 @@ forward_broke_off(fsdpc_py_flat *flat)
     return -1;
 }
 
+/* As forward_broke_off, for a forward that does not count yet: where it is the outermost one, its pass is over,
+ * and the modules show their shards again. */
+static int
+pass_broke_off(fsdpc_py_tree *tree)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (tree->forward_depth == 0 && set_in_pass(tree, false) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
 int
 fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject **out)
 {
@@ -245,7 +259,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_forward_enter(tree->tree, flat->id));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
-        return -1;
+        return pass_broke_off(tree);
     }
     tree->forward_depth++;
     /* (module, args) or (module, args, kwargs) */
