@@ -105,6 +105,12 @@ def dcp_index_classes() -> dict[tuple[str, str], Any]:
 
 # --- functions -----------------------------------------------------------------------------------
 
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors use a storage, and its object in Python if there is one."""
+    return int(_storage_use_count(storage._cdata))
+
+
 # The communication hooks that torch ships.
 default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
 # Pytrees; not all supported versions have a public module for them.
@@ -128,8 +134,7 @@ queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callb
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
-# How many tensors use a storage, and its object in Python if there is one.
-storage_use_count = _find("torch._C", "_storage_Use_Count")
+_storage_use_count = _find("torch._C", "_storage_Use_Count")
 # Norms of many tensors by one call.
 foreach_norm = _find("torch", "_foreach_norm")
 # torch's current CUDA stream; only CUDA builds have this function.

@@ -150,7 +150,7 @@ def _has_views(grad: torch.Tensor) -> bool:
     storage = grad.untyped_storage()
     # The tensor, its base, the engine's alias (csrc/py/unit/py_engine.h), and `storage` itself.
     own = 3 + (grad._base is not None)
-    return bool(storage_use_count(storage._cdata) > own)
+    return storage_use_count(storage) > own
 
 
 @torch.no_grad()

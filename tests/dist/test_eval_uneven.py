@@ -50,3 +50,26 @@ def test_training_after_other_weights(rank, world, door):
             optimizer.step()
             optimizer.zero_grad()
     assert losses[0] == losses[1]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_training_after_batches_between_backward_and_step(rank, world, door):
+    """A training forward uses the weights after the step of all ranks, also of one that was still
+    evaluating with those before.
+    """
+    losses = []
+    for uneven in (False, True):
+        model = sharded(door)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(6):
+            loss = loss_of(model, tokens(rank, step))
+            loss.backward()
+            losses[-1].append(loss.item())
+            with torch.no_grad():
+                for batch in range((rank + step) % world + 1 if uneven and step < 5 else 0):
+                    model(tokens(rank, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == losses[1]
