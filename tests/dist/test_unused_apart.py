@@ -6,11 +6,13 @@ than on other ranks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import env
 import pytest
 import torch
+from combinations import subset
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -174,10 +176,9 @@ def train(
     return [(entry["op"], entry["unit"]) for entry in tree.core.trace()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "wire", "door", "kind"), subset(itertools.product([2, 3], WIRES, DOORS, KINDS))
+)
 def test_units_that_ranks_use_in_part(world: int, wire: str, door: str, kind: str):
     """No unit takes spare memory, and all ranks gather and reduce in one order."""
     traces = run_ranks(train, world, env=WIRES[wire], kind=kind, door=door)
@@ -193,27 +194,28 @@ def test_under_checkpointing(wire: str, reentrant: bool):
     run_ranks(train, 2, env=WIRES[wire], kind="parameter", reentrant=reentrant)
 
 
+PROGRAMS = [in_one_backward, in_micro_batches, twice, after_a_forward_without_backward]
+
+
 @pytest.mark.parametrize(
-    "program", [in_one_backward, in_micro_batches, twice, after_a_forward_without_backward]
+    ("wire", "door", "program"),
+    subset(itertools.product(WIRES, DOORS, PROGRAMS)),
 )
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("wire", WIRES)
 def test_programs(wire: str, door: str, program: Callable[..., None]):
     run_ranks(train, 2, env=WIRES[wire], kind="parameter", door=door, program=program)
 
 
-@pytest.mark.parametrize("poison", ["0", "1"])
+OPTIONS: dict[str, dict[str, object]] = {
+    "post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "none": {"backward_prefetch": None},
+    "forward": {"forward_prefetch": True},
+    "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-        {"backward_prefetch": None},
-        {"forward_prefetch": True},
-        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    ],
-    ids=["post", "none", "forward", "grad_op"],
+    ("wire", "options", "poison"), subset(itertools.product(WIRES, OPTIONS, ["0", "1"]))
 )
-@pytest.mark.parametrize("wire", WIRES)
-def test_options(wire: str, options: dict[str, object], poison: str):
+def test_options(wire: str, options: str, poison: str):
     environment = WIRES[wire] | {"FSDPC_POISON": poison}
-    run_ranks(train, 2, env=environment, kind="experts", **options)
+    run_ranks(train, 2, env=environment, kind="experts", **OPTIONS[options])
