@@ -265,7 +265,8 @@ fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *mask)
     int status = FSDPC_OK;
     fsdpc_unit **units = fsdpc_mem_calloc((size_t)tree->count, sizeof(fsdpc_unit *));
     if (!units) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a tree of units");
+        return fsdpc_error(FSDPC_E_NOMEM,
+                           "no memory for the list of units whose gradients share slots");
     }
     for (int i = 0; i < tree->exchange_count && status == FSDPC_OK; i++) {
         status = share_in(tree, i, units, mask);

@@ -99,7 +99,8 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
     for (; count < unit->layout->trainable_count; count++) {
         locate(unit, unit->plans->order[count], kind, &targets[count], &bases[count]);
     }
-    /* Reduce buffers and slots of gradients serve many units: gaps between parameters must become zero. */
+    /* Reduce buffers and slots of gradients serve many units: the bytes between parameters must be set
+     * to zero. */
     FSDPC_GOTO(
         fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes, kind == KEEP, out),
         done);

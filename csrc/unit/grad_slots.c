@@ -1,7 +1,8 @@
 /* Slots for shard gradients, see grad_slots.h.
  *
  * A unit takes the slot that it had last, if that one is free, and any free one otherwise: then its gradient has
- * another address. When units run in one order none moves after the first backward. If all slots are held
+ * another address. If units always run in one order, no unit moves after the first
+ * backward. If all slots are held
  * (units that step at the end of backward, gradients that the program keeps) there is one more from then on.
  *
  * The streams that use a slot are ordered by what orders the unit's step: the sum is behind the pack of the

@@ -1,9 +1,9 @@
-/* Memory that the shard gradients of several units take in turn, because each unit is stepped in backward: a few
- * slots instead of a gradient per unit.
+/* A few slots of memory for the shard gradients of units that are stepped in backward: the units use the slots in
+ * turn, so that not every unit needs memory of its own.
  *
  * A unit holds a slot from fsdpc_unit_take_slot, before its gradient is written, until
- * fsdpc_unit_leave_slot, when the work that reads the gradient is queued. What is queued on the current stream
- * of the next holder comes behind that work.
+ * fsdpc_unit_leave_slot, when the work that reads the gradient is queued. What the next
+ * holder queues on its current stream runs after that work.
  */
 #ifndef FSDPC_GRAD_SLOTS_H
 #define FSDPC_GRAD_SLOTS_H

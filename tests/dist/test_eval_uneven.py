@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from harness import ranks
@@ -24,10 +26,35 @@ def evaluate_other_weights(model: torch.nn.Module, rank: int, batches: int) -> N
     kept = [param.detach().clone() for param in model.parameters()]
     for param in model.parameters():
         param.mul_(0.5)
-    for step in range(batches):
-        model(tokens(rank, step))
+    evaluate(model, rank, batches)
     for param, value in zip(model.parameters(), kept, strict=True):
         param.copy_(value)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, rank: int, batches: int) -> None:
+    for step in range(batches):
+        model(tokens(rank, step))
+
+
+def losses(
+    door: str, rank: int, first: Callable[..., None] | None, between: Callable[..., None] | None
+) -> list[float]:
+    """Of six steps; `first(model, step)` runs before each, `between` between backward and step."""
+    model = sharded(door)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(6):
+        if first is not None:
+            first(model, step)
+        loss = loss_of(model, tokens(rank, step))
+        loss.backward()
+        found.append(loss.item())
+        if between is not None and step < 5:  # ranks wait for each other's next training step
+            between(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 @ranks(2, 3)
@@ -36,20 +63,10 @@ def test_training_after_other_weights(rank, world, door):
     """A training forward uses the weights that were put back, not those that another rank has
     gathered for one more batch of averaged weights.
     """
-    losses = []
-    for uneven in (False, True):
-        model = sharded(door)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses.append([])
-        for step in range(4):
-            if uneven:
-                evaluate_other_weights(model, rank, 1 + rank)
-            loss = loss_of(model, tokens(rank, step))
-            loss.backward()
-            losses[-1].append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert losses[0] == losses[1]
+    uneven = losses(
+        door, rank, lambda model, _: evaluate_other_weights(model, rank, 1 + rank), None
+    )
+    assert uneven == losses(door, rank, None, None)
 
 
 @ranks(2, 3)
@@ -58,18 +75,7 @@ def test_training_after_batches_between_backward_and_step(rank, world, door):
     """A training forward uses the weights after the step of all ranks, also of one that was still
     evaluating with those before.
     """
-    losses = []
-    for uneven in (False, True):
-        model = sharded(door)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses.append([])
-        for step in range(6):
-            loss = loss_of(model, tokens(rank, step))
-            loss.backward()
-            losses[-1].append(loss.item())
-            with torch.no_grad():
-                for batch in range((rank + step) % world + 1 if uneven and step < 5 else 0):
-                    model(tokens(rank, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert losses[0] == losses[1]
+    uneven = losses(
+        door, rank, None, lambda model, step: evaluate(model, rank, (rank + step) % world + 1)
+    )
+    assert uneven == losses(door, rank, None, None)

@@ -415,7 +415,7 @@ static int
 finish_passed(fsdpc_py_flat *flat)
 {
     flat->closed = flat->tree->backward;
-    /* A gradient that comes in spite of all has a hook, which raises. */
+    /* The unit watches all parameters from now on: a gradient that still arrives raises by name. */
     if (!flat->complete && (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
         return -1;
     }

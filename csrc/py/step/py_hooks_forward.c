@@ -252,7 +252,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         return -1;
     }
     tree = flat->tree;
-    /* Reentrant checkpointing: this is the first that the backward shows of the unit. */
+    /* Under reentrant checkpointing no hook runs before the recomputation when the backward comes to the unit. */
     if (flat->graphless && tree->recompute && fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
@@ -327,7 +327,7 @@ is_same(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return tensor == argument;
 }
 
-/* A gradient may come to the tensor, which is not one of the inputs. */
+/* The tensor requires a gradient and is none of the inputs. */
 static int
 is_new(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
@@ -372,8 +372,8 @@ own_node(const fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyO
     return 1;
 }
 
-/* The hook that a backward calls which comes to the outputs. That of a pass lives as long as the pass's graph.
- * Owned; NULL with an exception. */
+/* The hook that runs when a backward comes to the outputs. An outermost forward has a hook of its own, which
+ * lives as long as the graph of that forward. Owned; NULL with an exception. */
 static fsdpc_py_hook *
 backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
 {
