@@ -42,10 +42,22 @@ folds_scale(const fsdpc_optim_rule *rule)
            frexp(rule->grad_scale, &exponent) == 0.5 && exponent > -100 && exponent < 100;
 }
 
+/* AMD's processors fetch four streams in time on their own; asking them costs a tenth of such a step. */
+static bool
+asks_ahead(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    return !__builtin_cpu_is("amd");
+#else
+    return true;
+#endif
+}
+
 fsdpc_optim_numbers
 fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
     fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .factor = 1, .nesterov = rule->nesterov};
+    k.asks = asks_ahead();
     k.inverse = folds_scale(rule) ? 1 / rule->grad_scale : 1;
     if (rule->decoupled) {
         k.decay = 1 - rule->lr * rule->weight_decay;
@@ -232,12 +244,15 @@ step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     const bool low_p = tensor->param_type == FSDPC_BF16;
     const bool low_g = tensor->grad_type == FSDPC_BF16 && gradient_is_plain(pass->rule);
     const uint64_t index = (uint64_t)(tensor->first + begin);
-    float *values = fsdpc_optim_load(loops, tensor->param, tensor->param_type, begin, n, buffer);
-    void *p = low_p ? at(tensor->param, FSDPC_BF16, begin) : values;
+    float *values = NULL;
     const void *g = at(tensor->grad, tensor->grad_type, begin);
+    if (!low_p || decays_gradients(pass->rule)) {
+        values = fsdpc_optim_load(loops, tensor->param, tensor->param_type, begin, n, buffer);
+    }
     if (!low_g) {
         g = fsdpc_optim_gradient(loops, pass->rule, tensor, begin, n, values, true, grad_buffer);
     }
+    void *p = low_p ? at(tensor->param, FSDPC_BF16, begin) : values;
     loops->adam_stochastic(k, n, p, low_p, g, low_g, at(tensor->states[0], FSDPC_BF16, begin),
                            at(tensor->states[1], FSDPC_BF16, begin),
                            random_key(pass->rule, tensor, index), (uint32_t)index);
@@ -246,29 +261,49 @@ step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     }
 }
 
-/* A tile of Adam over bfloat16 memory alone, or false if it is another case. */
+/* Adam over bfloat16 memory alone. */
 static bool
+is_low(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k)
+{
+    return pass->rule->kind == FSDPC_OPTIM_ADAM && tensor->param_type == FSDPC_BF16 &&
+           tensor->grad_type == FSDPC_BF16 && tensor->state_type == FSDPC_BF16 &&
+           tensor->states[2] == NULL && (float)k->weight1 < 0.5f && gradient_is_plain(pass->rule);
+}
+
+static void
 step_tile_low(const struct pass *pass, const fsdpc_optim_tensor *tensor,
               const fsdpc_optim_numbers *k, int64_t begin, int64_t n)
 {
-    if (pass->rule->kind != FSDPC_OPTIM_ADAM || tensor->param_type != FSDPC_BF16 ||
-        tensor->grad_type != FSDPC_BF16 || tensor->state_type != FSDPC_BF16 ||
-        tensor->states[2] != NULL || (float)k->weight1 >= 0.5f || !gradient_is_plain(pass->rule)) {
-        return false;
-    }
     pass->loops->adam_nearest(
         k, n, at(tensor->param, FSDPC_BF16, begin), at(tensor->grad, FSDPC_BF16, begin),
         at(tensor->states[0], FSDPC_BF16, begin), at(tensor->states[1], FSDPC_BF16, begin));
-    return true;
+}
+
+static bool
+is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
+{
+    return type == a || type == b;
+}
+
+/* A whole part where the loops read and write all memory in place: each tile costs as much as 100 elements. */
+static int64_t
+longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
+{
+    const fsdpc_dtype type = pass->rule->stochastic ? FSDPC_BF16 : FSDPC_F64;
+    const bool in_place =
+        low || (is_one_of(tensor->param_type, FSDPC_F32, type) &&
+                is_one_of(tensor->grad_type, FSDPC_F32, type) &&
+                is_one_of(tensor->state_type, FSDPC_F32, type) && gradient_is_plain(pass->rule));
+    return in_place && tensor->copy == NULL ? FSDPC_OPTIM_PART : FSDPC_OPTIM_TILE;
 }
 
 /* A tile ends where the high half of the index changes: random_key has one for the tile. */
 static int64_t
-tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end)
+tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t longest)
 {
     const int64_t half = (int64_t)1 << 32;
     int64_t most = half - (tensor->first + tile) % half;
-    most = most < FSDPC_OPTIM_TILE ? most : FSDPC_OPTIM_TILE;
+    most = most < longest ? most : longest;
     return end - tile < most ? end - tile : most;
 }
 
@@ -278,11 +313,15 @@ step_part(void *context, int index, int64_t begin, int64_t end)
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
     const fsdpc_optim_numbers *k = &pass->numbers[index];
+    const bool low = !pass->rule->stochastic && is_low(pass, tensor, k);
+    const int64_t longest = longest_tile(pass, tensor, low);
     for (int64_t tile = begin, n; tile < end; tile += n) {
-        n = tile_length(tensor, tile, end);
+        n = tile_length(tensor, tile, end, longest);
         if (pass->rule->stochastic) {
             step_tile_stochastic(pass, tensor, k, tile, n);
-        } else if (!step_tile_low(pass, tensor, k, tile, n)) {
+        } else if (low) {
+            step_tile_low(pass, tensor, k, tile, n);
+        } else {
             step_tile(pass, tensor, k, tile, n);
         }
         if (tensor->copy != NULL) { /* the tile is in the first cache */
