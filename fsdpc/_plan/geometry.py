@@ -310,7 +310,7 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
         flops=flops(g, setup, tokens),
         notes=g.notes + ("activations by formula (pre-norm blocks, gated MLP)",),
         blocks=g.layers,
-        extra={"embedding_share": 2 * g.vocab * g.hidden / g.numel, "active": float(g.active)},
+        extra={"active": float(g.active)},
         away=offloaded(g, setup)[0] if setup.offload_activations else None,
         packing=packing_bytes(g, setup),
     )

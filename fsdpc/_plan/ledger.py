@@ -213,14 +213,11 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         for storage, numel in trained_pieces(unit, setup):
             elements[storage] = elements.get(storage, 0) + numel
             largest = max(largest, numel * ITEM_BYTES[storage])
-    extra = 0.0
-    if setup.optimizer == "adam-mini":
-        extra = 4 * model.extra.get("embedding_share", 0.0)
     if setup.disk:
         return _disk_rows(model, setup, kind)
     if setup.host and setup.transport == "stream" and not setup.offload:
         return _host_rows(model, setup, kind)
-    each = {s: kind.state_bytes(ITEM_BYTES[s]) + extra for s in elements}
+    each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
     where = "host" if _offloads(setup) else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
     values = sum(n * ITEM_BYTES[s] for s, n in elements.items())
@@ -231,7 +228,7 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
             "optimizer states",
             round(sum(n * each[s] for s, n in elements.items())),
             ALWAYS,
-            f"{rates}; {kind.source}",
+            f"{rates}; {kind.source}{kind.without}",
             where=where,
         ),
         Row(
@@ -291,9 +288,16 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     there = lay_out(away, chunk_bytes, page=ALIGN).end
     moved = sum(count for count, here in zip(sizes, chosen, strict=True) if here)
     why = f"{setup.host:.0%} of them at most; each step moves {size(moved)} there and back"
+    why += kind.without
     return [
         Row("optimizer states", there, ALWAYS, f"pinned; {why}", True, "host"),
-        Row("optimizer states", sum(sizes) - moved, ALWAYS, "those that stay on the GPU", True),
+        Row(
+            "optimizer states",
+            sum(sizes) - moved,
+            ALWAYS,
+            "those that stay on the GPU",
+            not kind.rest,
+        ),
         Row(
             "buffers of states",
             STAGES * chunk_bytes if away else 0,
@@ -316,7 +320,7 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             "optimizer states",
             found.end,
             ALWAYS,
-            f"a file of each rank; each step reads and writes {size(written)} of it",
+            f"a file of each rank; each step reads and writes {size(written)} of it{kind.without}",
             True,
             "disk",
         ),

@@ -15,7 +15,8 @@ class Optimizer:
     ``moments``: buffers that have the parameter's dtype; ``fixed``: bytes whatever that dtype is.
     ``master``: bytes of a copy of the parameter in fp32, kept where the parameter is narrower.
     ``temporaries``: bytes per element that a multi-tensor (foreach) update has beside its state,
-    in units of the parameter's dtype; zero for fused updates.
+    in units of the parameter's dtype; zero for fused updates. ``rest``: small states that no figure
+    counts, and that are never offloaded.
     """
 
     name: str
@@ -24,6 +25,12 @@ class Optimizer:
     source: str
     master: bool = False
     temporaries: int = 1
+    rest: str = ""
+
+    @property
+    def without(self) -> str:
+        """What a figure says of ``rest``."""
+        return f"; without {self.rest}" if self.rest else ""
 
     def state_bytes(self, item: int) -> float:
         master = 4 if self.master and item < 4 else 0
@@ -77,10 +84,11 @@ OPTIMIZERS = {
         ),
         Optimizer(
             "adam-mini",
+            1,
             0,
-            4.0,
-            "Adam-mini: one fp32 moment; one second moment per block; embedding and head keep two",
+            "fsdpc.optim.AdamMini: one moment in the parameter's dtype",
             temporaries=0,
+            rest="second moments of blocks, 4 B each, which stay beside the parameters",
         ),
         Optimizer(
             "adamw-bf16",

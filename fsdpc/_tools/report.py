@@ -18,7 +18,6 @@ from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.shortage import process_bytes
-from fsdpc._engine.state_layout import BUFFERS
 from fsdpc._engine.tree import _slots
 from fsdpc._plan.engine import EngineMemory, engine_memory
 from fsdpc._plan.ledger import COMM_BYTES, CONTEXT_BYTES
@@ -230,12 +229,8 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 def _states(optimizer: Any) -> Line:
     store = getattr(optimizer, "_store", None)
-    if isinstance(store, HostStore):
-        return _states_in_host_memory(optimizer, store)
     if store is not None:
-        held = sum(len(buffer) for buffer in store.buffers)
-        note = f"buffers; {size(_C.disk_info(store.disk)['bytes'])} of states on a disk"
-        return Line("optimizer states", BUFFERS * store.options.chunk_bytes, held, note)
+        return _offloaded_states(optimizer, store)
     actual = states_of(optimizer)
     name = type(optimizer).__name__
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -256,18 +251,22 @@ def _states(optimizer: Any) -> Line:
     )
 
 
-def _states_in_host_memory(optimizer: Any, store: HostStore) -> Line:
-    """What of them is on the GPU."""
+def _offloaded_states(optimizer: Any, store: Any) -> Line:
+    """What of them is beside the parameters."""
     planned = actual = sum(len(buffer) for buffer in store.buffers)
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = dict.get(optimizer.state, param, {})
-            on_gpu = [v for k, v in state.items() if k == "step" or not store.takes(param)]
-            actual += sum(_nbytes(t) for t in state_tensors(on_gpu))
-            planned += 4 * ("step" in state)
+            beside = optimizer._beside(param)
+            here = [v for k, v in state.items() if k in beside or not store.takes(param)]
+            actual += sum(_nbytes(t) for t in state_tensors(here))
+            planned += sum(count for name, count in beside.items() if name in state)
             if state and not store.takes(param):
                 planned += sum(extent.nbytes for extent in optimizer._extents(group, param))
-    note = f"{size(store.host_bytes)} more in pinned host memory, which pass through buffers"
+    if isinstance(store, HostStore):
+        note = f"{size(store.host_bytes)} more in pinned host memory, which pass through buffers"
+    else:
+        note = f"buffers; {size(_C.disk_info(store.disk)['bytes'])} of states on a disk"
     return Line("optimizer states", planned, actual, note)
 
 

@@ -337,14 +337,6 @@ class FusedOptimizer(Optimizer):
         assert self.last_norm is not None
         return self.last_norm
 
-    def _refuse_offload(self, where: Any) -> None:
-        if where is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} keeps its states in memory: second moments belong to "
-                "blocks of a parameter, which chunks would cut. AdamW, Adam, SGD, Lion, AdamWBF16 "
-                "and AdamW8bit take offload=Disk(...) and offload=Host(...)"
-            )
-
     def _check_states(self) -> None:
         """The store's error: a step ended in the middle."""
         if isinstance(self.state, GuardedState):
@@ -421,6 +413,10 @@ class FusedOptimizer(Optimizer):
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of one value per element that a group's parameters have."""
         return self._state_names
+
+    def _beside(self, param: Tensor) -> dict[str, int]:
+        """Bytes of the states that lie beside a parameter, whatever is offloaded, by name."""
+        return {} if self._counter is None else {self._counter: 4}
 
     def _has_master(self, param: Tensor) -> bool:
         return self._store is not None and self._store.masters and param.dtype in NARROW

@@ -82,7 +82,7 @@ class Group:
             rows[self.comm.rank].copy_(own)
             self.comm.all_gather(rows, what=what)
         else:
-            dist.all_gather_into_tensor(rows, own, group=self.group)
+            dist.all_gather_into_tensor(rows.view(-1), own, group=self.group)
         return rows.sum(0)
 
 

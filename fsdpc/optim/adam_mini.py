@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from fsdpc.optim._base import (
     check_number,
     step_counter,
 )
+from fsdpc.optim._chunks import MASTER, Ends
+from fsdpc.optim._disk import Disk
+from fsdpc.optim._host import Host
 from fsdpc.optim._places import Group, Slots, Span
 from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
 
@@ -30,6 +33,15 @@ HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
 ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
 ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
 WIDE = 1 << 22  # elements that are float64 at a time
+
+
+class Source(NamedTuple):
+    """The span whose blocks a piece has: its own, or that of which a chunk has a slice."""
+
+    param: Tensor
+    span: Span
+    step: Tensor
+    means: Tensor
 
 
 class AdamMini(SpannedOptimizer):
@@ -52,6 +64,8 @@ class AdamMini(SpannedOptimizer):
     parameters on one GPU need no host sync; sums take 8 more bytes for each of at most 4 million
     elements at a time, and 8 for each block until its parameter has stepped. ``load_state_dict``
     takes ``exp_avg_sq`` of torch's shape (as ``state_dict`` has it) and averages it over blocks.
+    ``offload``: a ``Disk`` or a ``Host`` to keep first moments, and masters, on; second moments
+    stay beside the parameters.
     """
 
     _state_names = ("exp_avg",)
@@ -59,6 +73,7 @@ class AdamMini(SpannedOptimizer):
     _warned = False
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
+    _sources: dict[int, Source] | None = None  # of a chunk's pieces, by the span's id
 
     def __init__(
         self,
@@ -71,9 +86,8 @@ class AdamMini(SpannedOptimizer):
         head_dim: int | None = None,
         block: Callable[[str, tuple[int, ...]], int | None] | None = None,
         maximize: bool = False,
-        offload: None = None,
+        offload: Disk | Host | None = None,
     ) -> None:
-        self._refuse_offload(offload)
         check_lr(lr)
         check_number(eps, "epsilon value")
         check_number(weight_decay, "weight_decay value")
@@ -86,6 +100,7 @@ class AdamMini(SpannedOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        self._offload(offload)
 
     # --- blocks ----------------------------------------------------------------------------------
 
@@ -148,6 +163,11 @@ class AdamMini(SpannedOptimizer):
                     means=self._fresh(param),
                 )
 
+    def _beside(self, param: Tensor) -> dict[str, int]:
+        lengths = self._lengths(param)
+        count = sum(_touched(span, lengths[id(span)]) for span in self._place(param).spans)
+        return {**super()._beside(param), "means": 4 * count}
+
     def _fresh(self, param: Tensor) -> list[Tensor]:
         lengths = self._lengths(param)
         spans = self._place(param).spans
@@ -179,11 +199,15 @@ class AdamMini(SpannedOptimizer):
         """See ``SpannedOptimizer``. Local."""
         return [
             {
-                "exp_avg": (self._state_dtype(param), 1),
+                **{name: (self._state_dtype(param), 1) for name in self._of_elements(param)},
                 "exp_avg_sq.means": (torch.float32, self.block_length(param, span)),
             }
             for span in self._place(param).every
         ]
+
+    def _of_elements(self, param: Tensor) -> tuple[str, ...]:
+        """The states of one value per element."""
+        return ("exp_avg", MASTER) if self._has_master(param) else ("exp_avg",)
 
     def span_states(self, param: Tensor) -> list[dict[str, Any]]:
         """See ``SpannedOptimizer``. Local."""
@@ -197,25 +221,33 @@ class AdamMini(SpannedOptimizer):
                 length = self.block_length(param, span)
                 states[-1] = {
                     "step": state["step"],
-                    "exp_avg": part(state["exp_avg"], span).view(-1),
                     "exp_avg_sq.means": own if length == 1 else Blocks(own, length),
                 }
+                for name in self._of_elements(param):
+                    bare = name == MASTER and name not in state  # loaded without one
+                    value = part(param if bare else state[name], span)
+                    states[-1][name] = value.detach().reshape(-1).to(self._state_dtype(param))
         return states
 
     def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
         """See ``SpannedOptimizer``. Local."""
-        first = self._zeros(param, "exp_avg")
+        if self._store is not None:
+            self._place_states({id(param)})
         held = [given for given in states if given]
-        for span, given in zip(self._place(param).spans, held, strict=True):
-            part(first, span).view(-1).copy_(given["exp_avg"])
-        means = [given["exp_avg_sq.means"] for given in held]
-        self.state[param] = {"step": held[0]["step"], "exp_avg": first, "means": means}
+        means = [given["exp_avg_sq.means"].to(param.device) for given in held]
+        self.state[param] = {"step": held[0]["step"], "means": means}
+        for name in self._of_elements(param):
+            value = self.state[param][name] = self._zeros(param, name)
+            for span, given in zip(self._place(param).spans, held, strict=True):
+                part(value, span).view(-1).copy_(given[name])
 
     def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         state = super()._loaded(param, saved)
         if "exp_avg_sq" in saved:
-            square = saved["exp_avg_sq"].detach().to(param.device, torch.float32)
-            state["exp_avg_sq"] = square.contiguous()
+            square = saved["exp_avg_sq"].detach()
+            if self._store is None or not self._store.takes(param):
+                square = square.to(param.device)
+            state["exp_avg_sq"] = square.to(torch.float32).contiguous()
         return state
 
     def _after_load(self) -> None:
@@ -255,7 +287,9 @@ class AdamMini(SpannedOptimizer):
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """The mean square of each block over all ranks, float64."""
-        if self._is_on_gpu():
+        self._denominators: dict[int, Tensor] = {}
+        self._on_gpu = self._is_on_gpu()
+        if self._on_gpu:
             self._totals = self._means_on_gpu(members, scaling)
             return
         factor = (scaling.clip / scaling.scale) ** 2
@@ -366,6 +400,9 @@ class AdamMini(SpannedOptimizer):
         )
         pieces = list(self._pieces(found.params, found.values, found.grads))
         states = [self.state[piece.param] for piece in pieces]
+        sources = [self._source(piece) for piece in pieces]
+        lengths = [self.block_length(source.param, source.span) for source in sources]
+        self._step_means(sources, beta2, group["eps"], scaling)
         self._run(
             "mini",
             rule,
@@ -375,30 +412,57 @@ class AdamMini(SpannedOptimizer):
             [piece.grad for piece in pieces],
             (
                 [part(s["exp_avg"], p.span) for s, p in zip(states, pieces, strict=True)],
-                self._denominators(pieces, beta2, group["eps"], scaling),
+                [
+                    self._denominators_of(p.span, source.span, length)
+                    for p, source, length in zip(pieces, sources, lengths, strict=True)
+                ],
             ),
             [state["step"] for state in states],
-            tuple((p.span.first, p.key, self.block_length(p.param, p.span)) for p in pieces),
+            tuple((p.span.first, p.key, n) for p, n in zip(pieces, lengths, strict=True)),
         )
 
-    def _denominators(
-        self, pieces: list[Piece], beta2: float, eps: float, scaling: Scaling
-    ) -> list[Tensor]:
-        on_gpu, found = self._is_on_gpu(), scaling.control.found_inf
+    def _source(self, piece: Piece) -> Source:
+        found = (self._sources or {}).get(id(piece.span))
+        return found or self._source_of(piece.param, piece.span)
+
+    def _source_of(self, param: Tensor, span: Span) -> Source:
+        state, spans = self.state[param], self._place(param).spans
+        number = next(i for i, each in enumerate(spans) if each is span)
+        return Source(param, span, state["step"], state["means"][number])
+
+    def _lend(
+        self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
+    ) -> None:
+        super()._lend(worker, part, param, ends, held)
+        if worker._sources is None:
+            worker._sources = {}
+        spans = {span.key: span for span in self._place(param).spans}
+        for own in worker._place(part).spans:
+            worker._sources[id(own)] = self._source_of(param, spans[own.key])
+
+    def _step_means(
+        self, sources: list[Source], beta2: float, eps: float, scaling: Scaling
+    ) -> None:
+        """Step the second moments of the spans that have not been seen in this step."""
+        found, root = scaling.control.found_inf, _root_on_gpu if self._on_gpu else _root
         roots: dict[int, Any] = {}
-        results = []
-        for piece in pieces:
-            state = self.state[piece.param]
-            spans = self._place(piece.param).spans
-            number = next(i for i, span in enumerate(spans) if span is piece.span)
-            means, step = state["means"][number], state["step"]
-            new = self._totals.pop(id(piece.span)).float().to(means.device)
+        for _, span, step, means in sources:
+            if id(span) not in self._totals:
+                continue
+            new = self._totals.pop(id(span)).float().to(means.device)
             updated = means.mul(beta2).add_(new, alpha=1 - beta2)
             means.copy_(updated if found is None else torch.where(found == 0, updated, means))
             if id(step) not in roots:
-                roots[id(step)] = _root_on_gpu(step, beta2) if on_gpu else _root(step, beta2)
-            results.append(means.sqrt().div_(roots[id(step)]).add_(eps))
-        return results
+                roots[id(step)] = root(step, beta2)
+            self._denominators[id(span)] = means.sqrt().div_(roots[id(step)]).add_(eps)
+
+    def _denominators_of(self, own: Span, whole: Span, length: int) -> Tensor:
+        """Of the blocks that a span, or a chunk's slice of one, touches."""
+        found = self._denominators[id(whole)]
+        if own.first + own.length == whole.first + whole.length:  # the last slice
+            del self._denominators[id(whole)]
+        first = own.first // length - whole.first // length
+        return found[first : first + _touched(own, length)]
 
 
 def _root(step: Tensor, beta2: float) -> float:

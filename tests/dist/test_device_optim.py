@@ -81,17 +81,19 @@ def test_a_step_needs_no_host_sync(rank: int, world: int):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_adam_mini_needs_no_host_sync(rank: int, world: int, use_orig_params: bool):
     """Blocks that ranks share, with clipping and a loss scale: the processor's values, and two
-    equal runs to the bit. A step with an infinity changes nothing.
+    runs that are equal to the bit, of which one has first moments in host memory. A step with an
+    infinity changes nothing.
     """
     import simgpu
 
     ends, synced = [], []
-    for _ in range(2):
+    for offload in (None, optim.Host()):
         model = wrap("fsdpc", Model(torch.float32), use_orig_params=use_orig_params)
         mini = optim.AdamMini(
             [{"params": []}, {"params": list(model.parameters())}],
             lr=1e-2,
             block=lambda name, shape: BLOCKS[name[-1]],
+            offload=offload,
         )
         assert mini._communicates() == (world > 1)
         for step, found in enumerate((0.0, 0.0, 1.0, 0.0)):

@@ -42,6 +42,9 @@ ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
 on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 SHAPES = {"a": (100, 401), "b": (7,), "c": (64, 64), "d": (5,), "e": (50000,)}
 SMALL = 2 * 131072  # bytes of buffers: "a" and "e" take several chunks on each of two ranks
+# Elements that share a second moment: blocks are cut by ranks and by chunks.
+BLOCKS = {7: 1, 301: 903, 449: 1000}
+MINI = partial(optim.AdamMini, block=lambda name, shape: BLOCKS.get(shape[-1], shape[-1]))
 KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW": (partial(optim.AdamW, amsgrad=True), torch.float32),
     "Adam": (optim.Adam, torch.bfloat16),
@@ -49,8 +52,9 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "Lion": (optim.Lion, torch.float32),
     "AdamWBF16": (optim.AdamWBF16, torch.bfloat16),
     "AdamW8bit": (optim.AdamW8bit, torch.float32),
+    "AdamMini": (MINI, torch.float32),
 }
-# For states of 8 bits: "c" takes several chunks, "a" and "d" have states in float32.
+# For few bytes of states: "c" takes several chunks; of 8 bits, "a" and "d" have float32 states.
 LARGE = {"a": (3, 301), "b": (90, 67), "c": (300, 449), "d": (7,), "e": (5001,)}
 
 
@@ -101,20 +105,23 @@ def same(one: Any, other: Any) -> None:
 
 
 @on_gpu
-@ranks(2, env=ON_GPU)
+@ranks(1, 2, env=ON_GPU)
 def test_equal_to_states_on_the_gpu(rank: int, world: int):
     import simgpu
 
     cases = [("AdamW", how, ratio) for how in ("units", "rows") for ratio in (0, 0.5, 1)]
     cases += [("AdamW", "flat", 1), ("Adam", "flat", 1), ("SGD", "rows", 0.5), ("SGD", "units", 1)]
     cases += [("Lion", "units", 1), ("AdamWBF16", "units", 1), ("AdamWBF16", "rows", 0.5)]
-    cases += [("AdamW8bit", "rows", 0.97), ("AdamW8bit", "flat", 1)]
+    cases += [("AdamW8bit", "rows", 0.97), ("AdamW8bit", "flat", 1), ("AdamMini", "units", 0)]
+    cases += [("AdamMini", how, 1) for how in ("units", "rows", "flat")]
+    cases += [("AdamMini", "rows", 0.97), ("AdamMini", "units", 0.5)]
     policies = ("lazy", "eager", "random:1", "order:host,2,1,0")
     for number, (name, how, ratio) in enumerate(cases):
         simgpu.policy(policies[number % len(policies)])
         kind, dtype = KINDS[name]
-        clip = {"max_norm": 1.0} if name in ("AdamW", "AdamW8bit") else {}
-        shapes = LARGE if name == "AdamW8bit" else SHAPES
+        low = name in ("AdamW8bit", "AdamMini")
+        clip = {"max_norm": 1.0} if low or name == "AdamW" else {}
+        shapes = LARGE if low else SHAPES
         models = [made(how, dtype, shapes) for _ in range(2)]
         kept = kind(models[0].parameters())
         away = kind(models[1].parameters(), offload=optim.Host(ratio, SMALL))
@@ -124,23 +131,25 @@ def test_equal_to_states_on_the_gpu(rank: int, world: int):
         here, total = away._store.chosen_bytes
         assert here <= ratio * total and (here == total) == (ratio == 1), (name, how)
         assert (away._store.host_bytes > 0) == (here > 0)
-        assert name != "AdamW8bit" or len(away._store.chunks) > 1
+        assert not low or ratio < 0.9 or len(away._store.chunks) > 1
 
 
-def count_a_step(rank: int, world: int, ratio: float) -> dict[str, Any]:
+def count_a_step(rank: int, world: int, name: str) -> dict[str, Any]:
     import simgpu
 
     from fsdpc import _C
 
     simgpu.policy("lazy")
-    model = made("units")
-    optimizer = optim.AdamW(model.parameters(), offload=optim.Host(ratio, SMALL))
+    kind, shapes = (MINI, LARGE) if name == "AdamMini" else (optim.AdamW, SHAPES)
+    model = made("units", shapes=shapes)
+    optimizer = kind(model.parameters(), offload=optim.Host(1, SMALL))
     train(model, optimizer, range(2))
     model(2).backward()
     store = optimizer._store
     lanes = [lane.counts() for lane in (store.incoming, store.outgoing)]
     early: list[bool] = []
-    real = optim.AdamW._step_group
+    own: Any = type(optimizer)
+    real = own._step_group
 
     def step_group(self: Any, *args: Any) -> None:
         """Whether the next chunk has come already when this one is stepped."""
@@ -154,13 +163,13 @@ def count_a_step(rank: int, world: int, ratio: float) -> dict[str, Any]:
     for policy in ("lazy", "eager"):
         simgpu.policy(policy)
         early.clear()
-        optim.AdamW._step_group = step_group  # type: ignore[method-assign]
+        own._step_group = step_group
         for buffer in store.buffers:
             buffer.fill_(171)
         waits = _C.cuda_waits(0)
         with simgpu.counting() as driver:
             optimizer.step()
-        optim.AdamW._step_group = real  # type: ignore[method-assign]
+        own._step_group = real
         found[policy] = {"early": list(early), "host_syncs": _C.cuda_waits(0) - waits, **driver}
     found["lanes"] = [
         {name: value - before[name] for name, value in lane.counts().items()}
@@ -176,9 +185,10 @@ def has_come(store: Any, number: int) -> bool:
 
 
 @on_gpu
-def test_counts():
+@pytest.mark.parametrize("name", ["AdamW", "AdamMini"])
+def test_counts(name: str):
     """The next chunk is on its way while one is stepped, and the step does not wait for it."""
-    found = run_ranks(count_a_step, 1, env=ON_GPU, ratio=1)[0]
+    found = run_ranks(count_a_step, 1, env=ON_GPU, name=name)[0]
     print(found)
     chunks, (came, went) = found["chunks"], found["lanes"]
     assert chunks >= 6
@@ -201,8 +211,8 @@ def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str
     simgpu.policy("lazy")
     simgpu.options().quiet = True
     masters = what == "masters"
-    kind = optim.AdamW8bit if what == "AdamW8bit" else optim.AdamW
-    shapes = {"a": (300, 301)} if what == "AdamW8bit" else SHAPES
+    kind = {"AdamW8bit": optim.AdamW8bit, "AdamMini": MINI}.get(what, optim.AdamW)
+    shapes = SHAPES if kind is optim.AdamW else {"a": (300, 301)}
     model = made("units", torch.bfloat16 if masters else torch.float32, shapes)
     optimizer = kind(model.parameters(), offload=optim.Host(1, SMALL, masters=masters))
     train(model, optimizer, range(2))
@@ -228,12 +238,14 @@ def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str
 
 
 @on_gpu
-@pytest.mark.parametrize("what", ["AdamW", "masters", "AdamW8bit"])
+@pytest.mark.parametrize("what", ["AdamW", "masters", "AdamW8bit", "AdamMini"])
 def test_each_wait_that_is_left_out_is_found(what: str):
     found = run_ranks(leave_out_each, 1, env=ON_GPU, what=what)[0]
     for left_out, reports in found:
         print(f"{left_out}: {(reports or ['-'])[0]}")
-    assert found[0][1] == found[1][1] == [] and len(found) > (8 if what == "AdamW8bit" else 15)
+    assert found[0][1] == found[1][1] == [] and len(found) > (
+        15 if what in ("AdamW", "masters") else 8
+    )
     assert [left_out for left_out, reports in found[2:] if not reports] == []
 
 
@@ -282,6 +294,54 @@ def test_masters(rank: int, world: int):
             assert total > 0 and here <= (1 - ratio) * total and (here == total) == (ratio == 0)
 
 
+@on_gpu
+@ranks(2, env=ON_GPU)
+def test_masters_with_second_moments_of_blocks(rank: int, world: int):
+    """Equal to float32 parameters with the same gradients, also behind a state dict, and behind a
+    checkpoint.
+    """
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for ratio in (0, 0.97, 1):
+        model, wide = made("rows", torch.bfloat16, LARGE), made("rows", torch.float32, LARGE)
+        params, others = list(model.parameters()), list(wide.parameters())
+        with torch.no_grad():
+            for param, other in zip(params, others, strict=True):
+                local(other).copy_(local(param))
+
+        def fresh(ratio: float, params: Any = params) -> Any:
+            return MINI(params, lr=1e-4, offload=optim.Host(ratio, SMALL, masters=True))
+
+        kept, away = MINI(others, lr=1e-4), fresh(ratio)
+        for step in range(5):
+            if step == 3:
+                saved, away = away.state_dict(), fresh(1 - ratio)
+                away.load_state_dict(saved)
+            if step == 4:
+                checkpoint.save(f"{folder[0]}/{ratio}", model, away)
+                away = fresh(ratio)
+                checkpoint.load(f"{folder[0]}/{ratio}", model, away)
+            for optimizer, each in ((away, model), (kept, wide)):
+                optimizer.zero_grad()
+                each(step).backward()
+                optimizer.grad_scale = torch.tensor(4.0)
+                optimizer.found_inf = torch.tensor(float(step == 2))
+            for param, other in zip(params, others, strict=True):
+                if param.grad is not None:
+                    local(other.grad).copy_(local(param.grad))
+            kept.step()
+            with Unread():
+                away.step()
+            for param, other in zip(params, others, strict=True):
+                assert torch.equal(local(param), local(other).to(param.dtype)), (ratio, step)
+                own, expected = away.state[param], kept.state[other]
+                if own:
+                    assert torch.equal(local(own["master"]), local(other))
+                    assert torch.equal(local(own["exp_avg"]), local(expected["exp_avg"]))
+                    assert torch.equal(own["means"][0], expected["means"][0])
+        assert (away._store.host_bytes > 0) == (ratio > 0)
+
+
 def same_states(one: Any, other: Any) -> None:
     """Of optimizers of sharded parameters, and of their copies in host memory."""
     states = zip(one.state.values(), other.state.values(), strict=True)
@@ -302,7 +362,7 @@ def bits(value: torch.Tensor) -> torch.Tensor:
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step(rank: int, world: int):
     """The first one, too, of which only the GPU knows that it did not happen."""
-    for name in ("AdamW", "SGD", "AdamW8bit"):
+    for name in ("AdamW", "SGD", "AdamW8bit", "AdamMini"):
         ends = []
         for offload in (None, optim.Host(1, SMALL)):
             model = made("rows")
@@ -318,7 +378,7 @@ def test_infinities_skip_a_step(rank: int, world: int):
 
 
 @on_gpu
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamMini"])
 @ranks(2, env=ON_GPU)
 def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
     """By state dicts, gathered ones, and checkpoints, between every place that states have."""
@@ -329,7 +389,8 @@ def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
     models = [made("units") for _ in places]
 
     def fresh(number: int) -> Any:
-        return getattr(optim, name)(models[number].parameters(), offload=places[number])
+        kind = MINI if name == "AdamMini" else getattr(optim, name)
+        return kind(models[number].parameters(), offload=places[number])
 
     optimizers = [fresh(number) for number in range(3)]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -392,13 +453,11 @@ def test_failures(rank: int, world: int):
             use()
     optimizer.load_state_dict(saved)
     optimizer.step()
-    with pytest.raises(NotImplementedError, match="AdamMini keeps.*take offload=Disk.*Host"):
-        optim.AdamMini(model.parameters(), offload=optim.Host())
     with pytest.raises(ValueError, match="AdamW8bit has no float32 masters"):
         optim.AdamW8bit(model.parameters(), offload=optim.Host(masters=True))
 
 
-def program(door: str, offload: Any) -> list[torch.Tensor]:
+def program(door: str, name: str, offload: Any) -> list[torch.Tensor]:
     """Accumulation, a frozen block that is thawed, checkpointed blocks and offloaded activations,
     two groups, a schedule, clipping, and one block whose parameters are in host memory.
     """
@@ -419,7 +478,7 @@ def program(door: str, offload: Any) -> list[torch.Tensor]:
     biases = [p for name, p in params.items() if name.endswith("bias")]
     others = [p for name, p in params.items() if not name.endswith("bias")]
     groups = [{"params": others}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
-    optimizer = optim.AdamW(groups, lr=1e-2, offload=offload)
+    optimizer = KINDS[name][0](groups, lr=1e-2, offload=offload)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for step in range(4):
         if step == 2:
@@ -434,17 +493,18 @@ def program(door: str, offload: Any) -> list[torch.Tensor]:
         optimizer.zero_grad()
         schedule.step()
     assert offload is None or optimizer._store.host_bytes > 0
-    values = [*params.values(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
+    values = [*params.values(), *tree_leaves(list(optimizer.state.values()))]
     return [(v.to_local() if hasattr(v, "to_local") else v).detach().clone() for v in values]
 
 
 @on_gpu
+@pytest.mark.parametrize("name", ["AdamW", "AdamMini"])
 @pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
 @ranks(2, env=ON_GPU)
-def test_a_program_with_everything_around_it(rank: int, world: int, door: str):
-    expected = program(door, None)
+def test_a_program_with_everything_around_it(rank: int, world: int, door: str, name: str):
+    expected = program(door, name, None)
     for ratio in (0.5, 1):
-        found = program(door, optim.Host(ratio, SMALL))
+        found = program(door, name, optim.Host(ratio, SMALL))
         assert len(found) == len(expected) > 30, (len(found), len(expected))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), ratio
 
@@ -460,6 +520,7 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         "adamw-bf16": (optim.AdamWBF16, torch.float32),
         "adamw-master": (optim.AdamW, torch.bfloat16),
         "adamw8bit": (optim.AdamW8bit, torch.float32),
+        "adam-mini": (MINI, torch.bfloat16),
     }
     gpu = fsdpc._C.cuda_device(0)
     where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
@@ -487,8 +548,9 @@ def test_the_plan_equals_the_run(rank: int, world: int):
         assert rows.get(("optimizer states", "device"), 0) == total - here
         report = fsdpc.memory_report(model, optimizer)
         line = next(line for line in report.lines if line.role == "optimizer states")
-        steps = 4 * sum("step" in state for state in dict.values(optimizer.state))
-        assert line.actual == line.planned == SMALL + total - here + steps
+        held = [(s.get("step"), s.get("means")) for s in dict.values(optimizer.state)]
+        beside = sum(value.nbytes for value in tree_leaves(held) if value is not None)
+        assert line.actual == line.planned == SMALL + total - here + beside
         assert "in pinned host memory" in line.note
 
 

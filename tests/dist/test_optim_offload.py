@@ -19,6 +19,7 @@ from harness import die, ranks, run_ranks
 from test_optim_steps import Model, alone, make, same, train
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_leaves
 from toys import Block, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
@@ -36,6 +37,7 @@ KINDS = {
     "AdamWBF16": ("units", "rows"),  # flat parameters draw other random bits
     "SGD": ("flat",),
     "Lion": ("rows",),
+    "AdamMini": ("flat", "rows"),
 }
 
 
@@ -95,6 +97,7 @@ def test_the_plan_equals_the_run(rank, world):
         "lion": (optim.Lion, {}),
         "momentum": (partial(optim.SGD, momentum=0.9), {}),
         "adamw-master": (optim.AdamW, {"masters": True}),
+        "adam-mini": (partial(optim.AdamMini, block=lambda *_: 100), {}),
     }
     for name, (kind, options) in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -114,7 +117,9 @@ def test_the_plan_equals_the_run(rank, world):
             assert made.row("buffers of states") == sum(map(len, store.buffers))
             report = fsdpc.memory_report(model, optimizer)
             line = next(line for line in report.lines if line.role == "optimizer states")
-            assert line.actual == line.planned == sum(map(len, store.buffers))
+            held = [(s.get("step"), s.get("means")) for s in optimizer.state.values()]
+            beside = sum(value.nbytes for value in tree_leaves(held) if value is not None)
+            assert line.actual == line.planned == sum(map(len, store.buffers)) + beside
             assert "of states on a disk" in line.note
 
 

@@ -82,7 +82,7 @@ def test_the_table_names_what_and_why(capsys):
         (["gpt2", "--checkpointing", "2"], "from 0 to 1"),
         (["gpt2", "--compress", "int8", "--offload-activations"], "use one of the two"),
         (["plan_models:gpt", "--offload-activations"], "by formula"),
-        (["gpt2", "--offload-states", "0.5", "--optimizer", "adam-mini"], "has no states"),
+        (["gpt2", "--offload-states", "0.5", "--optimizer", "adamw4bit"], "has no states"),
         (["gpt2", "--offload-states", "50"], "from 0 to 1"),
         (["gpt2", "--offload-states", "0.5", "--disk", "96", "--offload"], "one of host and disk"),
         (["plan_models:gpt", "--cpu", "--compress", "int8"], "by formula"),
