@@ -5,8 +5,9 @@ python benchmarks/bench_optim.py --json              # and write results/optim.j
 python benchmarks/bench_optim.py --only AdamW --numel 1000000
 
 "big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
-A case has tensors of its own; all of them take turns round by round in one process, and a share is
-the quotient of one round. Time is the thread's processor time. Bytes are what a step must read and
+All cases of one dtype step the same parameters with the same gradients, because memory differs in
+speed from place to place, and have states of their own. They take turns round by round in one
+process, and a share is the quotient of one round. Time is the thread's processor time. Bytes are what a step must read and
 write at least: parameter, gradient and states once each (the gradients twice for a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
@@ -24,6 +25,7 @@ optimizer is torch's fused AdamW or fsdpc's (--steps "" leaves them out).
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import time
 from collections.abc import Callable
@@ -97,8 +99,9 @@ RIVALS = {
 }
 
 
+@functools.cache
 def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]:
-    """Parameters with gradients, all of them different pages."""
+    """Parameters with gradients, all of them different pages; of several cases."""
     made = []
     for _ in range(count):
         param = nn.Parameter(torch.randn(numel).to(dtype))

@@ -161,12 +161,15 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
     return grad;
 }
 
+enum { FIRST_LINES = 4, COPIED_TILE = 4096 };
+
 /* --- the pass ---------------------------------------------------------------------------------- */
 
 struct pass {
     const fsdpc_optim_loops *loops;
     const fsdpc_optim_rule *rule;
     const fsdpc_optim_tensor *tensors;
+    int count;
     fsdpc_optim_numbers *numbers; /* one per tensor */
 };
 
@@ -285,7 +288,8 @@ is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
     return type == a || type == b;
 }
 
-/* A whole part where the loops read and write all memory in place: each tile costs as much as 100 elements. */
+/* A whole part where the loops read and write all memory in place: each tile costs as much as 100 elements.
+ * Parameters with a copy are read again at the end of a tile, from a cache. */
 static int64_t
 longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
 {
@@ -294,7 +298,10 @@ longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low
         low || (is_one_of(tensor->param_type, FSDPC_F32, type) &&
                 is_one_of(tensor->grad_type, FSDPC_F32, type) &&
                 is_one_of(tensor->state_type, FSDPC_F32, type) && gradient_is_plain(pass->rule));
-    return in_place && tensor->copy == NULL ? FSDPC_OPTIM_PART : FSDPC_OPTIM_TILE;
+    if (!in_place) {
+        return FSDPC_OPTIM_TILE;
+    }
+    return tensor->copy == NULL ? FSDPC_OPTIM_PART : COPIED_TILE;
 }
 
 /* A tile ends where the high half of the index changes: random_key has one for the tile. */
@@ -307,11 +314,27 @@ tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t
     return end - tile < most ? end - tile : most;
 }
 
+/* Asks for where a tensor begins that is stepped soon: a processor notices a stream by its first lines, and a
+ * small tensor has few more. */
+static void
+ask_for(const fsdpc_optim_tensor *tensor)
+{
+    const void *memory[] = {tensor->param, tensor->grad, tensor->states[0], tensor->states[1]};
+    for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) {
+        for (uintptr_t line = 0; line < FIRST_LINES; line++) {
+            __builtin_prefetch((const void *)((uintptr_t)memory[i] + line * FSDPC_OPTIM_LINE));
+        }
+    }
+}
+
 static void
 step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
+    if (index + 1 < pass->count) {
+        ask_for(tensor + 1);
+    }
     const fsdpc_optim_numbers *k = &pass->numbers[index];
     const bool low = !pass->rule->stochastic && is_low(pass, tensor, k);
     const int64_t longest = longest_tile(pass, tensor, low);
@@ -324,7 +347,7 @@ step_part(void *context, int index, int64_t begin, int64_t end)
         } else {
             step_tile(pass, tensor, k, tile, n);
         }
-        if (tensor->copy != NULL) { /* the tile is in the first cache */
+        if (tensor->copy != NULL) {
             fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, tile, n,
                               at(tensor->param, FSDPC_F32, tile));
         }
@@ -390,7 +413,7 @@ int
 fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                  int threads)
 {
-    struct pass pass = {.rule = rule, .tensors = tensors};
+    struct pass pass = {.rule = rule, .tensors = tensors, .count = count};
     for (int i = 0; i < count; i++) {
         FSDPC_TRY(fsdpc_optim_check(rule, &tensors[i], i));
     }

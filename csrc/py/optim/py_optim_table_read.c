@@ -241,6 +241,9 @@ ask_for(const struct table *self, int number)
     const struct member *member = &self->members[number];
     for (int i = 0; i < SEEN; i++) {
         const struct seen *seen = &member->seen[i];
+        if (seen->object == NULL) { /* asking for what is not mapped takes long */
+            continue;
+        }
         __builtin_prefetch(seen->object);
         for (int line = -2; line <= 1; line++) {
             __builtin_prefetch((const void *)((uintptr_t)seen->shape + (uintptr_t)(line * 64)));
