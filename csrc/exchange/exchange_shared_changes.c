@@ -51,7 +51,8 @@ samples_of(const fsdpc_exchange *x, int rank, int unit)
 static int
 outermost(const fsdpc_layout *layout, int rank, int step)
 {
-    for (int i = step > 0 ? 0 : layout->param_count - 1; i >= 0 && i < layout->param_count; i += step) {
+    for (int i = step > 0 ? 0 : layout->param_count - 1; i >= 0 && i < layout->param_count;
+         i += step) {
         const int param = layout->order[i];
         if (layout->params[param].trainable_index >= 0 &&
             fsdpc_layout_span(layout, param, rank).length > 0) {
@@ -165,8 +166,10 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
     int status = fsdpc_error(
         FSDPC_E_MISMATCH,
         "gather of unit %s: rank %d has changed its parameters since its last forward without "
-        "gradients, and rank %d, in a further one, would read values from before and after the change. "
-        "Run as many batches on every rank before parameters change (averages swapped in or out, an "
+        "gradients, and rank %d, in a further one, would read values from before and after the "
+        "change. "
+        "Run as many batches on every rank before parameters change (averages swapped in or out, "
+        "an "
         "optimizer step), or gather a full state dict on all ranks before the change",
         fsdpc_unit_name(unit), changed, unchanged);
     fsdpc_shm_abort(x->shm, fsdpc_error_text());

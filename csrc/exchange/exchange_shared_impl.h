@@ -50,8 +50,8 @@ struct fsdpc_shared {
     size_t *post_offset, *post_stride;
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
     _Atomic uint64_t *samples;
-    bool checks; /* this pass is without gradients: exchange_shared_changes.c */
-    int reduce_total;       /* base slots, then one overflow slot per unit */
+    bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
+    int reduce_total; /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
     uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
     size_t base_bytes, over_bytes, base_stride, over_stride;

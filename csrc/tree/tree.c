@@ -230,13 +230,13 @@ fsdpc_tree_detach(fsdpc_tree *tree)
     return status;
 }
 
+static const uint64_t pass_step = (uint64_t)1 << 20,
+                      last_step = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
+
 /* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. A
  * forward with gradients has a number that no rank gives to one without, so that this forward does not
  * join values that another rank has gathered before such a change. Forwards with gradients and no backward
  * take the last numbers one by one. */
-static const uint64_t pass_step = (uint64_t)1 << 20,
-                      last_step = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
-
 static uint64_t
 next_pass(uint64_t pass, bool grad)
 {

@@ -1,15 +1,7 @@
 """Ranks of one host that evaluate on different numbers of batches.
 
-While nobody changes the weights, all values are right. A rank with fewer batches may change its own before
-the others are done; E is a batch with averages, P one with the weights themselves, > a change:
-
-| rank with more batches | rank with fewer | what a batch read silently |
-| --- | --- | --- |
-| E E       | E > train             | second E: the other rank's weights |
-| E E       | E > state dict        | second E: the same |
-| E E > P  | E > P                 | second E and first P, on both ranks: weights and averages mixed |
-| E E state dict > P | E state dict > P | P of the rank with fewer: averages that the slots still held |
-| P P > train | P > train, > an optimizer step | second P: weights after the step |
+While nobody changes the weights, all values are right. A rank with fewer batches may change its own
+before the others are done: docs/decisions/032-changed-weights.md lists the orders of events.
 """
 
 from __future__ import annotations
@@ -183,8 +175,8 @@ def test_as_many_batches_of_each_weights(rank, world, door, data):
 @ranks(2)
 @pytest.mark.parametrize("cut", [8, 9, 7])
 def test_changes_of_what_one_rank_holds(rank, world, cut):
-    """Two parameters, of which each rank holds one, or one and a piece of the other: nothing is refused
-    where one is written between forwards of all ranks, in any way.
+    """Two parameters, of which each rank holds one, or one and a piece of the other: nothing is
+    refused where one is written between forwards of all ranks, in any way.
     """
     torch.manual_seed(0)
     parts = torch.nn.Sequential(torch.nn.Linear(64, cut), torch.nn.Linear(cut, 64))
