@@ -153,6 +153,14 @@ check_attached(const fsdpc_exchange *x)
                        : FSDPC_OK;
 }
 
+void
+fsdpc_exchange_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
+{
+    if (x->ops->compare && !x->detached) {
+        x->ops->compare(x, tag, grad, touched);
+    }
+}
+
 int
 fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 {

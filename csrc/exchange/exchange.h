@@ -48,6 +48,11 @@ void fsdpc_exchange_free(fsdpc_exchange *exchange);
 
 /* For the trace. */
 void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
+/* Before fsdpc_exchange_begin of a root forward: kind "shared" finds out whether this rank's masters have
+ * changed since the pass before. `touched`: the caller knows of a write to them. A forward without gradients
+ * then fails with FSDPC_E_MISMATCH where it would read some ranks' masters from before a change and others'
+ * from after. */
+void fsdpc_exchange_compare(fsdpc_exchange *exchange, uint64_t tag, bool grad, bool touched);
 /* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
 /* The outermost forward has ended or failed, whatever follows: prefetched values that were not used

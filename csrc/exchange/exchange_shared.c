@@ -56,7 +56,8 @@ done:
 /* --- set-up ---------------------------------------------------------------------------------- */
 
 static size_t
-plan_ctl(fsdpc_exchange *x, int slot_count, size_t *slots_at, size_t *posts_at, size_t *acks_at)
+plan_ctl(fsdpc_exchange *x, int slot_count, size_t *slots_at, size_t *posts_at, size_t *acks_at,
+         size_t *samples_at)
 {
     struct fsdpc_shared *s = x->shared;
     size_t at = 64 + sizeof(struct fsdpc_rank_ctl) * (size_t)x->world;
@@ -73,7 +74,9 @@ plan_ctl(fsdpc_exchange *x, int slot_count, size_t *slots_at, size_t *posts_at, 
     }
     *acks_at = at;
     s->reduce_total = x->reduce_slots + x->unit_count;
-    return at + sizeof(uint32_t) * (size_t)x->world * (size_t)s->reduce_total;
+    at += sizeof(uint32_t) * (size_t)x->world * (size_t)s->reduce_total;
+    *samples_at = fsdpc_round_up(at, 64);
+    return *samples_at + fsdpc_shared_samples_bytes(x);
 }
 
 static int
@@ -88,9 +91,9 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     if (!s->post_offset || !s->post_stride) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
-    size_t slots_at, posts_at, acks_at;
-    s->ctl_bytes = fsdpc_round_up(plan_ctl(x, plan->slot_count, &slots_at, &posts_at, &acks_at),
-                                  fsdpc_shm_page_bytes());
+    size_t slots_at, posts_at, acks_at, samples_at;
+    size_t bytes = plan_ctl(x, plan->slot_count, &slots_at, &posts_at, &acks_at, &samples_at);
+    s->ctl_bytes = fsdpc_round_up(bytes, fsdpc_shm_page_bytes());
     void *map;
     FSDPC_TRY(fsdpc_shm_alloc(x->shm, s->ctl_bytes, true, &s->ctl_offset));
     FSDPC_TRY(fsdpc_shm_map(x->shm, s->ctl_offset, s->ctl_bytes, NULL, &map));
@@ -100,6 +103,7 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     s->slots = s->ctl + slots_at;
     s->posts = s->ctl + posts_at;
     s->acks = (_Atomic uint32_t *)(s->ctl + acks_at);
+    s->samples = (_Atomic uint64_t *)(s->ctl + samples_at);
     fsdpc_shared_wait_open(x);
     FSDPC_TRY(fsdpc_shared_reduce_open(x));
     if (x->rank == 0) {
@@ -143,6 +147,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_shared = {
     .any_order = true,
     .open = open_shared,
     .close = close_shared,
+    .compare = fsdpc_shared_compare,
     .begin = begin,
     .leave = leave,
     .gather = fsdpc_shared_gather,

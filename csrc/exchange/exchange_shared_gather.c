@@ -200,6 +200,8 @@ hold_locked(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, ui
     if (!same) {
         slot->unit = fsdpc_unit_use(unit)->id;
         slot->tag = x->tag;
+        slot->touched = atomic_load(&x->shared->ranks[x->rank].touched);
+        slot->claimer = x->rank;
         slot->total = chunks * (uint32_t)x->world;
         atomic_store(&slot->done, 0);
         for (int r = 0; r < x->world; r++) {
@@ -354,16 +356,18 @@ fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
         bool busy;
         FSDPC_TRY(take_hold(x, unit, slot, may_wait, &busy));
         if (busy) {
-            return may_wait ? gather_spare(x, unit) : FSDPC_OK;
+            FSDPC_TRY(may_wait ? gather_spare(x, unit) : FSDPC_OK);
+            return may_wait ? fsdpc_shared_check_changes(x, unit) : FSDPC_OK;
         }
         fsdpc_unit_use(unit)->begun = true;
         FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));
+        FSDPC_TRY(fsdpc_shared_check_join(x, unit, slot->claimer, slot->touched));
     }
     if (!fsdpc_unit_use(unit)->ready && !fsdpc_unit_is_spare(unit)) {
         FSDPC_TRY(complete(x, unit, slot, may_wait));
         fsdpc_unit_use(unit)->ready = may_wait;
     }
-    return FSDPC_OK;
+    return may_wait ? fsdpc_shared_check_changes(x, unit) : FSDPC_OK;
 }
 
 /* --- release --------------------------------------------------------------------------------- */

@@ -14,7 +14,9 @@ struct fsdpc_rank_ctl {
     /* 1 + tag of the last pass before this rank unfreezes parameters, or 0; and one of the parameters:
      * unit << 32 | parameter, UINT64_MAX if unknown. */
     _Atomic uint64_t thaws, thawed;
-    char pad[64 - 48];
+    /* Tags of passes: [Note: changed weights] in exchange_shared_changes.c. */
+    _Atomic uint64_t changed, before, touched, sampled;
+    char pad[128 - 80];
 };
 
 struct fsdpc_slot_ctl {
@@ -24,7 +26,9 @@ struct fsdpc_slot_ctl {
     uint32_t holders;
     int32_t unit;
     uint64_t tag;
-    char pad[64 - 32];
+    uint64_t touched; /* that of the rank that claimed the slot, which is: */
+    int32_t claimer;
+    char pad[64 - 44];
     /* followed by: _Atomic uint32_t next[world] (chunks claimed of each piece), uint8_t held[world] */
 };
 
@@ -45,7 +49,9 @@ struct fsdpc_shared {
     char *posts; /* [unit][rank] */
     size_t *post_offset, *post_stride;
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
-    int reduce_total;       /* base slots, then one overflow slot per unit */
+    _Atomic uint64_t *samples;
+    bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
+    int reduce_total; /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
     uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
     size_t base_bytes, over_bytes, base_stride, over_stride;
@@ -88,6 +94,17 @@ void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wa
 /* The deadline has passed: names the ranks that do not wait themselves as late. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
 int fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param);
+
+/* --- exchange_shared_changes.c --------------------------------------------------------------- */
+
+size_t fsdpc_shared_samples_bytes(const fsdpc_exchange *x);
+/* Before a pass begins; as fsdpc_exchange_compare. */
+void fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
+/* With the unit's values in place. FSDPC_E_MISMATCH: they are of different weights, and the group ends. */
+int fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit);
+/* The same for a slot with values of this pass, claimed by a rank that had last touched its weights then. */
+int fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer,
+                            uint64_t touched);
 
 /* --- exchange_shared_gather.c ---------------------------------------------------------------- */
 

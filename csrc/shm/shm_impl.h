@@ -24,7 +24,7 @@
 #include "shm/shm.h"
 
 enum {
-    FSDPC_SHM_VERSION = 2,
+    FSDPC_SHM_VERSION = 3,
     FSDPC_SHM_NOTE_WORDS = 16,
     FSDPC_SHM_ABORT_BYTES = 1024,
     FSDPC_SHM_CORE_WORDS = 16,

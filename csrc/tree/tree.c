@@ -170,12 +170,17 @@ fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase)
     }
 }
 
+static uint64_t
+current_tag(const fsdpc_tree *tree)
+{
+    return tree->backwards << FSDPC_TAG_BITS | tree->pass;
+}
+
 int
 fsdpc_tree_publish_tag(fsdpc_tree *tree)
 {
-    uint64_t tag = tree->backwards << FSDPC_TAG_BITS | tree->pass;
     for (int i = 0; i < tree->exchange_count; i++) {
-        FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], tag));
+        FSDPC_TRY(fsdpc_exchange_begin(tree->exchanges[i], current_tag(tree)));
     }
     return FSDPC_OK;
 }
@@ -225,6 +230,9 @@ fsdpc_tree_detach(fsdpc_tree *tree)
     return status;
 }
 
+static const uint64_t pass_step = (uint64_t)1 << 20,
+                      last_step = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
+
 /* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. A
  * forward with gradients has a number that no rank gives to one without, so that this forward does not
  * join values that another rank has gathered before such a change. Forwards with gradients and no backward
@@ -232,8 +240,27 @@ fsdpc_tree_detach(fsdpc_tree *tree)
 static uint64_t
 next_pass(uint64_t pass, bool grad)
 {
-    const uint64_t step = (uint64_t)1 << 20, last = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
-    return grad && pass < last ? (pass / step + 1) * step : pass + 1;
+    return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;
+}
+
+void
+fsdpc_tree_meet(fsdpc_tree *tree)
+{
+    if (tree->exchange_count == 1 && tree->pass % pass_step != 0 && tree->pass < last_step) {
+        tree->pass = next_pass(tree->pass, true);
+    }
+}
+
+bool
+fsdpc_tree_compares(const fsdpc_tree *tree, bool grad)
+{
+    return !grad || tree->without_grad;
+}
+
+void
+fsdpc_tree_touch(fsdpc_tree *tree)
+{
+    tree->touched = true;
 }
 
 int
@@ -242,6 +269,11 @@ fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad)
     FSDPC_TRY(drop_all(tree));
     tree->forwards++;
     tree->pass = next_pass(tree->pass, grad);
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_compare(tree->exchanges[i], current_tag(tree), grad, tree->touched);
+    }
+    tree->without_grad = !grad;
+    tree->touched = false;
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
     fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
                     tree->forwards);

@@ -43,6 +43,13 @@ int fsdpc_tree_detach(fsdpc_tree *tree);
 /* Outside of any forward and backward: begins a pass and drops references that a failed one has left. `grad`,
  * the same on all ranks: a backward may follow. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad);
+/* Before begin_forward: whether that compares this rank's masters with those of the pass before
+ * (fsdpc_exchange_compare); and that the caller knows of a write to them since. */
+bool fsdpc_tree_compares(const fsdpc_tree *tree, bool grad);
+void fsdpc_tree_touch(fsdpc_tree *tree);
+/* Between passes: the ranks of a unit have met, however many forwards each has run. Later passes of the ranks have
+ * equal numbers again, and join no values that were gathered before. A no-op where units have different ranks. */
+void fsdpc_tree_meet(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);

@@ -42,6 +42,8 @@ struct fsdpc_tree {
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
     uint64_t pass;                /* the tag's number of the last of them */
+    bool without_grad;            /* the latest pass was */
+    bool touched;                 /* fsdpc_tree_touch */
     bool in_backward, defer_reduces;
     int opened;         /* the unit that was opened last, -1 */
     uint64_t clock;     /* counts begins and ends of forwards: fsdpc_tree_forget_calls */

@@ -40,12 +40,25 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
     return 0;
 }
 
+/* `compares`: fsdpc_tree_compares. */
+static int
+take_over_changes(fsdpc_py_flat *flat, bool compares)
+{
+    int changed = fsdpc_py_uninstall_all(flat) < 0 ? -1 : fsdpc_py_detect_changes(flat);
+    int touched = compares && changed >= 0 ? fsdpc_py_was_touched(flat) : 0;
+    if (changed > 0 || touched > 0) {
+        fsdpc_py_touch(flat);
+    }
+    return changed < 0 || touched < 0 ? -1 : 0;
+}
+
 /* Begins an outermost pass: leftovers of an earlier pass are cleared, and the user's changes to the
  * parameters are taken over. 1: `tree` is no longer the units' tree. */
 static int
 begin_pass(fsdpc_py_tree *tree)
 {
     int thaws = 0, graphs = 0;
+    bool compares = fsdpc_tree_compares(tree->tree, tree->outer_grad);
     if (set_in_pass(tree, false) < 0) {
         return -1;
     }
@@ -56,9 +69,7 @@ begin_pass(fsdpc_py_tree *tree)
         fsdpc_py_flat *flat = tree->units[i];
         Py_CLEAR(flat->call);
         graphs += flat->graphs;
-        int flags = fsdpc_py_uninstall_all(flat) < 0 || fsdpc_py_detect_changes(flat) < 0
-                        ? -1
-                        : fsdpc_py_sync_flags(flat);
+        int flags = take_over_changes(flat, compares) < 0 ? -1 : fsdpc_py_sync_flags(flat);
         if (flags < 0 || fsdpc_py_detect_step(flat, true) < 0) {
             return -1;
         }

@@ -34,6 +34,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
     if (outside && fsdpc_py_detect_changes(self) < 0) {
         return NULL;
     }
+    fsdpc_py_touch(self); /* other units are not looked at */
     Py_BEGIN_ALLOW_THREADS
     if (outside) {
         status = fsdpc_tree_begin_forward(tree->tree, true); /* values are final until now */

@@ -192,3 +192,19 @@ fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
                ? put_version(flat, flat->gathered_version)
                : 0;
 }
+
+int
+fsdpc_py_was_touched(fsdpc_py_flat *flat)
+{
+    long writes = 0;
+    for (int i = 0; i < flat->sharded_count; i++) {
+        long version = fsdpc_py_local_version(flat, flat->sharded[i].param);
+        if (version < 0) {
+            return -1;
+        }
+        writes += version;
+    }
+    bool touched = writes != flat->writes;
+    flat->writes = writes;
+    return touched;
+}

@@ -52,7 +52,7 @@ fsdpc_py_detect_changes(fsdpc_py_flat *flat)
     if (changed <= 0 || !flat->on_changed) {
         return changed < 0 ? -1 : 0;
     }
-    return fsdpc_py_call(flat->on_changed);
+    return fsdpc_py_call(flat->on_changed) < 0 ? -1 : 1;
 }
 
 /* replace_param(number, param): another object stands for the number-th sharded parameter from now on,

@@ -81,3 +81,20 @@ fsdpc_py_flat_index(const fsdpc_py_flat *self, PyObject *object, int *out)
     *out = (int)index;
     return 0;
 }
+
+void
+fsdpc_py_touch(const fsdpc_py_flat *flat)
+{
+    if (flat->tree && flat->tree->tree) {
+        fsdpc_tree_touch(flat->tree->tree);
+    }
+}
+
+PyObject *
+fsdpc_py_met(const fsdpc_py_flat *flat, int status)
+{
+    if (status == FSDPC_OK && flat->tree && flat->tree->tree) {
+        fsdpc_tree_meet(flat->tree->tree);
+    }
+    return fsdpc_py_none_or(status);
+}

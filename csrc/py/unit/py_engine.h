@@ -75,6 +75,7 @@ typedef struct fsdpc_py_flat {
     PyObject *versions, *versions_thrice;
     bool marked; /* as gathered */
     long gathered_version, released_version;
+    long writes; /* to the sharded parameters, as autograd had counted them: fsdpc_py_was_touched */
     bool hold_installed;
     bool withheld;      /* fsdpc_unit_withholds when the backward began */
     bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
@@ -155,6 +156,11 @@ typedef struct fsdpc_py_names {
 extern fsdpc_py_names fsdpc_py_name;
 
 /* --- py_engine.c ----------------------------------------------------------------------------- */
+
+/* The unit's values are written: fsdpc_tree_touch. */
+void fsdpc_py_touch(const fsdpc_py_flat *flat);
+/* The result of a call in which the ranks have read or written the unit's values together: they have met. */
+PyObject *fsdpc_py_met(const fsdpc_py_flat *flat, int status);
 
 int fsdpc_py_make_names(void);
 
@@ -319,6 +325,9 @@ int fsdpc_py_mark_all(fsdpc_py_tree *tree);
 /* To be called when a pass (`pass_begins`) or a backward begins: tensors that autograd saved before the
  * optimizer's last step become stale. */
 int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
+/* Whether autograd has counted a write to a sharded parameter since the last call, to one without elements, too.
+ * 1, 0, or -1 with an exception. */
+int fsdpc_py_was_touched(fsdpc_py_flat *flat);
 
 /* --- py_grads_sharded.c ------------------------------------------------------------------------- */
 
@@ -357,7 +366,7 @@ int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
 /* --- py_writeback.c -------------------------------------------------------------------------- */
 
 /* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
- * another object has taken its place in a module. */
+ * another object has taken its place in a module. 1: it has, 0, or -1 with an exception. */
 int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
 /* `sharded` shows zeros for gradients that wait. */

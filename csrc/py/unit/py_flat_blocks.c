@@ -103,12 +103,15 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
     } else if (fill(self, numbers, tensors, &all) == 0) {
         int status;
         enum fsdpc_memory_kind place = all.side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE;
+        if (write) {
+            fsdpc_py_touch(self);
+        }
         Py_BEGIN_ALLOW_THREADS
         status = write ? fsdpc_unit_write_blocks(self->unit, all.block,
                                                  (const void *const *)all.data, place)
                        : fsdpc_unit_read_blocks(self->unit, all.block, all.data, place);
         Py_END_ALLOW_THREADS
-        result = fsdpc_py_none_or(status);
+        result = fsdpc_py_met(self, status);
     }
     release(&all);
     return result;

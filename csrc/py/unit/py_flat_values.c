@@ -73,6 +73,7 @@ fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count
         return NULL;
     }
     int failed = fsdpc_py_side(self, &view, &side), status = FSDPC_OK;
+    fsdpc_py_touch(self);
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS
         status = fsdpc_unit_write(self->unit, which, i, view.data,
@@ -117,7 +118,7 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
     status = fsdpc_unit_read(self->unit, which, full,
                              side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
     Py_END_ALLOW_THREADS
-    result = fsdpc_py_none_or(status);
+    result = fsdpc_py_met(self, status);
 done:
     for (int i = 0; i < held; i++) {
         if (views[i].owner) {

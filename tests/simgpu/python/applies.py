@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+UNEVEN = "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
 UNMARKED = "ranks that run different units without mark_data_dependent: refused by name on a GPU"
 
 # A file below tests/, or a file and the beginning of a test's name.
@@ -10,9 +11,8 @@ SKIPPED: dict[str, str] = {
     "dist/test_harness.py": "the harness itself",
     "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
     "dist/test_state_memory.py": "figures of the process, where the simulated GPU keeps its memory",
-    "dist/test_features_graph.py::test_ranks_evaluate_different_numbers_of_batches": (
-        "ranks gather together over NCCL: that some evaluate longer is for shared memory only"
-    ),
+    "dist/test_eval_uneven.py": UNEVEN,
+    "dist/test_features_graph.py::test_ranks_evaluate_different_numbers_of_batches": UNEVEN,
     "dist/test_features_experts.py": UNMARKED + "; test_device_experts.py marks them",
     "dist/test_optim_in_backward.py": "refused by name for units on a GPU: test_device_optim.py",
     "dist/test_optim_offload.py": "states on a disk are refused by name for units on a GPU",

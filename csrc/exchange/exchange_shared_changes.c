@@ -1,0 +1,229 @@
+/* Ranks that run different numbers of forwards without gradients, and change their weights meanwhile.
+ *
+ * [Note: changed weights] A rank that has run all its batches may change its weights (averages that are swapped
+ * out, an optimizer step) while another rank, with more batches, still gathers them. A program changes them on
+ * all ranks, so a rank that has not changed its own since the other rank's last common pass must not read what
+ * the other one has changed by then. The converse must not be read either: values of a rank that is
+ * about to make a change which this rank has made.
+ *
+ * Nothing counts the changes of a program: they are plain operations on tensors, some of them behind
+ * autograd's back, and a rank may hold nothing of what they change. So each rank compares samples of its own
+ * values when a pass begins, and publishes two numbers of passes:
+ *   changed  the last one for which, in most units, the first and the last trainable parameter that the rank
+ *            holds had changed since its pass `before`, without a backward of all ranks between the two;
+ *   touched  the last one for which anything may have changed: a sample, a write that autograd has counted,
+ *            also to a parameter without elements, the memory; or the first pass after a backward.
+ * A rank that is ahead in a pass without gradients (it has begun a later one, or waits elsewhere) has run fewer
+ * batches. If it has changed its weights, and this rank has not touched its own, the values contradict each other.
+ * Of ranks in passes of one number it is not known whether they have run equally many batches; and a program may
+ * write parameters of which one of them holds nothing. So these contradict each other only where both hold
+ * parts of parameters that have changed. Programs in which all ranks run every pass get no error, unless they write
+ * a part of a parameter and autograd does not count that.
+ *
+ * A rank that waits elsewhere (for a state dict) has not published its changes: its values are compared with
+ * the samples of its last pass.
+ *
+ * Passes with gradients check nothing: their numbers (next_pass in tree.c) keep them apart. They publish
+ * where the pass before was without.
+ */
+#include <string.h>
+
+#include "exchange/exchange_shared_impl.h"
+#include "base/status.h"
+
+enum { EACH = 8, SAMPLES = 2 * EACH }; /* of the first parameter, then of the last one */
+
+size_t
+fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
+{
+    return sizeof(uint64_t) * SAMPLES * (size_t)x->world * (size_t)x->unit_count;
+}
+
+static _Atomic uint64_t *
+samples_of(const fsdpc_exchange *x, int rank, int unit)
+{
+    return x->shared->samples + ((size_t)rank * (size_t)x->unit_count + (size_t)unit) * SAMPLES;
+}
+
+/* --- samples --------------------------------------------------------------------------------- */
+
+/* The first (step 1) or last (step -1) trainable parameter of which the rank holds elements, or -1. */
+static int
+outermost(const fsdpc_layout *layout, int rank, int step)
+{
+    for (int i = step > 0 ? 0 : layout->param_count - 1; i >= 0 && i < layout->param_count;
+         i += step) {
+        const int param = layout->order[i];
+        if (layout->params[param].trainable_index >= 0 &&
+            fsdpc_layout_span(layout, param, rank).length > 0) {
+            return param;
+        }
+    }
+    return -1;
+}
+
+/* The bytes of elements that are evenly spread over what the rank holds of the parameter. */
+static void
+read_samples(const fsdpc_unit *unit, int rank, int param, uint64_t out[EACH])
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const fsdpc_segment *seg = &layout->segments[layout->params[param].segment];
+    const fsdpc_span span = fsdpc_layout_span(layout, param, rank);
+    const size_t item = fsdpc_dtype_bytes(seg->storage);
+    const char *first = fsdpc_unit_peer_master(unit, rank) + seg->shard_offset;
+    for (int k = 0; k < EACH; k++) {
+        int64_t at = span.piece_begin + span.length * (2 * k + 1) / (2 * EACH);
+        out[k] = 0;
+        memcpy(&out[k], first + (size_t)at * item, item < sizeof *out ? item : sizeof *out);
+    }
+}
+
+/* How many of EACH samples differ from the values; `keep`: they become the values. */
+static int
+compare_param(const fsdpc_unit *unit, int rank, int param, _Atomic uint64_t *samples, bool keep)
+{
+    uint64_t now[EACH];
+    int changed = 0;
+    read_samples(unit, rank, param, now);
+    for (int k = 0; k < EACH; k++) {
+        changed += atomic_load_explicit(&samples[k], memory_order_relaxed) != now[k];
+        if (keep) {
+            atomic_store_explicit(&samples[k], now[k], memory_order_relaxed);
+        }
+    }
+    return changed;
+}
+
+enum found { SAME, SOME, MOST };
+
+/* Compares a rank's values with its samples. */
+static enum found
+compare_rank(const fsdpc_exchange *x, int rank, bool keep)
+{
+    int units = 0, whole = 0, any = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
+        const int first = outermost(layout, rank, 1), last = outermost(layout, rank, -1);
+        units += layout->trainable_count > 0;
+        if (first < 0) {
+            continue;
+        }
+        _Atomic uint64_t *samples = samples_of(x, rank, u);
+        int begin = compare_param(x->units[u], rank, first, samples, keep);
+        int end = compare_param(x->units[u], rank, last, samples + EACH, keep);
+        whole += begin > 0 && end > 0;
+        any += begin + end;
+    }
+    return 2 * whole > units ? MOST : any > 0 ? SOME : SAME;
+}
+
+/* In most units the rank `other` holds a part of a parameter that is sampled of `rank`. */
+static bool
+shares(const fsdpc_exchange *x, int rank, int other)
+{
+    int units = 0, shared = 0;
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
+        const int first = outermost(layout, rank, 1), last = outermost(layout, rank, -1);
+        units += layout->trainable_count > 0;
+        shared += first >= 0 && (fsdpc_layout_span(layout, first, other).length > 0 ||
+                                 fsdpc_layout_span(layout, last, other).length > 0);
+    }
+    return 2 * shared > units;
+}
+
+/* --- publishing ------------------------------------------------------------------------------ */
+
+void
+fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
+{
+    struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank];
+    const uint64_t before = x->tag;
+    const bool samples = !grad || x->shared->checks;
+    x->shared->checks = !grad;
+    if (!samples) {
+        atomic_store(&own->touched, tag);
+        return;
+    }
+    enum found found = compare_rank(x, x->rank, true);
+    bool follows = before != 0 && atomic_load(&own->sampled) == before &&
+                   before >> FSDPC_TAG_BITS == tag >> FSDPC_TAG_BITS;
+    if (!follows || touched || found != SAME) {
+        atomic_store(&own->touched, tag);
+    }
+    if (follows && found == MOST) {
+        atomic_store(&own->before, before);
+        atomic_store(&own->changed, tag);
+    }
+    atomic_store(&own->sampled, tag);
+}
+
+/* --- checking -------------------------------------------------------------------------------- */
+
+static int
+refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
+{
+    int status = fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "gather of unit %s: rank %d has changed its parameters since its last forward without "
+        "gradients, and rank %d, in a further one, would read values from before and after the "
+        "change. "
+        "Run as many batches on every rank before parameters change (averages swapped in or out, "
+        "an "
+        "optimizer step), or gather a full state dict on all ranks before the change",
+        fsdpc_unit_name(unit), changed, unchanged);
+    fsdpc_shm_abort(x->shm, fsdpc_error_text());
+    return status;
+}
+
+/* The pass before that at which this rank's weights changed, if this pass is that one. */
+static bool
+changed_here(const fsdpc_exchange *x, uint64_t *before)
+{
+    struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank];
+    *before = atomic_load(&own->before);
+    return atomic_load(&own->changed) == x->tag;
+}
+
+/* The rank's values belong to other weights than this rank's in this pass; *who: the rank whose weights have
+ * changed. */
+static bool
+differs(fsdpc_exchange *x, int r, int *who)
+{
+    struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank], *other = &x->shared->ranks[r];
+    const uint64_t ready = atomic_load(&other->ready), touched = atomic_load(&own->touched);
+    uint64_t before;
+    *who = r;
+    if (ready < x->tag) {
+        return touched <= ready && atomic_load(&other->sampled) == ready &&
+               compare_rank(x, r, false) == MOST;
+    }
+    if (atomic_load(&other->changed) >= x->tag && touched <= atomic_load(&other->before)) {
+        return ready > x->tag || shares(x, r, x->rank);
+    }
+    *who = x->rank;
+    return changed_here(x, &before) && atomic_load(&other->touched) <= before &&
+           (ready > x->tag || shares(x, x->rank, r));
+}
+
+int
+fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    int who;
+    for (int r = 0; x->shared->checks && r < x->world; r++) {
+        if (r != x->rank && differs(x, r, &who)) {
+            return refuse(x, unit, who, who == r ? x->rank : r);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer, uint64_t touched)
+{
+    uint64_t before;
+    return x->shared->checks && changed_here(x, &before) && touched <= before &&
+                   shares(x, x->rank, claimer)
+               ? refuse(x, unit, x->rank, claimer)
+               : FSDPC_OK;
+}
