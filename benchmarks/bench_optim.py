@@ -7,8 +7,9 @@ python benchmarks/bench_optim.py --only AdamW --numel 1000000
 "big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
 All cases of one dtype step the same parameters with the same gradients, because memory differs in
 speed from place to place, and have states of their own. They take turns round by round in one
-process, and a share is the quotient of one round. Time is the thread's processor time. Bytes are what a step must read and
-write at least: parameter, gradient and states once each (the gradients twice for a norm).
+process, and a share is the quotient of one round. Time is the thread's processor time. Bytes are
+what a step must read and write at least: parameter, gradient and states once each (the gradients
+twice for a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
 The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place"
