@@ -5,11 +5,11 @@ python benchmarks/bench_optim.py --json              # and write results/optim.j
 python benchmarks/bench_optim.py --only AdamW --numel 1000000
 
 "big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
-All cases of one dtype step the same parameters with the same gradients, because memory differs in
-speed from place to place, and have states of their own. They take turns round by round in one
-process, and a share is the quotient of one round. Time is the thread's processor time. Bytes are
-what a step must read and write at least: parameter, gradient and states once each (the gradients
-twice for a norm).
+All cases of one dtype step the same parameters with the same gradients and states of one name,
+because memory differs in speed from place to place. They take turns round by round in one process,
+and a share is the quotient of one round. Time is the thread's processor time. Bytes are what a
+step must read and write at least: parameter, gradient and states once each (the gradients twice for
+a norm).
 bitsandbytes' and torchao's 8-bit AdamW take part where they are installed; torchao's is compiled by
 torch.compile in its first step.
 The triad, a = b + s * c on float32 arrays of the same size, moves 12 bytes per element. "in place"
@@ -111,11 +111,25 @@ def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]
     return made
 
 
+STATES: dict[tuple[nn.Parameter, str, torch.dtype], torch.Tensor] = {}
+
+
+def share_states(params: list[nn.Parameter], optimizer: Any) -> None:
+    """Make the states, and give the optimizer those that an earlier case has made."""
+    optimizer.step()
+    for param in params:
+        state = optimizer.state[param]
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                state[name] = STATES.setdefault((param, name, value.dtype), value)
+
+
 def step_call(name: str, count: int, numel: int) -> Call:
     """One step, with what happens beside it; the norm changes little."""
     _, dtype, make, beside = STEPS[name]
     params = parameters(dtype, count, numel)
     optimizer = make(params)
+    share_states(params, optimizer)
     if beside == PLAIN:
         return optimizer.step
     ours = isinstance(optimizer, optim.AdamW)
@@ -164,7 +178,10 @@ def triad_call(count: int, numel: int) -> Call:
 
 def in_place_call(count: int, numel: int) -> Call:
     """A step's reads and writes, 20 bytes per element, with next to no arithmetic."""
-    return optim.SGD(parameters(F32, 1, count * numel), momentum=0.9).step
+    params = parameters(F32, 1, count * numel)
+    optimizer = optim.SGD(params, momentum=0.9)
+    share_states(params, optimizer)
+    return optimizer.step
 
 
 def seconds(call: Call) -> float:
