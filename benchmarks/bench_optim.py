@@ -178,10 +178,7 @@ def triad_call(count: int, numel: int) -> Call:
 
 def in_place_call(count: int, numel: int) -> Call:
     """A step's reads and writes, 20 bytes per element, with next to no arithmetic."""
-    params = parameters(F32, 1, count * numel)
-    optimizer = optim.SGD(params, momentum=0.9)
-    share_states(params, optimizer)
-    return optimizer.step
+    return step_call("SGD momentum", 1, count * numel)
 
 
 def seconds(call: Call) -> float:

@@ -10,7 +10,7 @@ struct fsdpc_exchange_i {
     bool any_order;
     int (*open)(fsdpc_exchange *x, const fsdpc_exchange_plan *plan);
     void (*close)(fsdpc_exchange *x);
-    /* (optional) default: nothing. See fsdpc_exchange_compare. */
+    /* (optional) fsdpc_exchange_compare; default: changed masters are not detected. */
     void (*compare)(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
     int (*begin)(fsdpc_exchange *x, uint64_t tag);
     int (*rest)(fsdpc_exchange *x);  /* (optional) default: nothing is in flight */

@@ -1,30 +1,29 @@
 /* Ranks that run different numbers of forwards without gradients, and change their weights meanwhile.
  *
- * [Note: changed weights] A rank that has run all its batches may change its weights (averages that are swapped
- * out, an optimizer step) while another rank, with more batches, still gathers them. A program changes them on
- * all ranks, so a rank that has not changed its own since the other rank's last common pass must not read what
- * the other one has changed by then. The converse must not be read either: values of a rank that is
- * about to make a change which this rank has made.
+ * [Note: changed weights] A rank that has run all its batches may change its weights (swap averages out, step an
+ * optimizer) while another rank, with more batches, still gathers these weights. A program makes the same change on
+ * every rank. So a forward must not mix values from before the change, of ranks that have not made the change
+ * yet, with values from after the change, of ranks that have.
  *
- * Nothing counts the changes of a program: they are plain operations on tensors, some of them behind
- * autograd's back, and a rank may hold nothing of what they change. So each rank compares samples of its own
- * values when a pass begins, and publishes two numbers of passes:
- *   changed  the last one for which, in most units, the first and the last trainable parameter that the rank
- *            holds had changed since its pass `before`, without a backward of all ranks between the two;
- *   touched  the last one for which anything may have changed: a sample, a write that autograd has counted,
- *            also to a parameter without elements, the memory; or the first pass after a backward.
- * A rank that is ahead in a pass without gradients (it has begun a later one, or waits elsewhere) has run fewer
- * batches. If it has changed its weights, and this rank has not touched its own, the values contradict each other.
- * Of ranks in passes of one number it is not known whether they have run equally many batches; and a program may
- * write parameters of which one of them holds nothing. So these contradict each other only where both hold
- * parts of parameters that have changed. Programs in which all ranks run every pass get no error, unless they write
- * a part of a parameter and autograd does not count that.
+ * Nothing counts the changes of a program: changes are plain operations on tensors, some of them unknown to
+ * autograd, and a rank may hold no element of what changes. So each rank compares samples of its own
+ * values when a pass begins, and publishes two tags of passes:
+ *   changed  the last pass before which, in most units, the first and the last trainable parameter that the rank
+ *            holds had changed since the pass `before`, without a backward of all ranks between the two;
+ *   touched  the last pass before which anything may have changed: a sample, a write that autograd has counted
+ *            (also to a parameter without elements here), the memory; or the first pass after a backward.
+ * A rank that has begun a later pass without gradients, or waits elsewhere, has run fewer batches. Where that rank
+ * has changed its weights and this rank has not touched its own, reading that rank's values is a mismatch.
+ * Of two ranks in passes of one tag nobody knows whether both have run equally many batches, and a program may
+ * write parameters of which one of them holds nothing. So that is a mismatch only where both ranks hold
+ * parts of the parameters that have changed. Programs in which all ranks run every pass get no error, unless they
+ * write a part of a parameter in a way that autograd does not count.
  *
- * A rank that waits elsewhere (for a state dict) has not published its changes: its values are compared with
- * the samples of its last pass.
+ * A rank that waits elsewhere (for a state dict) has not published its changes: this rank compares the other's
+ * values with the samples of the other's last pass.
  *
- * Passes with gradients check nothing: their numbers (next_pass in tree.c) keep them apart. They publish
- * where the pass before was without.
+ * Passes with gradients check nothing: their tags (next_pass in tree.c) keep them apart. They publish
+ * if the pass before was one without gradients.
  */
 #include <string.h>
 
@@ -165,18 +164,16 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
 {
     int status = fsdpc_error(
         FSDPC_E_MISMATCH,
-        "gather of unit %s: rank %d has changed its parameters since its last forward without "
-        "gradients, and rank %d, in a further one, would read values from before and after the "
-        "change. "
-        "Run as many batches on every rank before parameters change (averages swapped in or out, "
-        "an "
-        "optimizer step), or gather a full state dict on all ranks before the change",
+        "gather of unit %s: rank %d has changed its parameters, and rank %d, in a forward without "
+        "gradients, would read values from before and from after the change. Run as many batches "
+        "on every rank before parameters change (averages swapped in or out, an optimizer step), "
+        "or gather a full state dict on all ranks before the change",
         fsdpc_unit_name(unit), changed, unchanged);
     fsdpc_shm_abort(x->shm, fsdpc_error_text());
     return status;
 }
 
-/* The pass before that at which this rank's weights changed, if this pass is that one. */
+/* True if this rank's weights changed just before this pass; *before: the pass before the change. */
 static bool
 changed_here(const fsdpc_exchange *x, uint64_t *before)
 {

@@ -14,7 +14,7 @@ typedef struct fsdpc_optim_numbers {
     double size;             /* factor of the update, negative */
     double inverse, factor;  /* of the gradient, one after the other */
     bool first, nesterov;    /* SGD */
-    bool asks;               /* loops in float32 and float64 ask for memory ahead */
+    bool prefetches;         /* loops in float32 and float64 prefetch memory */
 } fsdpc_optim_numbers;
 
 /* Bytes of a cache line, and how far ahead of what a loop reads its memory is asked for. */

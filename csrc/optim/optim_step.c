@@ -42,9 +42,9 @@ folds_scale(const fsdpc_optim_rule *rule)
            frexp(rule->grad_scale, &exponent) == 0.5 && exponent > -100 && exponent < 100;
 }
 
-/* AMD's processors fetch four streams in time on their own; asking them costs a tenth of such a step. */
+/* AMD's processors prefetch four streams in time on their own: prefetches in the loop cost a tenth of a step. */
 static bool
-asks_ahead(void)
+loops_prefetch(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     return !__builtin_cpu_is("amd");
@@ -57,7 +57,7 @@ fsdpc_optim_numbers
 fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor)
 {
     fsdpc_optim_numbers k = {.decay = 1, .eps = rule->eps, .factor = 1, .nesterov = rule->nesterov};
-    k.asks = asks_ahead();
+    k.prefetches = loops_prefetch();
     k.inverse = folds_scale(rule) ? 1 / rule->grad_scale : 1;
     if (rule->decoupled) {
         k.decay = 1 - rule->lr * rule->weight_decay;
@@ -161,9 +161,9 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
     return grad;
 }
 
-enum { FIRST_LINES = 4, COPIED_TILE = 4096 };
-
 /* --- the pass ---------------------------------------------------------------------------------- */
+
+enum { FIRST_LINES = 4, COPIED_TILE = 4096 };
 
 struct pass {
     const fsdpc_optim_loops *loops;
@@ -314,10 +314,10 @@ tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t
     return end - tile < most ? end - tile : most;
 }
 
-/* Asks for where a tensor begins that is stepped soon: a processor notices a stream by its first lines, and a
+/* Prefetches the first lines of the tensor that is stepped next: a processor detects a stream by these, and a
  * small tensor has few more. */
 static void
-ask_for(const fsdpc_optim_tensor *tensor)
+prefetch_first_lines(const fsdpc_optim_tensor *tensor)
 {
     const void *memory[] = {tensor->param, tensor->grad, tensor->states[0], tensor->states[1]};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) {
@@ -332,8 +332,8 @@ step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
-    if (index + 1 < pass->count) {
-        ask_for(tensor + 1);
+    if (end == tensor->numel && index + 1 < pass->count) {
+        prefetch_first_lines(tensor + 1);
     }
     const fsdpc_optim_numbers *k = &pass->numbers[index];
     const bool low = !pass->rule->stochastic && is_low(pass, tensor, k);

@@ -157,7 +157,7 @@ extern fsdpc_py_names fsdpc_py_name;
 
 /* --- py_engine.c ----------------------------------------------------------------------------- */
 
-/* The unit's values are written: fsdpc_tree_touch. */
+/* Notes that the program writes the unit's values: see fsdpc_tree_touch. */
 void fsdpc_py_touch(const fsdpc_py_flat *flat);
 /* The result of a call in which the ranks have read or written the unit's values together: they have met. */
 PyObject *fsdpc_py_met(const fsdpc_py_flat *flat, int status);
