@@ -1,16 +1,18 @@
 """Tensors in a module's arguments: moved to the compute device, cast to the compute dtype.
-Containers and dataclasses are traversed; a value without changes is returned as the same object.
+Containers are traversed (``containers.within``); a value without changes is returned as the same
+object.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from fsdpc._engine.containers import within
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _PLAIN = (int, float, str, bytes)
@@ -60,7 +62,7 @@ def cast_tree(dtype: torch.dtype, value: Any) -> Any:
         return value
     if isinstance(value, PackedSequence):
         return value.to(dtype) if value.data.is_floating_point() else value
-    return _within(cast_tree, dtype, value)
+    return within(partial(cast_tree, dtype), value)
 
 
 def move_tree(device: torch.device, value: Any) -> Any:
@@ -71,54 +73,7 @@ def move_tree(device: torch.device, value: Any) -> Any:
         return value
     if isinstance(value, PackedSequence):
         return value if value.data.device == device else value.to(device)
-    return _within(move_tree, device, value)
-
-
-Change = Callable[[Any, Any], Any]
-
-
-def _within(change: Change, to: Any, value: Any) -> Any:
-    if isinstance(value, dict):
-        return _within_dict(change, to, value)
-    if isinstance(value, (list, tuple, set)):
-        return _within_sequence(change, to, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _within_dataclass(change, to, value)
-    return value
-
-
-def _within_dict(change: Change, to: Any, value: dict[Any, Any]) -> Any:
-    new = {key: change(to, item) for key, item in value.items()}
-    if all(new[key] is item for key, item in value.items()):
-        return value
-    if type(value) is dict:
-        return new
-    copy = value.copy()
-    copy.update(new)
-    return copy
-
-
-def _within_sequence(change: Change, to: Any, value: Any) -> Any:
-    items = list(value)
-    new = [change(to, item) for item in items]
-    if all(one is other for one, other in zip(new, items, strict=True)):
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*new)
-    return type(value)(new)
-
-
-def _within_dataclass(change: Change, to: Any, value: Any) -> Any:
-    names = [field.name for field in dataclasses.fields(value)]
-    new = {name: change(to, getattr(value, name)) for name in names}
-    if all(new[name] is getattr(value, name) for name in names):
-        return value
-    fields = {field.name: field.init for field in dataclasses.fields(value)}
-    copy = dataclasses.replace(value, **{name: new[name] for name in names if fields[name]})
-    for name in names:
-        if not fields[name]:
-            object.__setattr__(copy, name, new[name])
-    return copy
+    return within(partial(move_tree, device), value)
 
 
 def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:

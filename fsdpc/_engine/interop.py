@@ -79,6 +79,7 @@ def torch_functions() -> tuple[Any, ...]:
         _torch.increment_version_counters,
         alias_arguments,
         copy_outputs,
+        _torch.pytree_nodes,
     )
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from fsdpc._engine.containers import is_dataclass, within
+
 
 def copy_outputs(output: Any, begin: int, end: int) -> Any:
     """``output`` with a differentiable copy in place of each tensor whose memory lies in the
     addresses ``[begin, end)``. Local.
 
-    Lists, dicts and dataclasses keep their identity and get new items; tuples and sets are
-    rebuilt. Each container is visited once.
+    Lists, dicts and dataclasses keep their identity and get new items; tuples, sets and registered
+    pytree nodes are rebuilt. Each container is visited once.
     """
     return _Copies(begin, end).of(output)
 
@@ -34,11 +36,6 @@ class _Copies:
     def _copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.clone() if self._is_own(value) else value
-        if isinstance(value, tuple):
-            items = [self.of(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, set | frozenset):
-            return type(value)([self.of(item) for item in value])
         if isinstance(value, list):
             value[:] = [self.of(item) for item in value]
         elif isinstance(value, dict):
@@ -46,12 +43,14 @@ class _Copies:
                 new = self.of(item)
                 if new is not item:
                     value[key] = new
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        elif is_dataclass(value):
             for field in dataclasses.fields(value):
                 item = getattr(value, field.name, None)
                 new = self.of(item)
                 if new is not item:
                     object.__setattr__(value, field.name, new)
+        else:
+            return within(self.of, value)
         return value
 
     def _is_own(self, tensor: torch.Tensor) -> bool:

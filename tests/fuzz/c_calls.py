@@ -160,6 +160,7 @@ class Caller:
             self.rng.choice([lambda tensors: None, self.hostile()]),
             self.rng.choice([lambda args, kwargs: (args, kwargs or {}), self.hostile()]),
             self.rng.choice([lambda output, begin, end: output, self.hostile()]),
+            self.rng.choice([{}, {object: self.hostile(), values.Hostile: object()}]),
         )
 
     def new_hook(self) -> Any:

@@ -41,7 +41,7 @@ PRELUDE = """
                  "listen": lambda params: None, "versions": lambda tensors, numbers: None,
                  "increment": lambda tensors: None,
                  "alias": lambda args, kwargs: (args, kwargs or {}),
-                 "copy": lambda output, begin, end: output, **changed}
+                 "copy": lambda output, begin, end: output, "nodes": {}, **changed}
         return (torch.Tensor, torch.nn.Parameter, *given.values())
 
     def later(function):
@@ -331,7 +331,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
             _probe.layout([], 2147483647, 64)
-        with pytest.raises(TypeError, match="tuple of twelve"):
+        with pytest.raises(TypeError, match="tuple of thirteen"):
             _probe.Tree([flat], [0], torch=1)
         """
     )

@@ -30,6 +30,43 @@ class Mapping(collections.OrderedDict):
     pass
 
 
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    """As the outputs of transformers: items and fields are the same, and there is no update()."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("loss", "logits"):
+            self[name] = getattr(self, name)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self):
+        return type(self), (self.loss, self.logits), dict(vars(self)), None, iter(self.items())
+
+    def update(self, *args, **kwargs):
+        raise TypeError("update")
+
+
+class Named(Pair):
+    def __new__(cls, text):
+        raise TypeError("takes a text")
+
+
+class Registered:
+    def __init__(self, x, note):
+        self.x, self.note = x, note
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda value: ([value.x], value.note), lambda items, note: Registered(*items, note)
+)
+
+
 @pytest.mark.parametrize(
     "value",
     [3, 2.5, "text", b"bytes", None, True, object(), [], (), {}, [1, "a"], {"k": (None,)}, Pair],
@@ -63,6 +100,26 @@ def test_containers_keep_their_types_and_the_originals_their_values():
         assert [x.dtype for x in leaves if isinstance(x, torch.Tensor)] == [BF16]
     assert cast_tree(BF16, containers[collections.defaultdict]).default_factory is list
     assert f.dtype == torch.float32
+
+
+def test_outputs_of_libraries_and_users_keep_types_and_fields():
+    f = torch.ones(2)
+    output = Output(f.sum(), f)
+    output.extra = "kept"
+    got = cast_tree(BF16, output)
+    assert type(got) is Output and got.extra == "kept" and list(got) == ["loss", "logits"]
+    assert got["logits"] is got.logits and got.logits.dtype == got.loss.dtype == BF16
+    assert output.logits is f
+    named = cast_tree(BF16, Named._make((f, None)))
+    assert type(named) is Named and named.a.dtype == BF16 and named.b is None
+    held = cast_tree(BF16, [Registered(f, "note"), collections.deque([f], maxlen=3)])
+    assert type(held[0]) is Registered and (held[0].x.dtype, held[0].note) == (BF16, "note")
+    assert held[1][0].dtype == BF16 and held[1].maxlen == 3
+    tagged = type("Tagged", (list,), {})([f])
+    tagged.tag = 1
+    assert cast_tree(BF16, tagged).tag == 1
+    best = cast_tree(BF16, torch.max(torch.ones(2, 3), 0))
+    assert isinstance(best, torch.return_types.max) and best.values.dtype == BF16
 
 
 def test_dataclasses_and_packed_sequences():

@@ -87,7 +87,7 @@ class Stepped:
             torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, lambda: self.task,
             lambda: False, lambda params: True, lambda end: self.ends.append(end),
             lambda params: None, lambda tensors, numbers: None, lambda tensors: None,
-            lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output,
+            lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output, {},
         )  # fmt: skip
 
     def rows(self) -> tuple[list[Any], ...]:

@@ -98,20 +98,20 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
     PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
-    PyObject *copy_outputs;
+    PyObject *copy_outputs, *nodes;
     if (torch == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(torch)) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of twelve items or None, not %.100s",
+                     "Tree: torch must be a tuple of thirteen items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOO", &PyType_Type, &tensor, &PyType_Type, &param,
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!", &PyType_Type, &tensor, &PyType_Type, &param,
                           &grad_enabled, &graph_task, &keeps_graph, &makes_grads, &queue_callback,
                           &listeners, &set_versions, &increment_versions, &alias_inputs,
-                          &copy_outputs)) {
+                          &copy_outputs, &PyDict_Type, &nodes)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -126,6 +126,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->increment_versions = Py_NewRef(increment_versions);
     self->alias_inputs = Py_NewRef(alias_inputs);
     self->copy_outputs = Py_NewRef(copy_outputs);
+    self->nodes = Py_NewRef(nodes);
     return 0;
 }
 
@@ -184,6 +185,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->increment_versions);
     Py_VISIT(self->alias_inputs);
     Py_VISIT(self->copy_outputs);
+    Py_VISIT(self->nodes);
     Py_VISIT(self->step_unit);
     Py_VISIT(self->before_end);
     Py_VISIT(self->on_thaw);
@@ -251,6 +253,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->increment_versions);
     Py_CLEAR(self->alias_inputs);
     Py_CLEAR(self->copy_outputs);
+    Py_CLEAR(self->nodes);
     Py_CLEAR(self->step_unit);
     Py_CLEAR(self->before_end);
     Py_CLEAR(self->on_thaw);

@@ -159,8 +159,26 @@ push_dataclass(struct walk *walk, PyObject *value, PyObject *fields)
     return result;
 }
 
+/* What is registered with torch's pytrees: fsdpc/_engine/containers.py. */
 static int
-push_contents(struct walk *walk, PyObject *value)
+push_node(struct walk *walk, PyObject *nodes, PyObject *value)
+{
+    PyObject *node = PyDict_GetItemWithError(nodes, (PyObject *)Py_TYPE(value));
+    if (!node) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    Py_INCREF(node);
+    PyObject *parts = PyObject_CallMethodOneArg(node, fsdpc_py_name.flatten_fn, value);
+    PyObject *children = parts ? PySequence_GetItem(parts, 0) : NULL;
+    int result = push_list(walk, children ? PySequence_List(children) : NULL);
+    Py_XDECREF(children);
+    Py_XDECREF(parts);
+    Py_DECREF(node);
+    return result;
+}
+
+static int
+push_contents(struct walk *walk, PyObject *nodes, PyObject *value)
 {
     if (PyTuple_Check(value) || PyList_Check(value)) {
         return push_items(walk, value);
@@ -174,7 +192,7 @@ push_contents(struct walk *walk, PyObject *value)
     PyObject *fields = PyObject_GetAttr((PyObject *)Py_TYPE(value), fsdpc_py_name.dataclass_fields);
     if (!fields) {
         PyErr_Clear();
-        return 0;
+        return push_node(walk, nodes, value);
     }
     int result = push_dataclass(walk, value, fields);
     Py_DECREF(fields);
@@ -209,7 +227,7 @@ fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *
             one = 0;
         } else {
             int first = open_container(&walk, next);
-            one = first > 0 ? push_contents(&walk, next) : first;
+            one = first > 0 ? push_contents(&walk, tree->nodes, next) : first;
         }
         Py_DECREF(next);
         found = one < 0 ? -1 : found | one;

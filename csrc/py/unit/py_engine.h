@@ -139,6 +139,7 @@ typedef struct fsdpc_py_tree {
     PyObject *listeners;   /* calls the hooks of a list of parameters */
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
+    PyObject *nodes;   /* torch's table of pytree nodes by type; NULL as the functions above */
     PyTypeObject *tensor_type, *param_type;
     PyObject *on_thaw;   /* makes memory for gradients of parameters that are not frozen any more */
     PyObject *step_unit; /* called with a unit's number when its gradient is summed */
@@ -151,7 +152,8 @@ typedef struct fsdpc_py_tree {
 /* Interned strings. */
 typedef struct fsdpc_py_names {
     PyObject *register_prehook, *dataclass_fields, *detach, *is_view, *sequence,
-        *register_hook_dict, *backward_optimizers, *local_tensor, *copy, *any, *signbit;
+        *register_hook_dict, *backward_optimizers, *local_tensor, *copy, *any, *signbit,
+        *flatten_fn;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
@@ -391,8 +393,8 @@ int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
 /* --- py_walk.c ------------------------------------------------------------------------------- */
 
 typedef int (*fsdpc_py_visit)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
-/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets and dataclasses, each container
- * once; 1 if any call gave 1, 0 if none, -1 with an exception. */
+/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets, dataclasses and registered pytree nodes,
+ * each container once; 1 if any call gave 1, 0 if none, -1 with an exception. */
 int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument);
 /* Visitors. Register the callable `argument` on the autograd node that made the tensor; for an
  * output also on the node below a view (see tree->inputs). 1 if there is one. */

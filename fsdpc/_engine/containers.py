@@ -1,0 +1,75 @@
+"""Containers of tensors with other items: of the same type and with the same fields."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsdpc._torch import pytree_nodes
+
+Change = Callable[[Any], Any]
+
+
+def within(change: Change, value: Any) -> Any:
+    """A container with ``change(item)`` for each of its items; ``value`` itself if none changes, or
+    if ``value`` is no container. Local.
+
+    Containers are tuples, lists, dicts, sets, dataclasses, and whatever is registered with
+    torch's pytrees.
+    """
+    if isinstance(value, dict) or is_dataclass(value):
+        return _within_fields(change, value)
+    children = children_of(value)
+    if children is None:
+        return value
+    new = [change(item) for item in children]
+    if all(one is other for one, other in zip(children, new, strict=True)):
+        return value
+    return rebuilt(value, new)
+
+
+def is_dataclass(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass. Local."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def children_of(value: Any) -> list[Any] | None:
+    """The items of a tuple, list, set or registered pytree node, else None. Local."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    node = pytree_nodes.get(type(value))
+    return None if node is None else list(node.flatten_fn(value)[0])
+
+
+def rebuilt(value: Any, items: Sequence[Any]) -> Any:
+    """Another object like ``value``, with other ``children_of``. Local."""
+    kind = type(value)
+    if isinstance(value, list):
+        made = copy.copy(value)
+        made[:] = items
+        return made
+    if hasattr(value, "_fields") and isinstance(value, tuple):
+        return kind._make(items)
+    if isinstance(value, tuple | set | frozenset):
+        return kind(items)
+    node = pytree_nodes[kind]
+    return node.unflatten_fn(items, node.flatten_fn(value)[1])
+
+
+def _within_fields(change: Change, value: Any) -> Any:
+    """A dict, a dataclass, or both: a copy whose constructor did not run on the new values."""
+    made = value
+    for key, item in list(value.items()) if isinstance(value, dict) else ():
+        new = change(item)
+        if new is not item:
+            made = copy.copy(value) if made is value else made
+            made[key] = new
+    for field in dataclasses.fields(value) if is_dataclass(value) else ():
+        item = getattr(made, field.name, None)
+        new = change(item)
+        if new is not item:
+            made = copy.copy(value) if made is value else made
+            object.__setattr__(made, field.name, new)
+    return made
