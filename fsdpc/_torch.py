@@ -232,7 +232,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_parameters",
     ),
     "torch.distributed.tensor.DTensor": ("_local_tensor", "_spec"),
-    "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
+    "torch.distributed.device_mesh.DeviceMesh": ("_concatenate",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
     "torch.distributed.fsdp.ShardingStrategy": ("_HYBRID_SHARD_ZERO2",),
     "torch.distributed.fsdp.MixedPrecision": ("_module_classes_to_ignore",),

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdpc._clip.norm import by_mesh
+
 
 def has_empty_parts(tensors: Sequence[Tensor], norm_type: float) -> bool:
     """Whether the norm has order infinity and some rank holds nothing of one of the DTensors; equal
@@ -36,15 +38,15 @@ def _someone_holds_nothing(tensor: DTensor) -> bool:
     return False
 
 
-def largest(tensors: Sequence[Any]) -> DTensor:
-    """max |x| over DTensors, 0-dim, whole on every rank; NaN if an element is. Collective over
-    their meshes.
+def largest(tensors: Sequence[Any]) -> Tensor:
+    """max |x| over DTensors, 0-dim, whole on every rank: a DTensor of their mesh, a plain tensor if
+    they have several; NaN if an element is. Collective over their meshes.
     """
-    meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors))
+    meshes = by_mesh(tensors)
     first = tensors[0]._local_tensor
     total = torch.zeros(2, dtype=torch.float64, device=first.device)  # the maximum; NaN found
-    for mesh in meshes:
-        local = [t._local_tensor for t in tensors if t.device_mesh is mesh or t.device_mesh == mesh]
+    for mesh, members in meshes.items():
+        local = [tensor._local_tensor for tensor in members]
         found = [tensor.abs().max().double() for tensor in local if tensor.numel()]
         part = torch.stack(found) if found else total[:1]
         values = torch.stack([part.nan_to_num(0.0, math.inf).max(), part.isnan().any().double()])
@@ -53,4 +55,6 @@ def largest(tensors: Sequence[Any]) -> DTensor:
         total = torch.maximum(total, values)
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     value = torch.where(total[1] > 0, math.nan, total[0]).to(dtype)
-    return DTensor.from_local(value, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+    if len(meshes) > 1:
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

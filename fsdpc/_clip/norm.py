@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def reduce_over_ranks(comm: Any, part: float, op: str, what: str) -> float:
@@ -40,3 +42,23 @@ def tensor_sum(grad: torch.Tensor, norm_type: float) -> float:
     if math.isinf(norm_type):
         return grad.max().item()
     return (grad != 0).sum().item() if norm_type == 0 else grad.pow(norm_type).sum().item()
+
+
+def by_mesh(
+    tensors: Sequence[Any], chosen: Callable[[Any], Any] = lambda tensor: tensor
+) -> dict[Any, list[Any]]:
+    """``tensors`` of which ``chosen(tensor)`` is a DTensor, by its mesh, in their order. Local."""
+    found: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        value = chosen(tensor)
+        if isinstance(value, DTensor):
+            found.setdefault(value.device_mesh, []).append(tensor)
+    return found
+
+
+def of_meshes(norms: Sequence[Any], norm_type: float) -> torch.Tensor:
+    """The norm of the DTensors of several meshes from the norms of each mesh's: a plain tensor, as
+    no mesh has all of them. Collective over the meshes.
+    """
+    whole = torch.stack([norm.full_tensor() for norm in norms])
+    return whole.sum() if norm_type == 0 else torch.linalg.vector_norm(whole, norm_type)

@@ -21,13 +21,22 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from fsdpc._clip.largest import has_empty_parts, largest
-from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._clip.norm import (
+    by_mesh,
+    combine_of,
+    of_meshes,
+    reduce_over_ranks,
+    root_of,
+    tensor_sum,
+)
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
+_SCALING = ((CLIP_BY_NORM, "clip_grads_with_norm_"), ("clip_grad_value_",) * 2)
 # Per unit: id of each gradient -> its address at construction.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-_undo: dict[str, Callable[[], Any]] = {}  # by the name of what was replaced
+# By the name of what was replaced, and what stands in its place.
+_undo: dict[tuple[str, Any], Callable[[], Any]] = {}
 
 
 def watch(unit: Any) -> None:
@@ -38,33 +47,37 @@ def watch(unit: Any) -> None:
 
 
 def install() -> None:
-    """Replace torch's norm. Local; a second call is a no-op."""
-    if TOTAL_NORM not in _undo:
-        _replace(TOTAL_NORM, "get_total_norm", _over_shards)
+    """Replace torch's norm, and scale gradients mesh by mesh. Local; a second call is a no-op."""
+    _replace(TOTAL_NORM, "get_total_norm", _over_shards)
+    for name, public in _SCALING:
+        _replace(name, public, _mesh_by_mesh)
 
 
 def refuse_stepped() -> None:
     """Let torch's clipping functions raise for parameters that step in backward. Local; a second
     call is a no-op.
     """
-    for name, public in ((CLIP_BY_NORM, "clip_grads_with_norm_"), ("clip_grad_value_",) * 2):
-        if name not in _undo:
-            _replace(name, public, _not_stepped)
+    for name, public in _SCALING:
+        _replace(name, public, _not_stepped)
 
 
 def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) -> None:
-    """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``."""
+    """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``,
+    unless it is there.
+    """
+    if (name, made) in _undo:
+        return
     found = getattr(clip_grad, name)
     cell = _function_cell(found)
     if cell is not None:  # also changes references imported before
         theirs = cell.cell_contents
         cell.cell_contents = made(theirs)
-        _undo[name] = lambda: setattr(cell, "cell_contents", theirs)
+        _undo[name, made] = lambda: setattr(cell, "cell_contents", theirs)
         return
     places = ((clip_grad, name), (torch.nn.utils, public))
     for module, place in places:
         setattr(module, place, torch.no_grad()(made(found)))
-    _undo[name] = lambda: [setattr(module, place, found) for module, place in places]
+    _undo[name, made] = lambda: [setattr(module, place, found) for module, place in places]
 
 
 def uninstall() -> None:
@@ -77,6 +90,22 @@ def _function_cell(wrapper: Any) -> CellType | None:
     """The closure cell in which torch's no_grad wrapper holds its function."""
     names, cells = wrapper.__code__.co_freevars, wrapper.__closure__
     return cells[0] if names == ("func",) and cells else None
+
+
+def _mesh_by_mesh(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's loops over many tensors take DTensors of one mesh alone."""
+
+    def scale(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        meshes = by_mesh(parameters, lambda param: param.grad)
+        if len(meshes) < 2:
+            return theirs(parameters, *args, **kwargs)
+        seen = {id(param) for members in meshes.values() for param in members}
+        rest = [param for param in parameters if id(param) not in seen and param.grad is not None]
+        for members in filter(None, (*meshes.values(), rest)):
+            theirs(members, *args, **kwargs)
+
+    return scale
 
 
 def _not_stepped(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +139,16 @@ def _over_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = _owners(tensors) if _units else None
         empties = has_empty_parts(tensors, norm_type)
-        if not owners and not empties and (tensors or not _absent_units()):
+        meshes = by_mesh(tensors)
+        plain = not owners and not empties and len(meshes) < 2
+        if plain and (tensors or not _absent_units()):
             return theirs(tensors, norm_type, error_if_nonfinite, foreach)
         wide = [t for i, t in enumerate(tensors) if not owners or i not in owners]
         wide = [t for t in wide if hasattr(t, "full_tensor")]
-        rest = theirs(wide, norm_type, False, foreach) if wide and not empties else None
-        rest = largest(wide) if empties else rest
+        rest = largest(wide) if empties else None
+        if wide and not empties:
+            parts = [theirs(same, norm_type, False, foreach) for same in meshes.values()]
+            rest = parts[0] if len(parts) == 1 else of_meshes(parts, norm_type)
         if wide and not owners and len(wide) == len(tensors):
             total = rest
         else:
@@ -148,7 +181,8 @@ def _global_norm(
         if i not in owners and not hasattr(tensor, "full_tensor"):
             sums.append(tensor_sum(tensor, norm_type))
     if rest is not None:
-        sums.append(tensor_sum(rest.full_tensor(), norm_type))
+        whole = rest.full_tensor() if hasattr(rest, "full_tensor") else rest
+        sums.append(tensor_sum(whole, norm_type))
     for comm, members in _by_comm(units):
         part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in members)
         if comm.world > 1:

@@ -117,10 +117,10 @@ def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
             f"(e.g. via distribute_module). Got plain tensor for parameter {name!r}."
         )
-    if param.device_mesh is not data_mesh.mesh:
+    if param.device_mesh != data_mesh.mesh:
         raise ValueError(
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
-            f"different mesh objects for parameter {name!r}"
+            f"{param.device_mesh} and {data_mesh.mesh} for parameter {name!r}"
         )
     for dim in data_mesh.data_dims:
         if not isinstance(param.placements[dim], Replicate):

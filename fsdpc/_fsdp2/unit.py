@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
@@ -228,15 +229,14 @@ def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:
-    """The mesh with the dimensions of both, which are parts of one mesh with names.
-    ``ValueError``: they are not.
+    """The mesh with the dimensions of both, which cut the same ranks and have names. Meshes that
+    are equal stand for one another: made twice, copied, pickled. ``ValueError``: no such mesh.
     """
-    root = data._get_root_mesh()
-    names = (*(data.mesh_dim_names or ()), *(parallel.mesh_dim_names or ()))
-    if root is not parallel._get_root_mesh() or not names:
+    try:
+        return DeviceMesh._concatenate([data, parallel])
+    except (AssertionError, TypeError, RuntimeError) as error:  # no names, other ranks or the same
         raise ValueError(
             "FSDP requires the data-parallel and the tensor-parallel mesh to be parts of one mesh "
             f"with mesh_dim_names, but got {data} and {parallel}: use "
             "init_device_mesh(..., mesh_dim_names=('dp', 'tp')), mesh['dp'] and mesh['tp']"
-        )
-    return root[names]
+        ) from error

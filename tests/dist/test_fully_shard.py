@@ -4,9 +4,11 @@ interfaces and other numbers of ranks, models moved and cast after sharding.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import os
+import pickle
 import tempfile
 import warnings
 
@@ -122,6 +124,52 @@ def test_tensor_parallel_and_sharded(rank, world, precision):
     tolerance = 1e-5 if precision == "float32" else 3e-2
     for (name, value), want in zip(full(model).items(), reference.parameters(), strict=True):
         torch.testing.assert_close(value, want, rtol=0, atol=tolerance, msg=name)
+
+
+def tensor_parallel(mesh) -> nn.Module:
+    model = even()
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def clipped_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
+    """Steps on the mean loss of each row of batches, with gradients of a small norm."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for row in batches:
+        sum(loss_of(model, batch) for batch in row).div(len(row)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(4)
+def test_equal_meshes_are_one_mesh(rank, world):
+    """Meshes made twice, copied and pickled; DTensors on several meshes, clipped together."""
+    warnings.simplefilter("ignore")
+    sizes = {("dp", "tp"): (2, 2), ("rep", "dp", "tp"): (2, 1, 2)}
+    first, again = (
+        [init_device_mesh("cpu", sizes[n], mesh_dim_names=n) for n in sizes] for _ in 2 * "x"
+    )
+    plane, space = first
+    copied = tensor_parallel(plane["tp"])
+    cases = {
+        "2-D, made twice": (tensor_parallel(plane["tp"]), again[0]["dp"]),
+        "3-D, made twice": (tensor_parallel(space["tp"]), again[1]["rep", "dp"]),
+        "a copied model": (copy.deepcopy(copied), plane["dp"]),
+        "a pickled mesh": (copied, pickle.loads(pickle.dumps(plane["dp"]))),
+    }
+    reference = even()
+    clipped_steps(reference, [[tokens(r, n) for r in range(2)] for n in range(2)])
+    wanted = dict(reference.named_parameters())
+    for what, (model, mesh) in cases.items():
+        shard_blocks("fsdpc", model, mesh=mesh)
+        clipped_steps(model, [[tokens(rank // 2, n)] for n in range(2)])
+        for name, value in full(model).items():
+            torch.testing.assert_close(
+                value, wanted[name], rtol=0, atol=1e-5, msg=f"{what}: {name}"
+            )
 
 
 @ranks(2)
