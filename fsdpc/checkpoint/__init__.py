@@ -8,7 +8,6 @@ folder of its own and a manifest of checksums. See docs/checkpoints.md.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from fsdpc.checkpoint.background import SaveHandle, WhenBusy, finish_running, make_room, start
 from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.folders import local_path
 from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, run_load
 from fsdpc.checkpoint.names import Only, Rename
@@ -82,7 +82,7 @@ def save(
         KeyboardInterrupt: on the rank that was interrupted; the others raise ``CheckpointError``.
     """
     ranks = ranks_of(group)
-    target = Path(os.path.abspath(path))
+    target = local_path(path)
     with ranks.together():
         make_room(when_busy, group)
         if format != "safetensors":
@@ -159,11 +159,12 @@ def load(
     Raises:
         CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
             while values are read, the model is unchanged.
+        ValueError: ``path`` is a URL.
         KeyboardInterrupt: on the rank that was interrupted; its note, and the error of the others,
             says if the model was being written already.
     """
     ranks = ranks_of(group)
-    target = Path(os.path.abspath(path))
+    target = local_path(path)
     with ranks.together():
         finish_running()
         return run_load(

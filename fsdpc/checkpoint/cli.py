@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.folders import local_path
+
+_PATHS = {"path", "one", "other", "source", "target"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own subcommands and their arguments."""
     commands = parser.add_subparsers(dest="checkpoint_command", required=True)
     verify = commands.add_parser("verify", help="compare every byte with the checksums")
-    verify.add_argument("path", type=Path)
+    verify.add_argument("path")
     inspect = commands.add_parser("inspect", help="list files and tensors")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path")
     diff = commands.add_parser("diff", help="compare the tensors of two checkpoints")
-    diff.add_argument("one", type=Path)
-    diff.add_argument("other", type=Path)
+    diff.add_argument("one")
+    diff.add_argument("other")
     convert = commands.add_parser(
         "convert", help="to a checkpoint folder, tensor by tensor, or to a folder of torch's DCP"
     )
-    convert.add_argument("source", type=Path, help="safetensors, a torch.save file or a DCP folder")
-    convert.add_argument("target", type=Path)
+    convert.add_argument("source", help="safetensors, a torch.save file or a DCP folder")
+    convert.add_argument("target")
     convert.add_argument("--dtype", help="of the model's floats, such as bfloat16")
     convert.add_argument("--to", choices=("safetensors", "dcp"), default="safetensors")
     convert.add_argument(
@@ -44,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen subcommand. Returns the exit code."""
     try:
+        for name in _PATHS & vars(args).keys():
+            setattr(args, name, local_path(getattr(args, name)))
         return _COMMANDS[args.checkpoint_command](args)
     except BrokenPipeError:
         raise

@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from fsdpc import _C
@@ -22,8 +24,24 @@ from fsdpc.checkpoint import manifest as _manifest
 _NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _SYNCS_AT_ONCE = 8
+_LONGEST_NAME = 200  # of a folder's; a temporary name has more
+_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` makes one slash of two
 _removing: dict[Path, threading.Thread] = {}
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path, absolute. ``ValueError``: a URL, of which a local folder would be made."""
+    text = os.fspath(path)
+    found = _SCHEME.match(text) if isinstance(text, str) else None
+    if found:
+        raise ValueError(
+            f"{text!r} is a URL: checkpoints are folders of a local or network file system, and "
+            f"{found[1]}:// is not supported. Mount the storage, or copy the folder there after "
+            f"the save (a local folder of this name: './{text}')"
+        )
+    return Path(os.path.abspath(text))
 
 
 class Draft:
@@ -48,8 +66,9 @@ class Draft:
                 raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
         clean(target)
-        self.path = target.parent / f"{_NEW}{target.name}-{uuid.uuid4().hex[:8]}"
+        self.path = target.parent / f"{_NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
+        self._named = False
         self._lock = _lock(self.path)
 
     def create(self, name: str, nbytes: int, header: bytes) -> None:
@@ -87,25 +106,56 @@ class Draft:
     def publish(self, written: Sequence[Path] = ()) -> None:
         """Make files and the folder durable, then give the folder its name, durably. What had the
         name before is removed afterwards, by a thread: to free its space takes as long as to write
-        a part of it.
+        a part of it. ``OSError``: as it was; if the folders cannot change names again either, both
+        stay, and the text says where.
         """
         sync([*written, *(Path(folder) for folder, _, _ in os.walk(self.path))])
         exchange = self.overwrite and os.path.lexists(self.target)
         _C.ckpt_rename(str(self.path), str(self.target), exchange=exchange)
-        sync([self.target.parent])
+        self._named = True
+        try:
+            sync([self.target.parent])
+        except BaseException as error:
+            self._give_back(exchange, error)
+            raise
         if exchange:
-            remove(self.path)
+            with suppress(OSError, RuntimeError):  # a later save cleans it
+                remove(self.path, self.target)
         self._unlock()
 
+    def _give_back(self, exchange: bool, error: BaseException) -> None:
+        source, target = (self.path, self.target) if exchange else (self.target, self.path)
+        try:
+            _C.ckpt_rename(str(source), str(target), exchange=exchange)
+            self._named = False
+        except OSError as second:
+            before = f", what it was to replace is {self.path}" if exchange else ""
+            raise OSError(
+                f"{error}; {second}: the new checkpoint is {self.target}, perhaps not durable"
+                f"{before}"
+            ) from error
+
     def discard(self) -> None:
-        """Remove what was written. Errors are ignored: a later save cleans what is left."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what was written, unless it has got its name. Errors are ignored: a later save
+        cleans what is left.
+        """
+        if not self._named:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            lock, self._lock = self._lock, None
+            with suppress(OSError):
+                os.close(lock)
+
+
+def _short(name: str) -> str:
+    """A part of the names of temporary folders, which must not be too long either."""
+    raw = os.fsencode(name)
+    if len(raw) <= _LONGEST_NAME:
+        return name
+    return f"{os.fsdecode(raw[:_LONGEST_NAME]).rstrip(_HALF)}~{_C.ckpt_crc32c(raw):08x}"
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -119,10 +169,18 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole: readers see the old or the new one."""
+    """Replace a small file as a whole: readers see the old or the new one. ``OSError``: it is one
+    of them, and no draft is left.
+    """
+    clean(path)
     draft = path.with_name(f"{_NEW}{path.name}-{uuid.uuid4().hex[:8]}")
-    write_durably(draft, content)
-    os.replace(draft, path)
+    try:
+        write_durably(draft, content)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     sync([path.parent])
 
 
@@ -147,12 +205,19 @@ def _sync_one(path: Path) -> None:
         os.close(fd)
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, target: Path | None = None) -> None:
     """Remove a folder: renamed first, so that a half-removed one is not taken for a checkpoint,
-    then freed by a thread. What that leaves is cleaned by a later save.
+    then freed by a thread. What that leaves is cleaned by a later save. ``target``: what a folder
+    with a temporary name has been, which goes also where it cannot be renamed.
     """
-    trash = path.parent / f"{_OLD}{path.name}-{uuid.uuid4().hex[:8]}"
-    os.rename(path, trash)
+    name = _short((target or path).name)
+    trash = path.parent / f"{_OLD}{name}-{uuid.uuid4().hex[:8]}"
+    try:
+        os.rename(path, trash)
+    except OSError:
+        if target is None:
+            raise
+        trash = path
     # Not a daemon: the interpreter waits for it at exit.
     thread = threading.Thread(target=shutil.rmtree, args=(trash, True), name=f"removing {path}")
     for gone in [path for path, thread in _removing.items() if not thread.is_alive()]:
@@ -172,7 +237,8 @@ def finish_removing() -> bool:
 
 def leftovers(target: Path) -> Iterator[Path]:
     """Temporary folders and files of saves of ``target`` that no process works on any more."""
-    names = (f"{_NEW}{target.name}-", f"{_OLD}{target.name}-", f"{_OLD}{_NEW}{target.name}-")
+    name = _short(target.name)
+    names = (f"{_NEW}{name}-", f"{_OLD}{name}-", f"{_OLD}{_NEW}{name}-")
     for path in sorted(target.parent.iterdir()):
         removed = path in _removing and _removing[path].is_alive()
         if path.name.startswith(names) and not path.is_symlink() and not removed:
