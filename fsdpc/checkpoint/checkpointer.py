@@ -1,7 +1,9 @@
-"""A folder of checkpoints, one per step: the newest, how many are kept, and going on from it."""
+"""A folder of checkpoints, one per step: the last one, how many are kept, and going on from it."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,19 +16,22 @@ from torch import nn
 from fsdpc.checkpoint import background as _background
 from fsdpc.checkpoint import folders as _folders
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint import steps as _steps
 from fsdpc.checkpoint.background import SaveHandle
+from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.loading import Loaded, Verify, run_load
 from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
 
-_NAME = re.compile(r"step-(\d{6,})")
-_LATEST = "latest"
-
 
 class Checkpointer:
     """Checkpoints ``directory/step-000100``. Every rank makes one with the same arguments.
+
+    What was saved last is the newest, whatever its step. Where a run goes back to an earlier step
+    (``resume(step=100)``, or a save at a step that is not higher), the later ones are abandoned:
+    ``abandoned()`` has them, and ``keep`` removes them first.
 
     Args:
         directory: made if it is not there.
@@ -39,7 +44,7 @@ class Checkpointer:
         only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
         group: the ranks that save together; default all.
 
-    Local. ``ValueError``: ``keep`` or ``every`` below 1.
+    Local. ``ValueError``: ``keep`` or ``every`` below 1; ``directory`` is a URL.
     """
 
     def __init__(
@@ -58,16 +63,17 @@ class Checkpointer:
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = _folders.local_path(directory)
         self.keep, self.every, self.async_ = keep, every, async_
         self._dtype, self._group = dtype, group
         self._when_busy: _background.WhenBusy = when_busy
         self._progress, self._only = progress, lasting(only)
-        self._resumed: Path | None = None
+        self._resumed: int | None = None
+        self._told: set[int] = set()  # abandoned steps that were logged
 
     def path(self, step: int) -> Path:
         """The folder of a step. Local."""
-        return self.directory / f"step-{step:06d}"
+        return _steps.folder_of(self.directory, step)
 
     def save(
         self,
@@ -83,7 +89,8 @@ class Checkpointer:
 
         Returns ``None`` at steps that ``every`` does not divide (unless ``force``) and for saves
         that are complete. ``CheckpointError`` as ``fsdpc.checkpoint.save``, also that of the save
-        before, if it has failed in the background.
+        before, if it has failed in the background; "naming checkpoint ... the latest": it is
+        complete, and only the file ``latest`` could not be written.
         """
         if not force and self.every is not None and step % self.every:
             return None
@@ -125,27 +132,30 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
         *,
+        step: int | None = None,
         strict: bool = True,
         verify: Verify = "before",
     ) -> Loaded | None:
-        """Load the newest complete checkpoint; ``None`` without one. Collective.
+        """Load the newest complete checkpoint; ``None`` without one. Collective. ``step``: go back
+        to this one, which is the newest from then on, also for a later ``resume``.
 
-        Leftovers of saves that were killed are removed first. ``CheckpointError``: the newest one
-        is damaged; an older one is loaded only by its path.
+        Leftovers of saves that were killed are removed first. ``CheckpointError``: the checkpoint
+        is damaged, and no other one is loaded instead; there is no such ``step``.
         """
         ranks = ranks_of(self._group)
         with ranks.together():
             _background.finish_running()
             with ranks.step(f"looking for checkpoints in {self.directory}") as looked:
-                if ranks.rank == 0:
-                    self._clean()
-                    found = self.latest()
-                    looked.value = None if found is None else found.name
-            if looked.values[0] is None:
+                looked.value = (step, self._look(step) if ranks.rank == 0 else None)
+            found = looked.values[0][1]
+            if any(asked != step for asked, _ in looked.values):
+                raise CheckpointError(
+                    f"resume: the ranks ask for different steps: {[n for n, _ in looked.values]}"
+                )
+            if found is None:
                 return None
-            self._resumed = self.directory / looked.values[0]
-            return run_load(
-                self._resumed,
+            loaded = run_load(
+                self.path(found),
                 ranks,
                 model,
                 optimizer,
@@ -155,40 +165,77 @@ class Checkpointer:
                 verify=verify,
                 only=self._only,
             )
+            self._resumed = found
+            if step is not None:
+                with ranks.step(f"going back to {self.path(step)}"):
+                    if ranks.rank == 0:
+                        self._go_back(step)
+            return loaded
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint: the one that the file ``latest`` names, or, without a
-        usable one, the highest step with a manifest. Local.
-        """
-        try:
-            name = (self.directory / _LATEST).read_text().strip()
-        except FileNotFoundError:
-            name = ""
-        named = self.directory / name
-        steps = self.steps()
-        if _NAME.fullmatch(name) and int(name[5:]) in steps:
-            newer = [step for step in steps if step > int(name[5:])]
-            return self.path(newer[-1]) if newer else named  # killed before `latest` was written
-        return self.path(steps[-1]) if steps else None
+        """The newest complete checkpoint: the one that was published last. Local."""
+        live = _steps.read_steps(self.directory).live
+        return self.path(live[0]) if live else None
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending. Local."""
-        if not self.directory.is_dir():
-            return []
-        found = []
-        for path in self.directory.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and (path / _manifest.NAME).is_file():
-                found.append(int(match[1]))
-        return sorted(found)
+        """Steps with a complete checkpoint, ascending, also those that are abandoned. Local."""
+        found = _steps.read_steps(self.directory)
+        return sorted(found.live + found.abandoned)
+
+    def abandoned(self) -> list[int]:
+        """Steps that the run has gone back behind, ascending. Local."""
+        return sorted(_steps.read_steps(self.directory).abandoned)
+
+    def _look(self, step: int | None) -> int | None:
+        self._clean()
+        found = _steps.read_steps(self.directory)
+        complete = sorted(found.live + found.abandoned)
+        if step is not None:
+            if step not in complete:
+                raise CheckpointError(f"no complete checkpoint of step {step}, only of {complete}")
+            return step
+        named = _steps.named_latest(self.directory)
+        if found.live and named in complete and named != found.live[0]:
+            logging.getLogger("fsdpc").warning(
+                f"{self.directory / _steps.LATEST} names step {named}, but step {found.live[0]} "
+                f"was published after it: going on from there (resume(step={named}) goes back)"
+            )
+        return found.live[0] if found.live else None
+
+    def _go_back(self, step: int) -> None:
+        if step != _steps.read_steps(self.directory).live[0]:
+            path = self.path(step) / _manifest.NAME
+            known = _manifest.decode(path.read_bytes())
+            number = _steps.next_number(self.path(step))
+            known = dataclasses.replace(known, published=number)
+            _folders.replace_durably(path, known.encode())
+        self._name_latest(step)
+
+    def _name_latest(self, step: int) -> _steps.Steps:
+        content = f"{self.path(step).name}\n".encode()
+        _folders.replace_durably(self.directory / _steps.LATEST, content)
+        found = _steps.read_steps(self.directory)
+        left = [each for each in sorted(found.abandoned) if each not in self._told]
+        if left:
+            self._told.update(left)
+            removed = "" if self.keep is None else f"; keep={self.keep} removes them first"
+            logging.getLogger("fsdpc").warning(
+                f"{self.directory}: the run has gone back, to step {step}: later steps {left} are "
+                f"abandoned{removed}"
+            )
+        return found
 
     def _published(self, step: int) -> None:
-        _folders.replace_durably(self.directory / _LATEST, f"{self.path(step).name}\n".encode())
+        found = self._name_latest(step)
         if self.keep is None:
             return
-        for old in [s for s in self.steps() if s != step][: -self.keep + 1 or None]:
-            if old < step and self.path(old) != self._resumed:
+        for old in (found.live + found.abandoned)[self.keep :]:
+            if old in (step, self._resumed):
+                continue
+            try:
                 _folders.remove(self.path(old))
+            except OSError as error:  # the new one is there all the same
+                logging.getLogger("fsdpc").warning(f"{self.path(old)} cannot be removed: {error}")
 
     def _clean(self) -> None:
         if self.directory.is_dir():

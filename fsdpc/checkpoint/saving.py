@@ -25,6 +25,7 @@ from fsdpc.checkpoint.model import read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
 from fsdpc.checkpoint.optimizer import State, read_state
 from fsdpc.checkpoint.ranks import Ranks, check_equal
+from fsdpc.checkpoint.steps import next_number
 from fsdpc.checkpoint.values import dump, to_json
 from fsdpc.checkpoint.write import jobs, write_edges, write_job
 
@@ -250,6 +251,7 @@ def finish(
         made.add_file(path, content)
         written.append(draft.path / path)
     reach("manifest")
+    made.published = next_number(draft.target)
     draft.write_file(_manifest.NAME, made.encode())
     reach("publish")
     draft.publish([*written, draft.path / _manifest.NAME])

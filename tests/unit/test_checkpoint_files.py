@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
+import itertools
 import json
 import os
 import pickle
 import platform
 import random
+import re
 import shutil
 import signal
 import struct
@@ -17,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -484,6 +487,25 @@ def test_state_that_was_not_saved_goes(tmp_path: Path):
     assert not optimizer.state
 
 
+def test_urls_are_refused_by_name(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    """They were local folders such as `./s3:`."""
+    monkeypatch.chdir(tmp_path)
+    model = Net()
+    for url in ("s3://bucket/x", Path("gs://bucket/x"), "hf://some/model", "file:///tmp/x"):
+        for call in (checkpoint.save, checkpoint.load, lambda url, _: checkpoint.Checkpointer(url)):
+            with pytest.raises(
+                ValueError, match=f"is a URL: .* {str(url).split(':')[0]}:// is not"
+            ):
+                call(url, model)
+        for command_line in (["verify", url], ["inspect", url], ["diff", "a", url],
+                             ["convert", url, "a"], ["convert", "a", url]):  # fmt: skip
+            assert command(*command_line) == 2
+            assert "is a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    checkpoint.save("./s3:/x", model)
+    checkpoint.load(tmp_path / "s3:" / "x", model)
+
+
 def test_no_other_folder_is_overwritten(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("")
@@ -550,6 +572,107 @@ def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypat
     model, optimizer = trained(1)
     checkpoint.load(saved, model, optimizer)
     assert same(values(model, optimizer), values(*trained()))
+
+
+class Failing:
+    """Every file operation below a folder, of which the `nth` fails; `later`: and all after it."""
+
+    OS = ("open", "mkdir", "pread", "pwrite", "posix_fallocate", "fsync", "rename", "replace",
+          "unlink", "rmdir", "scandir", "close")  # fmt: skip
+    C = ("ckpt_write", "ckpt_read", "ckpt_rename")
+
+    def __init__(self, monkeypatch: Any, below: Path) -> None:
+        self.below, self.nth, self.later, self.count = str(below), 0, False, 0
+        for module, names in ((os, self.OS), (_C, self.C), (builtins, ("open",))):
+            for name in names:
+                monkeypatch.setattr(module, name, self.counted(name, getattr(module, name)))
+
+    def counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            failed = self.nth and self.is_below(args[0]) and self.fails()
+            if name == "close" or not failed:  # a file is closed all the same
+                result = real(*args, **options)
+            if failed:
+                raise OSError(errno.EIO, f"{name} number {self.nth}")
+            return result
+
+        return call
+
+    def is_below(self, what: Any) -> bool:
+        try:
+            where = os.readlink(f"/proc/self/fd/{what}") if type(what) is int else str(what)
+        except OSError:
+            return False
+        return where.startswith(self.below) and threading.current_thread().name == "MainThread"
+
+    def fails(self) -> bool:
+        self.count += 1
+        return self.count == self.nth or (self.later and self.count > self.nth)
+
+    def sweep(self, call: Callable[[], object], later: bool) -> Iterator[str]:
+        """The error of each run, in which another operation fails; empty: the call went on."""
+        for nth in itertools.count(1):
+            self.nth, self.later, self.count, text = nth, later, 0, ""
+            try:
+                call()
+            except (checkpoint.CheckpointError, OSError) as error:
+                text = str(error)
+            self.nth = 0
+            if self.count < nth:
+                return
+            yield text
+
+
+@pytest.mark.parametrize(
+    ("name", "later"), [("a", False), ("a", True), ("n\u00fc" * 80, False), ("step-000001", False)]
+)
+def test_whatever_file_operation_of_a_save_fails(
+    tmp_path: Path, monkeypatch: Any, name: str, later: bool
+):
+    """The old checkpoint stands, or the new one where `save` returns; over one and onto a free
+    name, also one so long that names made of it need a cut. With the disk gone, the new one may
+    stand, and the error says so and where the old one is.
+    """
+    monkeypatch.setattr(folders, "_SYNCS_AT_ONCE", 1)
+    target, free, model = tmp_path / name, tmp_path / f"{name[:-1]}2", nn.Linear(1, 1, bias=False)
+    run = checkpoint.Checkpointer(tmp_path, keep=1)
+
+    def value_at(path: Path) -> float:
+        other = nn.Linear(1, 1, bias=False)
+        assert checkpoint.load(path, other).verified
+        return other.weight.item()
+
+    def save(path: Path, value: float) -> None:
+        model.weight.data.fill_(value)
+        if name.startswith("step"):
+            run.save(int(path.name[5:]), model)
+        else:
+            checkpoint.save(path, model, overwrite=True)
+
+    failing, tried = Failing(monkeypatch, tmp_path), 0
+    for path in (target, free):
+        save(target, 1.0)
+        for text in failing.sweep(lambda path=path: save(path, 2.0), later):
+            folders.finish_removing()
+            tried += 1
+            stands = "the new checkpoint is" in text or "the latest: " in text
+            if not text or stands:
+                assert value_at(path) == 2.0, text
+            elif path == target:
+                assert value_at(target) == 1.0, text
+            else:
+                assert not path.exists(), text
+            if "was to replace is " in text:
+                old = re.search("replace is (.*)$", text)
+                assert old and value_at(Path(old[1])) == 1.0
+            assert not stands or later or name.startswith("step"), text
+            save(path, 1.0)  # and it cleans what was left
+            if path == free:
+                shutil.rmtree(free)
+            folders.finish_removing()
+            left = {item.name for item in tmp_path.iterdir()} - {"latest"}
+            assert left <= {target.name}, (text, left)
+    assert tried > 60
 
 
 # --- hostile folders and files -------------------------------------------------------------------
@@ -998,6 +1121,50 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     for step in (41, 42, 43):
         again.save(step, model, optimizer)
     assert again.steps() == [40, 42, 43]  # what was resumed from stays
+
+
+def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """What was saved last is the newest, in this process and the next one; `keep` follows."""
+
+    def step_of(run: checkpoint.Checkpointer, **options: Any) -> tuple[int, float]:
+        model = Net(1)
+        found = run.resume(model, **options)
+        assert found is not None and found.verified
+        return found.step, model.scale.item()
+
+    def save(run: checkpoint.Checkpointer, *steps: int) -> None:
+        for step in steps:
+            model = Net()
+            model.scale.data.fill_(step)
+            run.save(step, model)
+
+    for how in ("by path", "by resume"):
+        run = checkpoint.Checkpointer(tmp_path / how, keep=3)
+        save(run, 100, 200, 300)
+        if how == "by path":
+            checkpoint.load(run.path(100), Net())
+        else:
+            assert step_of(run, step=100) == (100, 100.0)
+            run = checkpoint.Checkpointer(tmp_path / how, keep=3)
+            assert step_of(run) == (100, 100.0)  # killed before the first save
+        save(run, 110)
+        assert (run.steps(), run.abandoned()) == ([100, 110, 300], [300])
+        (tmp_path / how / "latest").write_text("step-000300\n")  # killed before it was written
+        run = checkpoint.Checkpointer(tmp_path / how, keep=3)
+        assert step_of(run) == (110, 110.0)
+        assert "latest names step 300, but step 110 was published after it" in caplog.text
+        save(run, 120, 130)
+        assert (run.steps(), run.abandoned()) == ([110, 120, 130], [])
+        assert step_of(checkpoint.Checkpointer(tmp_path / how)) == (130, 130.0)
+    assert "later steps [200, 300] are abandoned; keep=3 removes them first" in caplog.text
+    with pytest.raises(checkpoint.CheckpointError, match=r"of step 5, only of \[110, 120, 130\]"):
+        run.resume(Net(), step=5)
+    checkpoint.save(run.path(90), Net())  # without the Checkpointer
+    assert (run.latest(), run.abandoned()) == (run.path(90), [110, 120, 130])
+    for path in tmp_path.rglob("fsdpc.json"):  # of older versions, without numbers
+        resign(path.parent, lambda body: body.pop("published"))
+    (tmp_path / how / "latest").write_text("step-000120\n")
+    assert (run.latest(), run.abandoned()) == (run.path(120), [130])
 
 
 REMOVING = """
