@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpc._plan.cards import Card
 from fsdpc._plan.cost import Cost, cost
 from fsdpc._plan.ledger import Build, Plan, plan
-from fsdpc._plan.model import Setup
+from fsdpc._plan.model import Setup, check
 from fsdpc._plan.states import optimizer
+
+DISK_BUFFERS = 96 << 20  # bytes
 
 # (label, changes); a change that is in force already is left out.
 SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
@@ -27,14 +29,16 @@ SWITCHES: tuple[tuple[str, dict[str, object]], ...] = (
     ("8-bit optimizer states", {"optimizer": "adamw8bit"}),
     ("CPU offload", {"offload": True}),
     ("states in host memory", {"host": 1.0, "disk": 0}),
+    ("steps in backward", {"in_backward": True}),
     ("one reduce slot", {"reduce_slots": 1}),
     ("one gather slot per level (no prefetch)", {"gather_slots": 1}),
 )
+OWN_UNITS = "embedding and head as units of their own"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a switch does to the bytes at the peak; negative is less."""
+    """What a switch does to the bytes at the peak, or at another moment; negative is less."""
 
     label: str
     bytes: int
@@ -49,11 +53,11 @@ class Change(Effect):
     share: float  # of the step's seconds
 
 
-def changes(build: Build, base: Plan, card: Card) -> list[Change]:
+def changes(build: Build, base: Plan, card: Card, other: Build | None = None) -> list[Change]:
     """Every switch by itself, the one that frees most first; those without effect are left out."""
     before = cost(base, card).step
     found = []
-    for effect in effects(build, base):
+    for effect in effects(build, base, other=other):
         seconds = cost(effect.plan, card).step - before
         if effect.bytes or seconds:
             share = seconds / before if before else 0.0
@@ -61,17 +65,28 @@ def changes(build: Build, base: Plan, card: Card) -> list[Change]:
     return found
 
 
-def effects(build: Build, base: Plan) -> list[Effect]:
-    """Every switch by itself, the one that frees most first."""
+def peak_bytes(made: Plan) -> int:
+    return made.peak.bytes
+
+
+def effects(
+    build: Build, base: Plan, held: Callable[[Plan], int] = peak_bytes, other: Build | None = None
+) -> list[Effect]:
+    """Every switch by itself, the one that frees most first. ``held``: the bytes that are compared.
+    ``other``: the model with embedding and head in units of their own.
+    """
     found = []
+    if other is not None:
+        made = plan(other, base.setup)
+        found.append(Effect(OWN_UNITS, held(made) - held(base), made))
     extra: list[tuple[str, dict[str, object]]] = []
     if not base.model.traced:
         extra.append(("activations in int8", {"compress": "int8", "offload_activations": False}))
     if not base.model.traced and base.setup.transport == "stream":
         extra.append(("activations in host memory", {"offload_activations": True, "compress": ""}))
     for label, values in _switches(base.setup, tuple(extra)):
-        other = plan(build, replace(base.setup, **values))  # type: ignore[arg-type]
-        found.append(Effect(label, other.peak.bytes - base.peak.bytes, other))
+        made = plan(build, replace(base.setup, **values))  # type: ignore[arg-type]
+        found.append(Effect(label, held(made) - held(base), made))
     return sorted(found, key=lambda c: c.bytes)
 
 
@@ -79,12 +94,17 @@ def _switches(
     setup: Setup, extra: tuple[tuple[str, dict[str, object]], ...]
 ) -> Iterator[tuple[str, dict[str, object]]]:
     offloads = optimizer(setup.optimizer).offloads
-    for label, values in SWITCHES + extra:
-        if values.get("host") and not offloads:
+    stream = setup.transport == "stream"
+    disk = {"disk": DISK_BUFFERS, "host": 0.0, "offload": setup.offload or stream}
+    on_disk = ("CPU offload, states on a disk" if stream else "states on a disk", disk)
+    for label, values in (*SWITCHES, on_disk, *extra):
+        if (values.get("host") or values.get("disk")) and not offloads:
+            continue
+        if values.get("in_backward") and (setup.accumulation > 1 or setup.replicas > 1):
             continue
         if any(getattr(setup, name) != value for name, value in values.items()):
             yield label, values
-    if setup.micro_batch > 1:
+    if setup.micro_batch > 1 and not setup.in_backward:
         yield (
             "half the micro-batch, twice the accumulation",
             {"micro_batch": setup.micro_batch // 2, "accumulation": setup.accumulation * 2},
@@ -94,13 +114,67 @@ def _switches(
 
 @dataclass(frozen=True)
 class Suggestion:
+    """A plan that fits. ``means``: what it does that the setup it was asked for does not."""
+
     plan: Plan
     cost: Cost
-    label: str
+    means: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.without())
+
+    def without(self, known: Sequence[str] = ()) -> list[str]:
+        """The parts of the label, without means that are ``known``."""
+        setup = self.plan.setup
+        batch = f"micro-batch {setup.micro_batch} x {setup.accumulation}"
+        more = [each for each in self.means if each not in known]
+        return [setup.strategy, f"{setup.world} ranks", batch, *more]
 
     @property
     def tokens_per_second(self) -> float:
         return self.cost.tokens_per_second(self.plan)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Plans of one kind differ by the world, the batch, what costs nothing, and the optimizer
+        where its states are elsewhere.
+        """
+        free = {"adamw-fused", FUSED_LOSS, OWN_UNITS, STEPS, ONE_SLOT}
+        if any(label in self.means for label, _ in _STATES):
+            free |= {"adamw8bit"}
+        return (self.plan.setup.strategy, *(each for each in self.means if each not in free))
+
+    def beats(self, other: Suggestion) -> bool:
+        """Whether nothing speaks for the other one: a difference of 2 % is none."""
+        return (
+            self is not other
+            and set(self.means) <= set(other.means)
+            and self.plan.setup.world <= other.plan.setup.world
+            and self.tokens_per_second >= 0.98 * other.tokens_per_second
+            and self.plan.upper <= 1.02 * other.plan.upper
+            and (len(self.means) < len(other.means) or self.label <= other.label)
+        )
+
+
+FUSED_LOSS, STEPS, ONE_SLOT = "fused loss", "steps in backward", "one slot"
+Means = tuple[tuple[str, dict[str, object]], ...]
+NOTHING: tuple[str, dict[str, object]] = ("", {})
+# What may be done about each part of memory, one of each line at a time.
+_ACTIVATIONS: Means = (
+    NOTHING,
+    ("recompute 50%", {"checkpointing": 0.5}),
+    ("recompute 100%", {"checkpointing": 1.0}),
+    ("int8 activations", {"compress": "int8", "offload_activations": False}),
+    ("activations in host memory", {"compress": "", "offload_activations": True}),
+)
+_STATES: Means = (
+    NOTHING,
+    ("states in host memory", {"host": 1.0, "disk": 0}),
+    ("CPU offload", {"offload": True}),
+    ("CPU offload, states on a disk", {"offload": True, "disk": DISK_BUFFERS, "host": 0.0}),
+)
+_FREE: Means = (NOTHING, (FUSED_LOSS, {"loss": "fused"}), (STEPS, {"in_backward": True}))
 
 
 def suggest(
@@ -113,79 +187,82 @@ def suggest(
     worlds: Iterable[int] = (),
     limit: int = 8,
 ) -> list[Suggestion]:
-    """Plans whose upper bound fits ``usable`` bytes, most tokens per second and GPU first. Searches
-    strategy, checkpointing, micro-batch, offload and slots, over the wraps in ``builds`` and the
-    optimizers and worlds given.
+    """Plans whose upper bound fits ``usable`` bytes, most tokens per second and GPU first: one of
+    each kind, and none that another beats. Searches strategy, where states are, activations, loss,
+    steps in backward, micro-batch and slots, over the optimizers and worlds given, with the wrap of
+    ``builds`` that needs least.
     """
-    found = []
-    for wrap, world, name in itertools.product(
-        builds, worlds or (setup.world,), optimizers or (setup.optimizer,)
+    found: list[Suggestion] = []
+    wrap = min(builds, key=lambda name: plan(builds[name], setup).upper)
+    own = () if wrap == next(iter(builds)) else (OWN_UNITS if wrap == "embeddings" else wrap,)
+    for world, name in itertools.product(
+        worlds or (setup.world,), optimizers or (setup.optimizer,)
     ):
         hybrid = ["HYBRID_SHARD"] if world > setup.ranks_per_host else []
         names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *hybrid]
-        for strategy, offload in itertools.product(names, (False, True)):
-            base = replace(
-                setup, world=world, optimizer=name, strategy=strategy, shard=0, offload=offload
-            )
-            found += list(_largest_batches(wrap, builds[wrap], base, card, usable))
-    found.sort(key=lambda s: (-s.tokens_per_second, s.plan.upper))
-    return found[:limit]
+        means = (*own, *([name] if name != setup.optimizer else []))
+        for strategy, (label, values) in itertools.product(names, _STATES):
+            if (values.get("host") or values.get("disk")) and not optimizer(name).offloads:
+                continue
+            base = replace(setup, world=world, optimizer=name, strategy=strategy, shard=0)
+            base = replace(base, **values)  # type: ignore[arg-type]
+            found += _largest_batches(builds[wrap], base, card, usable, (*means, label))
+    found.sort(key=lambda s: (-s.tokens_per_second, s.plan.upper, len(s.means)))
+    shown: dict[object, Suggestion] = {}
+    for each in found:
+        if not any(other.beats(each) for other in found):
+            shown.setdefault(each.kind, each)
+    return list(shown.values())[:limit]
 
 
 def _largest_batches(
-    wrap: str, build: Build, setup: Setup, card: Card, usable: int
+    build: Build, setup: Setup, card: Card, usable: int, means: tuple[str, ...]
 ) -> Iterator[Suggestion]:
-    """For each checkpointing ratio the largest micro-batch that fits, of the powers of two up to
-    what a step of the setup has. With one slot each only where two do not fit.
+    """For each treatment of activations the largest micro-batch that fits, of the powers of two up
+    to what a step of the setup has. With one slot each only where two do not fit.
     """
-    least = replace(setup, checkpointing=1.0, micro_batch=1)
+    least = replace(setup, checkpointing=1.0, micro_batch=1, loss="fused")
+    one = {"gather_slots": 1, "reduce_slots": 1}
+    model = plan(build, least).model
     if plan(build, least).upper > usable:
-        setup = replace(setup, gather_slots=1, reduce_slots=1)
-        if plan(build, replace(least, gather_slots=1, reduce_slots=1)).upper > usable:
+        setup, means = replace(setup, **one), (*means, ONE_SLOT)  # type: ignore[arg-type]
+        if plan(build, replace(least, **one)).upper > usable:  # type: ignore[arg-type]
             return
-    traced = plan(build, least).model.traced  # its inputs decide the micro-batch
-    total = 1 if traced else setup.micro_batch * setup.accumulation
-    for ratio in (0.0, 0.5, 1.0):
-        best = None
-        micro = 1
-        while micro <= total:
-            made = plan(
-                build,
-                replace(
-                    setup,
-                    checkpointing=ratio,
-                    micro_batch=micro,
-                    accumulation=setup.accumulation if traced else -(-total // micro),
-                ),
-            )
-            if made.upper > usable:
-                break
-            best, micro = made, micro * 2
-        if best is not None:
-            yield Suggestion(best, cost(best, card), f"{label_of(best.setup)}, wrap {wrap}")
+    total = 1 if model.traced else setup.micro_batch * setup.accumulation
+    whole = total  # what costs nothing is tried where the whole batch does not fit without
+    for label, values in _ACTIVATIONS:
+        if model.traced and ("compress" in values or "offload_activations" in values):
+            continue  # priced by formula only
+        reached = 0
+        extra: dict[str, object] = {}
+        said: tuple[str, ...] = ()
+        for name, free in _FREE:
+            if reached >= whole or (model.traced and "loss" in free):
+                continue
+            extra, said = {**extra, **free}, (*said, name)
+            made = _largest(build, replace(setup, **values, **extra), usable, total)
+            if made is not None and made.setup.micro_batch > reached:
+                reached = made.setup.micro_batch
+                chosen = tuple(each for each in (*means, label, *said) if each)
+                yield Suggestion(made, cost(made, card), chosen)
 
 
-def label_of(setup: Setup) -> str:
-    """The switches of a plan in one line."""
-    parts = [
-        setup.strategy,
-        f"{setup.world} ranks",
-        setup.optimizer,
-        f"micro-batch {setup.micro_batch} x {setup.accumulation}",
-    ]
-    if setup.checkpointing:
-        parts.append(f"checkpointing {setup.checkpointing:.0%}")
-    if setup.compress:
-        parts.append(f"activations in {setup.compress}")
-    if setup.offload_activations:
-        parts.append("activations in host memory")
-    if setup.offload:
-        parts.append("CPU offload")
-    if setup.host:
-        parts.append(f"{setup.host:.0%} of the states in host memory")
-    if setup.gather_slots == 1:
-        parts.append("one slot")
-    return ", ".join(parts)
+def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None:
+    """With the largest micro-batch that fits. Steps in backward need the whole batch at once."""
+    best, micro = None, 1
+    while micro <= total:
+        traced = best is not None and best.model.traced
+        accumulation = setup.accumulation if traced or total == 1 else -(-total // micro)
+        if setup.in_backward and accumulation > 1:
+            micro *= 2
+            continue
+        if setup.in_backward and check(replace(setup, in_backward=False)).replicas > 1:
+            return None
+        made = plan(build, replace(setup, micro_batch=micro, accumulation=accumulation))
+        if made.upper > usable:
+            break
+        best, micro = made, micro * 2
+    return best
 
 
 def smallest_world(builds: dict[str, Build], setup: Setup, usable: int) -> int | None:

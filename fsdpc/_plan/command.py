@@ -11,6 +11,12 @@ from fsdpc._plan import advise, options, show, simulate, snapshot
 from fsdpc._plan.cost import ASSUMED, cost
 from fsdpc._plan.ledger import Plan, plan
 
+EXAMPLES = """examples:
+  fsdpc plan llama-3-8b --gpu h100 --world 16 --sequence 8192   a known model: does a step fit?
+  fsdpc plan config.json --memory 24GB --world 4 --suggest      a transformers model: what fits?
+  fsdpc plan train:build --cpu --world 2 --explain              your own: train.py, def build()
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Plan the memory and time of a training step, without a GPU."
@@ -36,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshot", metavar="FILE", help="also write it for torch's memory viewer"
     )
-    parser.add_argument("--plain", action="store_true", help="plain text even on a terminal")
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +67,8 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     known = cost(made, wanted.card) if not arguments.cpu else None
     timed = (ASSUMED,) if known is not None and made.model.flops else ()
     made = replace(made, notes=(*wanted.notes, *made.notes, *timed))
-    found = advise.changes(wanted.build, made, wanted.card) if arguments.explain else []
+    other = wanted.builds.get("embeddings") if arguments.wrap == "blocks" else None
+    found = advise.changes(wanted.build, made, wanted.card, other) if arguments.explain else []
     if arguments.plot:
         _draw(arguments.plot, made, wanted)
     if arguments.snapshot:
@@ -68,12 +76,14 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if arguments.json:
         print(json.dumps(_as_dict(made, wanted, known, found)))
         return 0
-    out = show.Printer(arguments.plain)
-    show.show_plan(out, made, wanted.usable, known)
-    if arguments.explain:
-        out.line("")
-        show.show_units(out, made)
-        show.show_changes(out, found, timed=not arguments.cpu and made.model.flops > 0)
+    show.show_plan(made, wanted.usable, known)
+    if not arguments.explain:
+        show.line("reasons, units and what each switch would change: --explain")
+        return 0
+    show.line("")
+    show.show_reasons(made)
+    show.show_units(made)
+    show.show_changes(found, timed=not arguments.cpu and made.model.flops > 0)
     return 0
 
 
@@ -130,12 +140,11 @@ def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
             )
         )
         return 0 if found else 1
-    out = show.Printer(arguments.plain)
     if found:
-        show.show_suggestions(out, found)
-        out.line(f"note: {ASSUMED}")
+        show.show_suggestions(found)
+        show.line(f"note: {ASSUMED}")
         return 0
-    out.line(_nothing(least))
+    show.line(_nothing(least))
     return 1
 
 

@@ -12,9 +12,11 @@ from fsdpc._engine.state_layout import (
     ALIGN,
     BUFFERS,
     MIN_8BIT,
+    PAGE,
     STAGES,
     Extent,
     Field,
+    Wanted,
     chosen_for_host,
     chunk_bytes_of,
     extent_of_8bit,
@@ -277,15 +279,22 @@ def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
     return found
 
 
+@lru_cache(maxsize=256)
+def _placed(wanted: tuple[Wanted, ...], chunk_bytes: int, page: int) -> tuple[int, int]:
+    """Bytes that offloaded states take, and bytes that a step moves each way."""
+    found = lay_out(wanted, chunk_bytes, page=page)
+    return found.end, sum(part[1] for chunk in found.chunks for part in chunk.parts)
+
+
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in pinned host memory, by the functions that place them there."""
     extents = _extents(model, setup, kind)
     sizes = [sum(extent.nbytes for extent in each) for each in extents]
     chosen = chosen_for_host(sizes, setup.host)
     pairs = zip(extents, chosen, strict=True)
-    away = [extent.wanted for each, here in pairs if here for extent in each]
+    away = tuple(extent.wanted for each, here in pairs if here for extent in each)
     chunk_bytes = chunk_bytes_of(setup.host_buffers, STAGES)
-    there = lay_out(away, chunk_bytes, page=ALIGN).end
+    there, _ = _placed(away, chunk_bytes, ALIGN)
     moved = sum(count for count, here in zip(sizes, chosen, strict=True) if here)
     why = f"{setup.host:.0%} of them at most; each step moves {size(moved)} there and back"
     why += kind.without
@@ -310,15 +319,14 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in files."""
-    extents = [extent for each in _extents(model, setup, kind) for extent in each]
+    wanted = tuple(e.wanted for each in _extents(model, setup, kind) for e in each)
     chunk_bytes = chunk_bytes_of(setup.disk)
-    found = lay_out([extent.wanted for extent in extents], chunk_bytes)
-    written = sum(part[1] for chunk in found.chunks for part in chunk.parts)
+    end, written = _placed(wanted, chunk_bytes, PAGE)
     where = "host" if _offloads(setup) else "device"
     return [
         Row(
             "optimizer states",
-            found.end,
+            end,
             ALWAYS,
             f"a file of each rank; each step reads and writes {size(written)} of it{kind.without}",
             True,

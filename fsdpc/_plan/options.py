@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -211,10 +213,7 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
         found = from_config(options.model)
     elif options.model:
         if options.model not in geometry.PRESETS:
-            raise ValueError(
-                f"unknown model {options.model!r}: give module:function, a config.json, or one of "
-                + ", ".join(geometry.PRESETS)
-            )
+            raise ValueError(_unknown(options.model))
         found = geometry.PRESETS[options.model]
     else:
         found = geometry.from_numbers(
@@ -235,6 +234,16 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
         for wrap in WRAPS
         if wrap != "whole" or options.wrap == "whole"
     }
+
+
+def _unknown(name: str) -> str:
+    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in geometry.PRESETS}
+    near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, 1)
+    meant = f": did you mean {plain[near[0]]}? Else" if near else ":"
+    return (
+        f"unknown model {name!r}{meant} give module:function, a config.json, or one of "
+        + ", ".join(geometry.PRESETS)
+    )
 
 
 class _Traced:

@@ -1,61 +1,32 @@
-"""Tables on a terminal: by rich where it is installed, else in plain text."""
+"""Tables and sentences of plans, in plain text: one line for each row, at most 100 columns."""
 
 from __future__ import annotations
 
-import sys
+import shutil
+import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from fsdpc._plan.advise import Change, Suggestion
 from fsdpc._plan.cards import counted, size
 from fsdpc._plan.cost import Cost
-from fsdpc._plan.ledger import Plan
+from fsdpc._plan.ledger import Plan, Row
 
-MISSING = "fsdpc: tables are plain text without rich: pip install 'fsdpc[tools]'"
+WIDTH = 100
 
 
 def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-class Printer:
-    """Prints titled tables and lines. ``plain``: never use rich."""
+def line(text: str, indent: str = "  ") -> None:
+    """Print a sentence, broken between words where the terminal ends; ``indent``: of further lines."""
+    columns = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
+    print(textwrap.fill(text, max(columns, 40), subsequent_indent=indent))
 
-    def __init__(self, plain: bool = False) -> None:
-        self.console: Any = None
-        if not plain and sys.stdout.isatty():
-            try:
-                from rich.console import Console
-            except ImportError:
-                print(MISSING, file=sys.stderr)
-            else:
-                self.console = Console()
 
-    def line(self, text: str) -> None:
-        if self.console is not None:
-            self.console.print(text, markup=False, highlight=False)
-        else:
-            print(text)
-
-    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Cells are texts; columns of numbers are aligned to the right."""
-        if self.console is not None:
-            self._rich(title, head, rows)
-        else:
-            print(plain_table(title, head, rows))
-
-    def _rich(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=Text(title), title_justify="left", show_edge=False)
-        for i, name in enumerate(head):
-            table.add_column(
-                name, justify="right" if _is_number(rows, i) else "left", no_wrap=i == 0
-            )
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        self.console.print(table)
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Cells are texts; columns of numbers are aligned to the right."""
+    print(plain_table(title, head, rows))
 
 
 def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
@@ -77,57 +48,68 @@ def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     return "\n".join([title, one(head), one(["-" * w for w in widths]), *map(one, rows), ""])
 
 
-def show_plan(out: Printer, plan: Plan, usable: int | None, cost: Cost | None) -> None:
+def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     """The ledger, the timeline's summits and the verdict."""
     setup, peak = plan.setup, plan.peak
-    out.line(
+    line(
         f"{plan.model.name}: {plan.model.numel:,} parameters in "
         f"{counted(len(plan.model.units), 'unit')}, {setup.strategy} over {setup.shards} of "
         f"{counted(setup.world, 'rank')}; storage {setup.storage}, compute "
         f"{setup.compute or 'as stored'}, optimizer {setup.optimizer}"
         + (f", {plan.model.tokens:,} tokens per micro-batch" if plan.model.tokens else "")
     )
-    out.line("")
-    rows = []
-    for row in plan.rows:
-        at_peak = peak.roles.get(row.role, 0) if row.where == "device" else 0
-        rows.append(
-            (
-                row.role,
-                size(row.bytes),
-                size(at_peak) if at_peak else "",
-                " ".join(row.lifetime) if len(row.lifetime) < 4 else "always",
-                "exact" if row.exact else "",
-                row.why + ("" if row.where == "device" else f" [{row.where}]"),
-            )
-        )
-    out.table("Memory of each rank", ("what", "bytes", "at peak", "lives", "", "because"), rows)
+    line("")
+    table(
+        "Memory of each rank",
+        ("what", "bytes", "at peak", "lives", "source"),
+        [_row(row, peak.roles.get(row.role, 0)) for row in plan.rows],
+    )
     tops = {}
     for point in plan.timeline:
         if point.phase not in tops or point.bytes > tops[point.phase].bytes:
             tops[point.phase] = point
-    out.table(
+    table(
         "Highest points",
         ("phase", "unit", "bytes"),
         [(p.phase, p.unit or "-", size(p.bytes)) for p in tops.values()],
     )
     where = f" in {peak.unit}" if peak.unit else ""
-    out.line(
+    line(
         f"peak {size(peak.bytes)} during {peak.phase}{where}, at most {size(plan.upper)} "
         "with the allocator's slack"
         + (f"; host memory {size(plan.host_bytes)}" if plan.host_bytes else "")
     )
     if cost is not None and plan.model.flops:
         packing = f"packing {seconds(cost.packing)}, " if cost.packing else ""
-        out.line(
+        line(
             f"step {seconds(cost.step)}: compute {seconds(cost.compute)}, {packing}wire "
             f"{seconds(cost.wire)} ({size(cost.sent_bytes)} sent per rank), update "
             f"{seconds(cost.update)}; {cost.tokens_per_second(plan):,.0f} tokens/s per GPU"
         )
     if usable is not None:
-        out.line(verdict(plan, usable))
+        line(verdict(plan, usable))
     for note in plan.notes:
-        out.line(f"note: {note}")
+        line(f"note: {note}")
+
+
+def _row(row: Row, at_peak: int) -> tuple[str, ...]:
+    elsewhere = row.where != "device"
+    lives = " ".join(row.lifetime) if len(row.lifetime) < 4 else "always"
+    return (
+        row.role + (f" [{row.where}]" if elsewhere else ""),
+        size(row.bytes),
+        "" if elsewhere or not at_peak else size(at_peak),
+        lives,
+        "exact" if row.exact else "",
+    )
+
+
+def show_reasons(plan: Plan) -> None:
+    """Because of what each row has its bytes."""
+    line("Because")
+    for row in plan.rows:
+        line(f"{row.role}: {row.why}", indent="    ")
+    line("")
 
 
 def verdict(plan: Plan, usable: int) -> str:
@@ -141,9 +123,9 @@ def verdict(plan: Plan, usable: int) -> str:
     return f"does not fit: {size(plan.peak.bytes - usable)} over {size(usable)}"
 
 
-def show_changes(out: Printer, changes: Sequence[Change], timed: bool = True) -> None:
+def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
     """``timed`` False: step times are not known and left out."""
-    out.table(
+    table(
         "What each switch would change",
         ("switch", "peak", "step"),
         [
@@ -157,8 +139,8 @@ def show_changes(out: Printer, changes: Sequence[Change], timed: bool = True) ->
     )
 
 
-def show_units(out: Printer, plan: Plan) -> None:
-    """Formula and bytes of each distinct unit."""
+def show_units(plan: Plan) -> None:
+    """Bytes of each distinct unit; ``packed``: its gradients as they travel."""
     rows, seen = [], {}
     for unit, size_of in zip(plan.model.units, plan.engine.by_unit, strict=True):
         key = (unit.params, unit.depth)
@@ -179,19 +161,21 @@ def show_units(out: Printer, plan: Plan) -> None:
         )
     for at, count in seen.values():
         rows[at][1] = str(count)
-    out.table(
+    table(
         "Units",
-        ("unit", "how many", "elements", "gathered", "shard", "packed gradients", "padding"),
+        ("unit", "units", "elements", "gathered", "shard", "packed", "padding"),
         rows,
     )
 
 
-def show_suggestions(out: Printer, found: Sequence[Suggestion]) -> None:
-    out.table(
-        "Plans that fit, fastest first",
-        ("plan", "at most", "step", "tokens/s per GPU"),
-        [
-            (s.label, size(s.plan.upper), seconds(s.cost.step), f"{s.tokens_per_second:,.0f}")
-            for s in found
-        ],
-    )
+def show_suggestions(found: Sequence[Suggestion]) -> None:
+    """What all of them do is said once; what does not fit beside the numbers goes below them."""
+    common = [each for each in found[0].means if all(each in s.means for s in found)]
+    rows = []
+    for s in found:
+        numbers = (size(s.plan.upper), seconds(s.cost.step), f"{s.tokens_per_second:,.0f}")
+        label = ", ".join(s.without(common))
+        first, *more = textwrap.wrap(label, WIDTH - 36)
+        rows += [(*numbers, first), *(("", "", "", text) for text in more)]
+    line("Plans that fit, fastest first" + (f"; all with {', '.join(common)}" if common else ""))
+    table("", ("at most", "step", "tokens/s", "plan"), rows)

@@ -22,20 +22,21 @@ _HEAD = (
     "ranks",
     "peak",
     "padding",
-    "collectives",
+    "calls",
     "sent",
     "compute",
     "wire",
     "step",
-    "tokens/s/GPU",
-    "in compute",
+    "tokens/s",
+    "busy",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Simulate a step at many worlds: bytes, padding, collectives and time of each strategy, "
-        "with the batch of a rank kept."
+        "with the batch of a rank kept. Columns: calls are collectives, tokens/s are of a GPU, busy "
+        "is the part of a step in compute."
     )
     options.add_arguments(parser)
     parser.add_argument("--worlds", help="numbers of ranks, with commas")
@@ -43,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategies", default=",".join(COMPARED), help="with commas (default: all four)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--plain", action="store_true", help="plain text even on a terminal")
     parser.set_defaults(suggest=False, simulate=True)
 
 
@@ -60,8 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
-    """``ValueError`` for what is no list of numbers."""
-    return [int(part) for part in text.split(",")] if text else list(default)
+    """``ValueError`` names what is no number of ranks."""
+    if not text:
+        return list(default)
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not (part.isdecimal() and int(part))]
+    if wrong:
+        raise ValueError(
+            f"--worlds {text}: {wrong[0]!r} is no number of ranks; write numbers with commas, such "
+            "as --worlds 8,64,512"
+        )
+    return [int(part) for part in parts]
 
 
 def show_worlds(
@@ -76,13 +85,12 @@ def show_worlds(
         several = {name: _as_dict(rows) for name, rows in found.items()}
         print(json.dumps(several if hasattr(arguments, "strategies") else found[strategies[0]]))
         return 0
-    out = show.Printer(arguments.plain)
     model = plan(wanted.build, wanted.setup).model.name
     for name, rows in found.items():
-        out.table(f"{model}, {name}: a step at each world", _HEAD, [_cells(row) for row in rows])
+        show.table(f"{model}, {name}: a step at each world", _HEAD, [_cells(row) for row in rows])
     for name, rows in found.items():
-        out.line(_verdict(name, rows))
-    out.line(f"note: {ASSUMED}")
+        show.line(_verdict(name, rows))
+    show.line(f"note: {ASSUMED}")
     return 0
 
 

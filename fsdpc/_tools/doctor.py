@@ -121,7 +121,7 @@ def versions() -> Iterator[Check]:
             "" if level == "ok" else f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}",
         )
     yield Check("numpy", "ok", metadata.version("numpy"))
-    for name in ("rich", "matplotlib"):
+    for name in ("matplotlib",):
         try:
             yield Check(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:

@@ -22,13 +22,20 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc._plan.advise import Effect, effects
 from fsdpc._plan.cards import bytes_of
 from fsdpc._plan.engine import OWN, engine_memory
-from fsdpc._plan.ledger import Plan, plan
+from fsdpc._plan.ledger import Plan, Point, plan
 from fsdpc._plan.model import Model, Moment, Setup, Unit
 from fsdpc._plan.modules import units_of_tree
 from fsdpc._plan.show import plain_table, size
 from fsdpc._tools.report import ROLES, cache_line, optimizers_of, reduced, setup_of, states_of
 
 CHANGES = 3
+# The planner's phase of what the program did; of anything else, the highest point of all.
+_MOMENTS = {
+    "wrapping": "rest",
+    "forward": "forward",
+    "backward": "backward",
+    "an optimizer's step": "step",
+}
 _SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
 # torch's optimizers by class, as the planner names them; others count as they are.
 _NAMED = {"AdamW": "adamw", "Adam": "adamw", "NAdam": "adamw", "RAdam": "adamw", "Lion": "lion"}
@@ -69,7 +76,7 @@ def report(
     ledger = _ledger(tree)
     model, base = _planned(tree, ledger, asked_bytes(error))
     lines += [_table(ledger, base.row("optimizer states")), *_gathered(tree), *_limits(tree)]
-    return "\n".join([*lines, *_advice(model, base)])
+    return "\n".join([*lines, *_advice(model, base, _MOMENTS.get(phase), ledger)])
 
 
 def _head(phase: str, name: str, tree: Any) -> str:
@@ -226,12 +233,24 @@ def _planned(tree: Any, ledger: Ledger, asked: int) -> tuple[_Measured, Plan]:
     return model, plan(model, setup)
 
 
-def _advice(model: _Measured, base: Plan) -> Iterator[str]:
-    found = [effect for effect in effects(model, base) if effect.bytes < 0][:CHANGES]
+def _advice(model: _Measured, base: Plan, phase: str | None, ledger: Ledger) -> Iterator[str]:
+    """Switches that free memory at the moment that failed, by planning that moment with each."""
+
+    def held(made: Plan) -> int:
+        points = [p for p in made.timeline if phase in (None, p.phase)]
+        return max(p.bytes - (0 if exist else _states(p)) for p in points)
+
+    exist = ledger.states > 0 or phase == "step"
+    found = [effect for effect in effects(model, base, held) if effect.bytes < 0][:CHANGES]
     if not found:
+        yield "no switch of the planner frees memory at this moment"
         return
     yield "what would free most, by the plan (activations: at most, from what was measured):"
     yield from (f"  {_described(effect)}" for effect in found)
+
+
+def _states(point: Point) -> int:
+    return point.roles.get("optimizer states", 0) + point.roles.get("buffers of states", 0)
 
 
 def _described(effect: Effect) -> str:

@@ -101,6 +101,25 @@ def test_every_phase_is_reported(rank, world, front):
 
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
+def test_advice_is_about_the_moment_that_failed(rank, world, front):
+    """States do not exist before the first step: fewer bits of them would free nothing."""
+    sharded = model(front, 4096)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for states in (False, True):
+        blocks(sharded)[1].asks = "backward"
+        limit()
+        with pytest.raises(RuntimeError, match="can't allocate") as caught:
+            step(sharded, optimizer, 4096)
+        note = note_of(caught)
+        advice = note.partition("would free most")[2]
+        assert "checkpoint every block: -" in advice, note
+        assert ("8-bit optimizer states: -" in advice) == states, note
+        blocks(sharded)[1].asks = ""
+        step(sharded, optimizer, 4096)
+
+
+@ranks(1)
+@pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_the_optimizers_step_and_wrapping_are_reported(rank, world, front):
     sharded = model(front, 4096)  # 64 MiB a block
     optimizer = torch.optim.AdamW(sharded.parameters())

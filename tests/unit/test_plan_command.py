@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -21,6 +22,7 @@ from fsdpc._plan.cards import CARDS, bytes_of
 from fsdpc._plan.cost import collective_seconds, cost
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import CPU, Param, Setup, Unit, check
+from fsdpc._plan.options import WRAPS
 from fsdpc._plan.trace import repeated
 from fsdpc._plan.traced import build_traced
 
@@ -66,10 +68,71 @@ def test_the_table_names_what_and_why(capsys):
         assert part in seen.out, part
 
 
+def test_one_line_for_each_row_fits_the_terminal(capsys, monkeypatch):
+    """In 100 columns, and a plan in 80; reasons are shown when they are asked for."""
+    big = ["llama-3-405b", "--world", "128", "--gpu", "h100"]
+    for more in ([], ["--explain"], ["--suggest", "--sequence", "8192"], ["--simulate"]):
+        for columns in ("80", "300"):
+            monkeypatch.setenv("COLUMNS", columns)
+            _, seen = output(capsys, *big, *more)
+            lines = seen.out.splitlines()
+            assert max(map(len, lines)) <= 100, more
+            assert ("issue 964" in " ".join(seen.out.split())) == (more == ["--explain"])
+    monkeypatch.setenv("COLUMNS", "80")
+    _, seen = output(capsys, *big)
+    lines = seen.out.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 50
+    rows = lines[lines.index("Memory of each rank") + 3 :]
+    assert {"shards", "gather slots", "activations", "workspace"} <= {r[:20].strip() for r in rows}
+
+
+def test_help_has_examples_that_run(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--help"])
+    examples = [x.strip() for x in capsys.readouterr().out.splitlines() if "  fsdpc plan " in x]
+    assert ended.value.code == 0 and len(examples) == 3
+    words = [re.split(r" {2,}", line)[0].split()[1:] for line in examples]
+    assert main(words[0]) == 0
+    assert [w[1] for w in words[1:]] == ["config.json", "train:build"]
+
+
+def test_own_units_for_embedding_and_head_are_tried(capsys):
+    """405 B on 128 ranks: the root's packed gradients alone are 33.6 GB of slots."""
+    big = ["llama-3-405b", "--world", "128", "--sequence", "8192", "--json", "--explain"]
+    _, seen = output(capsys, *big)
+    found = {c["switch"]: c["bytes"] for c in json.loads(seen.out)["changes"]}
+    assert found["embedding and head as units of their own"] < -25e9
+    assert {"steps in backward", "CPU offload, states on a disk"} <= set(found)
+    _, seen = output(capsys, *big, "--wrap", "embeddings")
+    assert "own" not in {c["switch"] for c in json.loads(seen.out)["changes"]}
+
+
+def test_suggestions_differ(capsys):
+    """Where little fits, everything that frees memory is tried; no plan has nothing for it."""
+    builds = {w: partial(geometry.build, geometry.PRESETS["llama-3-8b"], wrap=w) for w in WRAPS[:2]}
+    setup = Setup(world=4, compute="bfloat16")
+    names = ("adamw", "adamw8bit")
+    found = advise.suggest(builds, setup, CARDS["h100"], int(24e9), optimizers=names)
+    assert len(found) > 3 and len({s.kind for s in found}) == len(found)
+    assert not any(a.beats(b) for a in found for b in found)
+    said = {mean for s in found for mean in s.means}
+    assert {"fused loss", "states in host memory", "int8 activations"} <= said, said
+    assert {"steps in backward", "activations in host memory"} <= said, said
+    for s in found:
+        again = plan(builds["embeddings"], s.plan.setup)
+        assert again.upper == s.plan.upper <= 24e9
+    easy = advise.suggest(builds, setup, CARDS["h200"], CARDS["h200"].usable, optimizers=names)
+    assert ("embedding and head as units of their own",) in [s.means for s in easy]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["nonsense"], "unknown model"),
+        (["llama3-8b"], "did you mean llama-3-8b?"),
+        (["Llama3.1-70B"], "did you mean llama-3-70b?"),
+        (["gpt2", "--simulate", "--worlds", "8,x"], "'x' is no number of ranks"),
+        (["gpt2", "--simulate", "--worlds", "8,,-3"], "--worlds 8,64,512"),
         (["--layers", "4"], "--params"),
         (["--params", "1m", "--layers", "80", "--hidden", "8192"], "fewer than attention"),
         (["gpt2", "--gpu", "h9000"], "unknown GPU"),
@@ -138,7 +201,8 @@ def test_the_smallest_world_is_named_and_right(capsys):
         for w in ("blocks", "embeddings")
     }
     if found["fits"]:
-        assert all("offload" in f["plan"] or "8bit" in f["plan"] for f in found["fits"])
+        less = ("offload", "8bit", "in host memory")
+        assert all(any(word in f["plan"] for word in less) for f in found["fits"])
         return
     world = found["smallest_world"]
     assert code == 1 and world > 4
