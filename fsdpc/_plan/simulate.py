@@ -35,8 +35,8 @@ _HEAD = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Simulate a step at many worlds: bytes, padding, collectives and time of each strategy, "
-        "with the batch of a rank kept. Columns: calls are collectives, tokens/s are of a GPU, busy "
-        "is the part of a step in compute."
+        "with the batch of a rank kept. calls: collectives; tokens/s: of one GPU; busy: "
+        "the part of a step in compute."
     )
     options.add_arguments(parser)
     parser.add_argument("--worlds", help="numbers of ranks, with commas")
