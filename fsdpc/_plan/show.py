@@ -19,7 +19,7 @@ def seconds(value: float) -> str:
 
 
 def line(text: str, indent: str = "  ") -> None:
-    """Print a sentence, broken between words where the terminal ends; ``indent``: of further lines."""
+    """Print a sentence, broken where the terminal ends; ``indent``: of its further lines."""
     columns = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     print(textwrap.fill(text, max(columns, 40), subsequent_indent=indent))
 
