@@ -4,8 +4,10 @@
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/deadline.h"
+#include "base/forks.h"
 #include "comm/comm_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
@@ -42,6 +44,16 @@ int
 fsdpc_comm_check(const fsdpc_comm *comm)
 {
     const int state = state_of(comm);
+    if (comm->forks != fsdpc_forks() && comm->world > 1) {
+        return fsdpc_error(
+            FSDPC_E_STATE,
+            "process %d is a forked child of rank %d: the child has a copy of the rank's shards, "
+            "but the rank's "
+            "groups and what they gather and sum belong to the parent. Gather whole values before "
+            "the fork "
+            "(summon_full_params, a full state dict), or make a new group in the child",
+            (int)getpid(), comm->rank);
+    }
     if (state == FSDPC_COMM_SOUND) {
         return FSDPC_OK;
     }

@@ -4,6 +4,7 @@
  */
 #include <stdio.h>
 
+#include "base/forks.h"
 #include "base/agree.h"
 #include "comm/comm_impl.h"
 #include "base/mem.h"
@@ -145,6 +146,7 @@ fsdpc_comm_c10d(fsdpc_device *device, int rank, int world, const fsdpc_comm_call
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
     }
     comm->base.ops = &c10d_ops;
+    comm->base.forks = fsdpc_forks();
     comm->base.device = device;
     comm->base.rank = rank;
     comm->base.world = world;

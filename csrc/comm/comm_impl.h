@@ -52,6 +52,7 @@ struct fsdpc_comm {
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
     int rank, world;
+    int forks;         /* fsdpc_forks() when made */
     double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "comm/comm_nccl_impl.h"
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -223,6 +224,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
     }
     comm->base.ops = &nccl_ops;
+    comm->base.forks = fsdpc_forks();
     comm->base.device = device;
     comm->base.rank = rank;
     comm->base.world = world;

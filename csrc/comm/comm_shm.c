@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "comm/comm_impl.h"
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -405,8 +406,12 @@ fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, doub
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
     }
     self->tile = tile;
-    self->base = (fsdpc_comm){
-        .ops = &shm_ops, .device = device, .rank = rank, .world = world, .timeout_s = timeout_s};
+    self->base = (fsdpc_comm){.ops = &shm_ops,
+                              .device = device,
+                              .rank = rank,
+                              .world = world,
+                              .forks = fsdpc_forks(),
+                              .timeout_s = timeout_s};
     FSDPC_GOTO(fsdpc_shm_create(rank, world, name, timeout_s, &self->shm), fail);
     FSDPC_GOTO(map_stage(self, world), fail);
     *out = &self->base;

@@ -7,6 +7,7 @@
  * by one.
  */
 #include "comm/comm_impl.h"
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -203,6 +204,7 @@ fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(void 
                                  .free = end};
     self->ops.caps.one_memory = false; /* GPUs do not see the segment */
     self->base.ops = &self->ops;
+    self->base.forks = fsdpc_forks();
     self->base.device = device;
     self->base.rank = fsdpc_comm_rank(inner);
     self->base.world = fsdpc_comm_world(inner);

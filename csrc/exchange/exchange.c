@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "exchange/exchange_impl.h"
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -89,6 +90,7 @@ fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     x->comm = plan->comm;
+    x->forks = fsdpc_forks();
     x->rank = fsdpc_comm_rank(plan->comm);
     x->world = fsdpc_comm_world(plan->comm);
     x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
@@ -146,11 +148,28 @@ fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t ste
     x->step = step;
 }
 
+/* A child of the only rank goes on by itself: what was gathered at the fork is there, other slots are blank. */
 static int
-check_attached(const fsdpc_exchange *x)
+enter_child(fsdpc_exchange *x)
 {
-    return x->detached ? fsdpc_error(FSDPC_E_STATE, "the tree is detached from its units")
-                       : FSDPC_OK;
+    FSDPC_TRY(fsdpc_comm_check(x->comm));
+    x->forks = fsdpc_forks();
+    for (int i = 0; i < x->unit_count; i++) {
+        int slot = x->uses[i].slot;
+        if (slot >= 0 && x->slot_unit[slot] == i && !fsdpc_unit_range(x->units[i])->live) {
+            x->slot_unit[slot] = -1;
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+check_attached(fsdpc_exchange *x)
+{
+    if (x->detached) {
+        return fsdpc_error(FSDPC_E_STATE, "the tree is detached from its units");
+    }
+    return x->forks == fsdpc_forks() ? FSDPC_OK : enter_child(x);
 }
 
 void
@@ -165,6 +184,7 @@ int
 fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 {
     FSDPC_TRY(check_attached(x));
+    fsdpc_forks_forget();
     x->tag = tag;
     return x->ops->begin(x, tag);
 }
@@ -206,6 +226,7 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
     }
     x->copied_bytes = 0;
     if (!fsdpc_unit_is_direct(unit)) {
+        fsdpc_unit_range(unit)->live = true;
         int status = x->ops->gather(x, unit, true);
         if (status != FSDPC_OK) {
             return explain(status, "gather", unit);
@@ -225,6 +246,7 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
         return FSDPC_OK;
     }
     x->copied_bytes = 0;
+    fsdpc_unit_range(unit)->live = true;
     int status = x->ops->gather(x, unit, false);
     if (status != FSDPC_OK) {
         return explain(status, "prefetch", unit);
@@ -239,6 +261,7 @@ static int
 let_go(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     fsdpc_unit_use(unit)->refs = 0;
+    fsdpc_unit_range(unit)->live = false;
     fsdpc_exchange_note(x, FSDPC_TRACE_RELEASE, unit, 0);
     return fsdpc_unit_is_direct(unit) ? FSDPC_OK : x->ops->release(x, unit);
 }

@@ -51,6 +51,7 @@ struct fsdpc_exchange {
     fsdpc_unit **units;          /* borrowed */
     struct fsdpc_unit_use *uses; /* one per unit */
     bool detached;               /* the units may be in another exchange by now */
+    int forks;                   /* fsdpc_forks() when made, or when a child has entered */
     int *trace_ids;
     int unit_count;
     fsdpc_arena *arena;

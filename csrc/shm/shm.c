@@ -15,6 +15,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "base/forks.h"
 #include "base/mem.h"
 #include "shm/shm_impl.h"
 #include "base/status.h"
@@ -72,7 +73,7 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     shm->world = world;
     shm->timeout_s = timeout_s;
     shm->owner = getpid();
-    shm->forks = fsdpc_shm_forks();
+    shm->forks = fsdpc_forks();
     shm->process = fsdpc_shm_process();
     shm->entry = -1;
     shm->serial = atomic_fetch_add(&serials, 1);

@@ -64,7 +64,8 @@ int fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset
 /* Gives pages back to the kernel (contents become zero); the address range stays usable. */
 int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
 /* Maps part of the file read-write. `address` NULL: the kernel chooses; otherwise exactly there,
- * over whatever was mapped (the caller owns that range). Offsets and bytes are page multiples. */
+ * over whatever was mapped (the caller owns that range, and lists it for forks: base/forks.h). Offsets and bytes are
+ * page multiples. */
 int fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void **out);
 /* Undoes fsdpc_shm_map. */
 void fsdpc_shm_unmap(void *address, size_t bytes);

@@ -78,7 +78,7 @@ struct fsdpc_shm {
     int rank, world;
     double timeout_s;
     pid_t owner;
-    int forks; /* fsdpc_shm_forks() when made: a forked child must not act for its parent */
+    int forks; /* fsdpc_forks() when made: a forked child must not act for its parent */
     int fd;    /* the memfd */
     int spins; /* of a wait before it sleeps; 0 when ranks outnumber cores */
     fsdpc_shm_control *control;
@@ -114,8 +114,6 @@ extern int (*fsdpc_shm_munmap)(void *, size_t);
 extern int (*fsdpc_shm_process)(void);
 
 /* shm_state.c */
-/* Forks between the first process that made a segment and this one. */
-int fsdpc_shm_forks(void);
 /* False in a forked child of the rank. */
 bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
 /* Wakes every sleeper of the segment: each checks its condition again. */

@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/forks.h"
 #include "base/mem.h"
 #include "shm/shm_impl.h"
 #include "base/room.h"
@@ -116,6 +117,7 @@ check_range(const fsdpc_shm *shm, uint64_t offset, size_t bytes)
 int
 fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
+    FSDPC_TRY(fsdpc_shm_usable(shm));
     FSDPC_TRY(check_range(shm, offset, bytes));
     if (fallocate(shm->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
                   (off_t)bytes) != 0) {
@@ -166,6 +168,11 @@ fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void
         /* Best effort: without huge pages small ones are used. */
         madvise(mapped, bytes, MADV_HUGEPAGE);
     }
+    int status = address ? FSDPC_OK : fsdpc_forks_add(mapped, bytes, NULL, NULL);
+    if (status != FSDPC_OK) {
+        fsdpc_shm_munmap(mapped, bytes);
+        return status;
+    }
     *out = mapped;
     return FSDPC_OK;
 }
@@ -174,6 +181,7 @@ void
 fsdpc_shm_unmap(void *address, size_t bytes)
 {
     if (address && bytes > 0) {
+        fsdpc_forks_remove(address);
         fsdpc_shm_munmap(address, bytes);
     }
 }

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/forks.h"
 #include "base/status.h"
 #include "shm/shm_impl.h"
 
@@ -45,33 +46,11 @@ fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
 
 /* --- forks ---------------------------------------------------------------------------------- */
 
-static _Atomic int forks;
-static pthread_once_t forks_once = PTHREAD_ONCE_INIT;
-
-static void
-count_fork(void)
-{
-    atomic_fetch_add(&forks, 1);
-}
-
-static void
-watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, count_fork);
-}
-
 /* Counting forks costs a load where getpid() would cost a system call in every barrier. */
-int
-fsdpc_shm_forks(void)
-{
-    pthread_once(&forks_once, watch_forks);
-    return atomic_load_explicit(&forks, memory_order_relaxed);
-}
-
 bool
 fsdpc_shm_is_owner(const fsdpc_shm *shm)
 {
-    return shm->forks == fsdpc_shm_forks();
+    return shm->forks == fsdpc_forks();
 }
 
 const fsdpc_shm_reports *fsdpc_shm_reporter;
@@ -134,6 +113,7 @@ fsdpc_shm_interrupted(const fsdpc_wait *what)
 int
 fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 {
+    FSDPC_TRY(fsdpc_shm_usable(shm));
     uint32_t failure = atomic_load_explicit(&shm->control->failure, memory_order_acquire);
     if (failure == 0) {
         return FSDPC_OK;

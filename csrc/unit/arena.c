@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/room.h"
 #include "base/status.h"
@@ -38,6 +39,16 @@ reserve_aligned(size_t bytes)
     return start + before;
 }
 
+static enum fsdpc_fork_kind
+in_a_child(const void *owner)
+{
+    const fsdpc_range *range = owner;
+    if (range->slot < 0 || range->spare || range->veiled) {
+        return FSDPC_FORK_ALONE;
+    }
+    return range->live ? FSDPC_FORK_VALUES : FSDPC_FORK_BLANK;
+}
+
 int
 fsdpc_range_init(fsdpc_range *range, size_t bytes)
 {
@@ -50,7 +61,13 @@ fsdpc_range_init(fsdpc_range *range, size_t bytes)
     }
     range->address = address;
     range->bytes = rounded;
-    return FSDPC_OK;
+    int status = fsdpc_forks_add(address, rounded, in_a_child, range);
+    if (status != FSDPC_OK) {
+        munmap(address, rounded);
+        memset(range, 0, sizeof *range);
+        range->slot = -1;
+    }
+    return status;
 }
 
 int
@@ -69,6 +86,7 @@ fsdpc_range_fini(fsdpc_range *range)
         return;
     }
     if (range->address) {
+        fsdpc_forks_remove(range->address);
         munmap(range->address, range->bytes);
     }
     memset(range, 0, sizeof *range);
@@ -84,6 +102,7 @@ fsdpc_arena_new(fsdpc_shm *shm, fsdpc_arena **out)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an arena");
     }
     arena->shm = shm;
+    arena->forks = fsdpc_forks();
     arena->file = -1;
     *out = arena;
     return FSDPC_OK;
@@ -206,10 +225,25 @@ fsdpc_arena_spare_count(const fsdpc_arena *arena)
 }
 
 static int
+map_spare(fsdpc_range *range)
+{
+    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
+    }
+    return FSDPC_OK;
+}
+
+/* In a forked child the slots are the parent's, and each range has memory of its own. */
+static int
 map_slot(fsdpc_arena *arena, fsdpc_range *range, const fsdpc_arena_slot *slot)
 {
     if (arena->device) {
         return fsdpc_arena_device_bind(slot, range);
+    }
+    if (arena->forks != fsdpc_forks()) {
+        return map_spare(range);
     }
     if (arena->shm) {
         void *mapped;
@@ -237,17 +271,6 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     range->slot = slot;
     /* An earlier arena may have left private memory mapped; the bind unmaps it. */
     range->spare = range->veiled = false;
-    return FSDPC_OK;
-}
-
-static int
-map_spare(fsdpc_range *range)
-{
-    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-    if (mapped == MAP_FAILED) {
-        return fsdpc_error_errno(errno, "cannot map %zu bytes of spare memory", range->bytes);
-    }
     return FSDPC_OK;
 }
 

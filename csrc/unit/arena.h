@@ -31,6 +31,8 @@ typedef struct fsdpc_range {
     int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
     bool spare;    /* private memory is mapped at the moment */
     bool veiled;   /* private memory is mapped for debugging, see fsdpc_arena_veil */
+    bool
+        live; /* set by the exchange: the slot is this range's, and holds values or is being filled */
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;

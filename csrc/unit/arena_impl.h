@@ -14,6 +14,7 @@ typedef struct fsdpc_arena_slot {
 struct fsdpc_arena {
     fsdpc_shm *shm;       /* borrowed; NULL: the private file holds the slots */
     fsdpc_device *device; /* not NULL: the slots are its pieces */
+    int forks;            /* fsdpc_forks() when made */
     int file;             /* -1 until the first private slot */
     uint64_t file_bytes;
     fsdpc_arena_slot *slots;

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/forks.h"
 #include "base/mem.h"
 #include "base/status.h"
 #include "unit/grad_slots.h"
@@ -26,7 +27,7 @@ map_shared_masters(fsdpc_unit *unit, fsdpc_shm *shm)
         unit->peers[r] = (char *)unit->master_map + unit->master_stride * (size_t)r;
     }
     unit->master = unit->peers[unit->rank];
-    return FSDPC_OK;
+    return fsdpc_forks_add(unit->master, unit->master_stride, fsdpc_forks_values, NULL);
 }
 
 static int
@@ -116,6 +117,7 @@ give_masters_back(fsdpc_unit *unit)
         (void)fsdpc_shm_discard(fsdpc_comm_segment(unit->shard), unit->master_offset,
                                 unit->master_map_bytes);
     }
+    fsdpc_forks_remove(unit->master);
     fsdpc_shm_unmap(unit->master_map, unit->master_map_bytes);
 }
 

@@ -35,6 +35,16 @@ def owner_of(param: Any) -> Any:
     return owner() if owner is not None else None
 
 
+def refuse_sharing(fn: Any, unit_name: str) -> None:
+    """``NotImplementedError`` if ``fn`` is what ``Module.share_memory`` applies. Local."""
+    if getattr(fn, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}."):
+        raise NotImplementedError(
+            f"share_memory: the shards of unit {unit_name!r} lie in memory that the engine maps, "
+            "which cannot be moved into torch's shared memory: share a copy of the values, e.g. "
+            "the tensors of a full state dict; a forked child has a copy of this rank's shards"
+        )
+
+
 def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 

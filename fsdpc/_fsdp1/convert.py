@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fsdpc._engine.device import CPU
+from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp1.args import GroupChoice
 from fsdpc._fsdp1.placement import why_not
 from fsdpc._fsdp1.root import release_tree
@@ -32,6 +33,8 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     steps (``AssertionError``). ``NotImplementedError``: ``fn`` moves to an unsupported device.
     """
     unit = member._unit
+    if unit is not None:
+        refuse_sharing(fn, unit.name)
     if member._summoned or member._exposed:
         rest()
         return

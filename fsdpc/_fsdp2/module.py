@@ -19,6 +19,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.shortage import explained
+from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2 import planned as _planned
@@ -76,6 +77,9 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty``, ``half``...: applied to the shards, which then take the values."""
+        unit = self._get_fsdp_state()._unit
+        if unit is not None:
+            refuse_sharing(fn, unit.name)
         self.reshard()
         result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         self._get_fsdp_state().adopt_values()
