@@ -131,6 +131,7 @@ is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
+is_batched = _find("torch._C", "_functorch.is_batchedtensor")  # inside vmap
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")

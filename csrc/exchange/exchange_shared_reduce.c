@@ -118,8 +118,9 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     }
     FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
     for (int r = 0; r < x->world; r++) {
-        if (sources[r]) {
-            acknowledge(x, r, (int)fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->slot);
+        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r);
+        if (atomic_load(&post->round) == round) { /* slots of no bytes have no address */
+            acknowledge(x, r, (int)post->slot);
         }
     }
     fsdpc_unit_use(unit)->consumed++;

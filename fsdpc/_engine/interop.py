@@ -89,3 +89,14 @@ def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
         meta = _torch.TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
         spec = _torch.DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def put_grad(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set ``leaf.grad``, perhaps of another dtype, which torch does not accept. Local."""
+    leaf.grad = None
+    if grad is None or grad.dtype == leaf.dtype:
+        leaf.grad = grad
+    else:
+        low, grad.data = grad.data, torch.empty_like(leaf)
+        leaf.grad = grad
+        grad.data = low

@@ -26,6 +26,7 @@ import torch
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import ON_UNCAUGHT
+from fsdpc._engine.asked import asked
 from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 
 RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
@@ -109,7 +110,7 @@ def watch(unit: Any) -> None:
         return
     _watching.append(True)
     backward = getattr(torch.autograd, RUN_BACKWARD)
-    setattr(torch.autograd, RUN_BACKWARD, _handled(backward, "backward"))
+    setattr(torch.autograd, RUN_BACKWARD, _handled(asked(backward), "backward"))
     hooked = getattr(torch.optim.Optimizer, PROFILE_STEP)
 
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:

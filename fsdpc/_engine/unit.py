@@ -17,7 +17,14 @@ from fsdpc._comm.wire import default_dtype
 from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device
-from fsdpc._engine.interop import computes, counted, dtype_name, over, version_counter
+from fsdpc._engine.interop import (
+    computes,
+    counted,
+    dtype_name,
+    over,
+    put_grad,
+    version_counter,
+)
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.shortage import watch
 from fsdpc._engine.whole import WholeValues
@@ -412,12 +419,7 @@ class Unit(WholeValues):
         for param, (data, grad) in zip(self.shard_params, before, strict=True):
             param.grad = None
             param.data = data
-            if grad is None or grad.dtype == param.dtype:
-                param.grad = grad
-            else:  # low precision; torch accepts .grad in the parameter's dtype only
-                low, grad.data = grad.data, torch.empty_like(data)
-                param.grad = grad
-                grad.data = low
+            put_grad(param, grad)
 
     def install_sharded(self) -> None:
         """Register the sharded parameters again. Local."""

@@ -30,6 +30,8 @@ from toys import (
     wrap_blocks,
 )
 
+import fsdpc
+
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 BF16 = PRECISIONS[1]
 
@@ -76,6 +78,29 @@ def test_scalar_and_empty_parameters(rank, world, engine, use_orig_params, preci
     torch.manual_seed(0)
     model = train(engine, Scaled(), use_orig_params, rank, precision=precision)
     assert full_parameters(model)["gain"].shape == ()
+
+
+class OnlyEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, x):
+        return x + self.empty.sum()
+
+
+@ranks(1, 2)
+def test_an_empty_parameter_has_an_empty_gradient(rank, world):
+    beside = nn.Sequential(OnlyEmpty(), nn.Linear(6, 5))
+    makes = {"rows": fsdpc.fully_shard, "flat": lambda m: wrap("fsdpc", m, use_orig_params=True)}
+    for kind, make in makes.items():
+        for module in (copy.deepcopy(beside), OnlyEmpty()):
+            model = make(module)
+            empty = next(p for name, p in model.named_parameters() if name.endswith("empty"))
+            for _ in range(3):
+                model(vectors(rank, 0).requires_grad_()).sum().backward()
+                assert empty.grad is not None and empty.grad.shape == empty.shape, kind
+                model.zero_grad()
 
 
 class OnlyScalar(nn.Module):

@@ -82,7 +82,9 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
             check_size(flat, i) < 0) {
             return -1;
         }
-        flat->grads[i] = (fsdpc_tensor){view->data,  view->dtype,   view->ndim,
+        /* An empty gradient is one, too; nothing is read at its address. */
+        const void *data = view->numel > 0 ? view->data : view;
+        flat->grads[i] = (fsdpc_tensor){data,        view->dtype,   view->ndim,
                                         view->shape, view->strides, view->contiguous};
     }
     return 0;
