@@ -1,9 +1,11 @@
 """``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on sharded parameters.
 
 torch's functions would return the norm of one rank's shard, silently wrong and different on each
-rank. When the first unit is made, the function that both call is replaced by one that detects
-shards among its tensors and then returns the global norm. Calls without shards are unchanged. The
-scaling that follows, like ``clip_grad_value_``, is elementwise and correct on shards.
+rank. When the first unit is made, both are replaced by functions that detect shards and then return
+the global norm: ``clip_grad_norm_`` by its parameters, which are the same on all ranks,
+``get_total_norm`` by its gradients, of which a rank may hold none. Calls without shards are
+unchanged. The scaling, like ``clip_grad_value_``, is elementwise and correct on shards; both also
+take parameters of both interfaces in one call.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from types import CellType
+from types import CellType, GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from fsdpc._clip.largest import has_empty_parts, largest
@@ -32,11 +35,9 @@ from fsdpc._clip.norm import (
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
-_SCALING = ((CLIP_BY_NORM, "clip_grads_with_norm_"), ("clip_grad_value_",) * 2)
 # Per unit: id of each gradient -> its address at construction.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-# By the name of what was replaced, and what stands in its place.
-_undo: dict[tuple[str, Any], Callable[[], Any]] = {}
+_undo: dict[str, Callable[[], Any]] = {}  # by the name of what was replaced
 
 
 def watch(unit: Any) -> None:
@@ -47,37 +48,27 @@ def watch(unit: Any) -> None:
 
 
 def install() -> None:
-    """Replace torch's norm, and scale gradients mesh by mesh. Local; a second call is a no-op."""
-    _replace(TOTAL_NORM, "get_total_norm", _over_shards)
-    for name, public in _SCALING:
-        _replace(name, public, _mesh_by_mesh)
-
-
-def refuse_stepped() -> None:
-    """Let torch's clipping functions raise for parameters that step in backward. Local; a second
-    call is a no-op.
-    """
-    for name, public in _SCALING:
-        _replace(name, public, _not_stepped)
+    """Replace torch's norm. Local; a second call is a no-op."""
+    if TOTAL_NORM not in _undo:
+        _replace(TOTAL_NORM, "get_total_norm", _over_gradients)
+        _replace("clip_grad_norm_", "clip_grad_norm_", _over_parameters)
+        _replace(CLIP_BY_NORM, "clip_grads_with_norm_", _mesh_by_mesh)
+        _replace("clip_grad_value_", "clip_grad_value_", _mesh_by_mesh)
 
 
 def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) -> None:
-    """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``,
-    unless it is there.
-    """
-    if (name, made) in _undo:
-        return
+    """Put ``made(function)`` in place of ``clip_grad.name``, which torch exports as ``public``."""
     found = getattr(clip_grad, name)
     cell = _function_cell(found)
     if cell is not None:  # also changes references imported before
         theirs = cell.cell_contents
         cell.cell_contents = made(theirs)
-        _undo[name, made] = lambda: setattr(cell, "cell_contents", theirs)
+        _undo[name] = lambda: setattr(cell, "cell_contents", theirs)
         return
     places = ((clip_grad, name), (torch.nn.utils, public))
     for module, place in places:
         setattr(module, place, torch.no_grad()(made(found)))
-    _undo[name, made] = lambda: [setattr(module, place, found) for module, place in places]
+    _undo[name] = lambda: [setattr(module, place, found) for module, place in places]
 
 
 def uninstall() -> None:
@@ -92,27 +83,19 @@ def _function_cell(wrapper: Any) -> CellType | None:
     return cells[0] if names == ("func",) and cells else None
 
 
-def _mesh_by_mesh(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's loops over many tensors take DTensors of one mesh alone."""
+def _mesh_by_mesh(theirs: Callable[..., None]) -> Callable[..., None]:
+    """An elementwise function, called for plain tensors and for the DTensors of each mesh apart;
+    not called without gradients, for which torch's ``clip_grad_value_`` raises.
+    """
 
-    def scale(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        meshes = by_mesh(parameters, lambda param: param.grad)
-        if len(meshes) < 2:
-            return theirs(parameters, *args, **kwargs)
-        seen = {id(param) for members in meshes.values() for param in members}
-        rest = [param for param in parameters if id(param) not in seen and param.grad is not None]
-        for members in filter(None, (*meshes.values(), rest)):
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check_not_stepped(owner_of(p) for p in given if p.grad is None)
+        meshes = by_mesh(given, lambda p: p.grad)
+        seen = {id(p) for members in meshes.values() for p in members}
+        plain = [p for p in given if p.grad is not None and id(p) not in seen]
+        for members in filter(None, (*meshes.values(), plain)):
             theirs(members, *args, **kwargs)
-
-    return scale
-
-
-def _not_stepped(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        check_not_stepped(map(owner_of, parameters))
-        return theirs(parameters, *args, **kwargs)
 
     return clip
 
@@ -129,7 +112,31 @@ def check_not_stepped(units: Iterable[Any]) -> None:
             )
 
 
-def _over_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _over_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def clip(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        units = {id(p): unit for p in given if (unit := owner_of(p)) in _units} if _units else {}
+        if not units:
+            again = (p for p in given) if isinstance(parameters, GeneratorType) else given
+            return theirs(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        having = [p for p in given if p.grad is not None]
+        grads = [p.grad for p in having if p.grad is not None]
+        owners = {i: units[id(p)] for i, p in enumerate(having) if id(p) in units}
+        total = _sharded_norm(grads, owners, units.values(), float(norm_type), foreach)
+        _check_finite(total, norm_type, error_if_nonfinite)
+        getattr(clip_grad, CLIP_BY_NORM)(given, max_norm, total, foreach)
+        return total
+
+    return clip
+
+
+def _over_gradients(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
@@ -137,52 +144,56 @@ def _over_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        owners = _owners(tensors) if _units else None
-        empties = has_empty_parts(tensors, norm_type)
+        owners = _owners(tensors) if _units else {}
+        units = owners.values() if tensors else _absent_units()
+        if owners and len(owners) < len(tensors):
+            _check_seen(tensors, owners)
         meshes = by_mesh(tensors)
-        plain = not owners and not empties and len(meshes) < 2
-        if plain and (tensors or not _absent_units()):
-            return theirs(tensors, norm_type, error_if_nonfinite, foreach)
-        wide = [t for i, t in enumerate(tensors) if not owners or i not in owners]
-        wide = [t for t in wide if hasattr(t, "full_tensor")]
-        rest = largest(wide) if empties else None
-        if wide and not empties:
+        beside = bool(meshes) and sum(map(len, meshes.values())) < len(tensors)
+        if units or beside:
+            total = _sharded_norm(tensors, owners, units, float(norm_type), foreach)
+        elif has_empty_parts(tensors, norm_type):
+            total = largest(tensors)
+        elif len(meshes) > 1:
             parts = [theirs(same, norm_type, False, foreach) for same in meshes.values()]
-            rest = parts[0] if len(parts) == 1 else of_meshes(parts, norm_type)
-        if wide and not owners and len(wide) == len(tensors):
-            total = rest
+            total = of_meshes(parts, norm_type)
         else:
-            total = _global_norm(tensors, owners or {}, rest, float(norm_type))
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
-                "non-finite, so it cannot be clipped. To disable this error and scale the "
-                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-            )
+            return theirs(tensors, norm_type, error_if_nonfinite, foreach)
+        _check_finite(total, norm_type, error_if_nonfinite)
         return total
 
     return total_norm
 
 
-def _global_norm(
-    tensors: Sequence[Tensor], owners: dict[int, Any], rest: Any, norm_type: float
+def _check_finite(total: Tensor, norm_type: float, wanted: bool) -> None:
+    if wanted and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
+            "non-finite, so it cannot be clipped. To disable this error and scale the "
+            "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+
+
+def _sharded_norm(
+    tensors: Sequence[Tensor],
+    owners: dict[int, Any],
+    units: Iterable[Any],
+    norm_type: float,
+    foreach: bool | None,
 ) -> Tensor:
-    """The global norm, 0-dim: ``tensors[i]`` lies in the shard of unit ``owners[i]``, ``rest`` is
-    the norm of the DTensors, and every rank holds the others whole. Collective over the units'
-    groups. ``ValueError``: ``norm_type < 0``.
+    """The global norm, 0-dim: ``tensors[i]`` lies in the shard of unit ``owners[i]``, DTensors are
+    torch's, and every rank holds the others whole. ``units`` are the same on all ranks, or of the
+    same groups. Collective over the units' groups. ``ValueError``: ``norm_type < 0``.
     """
     if norm_type < 0:
         raise ValueError(f"norm_type of sharded tensors must be >= 0, got {norm_type}")
     combine = combine_of(norm_type)
-    units = _concerned(owners)
-    dtypes = [tensor.dtype for tensor in tensors] or [units[0].shard_params[0].dtype]
-    sums = []
-    for i, tensor in enumerate(tensors):
-        if i not in owners and not hasattr(tensor, "full_tensor"):
-            sums.append(tensor_sum(tensor, norm_type))
-    if rest is not None:
-        whole = rest.full_tensor() if hasattr(rest, "full_tensor") else rest
-        sums.append(tensor_sum(whole, norm_type))
+    units = _with_others(units)
+    free = [t for i, t in enumerate(tensors) if i not in owners]
+    sums = [tensor_sum(t, norm_type) for t in free if not isinstance(t, DTensor)]
+    for same in by_mesh(free).values():
+        norm = getattr(clip_grad, TOTAL_NORM)(same, norm_type, False, foreach)
+        sums.append(tensor_sum(norm.full_tensor(), norm_type))
     for comm, members in _by_comm(units):
         part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in members)
         if comm.world > 1:
@@ -190,31 +201,79 @@ def _global_norm(
             part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
         sums.append(part)
     total = root_of(combine(sums), norm_type)
-    dtype = reduce(torch.promote_types, dtypes)
-    return torch.tensor(total, dtype=dtype, device=(tensors or units[0].shard_params)[0].device)
+    like = tensors or units[0].shard_params[:1]
+    dtype = reduce(torch.promote_types, [t.dtype for t in like])
+    return torch.tensor(total, dtype=dtype, device=like[0].device)
 
 
-def _concerned(owners: dict[int, Any]) -> list[Any]:
-    """The units of the call, in the same order on all ranks: all units of each model, because
-    other ranks may pass tensors of which this rank holds no element and no gradient.
+def _with_others(units: Iterable[Any]) -> list[Any]:
+    """These units and the others of their models, in the same order on all ranks, because other
+    ranks may pass tensors of which this rank holds no element and no gradient.
     """
     found: dict[Any, None] = {}
-    for unit in list(owners.values()) or _absent_units():
+    for unit in units:
         members = unit.tree.units if unit.tree is not None else [unit]
         found.update(dict.fromkeys(each for each in members if each.infos))
     return list(found)
 
 
 def _absent_units() -> list[Any]:
-    """For a call without tensors: the units of the only sharded model, if some of its parameters
-    have no elements on this rank, so that only other ranks have gradients.
+    """For a call without tensors, or without parameters: the units of a sharded model of which
+    other ranks may have passed some. Only their groups matter.
+
+    ``RuntimeError`` on all ranks of all groups: there are several such models, in different groups.
     """
     trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
-    if len(trees) != 1:
-        return []
-    units = [unit for unit in next(iter(trees.values())).units if unit.infos]
-    nothing = any(unit.holds_nothing(p) for unit in units for p in unit.shard_params)
-    return units if nothing else []
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for tree in trees.values():
+        units = [unit for unit in tree.units if unit.infos]
+        if any(unit.holds_nothing(p) for unit in units for p in unit.shard_params):
+            comms = [id(comm) for comm, _ in _by_comm(units) if comm.world > 1]
+            groups.setdefault(tuple(comms), units)
+    if len(groups) > 1:
+        units = [unit for units in groups.values() for unit in units]
+        _refuse_unknown(units, units[0].groups.shard.rank, "these are models of several groups")
+    return next(iter(groups.values()), [])
+
+
+def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:
+    """``RuntimeError`` on all ranks if one may have been given only the other tensors, among which
+    it finds no shard: it would take no part in the norm.
+    """
+    units = _with_others(owners.values())
+    given = {id(tensors[i]) for i in owners}
+    for comm, members in _by_comm(units):
+        own = [(unit, p, covers) for unit in members for p, _, covers in unit.optim_params]
+        known = [each for each in own if id(each[1].grad) in given]
+        if all(p.grad is None or id(p.grad) in given for _, p, _ in own):  # the whole model's
+            known = own
+        seen: set[int] = set()
+        for unit, p, covers in known:
+            if p.requires_grad and len(seen) < comm.world:
+                seen |= _holders(unit, covers)
+        if len(seen) < comm.world:
+            absent = next(rank for rank in range(comm.world) if rank not in seen)
+            _refuse_unknown(units, absent, "other tensors were passed beside them")
+
+
+def _holders(unit: Any, covers: Sequence[int]) -> set[int]:
+    """The ranks that hold elements of the parameters ``covers``."""
+    spans = unit.flat.layout()["spans"] if unit.use_orig_params else []
+    if not spans:
+        return set(range(unit.groups.shard.world))
+    return {rank for i in covers for rank, (_, _, length) in enumerate(spans[i]) if length}
+
+
+def _refuse_unknown(units: list[Any], rank: int, why: str) -> None:
+    names = ", ".join(dict.fromkeys(unit.name or "(root)" for unit in units))
+    text = (
+        f"the norm of gradients of units {names}, of which rank {rank} may hold none: {why}, so "
+        "that it cannot know that its part is asked for; call torch.nn.utils.clip_grad_norm_ with "
+        "all parameters, not only with those that have a gradient, or the model's clip_grad_norm_"
+    )
+    for comm, _ in _by_comm(units):
+        comm.abort(text)
+    raise RuntimeError(text)
 
 
 def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:

@@ -64,7 +64,7 @@ def in_backward(
             f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step "
             "at different times in backward: step it after backward"
         )
-    torch_utils.refuse_stepped()
+    torch_utils.install()
     inside = _Inside(optimizer)
     for unit in units.values():
         unit.stepper = inside

@@ -11,7 +11,7 @@ from harness import ranks, run_ranks, shorten_deadlines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import (  # references that are older than the first unit
     clip_grad_norm_,
@@ -20,6 +20,8 @@ from torch.nn.utils import (  # references that are older than the first unit
     get_total_norm,
 )
 from toys import Block, check_equal, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
+
+from fsdpc import fully_shard
 
 NORMS = [1, 2, 3.5, float("inf")]
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -119,6 +121,93 @@ def test_sharded_beside_plain_and_two_models(rank, world):
         close(clip_grad_norm_(iter(mixed), 1.0, norm_type), clip_grad_norm_(whole, 1.0, norm_type))
     check_equal(full_gradients(models[1]), gradients(second), "clipped", rtol=1e-5)
     close(loose.weight.grad, plain_loose.weight.grad)
+
+
+def small(seed):
+    """Parameters that most ranks hold nothing of."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 1, bias=False))
+
+
+def small_models(seeds, use_orig_params, groups=(None, None, None)):
+    """Trained ones of the class, a trained one of ``fully_shard``, and the same unsharded."""
+    plain = [small(seed) for seed in seeds]
+    policy = ModuleWrapPolicy({nn.Linear})
+    models = [
+        wrap(
+            "fsdpc",
+            small(seed),
+            auto_wrap_policy=policy,
+            use_orig_params=use_orig_params,
+            process_group=group,
+        )
+        for seed, group in zip(seeds[:-1], groups, strict=False)
+    ]
+    models.append(fully_shard(small(seeds[-1])))
+    for model in (*models, *plain):
+        model(torch.ones(1, 2)).sum().backward()
+    return models, plain
+
+
+def with_gradients(params):
+    return [p for p in params if p.grad is not None]
+
+
+def grads_of(params):
+    return [p.grad for p in with_gradients(params)]
+
+
+PICKS = [
+    lambda a, b, c: a.parameters(),
+    lambda a, b, c: [*b.parameters()][1],
+    lambda a, b, c: [*a.parameters(), *b.parameters(), *c.parameters()],
+    lambda a, b, c: with_gradients([*a.parameters(), *b.parameters()]),
+    lambda a, b, c: (p for p in with_gradients(b[2].parameters())),
+]
+
+
+@ranks(3, 4)
+def test_ranks_without_gradients_beside_other_models(rank, world):
+    """A GAN, and a model of an earlier fold."""
+    for use_orig_params in (True, False):
+        earlier = small_models([5, 6], use_orig_params)
+        (a, b, c), plain = small_models([1, 2, 3], use_orig_params)
+        for (number, pick), foreach in itertools.product(enumerate(PICKS), (None, False)):
+            norm_type, limit = NORMS[-1 if foreach is None else 1], 0.5 / (number + 1)
+            got = clip_grad_norm_(pick(a, b, c), limit, norm_type, foreach=foreach)
+            expected = clip_grad_norm_(pick(*plain), limit, norm_type, foreach=foreach)
+            assert got.dtype == expected.dtype
+            close(got, expected)
+        total = get_total_norm(grads_of(a[2].parameters()))
+        close(total, get_total_norm(grads_of(plain[0][2].parameters())))
+        everything = [[p for m in models for p in m.parameters()] for models in ((a, b, c), plain)]
+        for own in everything:
+            clip_grads_with_norm_(own, 1e-2, torch.tensor(0.1))
+            clip_grad_value_(own, 1e-4)
+            clip_grad_value_(own[1], 5e-5)
+        for model, reference in zip((a, b), plain, strict=False):
+            check_equal(full_gradients(model), gradients(reference), "clipped", rtol=1e-5)
+        for p, q in zip(c.parameters(), plain[2].parameters(), strict=True):
+            close(p.grad.full_tensor(), q.grad)
+        del earlier
+
+
+def gradients_alone(rank, world, kind):
+    group = dist.new_group(list(range(world))) if kind == "groups" else None
+    (a, _, c), _ = small_models([1, 2, 3], True, (None, group))
+    beside = [] if kind == "groups" else [nn.Parameter(torch.ones(2))]
+    for p in beside:
+        p.grad = torch.ones(2)
+    get_total_norm(grads_of([*a[2].parameters(), *beside]))
+    a(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["groups", "beside"])
+def test_gradients_alone_of_which_a_rank_has_none(kind):
+    outcomes = run_ranks(gradients_alone, 3, faults=True, kind=kind)
+    for outcome in outcomes:
+        assert outcome.error_types[0] in ("RuntimeError", "PeerError"), outcome.error
+        assert "of which rank" in outcome.error and "with all parameters" in outcome.error
 
 
 @ranks(2)
