@@ -3,7 +3,10 @@
 ``usable``: what the driver offers, in bytes; vendors' "80 GB" is neither 80e9 nor 80 * 2**30.
 ``bandwidth``: bytes per second of the card's memory.
 ``flops``: dense bf16 (fp16 on V100 and T4) with fp32 accumulation. ``link``: bytes per second in
-one direction between GPUs of a host, ``host``: between a GPU and its host.
+one direction between GPUs of a host, ``host``: between a GPU and its host. ``network``: a GPU's
+part of its host's interfaces (A10 to V100: of the largest hosts that AWS lists with such cards; one
+interface of 25 Gbit/s for a host of consumer cards, assumed). ``like``: whose published runs give
+the part of peak FLOPs that is reached.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class Card:
     source: str
     per_host: int = 8
     network: float = 50e9  # one 400 Gbit/s interface per GPU
+    like: str = "a100"
 
 
 def _card(
@@ -35,7 +39,7 @@ def _card(
     link: float,
     host: float,
     source: str,
-    **more: float,
+    **more: float | str,
 ) -> Card:
     return Card(
         name, int(gib * GIB), tb * 1e12, tflops * 1e12, link * 1e9, host * 1e9, source, **more
@@ -47,10 +51,19 @@ _MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendo
 CARDS = {
     c.name: c
     for c in (
-        _card("h100", 79.65, 3.35, 989, 450, 50, _MODAL),
-        _card("h100-nvl", 93.58, 3.9, 835, 300, 50, "95,830 MiB shown by the driver; " + _SHEET),
-        _card("h200", 140.4, 4.8, 989, 450, 50, _MODAL),
-        _card("b200", 179.0, 8.0, 2250, 900, 60, _SHEET + "; usable bytes estimated"),
+        _card("h100", 79.65, 3.35, 989, 450, 50, _MODAL, like="h100"),
+        _card(
+            "h100-nvl",
+            93.58,
+            3.9,
+            835,
+            300,
+            50,
+            "95,830 MiB shown by the driver; " + _SHEET,
+            like="h100",
+        ),
+        _card("h200", 140.4, 4.8, 989, 450, 50, _MODAL, like="h100"),
+        _card("b200", 179.0, 8.0, 2250, 900, 60, _SHEET + "; usable bytes estimated", like="h100"),
         _card(
             "a100-80",
             79.15,
@@ -64,16 +77,43 @@ CARDS = {
         _card(
             "a100-40", 39.4, 1.555, 312, 300, 25, "39.4 GiB shown by torch; " + _SHEET, network=25e9
         ),
-        _card("l40s", 44.99, 0.864, 362, 25, 25, _MODAL, network=25e9),
-        _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=12.5e9),
-        _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=12.5e9),
-        _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=12.5e9),
+        _card("l40s", 44.99, 0.864, 362, 25, 25, _MODAL, network=50e9 / 8),
+        _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=12.5e9 / 8),
+        _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=12.5e9 / 8),
+        _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=12.5e9 / 8),
         _card(
-            "v100-32", 31.7, 0.9, 125, 150, 12, _SHEET + "; usable bytes estimated", network=12.5e9
+            "v100-32",
+            31.7,
+            0.9,
+            125,
+            150,
+            12,
+            _SHEET + "; usable bytes estimated",
+            network=12.5e9 / 8,
         ),
-        _card("rtx3090", 23.6, 0.936, 71, 25, 25, _SHEET + "; usable bytes estimated"),
-        _card("rtx4090", 23.6, 1.008, 165, 25, 25, _SHEET + "; usable bytes estimated"),
-        _card("mi300x", 191.5, 5.3, 1307, 448, 50, _SHEET + "; usable bytes estimated"),
+        _card(
+            "rtx3090",
+            23.6,
+            0.936,
+            71,
+            25,
+            25,
+            _SHEET + "; usable bytes estimated",
+            network=3.125e9 / 8,
+        ),
+        _card(
+            "rtx4090",
+            23.6,
+            1.008,
+            165,
+            25,
+            25,
+            _SHEET + "; usable bytes estimated",
+            network=3.125e9 / 8,
+        ),
+        _card(
+            "mi300x", 191.5, 5.3, 1307, 448, 50, _SHEET + "; usable bytes estimated", like="h100"
+        ),
     )
 }
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from fsdpc._plan import advise, options, show, simulate, snapshot
-from fsdpc._plan.cost import ASSUMED, cost
+from fsdpc._plan.cost import assumed, cost
 from fsdpc._plan.ledger import Plan, plan
 
 EXAMPLES = """examples:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     made = plan(wanted.build, wanted.setup)
     known = cost(made, wanted.card) if not arguments.cpu else None
-    timed = (ASSUMED,) if known is not None and made.model.flops else ()
+    timed = (assumed(wanted.card),) if known is not None and made.model.flops else ()
     made = replace(made, notes=(*wanted.notes, *made.notes, *timed))
     other = wanted.builds.get("embeddings") if arguments.wrap == "blocks" else None
     found = advise.changes(wanted.build, made, wanted.card, other) if arguments.explain else []
@@ -93,7 +93,7 @@ def _as_dict(made: Plan, wanted: options.Wanted, known: object, found: list) -> 
         result["usable_bytes"] = wanted.usable
         result["fits"] = made.upper <= wanted.usable
     if known is not None:
-        result["cost"] = {**vars(known), "step": known.step}  # type: ignore[attr-defined]
+        result["cost"] = {**vars(known), "step": known.step, "between": known.between}  # type: ignore[attr-defined]
     if found:
         result["changes"] = [
             {"switch": c.label, "bytes": c.bytes, "seconds": c.seconds} for c in found
@@ -142,7 +142,7 @@ def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
         return 0 if found else 1
     if found:
         show.show_suggestions(found)
-        show.line(f"note: {ASSUMED}")
+        show.line(f"note: {assumed(wanted.card)}")
         return 0
     show.line(_nothing(least))
     return 1

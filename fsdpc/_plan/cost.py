@@ -1,33 +1,76 @@
 """How long a step takes, by a model with stated inputs: enough to rank plans, not to promise times.
 
-Compute: model FLOPs, plus those of recomputation, at ``efficiency`` of the card's peak. Wire: rings
-(the alpha-beta model): a collective over n ranks sends (n-1)/n of its bytes from each rank, and
-takes a latency per step of the ring; over several hosts the slower of the links inside a host and
-of the network binds, and each rank has a network interface of its own. Gathers and sums overlap
-with compute except for the first gather and the last sum. Packing of activations (``--compress``)
-adds to compute: one pass in forward and one in backward, each over both of their forms, at the
-rate of the card's memory (``Card.bandwidth``); an estimate, never measured on a card.
+Compute: model FLOPs, plus those of recomputation, at the part of the card's peak that published
+runs of FSDP reached (``Rate``). Wire: rings (the alpha-beta model): a collective over n ranks sends
+(n-1)/n of its bytes from each rank, and takes a latency per step of the ring; over several hosts
+the slower of the links inside a host and of the network binds, and each rank has a network
+interface of its own. Gathers and sums overlap with compute except for the first gather and the last
+sum. Packing of activations (``--compress``) adds to compute: one pass in forward and one in
+backward, each over both of their forms, at the rate of the card's memory (``Card.bandwidth``); an
+estimate, never measured on a card.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpc._plan.cards import Card
 from fsdpc._plan.ledger import Plan
-from fsdpc._plan.model import Setup
+from fsdpc._plan.model import ITEM_BYTES, Setup
 from fsdpc._plan.schedule import schedule
 
-EFFICIENCY = 0.45  # of the card's peak, as large dense models reach without recomputation
 LINK_EFFICIENCY = 0.8
 LATENCY_LINK = 2e-6  # seconds per ring step inside a host
 LATENCY_NETWORK = 10e-6  # and between hosts
-ASSUMED = (
-    f"step time assumes {EFFICIENCY:.0%} of peak FLOPs, {LINK_EFFICIENCY:.0%} of link bandwidth, "
-    f"{LATENCY_LINK * 1e6:.0f} and {LATENCY_NETWORK * 1e6:.0f} us per ring step inside and "
-    "between hosts"
-)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The part of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h + width) /
+    (1 + length * s)``, with millions of elements w of a micro-batch's activations, their width h
+    and the sequence's length s. ``low``, ``high``: the published runs' own rates, of this.
+    """
+
+    most: float
+    work: float
+    width: float
+    length: float
+    low: float
+    high: float
+    runs: str
+
+    def at(self, tokens: int, width: float, sequence: int) -> float:
+        w = tokens * width / 1e6
+        share = w / (w + self.work) * width / (width + self.width)
+        return self.most * share / (1 + self.length * sequence)
+
+
+# Fitted to the table of MosaicML's llm-foundry (scripts/train/benchmarking, commit 061f2c7: MPT
+# models of 125 M to 70 B, bf16, FULL_SHARD on 8 to 64 GPUs); the test repeats the comparison.
+RATES = {
+    "h100": Rate(0.7507, 10, 1200, 3e-5, 0.83, 1.12, "34 published FSDP runs on H100"),
+    "a100": Rate(0.9347, 8, 750, 3e-5, 0.80, 1.13, "29 published FSDP runs on A100"),
+}
+OTHER = (0.75, 1.2)  # of a card that none of the runs were on; assumed
+
+
+def rate_of(card: Card) -> Rate:
+    """The card's own, or that of the nearest with a wider interval."""
+    rate = RATES[card.like]
+    if card.name.startswith(card.like):
+        return rate
+    low, high = rate.low * OTHER[0], rate.high * OTHER[1]
+    return replace(rate, low=low, high=high, runs=f"{rate.runs}, none on {card.name}")
+
+
+def assumed(card: Card) -> str:
+    """What step times rest on."""
+    return (
+        f"step time: FLOPs as in {rate_of(card).runs}, {LINK_EFFICIENCY:.0%} of link bandwidth, "
+        f"{LATENCY_LINK * 1e6:.0f} and {LATENCY_NETWORK * 1e6:.0f} us per ring step inside and "
+        "between hosts"
+    )
 
 
 @dataclass(frozen=True)
@@ -40,14 +83,28 @@ class Cost:
     update: float
     sent_bytes: float
     packing: float = 0.0
+    efficiency: float = 0.0  # part of the card's peak FLOPs while it computes
+    least: float = 1.0  # of compute, at the fastest published rate
+    most: float = 1.0  # and at the slowest
 
     @property
     def step(self) -> float:
-        return max(self.compute + self.packing, self.wire) + self.exposed + self.update
+        return self._step(1.0)
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """Seconds of a step at the fastest and the slowest published rates."""
+        return self._step(self.least), self._step(self.most)
+
+    def _step(self, factor: float) -> float:
+        busy = max(self.compute * factor + self.packing, self.wire)
+        return busy + self.exposed + self.update
 
     def tokens_per_second(self, plan: Plan) -> float:
         """Per GPU."""
-        return plan.model.tokens * plan.setup.accumulation / self.step
+        setup = plan.setup
+        tokens = plan.model.tokens * setup.accumulation
+        return tokens / self.step / (setup.tensor * setup.pipeline)
 
 
 def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride: int = 1) -> float:
@@ -57,7 +114,7 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
     """
     if ranks == 1:
         return 0.0
-    here = max(setup.ranks_per_host // stride, 1)
+    here = max(setup.ranks_per_host // setup.tensor // stride, 1)
     hosts = -(-ranks // here)
     inside = size * (ranks - 1) / ranks / (card.link * LINK_EFFICIENCY)
     if hosts == 1:
@@ -71,9 +128,12 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
 
 def cost(plan: Plan, card: Card) -> Cost:
     """The step of a plan on a card. ``plan.model.flops`` must be known (> 0) for compute."""
-    setup, prints = plan.setup, plan.engine.by_unit
-    n, recomputed = setup.shards, 1 + setup.checkpointing / 3
-    compute = setup.accumulation * plan.model.flops * recomputed / (card.flops * EFFICIENCY)
+    setup, prints, model = plan.setup, plan.engine.by_unit, plan.model
+    again = setup.checkpointing if setup.recomputed is None else setup.recomputed
+    rate, n = rate_of(card), setup.shards
+    part = rate.at(model.tokens, model.width, min(setup.sequence, model.tokens or 1)) or rate.most
+    compute = setup.accumulation * model.flops * (1 + again / 3) / (card.flops * part)
+    compute *= 1 + (setup.pipeline - 1) / setup.accumulation  # the pipeline's bubble
     if plan.model.away is not None:  # beside the forward, a third of the step, and the backward
         bus = setup.accumulation * plan.model.away.copied / card.host
         compute = max(compute / 3, bus) + max(2 * compute / 3, bus)
@@ -100,7 +160,18 @@ def cost(plan: Plan, card: Card) -> Cost:
     if host:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth
-    return Cost(compute, wire, first, update, sent, packing)
+    first += setup.accumulation * _tensor_seconds(plan, card)
+    return Cost(compute, wire, first, update, sent, packing, part, 1 / rate.high, 1 / rate.low)
+
+
+def _tensor_seconds(plan: Plan, card: Card) -> float:
+    """Of tensor parallelism: four all-reduces of a block's activations, which nothing hides."""
+    setup, model = plan.setup, plan.model
+    if setup.tensor == 1:
+        return 0.0
+    size = model.tokens * model.width * ITEM_BYTES[setup.compute or setup.storage]
+    inside = replace(setup, ranks_per_host=max(setup.ranks_per_host, setup.tensor), tensor=1)
+    return model.blocks * 4 * 2 * collective_seconds(size, setup.tensor, inside, card)
 
 
 def scaling(plan_at: Sequence[Plan], card: Card) -> list[dict[str, float]]:

@@ -299,20 +299,58 @@ FUSED_CHUNK = 1024  # tokens of which a fused loss keeps the logits at a time
 
 def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
     """The model in the planner's form. Pure arithmetic; blocks are equal."""
+    g = part_of(g, setup)
     c, tokens = item_of(setup), setup.micro_batch * setup.sequence
     units = units_for(g, wrap)
     return Model(
         name=g.name,
         units=units,
-        moments=tuple(_moments(g, setup, tokens, c, wrap)),
+        moments=_in_flight(tuple(_moments(g, setup, tokens, c, wrap)), setup),
         input_bytes=2 * 8 * tokens,
         tokens=tokens,
         flops=flops(g, setup, tokens),
         notes=g.notes + ("activations by formula (pre-norm blocks, gated MLP)",),
         blocks=g.layers,
-        extra={"active": float(g.active)},
+        extra={"active": float(g.active), "width": float(g.hidden)},
         away=offloaded(g, setup)[0] if setup.offload_activations else None,
         packing=packing_bytes(g, setup),
+    )
+
+
+def _in_flight(moments: tuple[Moment, ...], setup: Setup) -> tuple[Moment, ...]:
+    """Beside what a pipeline's first stage has saved of earlier micro-batches (1F1B)."""
+    earlier = min(setup.pipeline, setup.accumulation) - 1
+    saved = sum(m.delta for m in moments if m.phase == "forward" and m.unit.startswith("blocks"))
+    if not earlier:
+        return moments
+    name, size = "earlier micro-batches", earlier * saved
+    first, last = Moment("forward", name, size, size), Moment("backward", name, 0, -size)
+    return (first, *moments, last)
+
+
+def part_of(g: Geometry, setup: Setup) -> Geometry:
+    """What one GPU of a tensor- and pipeline-parallel group has: the stage with the embedding and
+    the head. ``ValueError`` names what cannot be divided.
+    """
+    t, stages = setup.tensor, setup.pipeline
+    if t == stages == 1:
+        return g
+    divided = (("blocks", g.layers, stages), ("heads", g.heads, t), ("MLP's width", g.ffn, t))
+    for what, count, by in divided:
+        if count % by:
+            raise ValueError(f"{g.name}: its {what}, {count:,}, cannot be divided by {by}")
+    note = (
+        f"each of {t} x {stages} GPUs has 1/{t} of heads, MLP and vocabulary and 1/{stages} of the "
+        "blocks; activations are those of as many micro-batches as there are stages"
+    )
+    return replace(
+        g,
+        layers=g.layers // stages,
+        heads=g.heads // t,
+        kv_heads=max(g.kv_heads // t, 1),
+        ffn=g.ffn // t,
+        vocab=-(-g.vocab // t),
+        notes=(*g.notes, note),
     )
 
 

@@ -105,6 +105,14 @@ class Model:
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def width(self) -> float:
+        """Of the activations between blocks; for a traced model, of blocks with as many FLOPs."""
+        if "width" in self.extra:
+            return self.extra["width"]
+        blocks = self.blocks or sum(unit.depth > 0 for unit in self.units) or 1
+        return (self.flops / (6 * 12 * max(self.tokens, 1) * blocks)) ** 0.5
+
     def with_moments(self, moments: Iterable[Moment]) -> Model:
         return replace(self, moments=tuple(moments))
 
@@ -123,6 +131,9 @@ class Setup:
     ``offload_activations``: saved activations in host memory, from GPUs
     (``fsdpc.activations.offload``).
     ``compress``: dtype of saved activations (``fsdpc.activations.compress``); empty: as computed.
+    ``recomputed``: part of the forward's FLOPs that backward repeats; None: ``checkpointing``.
+    ``tensor``, ``pipeline``: GPUs among which tensor and pipeline parallelism divide each rank's
+    model: given factors of sizes and times, for models by formula.
     """
 
     world: int = 8
@@ -140,6 +151,9 @@ class Setup:
     checkpointing: float = 0.0
     compress: str = ""
     offload_activations: bool = False
+    recomputed: float | None = None
+    tensor: int = 1
+    pipeline: int = 1
     micro_batch: int = 1
     sequence: int = 2048
     accumulation: int = 1
@@ -188,7 +202,7 @@ ZERO = {
 
 def check(setup: Setup) -> Setup:
     """``ValueError`` naming the option that is out of range."""
-    for name in ("world", "micro_batch", "sequence", "accumulation", "ranks_per_host"):
+    for name in _COUNTS:
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(setup, name)}")
     if setup.strategy not in STRATEGIES:
@@ -202,6 +216,8 @@ def check(setup: Setup) -> Setup:
         raise ValueError(f"world {setup.world} is not a multiple of shard {setup.shards}")
     if not 0 <= setup.checkpointing <= 1:
         raise ValueError(f"checkpointing must be from 0 to 1, got {setup.checkpointing}")
+    if not 0 <= (setup.recomputed or 0) <= 1:
+        raise ValueError(f"recomputed must be from 0 to 1, got {setup.recomputed}")
     for name, allowed in _CHOICES.items():
         if getattr(setup, name) not in allowed:
             raise ValueError(
@@ -227,6 +243,15 @@ def check(setup: Setup) -> Setup:
     return setup
 
 
+_COUNTS = (
+    "world",
+    "micro_batch",
+    "sequence",
+    "accumulation",
+    "ranks_per_host",
+    "tensor",
+    "pipeline",
+)
 _CHOICES = {
     "transport": ("stream", "shared", "wire"),
     "sync": ("every", "last"),

@@ -122,6 +122,23 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="part of the blocks that is recomputed, 0 to 1",
     )
     how.add_argument(
+        "--recomputed",
+        type=float,
+        metavar="RATIO",
+        help="part of the forward's FLOPs that is computed again, where selective checkpointing "
+        "keeps products (step time only; default: that of --checkpointing)",
+    )
+    how.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs among which each of the ranks' heads, MLPs and vocabulary are divided",
+    )
+    how.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="and their blocks"
+    )
+    how.add_argument(
         "--compress",
         choices=("int8", "bf16"),
         default="",
@@ -172,6 +189,9 @@ def wanted(options: argparse.Namespace) -> Wanted:
             checkpointing=options.checkpointing,
             compress=options.compress,
             offload_activations=options.offload_activations,
+            recomputed=options.recomputed,
+            tensor=options.tensor_parallel,
+            pipeline=options.pipeline_parallel,
             micro_batch=options.micro_batch,
             sequence=options.sequence,
             accumulation=options.accumulation,
@@ -195,9 +215,18 @@ def wanted(options: argparse.Namespace) -> Wanted:
     return Wanted(builds[options.wrap], builds, setup, chosen, usable, tuple(notes))
 
 
+_BY_FORMULA = (
+    ("micro_batch", 1),
+    ("attention", "flash"),
+    ("loss", "unfused"),
+    ("tensor_parallel", 1),
+    ("pipeline_parallel", 1),
+)
+
+
 def _builds(options: argparse.Namespace) -> dict[str, Build]:
     if options.model and ":" in options.model:
-        for name, default in (("micro_batch", 1), ("attention", "flash"), ("loss", "unfused")):
+        for name, default in _BY_FORMULA:
             if getattr(options, name) != default:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for plain numbers; what {options.model} "

@@ -81,8 +81,10 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     )
     if cost is not None and plan.model.flops:
         packing = f"packing {seconds(cost.packing)}, " if cost.packing else ""
+        least, most = map(seconds, cost.between)
         line(
-            f"step {seconds(cost.step)}: compute {seconds(cost.compute)}, {packing}wire "
+            f"step {seconds(cost.step)} (from {least} to {most}): compute {seconds(cost.compute)} "
+            f"at {cost.efficiency:.0%} of peak FLOPs, {packing}wire "
             f"{seconds(cost.wire)} ({size(cost.sent_bytes)} sent per rank), update "
             f"{seconds(cost.update)}; {cost.tokens_per_second(plan):,.0f} tokens/s per GPU"
         )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpc._plan import options, show
-from fsdpc._plan.cost import ASSUMED, scaling, stops_scaling
+from fsdpc._plan.cost import assumed, scaling, stops_scaling
 from fsdpc._plan.ledger import plan
 
 COMPARED = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -90,7 +90,7 @@ def show_worlds(
         show.table(f"{model}, {name}: a step at each world", _HEAD, [_cells(row) for row in rows])
     for name, rows in found.items():
         show.line(_verdict(name, rows))
-    show.line(f"note: {ASSUMED}")
+    show.line(f"note: {assumed(wanted.card)}")
     return 0
 
 
