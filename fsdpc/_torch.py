@@ -187,6 +187,8 @@ CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrappe
 
 # Where torch's fully_shard.state finds what was made of a module.
 STATE_KEY = _find("torch.distributed._composable.contract", "STATE_KEY")
+# Where torch's replicate and fully_shard find, by name, which of them a module has.
+REGISTRY_KEY = _find("torch.distributed._composable.contract", "REGISTRY_KEY")
 # The older path to fully_shard, which frameworks import.
 COMPOSABLE = (
     "torch.distributed._composable.fsdp",

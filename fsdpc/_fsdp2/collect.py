@@ -16,11 +16,17 @@ from fsdpc._engine.modules import collect, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp2.args import DataMesh
+from fsdpc._torch import REGISTRY_KEY
 
 
 def state_of(module: nn.Module) -> Any:
     """The state of the call of ``fully_shard`` that has ``module`` as an argument, or None."""
     return module.__dict__.get("_fsdpc_state")
+
+
+def _is_apart(module: nn.Module) -> bool:
+    """Whether an earlier call, or torch's ``replicate``, manages the module."""
+    return state_of(module) is not None or "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
@@ -31,13 +37,14 @@ def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
 
 def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     """``(name, module)`` in registration order, each module once, without those that an earlier
-    call manages. Names are relative to their root, with its number in front if there are several.
+    call or ``replicate`` manages. Names are relative to their root, with its number in front if
+    there are several.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     for number, root in enumerate(roots):
         prefix = f"{number}" if len(roots) > 1 else ""
-        for name, module in walk(root, lambda module: state_of(module) is not None, prefix):
+        for name, module in walk(root, _is_apart, prefix):
             if module not in seen:
                 seen.add(module)
                 found.append((name, module))

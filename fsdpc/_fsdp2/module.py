@@ -26,7 +26,7 @@ from fsdpc._fsdp2 import planned as _planned
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
-from fsdpc._torch import STATE_KEY
+from fsdpc._torch import REGISTRY_KEY, STATE_KEY
 
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
@@ -179,14 +179,18 @@ class FSDPModule:
         """Accepted: ranks may use different parameters in any case."""
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None
     ) -> None:
-        """Not supported: the engine sums in place, in fp32, without a flat tensor to hand out."""
-        raise NotImplementedError(
-            "fsdpc.fully_shard has no all-reduce hook: its sums never exist as one flat tensor. "
-            "Change gradients in hooks (register_post_accumulate_grad_hook) of the sharded "
-            "parameters"
-        )
+        """In each backward that sums this unit's gradients, call ``hook(gradients)``: the
+        contiguous 1-D sum of this rank's shard over shards and replicas, divided, in the dtype in
+        which it is accumulated, before it is added to ``.grad``. The hook changes it in place, and
+        may use collectives: the ranks call it for the same units in the same order; not for a unit
+        without gradients on all of them. Gradients of several dtypes make a call each. ``stream``:
+        a CUDA stream for the hook; ``ValueError`` with replicas. None removes the hook.
+
+        Takes effect at the next forward; between steps. Every rank must make the call.
+        """
+        self._get_fsdp_state().set_all_reduce_hook(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the gathers of the next forward wait for ``event`` (root only on torch)."""
@@ -358,6 +362,8 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     module.__dict__["_fsdpc_state"] = state
     # torch's pipelines ask torch's fully_shard.state.
     module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = state
+    # torch's replicate leaves modules with this mark alone.
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.post_forward, with_kwargs=True)
     module.register_state_dict_pre_hook(_before_state_dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdpc._engine import hooked as _hooked
 from fsdpc._engine import root as _root
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.compiled import call_untraced, not_traced
@@ -19,6 +21,7 @@ from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.shortage import explain
 from fsdpc._engine.unit import ParamInfo
+from fsdpc._fsdp2.all_reduce_hook import sum_and_call
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.unit import RowUnit
@@ -62,6 +65,7 @@ class State:
         self._prepare_inputs: Callable[..., Any] | None = None
         self._open = 0  # forwards in progress that have to be undone if they raise
         self._sync_gradients = self._sync_replicas = True
+        self.summing: _hooked.Summing | None = None  # with the user's all-reduce hook
         self._hooks: list[dict[int, Any]] = []  # the tables of backward hooks of the modules
 
     def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
@@ -107,6 +111,15 @@ class State:
         if self._unit is not None:
             waits = self.data_mesh.replicates and not self._sync_replicas
             self._unit.require_sync = self._sync_gradients and not waits
+
+    def set_all_reduce_hook(self, hook: Callable[..., Any] | None, stream: Any) -> None:
+        """See ``FSDPModule.set_all_reduce_hook``."""
+        if stream is not None and self.data_mesh.replicates:
+            raise ValueError("stream cannot be set when using native HSDP")
+        if stream is not None and hook is None:
+            raise AssertionError("all reduce hook stream is specified but hook itself is missing")
+        release(self)
+        self.summing = None if hook is None else partial(sum_and_call, hook, stream)
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
         """Keep the unit gathered for backward hooks of these modules, whenever there are any."""
@@ -315,6 +328,16 @@ def _prepare(state: State, name: str) -> None:
         unit.flat.reshards = reshard
 
 
+def _attach_hooks(root: State) -> None:
+    """Pass the all-reduce hooks to the engine; without one it sums by itself."""
+    states = [state for _, _, state in members(root) if state._unit is not None]
+    for state in states:
+        if state.summing is None and state._unit.flat.comm_hook is not None:
+            state._unit.flat.comm_hook = None
+    sums = [(state._unit, state.summing) for state in states if state.summing is not None]
+    _hooked.attach(root._tree, [each for each in sums if any(each[0].trainable)])
+
+
 def _pass_unit(root: State) -> RowUnit:
     if root._pass_unit is None:
         root._pass_unit = root._new_unit([])
@@ -329,7 +352,7 @@ FRONT = FrontEnd(
     pass_unit=_pass_unit,
     forget_pass_unit=lambda root: None,
     options=lambda root: TreeOptions(),
-    attached=lambda root: None,
+    attached=_attach_hooks,
     modules=lambda root: root.modules,
     one_device="pass a mesh of the same device type to every call of fully_shard",
 )
