@@ -183,7 +183,7 @@ def ckpt_write(
     no_sync: bool = False,
 ) -> tuple[int, int]: ...
 def ckpt_read(
-    path: str, ranges: NDArray[np.int64], block_bytes: int, digests: NDArray[np.uint32]
+    path: str, ranges: NDArray[np.int64], block_bytes: int, digests: NDArray[np.uint32], fd: int
 ) -> None: ...
 @final
 class FlatParameter:

@@ -49,8 +49,9 @@ int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t c
                       const fsdpc_write_options *options, uint32_t *digests,
                       fsdpc_write_result *result);
 
-/* Reads ranges, in any order. FSDPC_E_IO also where the file ends early. */
-int fsdpc_range_read(const char *path, const fsdpc_file_range *ranges, size_t count,
+/* Reads ranges, in any order, of the open file `fd`, which errors call `path`. FSDPC_E_IO also where
+ * the file ends early. */
+int fsdpc_range_read(int fd, const char *path, const fsdpc_file_range *ranges, size_t count,
                      int64_t block_bytes, uint32_t *digests);
 
 /* Renames as a whole: onto a name that is free, or with `exchange` the two swap their names.

@@ -5,7 +5,6 @@
  * caches; others pass through a small block.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 #include "base/mem.h"
@@ -91,11 +90,11 @@ read_range(reader *self, const fsdpc_file_range *range)
 }
 
 int
-fsdpc_range_read(const char *path, const fsdpc_file_range *ranges, size_t count,
+fsdpc_range_read(int fd, const char *path, const fsdpc_file_range *ranges, size_t count,
                  int64_t block_bytes, uint32_t *digests)
 {
     int status = FSDPC_OK;
-    reader self = {.path = path, .fd = -1, .block_bytes = block_bytes};
+    reader self = {.path = path, .fd = fd, .block_bytes = block_bytes};
     const int64_t parts = fsdpc_range_digests(ranges, count, block_bytes);
     if (parts < 0) {
         return fsdpc_error(FSDPC_E_INVAL, "ranges of %s are not valid", path);
@@ -108,7 +107,6 @@ fsdpc_range_read(const char *path, const fsdpc_file_range *ranges, size_t count,
     }
     self.digest = digests_and_one;
     FSDPC_GOTO(fsdpc_kernels_select(&self.kernels), done);
-    FSDPC_GOTO(fsdpc_file_open(path, O_RDONLY, &self.fd), done);
     for (size_t i = 0; i < count; i++) {
         FSDPC_GOTO(read_range(&self, &ranges[i]), done);
     }
@@ -116,9 +114,6 @@ fsdpc_range_read(const char *path, const fsdpc_file_range *ranges, size_t count,
         digests[i] = digests_and_one[i];
     }
 done:
-    if (self.fd >= 0) {
-        close(self.fd);
-    }
     fsdpc_mem_free(self.own);
     fsdpc_mem_free(digests_and_one);
     return status;

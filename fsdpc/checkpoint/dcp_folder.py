@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from fsdpc._torch import dcp_index_classes
 from fsdpc.checkpoint.entries import blocks_of
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.opened import open_regular
+from fsdpc.checkpoint.held import Root
 
 INDEX = ".metadata"  # torch writes it last
 KEYS = "fsdpc.keys"  # of the saved dict: what ``keys_of`` has found
@@ -85,7 +85,7 @@ class Folder:
     """
 
     def __init__(self, path: Path, trust: bool = False) -> None:
-        self.path = path
+        self.path, self.root = path, Root(path)
         metadata = self._read_index(trust)
         try:
             self._paths = dict(metadata.planner_data or {})
@@ -100,7 +100,8 @@ class Folder:
             raise CheckpointError(
                 f"{path / INDEX} is damaged: {type(error).__name__}: {error}"
             ) from error
-        self._reader = FileSystemReader(str(path))
+        own = self.root.folder.proc_path
+        self._reader = FileSystemReader(own if os.path.isdir(own) else str(path))
         self._reader.set_up_storage_reader(metadata, True)
         self._kept = _Kept()
 
@@ -183,11 +184,10 @@ class Folder:
     # --- the index ---
 
     def _read_index(self, trust: bool) -> Metadata:
-        fd, size = open_regular(self.path / INDEX)
-        with open(fd, "rb") as file:
-            if size > _INDEX_BYTES:
-                raise CheckpointError(f"{self.path / INDEX} has {size} bytes, which is no index")
-            content = file.read()
+        held = self.root.open(INDEX)
+        if held.size > _INDEX_BYTES:
+            raise CheckpointError(f"{self.path / INDEX} has {held.size} bytes, which is no index")
+        content = held.read(held.size, 0, self.path / INDEX)
         try:
             unpickler = (pickle.Unpickler if trust else _Unpickler)(io.BytesIO(content))
             found = unpickler.load()
@@ -231,9 +231,7 @@ class Folder:
             raise CheckpointError(
                 f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
             )
-        fd, size = open_regular(self.path / file)
-        os.close(fd)
-        return size
+        return self.root.open(file).size
 
 
 class _Unpickler(pickle._Unpickler):

@@ -67,6 +67,11 @@ def _combined(crcs: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> np.n
     return digests
 
 
+def combine_parts(crcs: np.ndarray, lengths: np.ndarray) -> int:
+    """The digest of parts that lie one behind the other."""
+    return int(_combined(crcs, np.ascontiguousarray(lengths), np.array([len(crcs)]))[0])
+
+
 def _check_cover(
     places: Sequence[Place], counts: np.ndarray, begins: np.ndarray, lengths: np.ndarray
 ) -> None:

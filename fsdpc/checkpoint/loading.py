@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C
-from fsdpc.checkpoint.digests import combine
+from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
@@ -43,6 +43,7 @@ _FILES_AT_ONCE = 4
 _WAVE_BYTES = 256 << 20  # read by one call, between two checks for signals
 _COLUMNS = 6
 _MOST_NAMED = 20
+_ATTEMPTS = 10
 
 
 @dataclass
@@ -87,14 +88,12 @@ def run_load(
 ) -> Loaded:
     """See ``fsdpc.checkpoint.load``. Collective."""
     what = f"loading checkpoint {path}"
-    with ranks.step(what) as opened:
+    with ranks.step(what):
         if verify not in ("before", "during", "no"):
             raise ValueError(f"verify must be 'before', 'during' or 'no', not {verify!r}")
         chosen, own_name = chooser(only), renamer(rename)
-        found = open_any(path)
-        opened.value = _identity(found)
-    if any(identity != opened.values[0] for identity in opened.values):
-        raise CheckpointError(f"{what}: the ranks see different files under this path")
+    found = _open_together(path, ranks, what)
+    compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
         target = read_model(model, (ranks.rank, ranks.world))
         kept = chosen_names(target, chosen, only)
@@ -116,13 +115,13 @@ def run_load(
     _check_equal(matched.values, what)
     if found.manifest is not None and verify == "before":
         _verify(works, found, ranks, what)
-    parts: list[list[tuple[np.ndarray, np.ndarray]]] = []
     with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
-        read.value = [_read_into(part) for part in works]
-    parts = [[received[i] for received in read.values] for i in range(len(works))]
-    if found.manifest is not None and verify == "during":
+        read.value = [_read_into(part, found, compares) for part in works]
+        found.check_unwritten()
+    if compares:
         with ranks.step(what):
-            _compare_during(works, found, parts)
+            parts = [[received[i] for received in read.values] for i in range(len(works))]
+            _compare_read(works, found, parts)
     with ranks.step(what):
         for tensor in target.touched:
             torch.autograd.graph.increment_version(tensor)
@@ -132,11 +131,29 @@ def run_load(
             scheduler.load_state_dict(scheduled)
         wanted = [key for key in target.extra if key in extra_state and chosen(key)]
         set_extra(model, {key: extra_state[key] for key in wanted})
-    loaded.verified = found.manifest is not None and verify != "no"
+    loaded.verified = compares
     return loaded
 
 
 Found = Opened | TorchFiles
+
+
+def _open_together(path: Path, ranks: Ranks, what: str) -> Found:
+    """The same checkpoint on every rank, also where another process replaces it meanwhile: then it
+    is opened again. ``CheckpointError``: the ranks see different files.
+    """
+    for _ in range(_ATTEMPTS):
+        with ranks.step(what) as opened:
+            found = open_any(path)
+            own = found.stamp if found.manifest is None else None  # else the digest says it all
+            opened.value = _identity(found), ranks.host, repr(own)
+        same = all(identity == opened.values[0][0] for identity, _, _ in opened.values)
+        hosts = {host for _, host, _ in opened.values}
+        if same and len({(host, stamp) for _, host, stamp in opened.values}) == len(hosts):
+            return found
+    if not same:
+        raise CheckpointError(f"{what}: the ranks see different files under this path")
+    return found  # each rank has a copy of its own
 
 
 def _identity(found: Found) -> int:
@@ -439,14 +456,15 @@ def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
     return joined(_read_tables(tables))
 
 
-def _compare_during(
+def _compare_read(
     works: Sequence[_Work],
     found: Found,
     parts: list[list[tuple[np.ndarray, np.ndarray]]],
 ) -> None:
+    """Compare the digests of what has gone into the model, all ranks' reads together."""
     try:
         for work, received in zip(works, parts, strict=True):
-            rows, crcs = _without_doubles(received)
+            rows, crcs = _without_doubles(work, received)
             # A flat parameter's common number is read under its first name alone.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
@@ -458,7 +476,7 @@ def _compare_during(
 
 
 def _without_doubles(
-    received: Sequence[tuple[np.ndarray, np.ndarray]],
+    work: _Work, received: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fragments that several replicas have read, once each. ``CheckpointError``: they read
     different bytes.
@@ -466,7 +484,42 @@ def _without_doubles(
     rows, crcs = joined(received)
     keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
     keyed = np.unique(keyed, axis=0)
-    return np.ascontiguousarray(keyed[:, :3]), keyed[:, 3].astype(np.uint32)
+    places = np.ascontiguousarray(keyed[:, :3])
+    differ = np.flatnonzero((places[1:] == places[:-1]).all(axis=1))
+    if len(differ):
+        index, begin, _ = places[differ[0]].tolist()
+        names = {
+            place.index: f"{file.path}: tensor {place.name!r}" for _, file, place in work.items
+        }
+        raise CheckpointError(
+            f"{names.get(index, 'a tensor')} is damaged: ranks have read different bytes at {begin}"
+        )
+    return places, keyed[:, 3].astype(np.uint32)
+
+
+def _compare_lent(work: _Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
+    """Of the few bytes that another rank owns, too: read their block, of which the digest is known,
+    and compare them with its bytes.
+    """
+    assert found.manifest is not None
+    places = {place.index: (file, place) for _, file, place in work.items}
+    for (index, begin, count), crc in zip(read[0].tolist(), read[1].tolist(), strict=True):
+        file, place = places[index]
+        block = begin // BLOCK_BYTES
+        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, place.nbytes)
+        edges = np.array([low, begin, begin + count, high])
+        item = place.dtype.itemsize
+        spans = np.stack([edges[:-1] // item, 0 * edges[:-1], np.diff(edges) // item], axis=1)
+        entry = Entry(place.name, place.shape, place.dtype, torch.empty(0, device="cpu"))
+        rows = rows_of(place, entry, spans[spans[:, 2] > 0], memory=0)
+        parts, crcs = read_table(file, rows)
+        (own,) = crcs[parts[:, 1] == begin].tolist()
+        whole = combine_parts(crcs, parts[:, 2])
+        if own != crc or whole != found.manifest.tensors[file.name][place.name].blocks[block]:
+            raise CheckpointError(
+                f"{file.path}: tensor {place.name!r} is damaged: the checksum of block {block} "
+                f"(bytes {place.offset + low} and on) differs"
+            )
 
 
 def _compare(work: _Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -488,28 +541,28 @@ def _compare(work: _Work, found: Found, parts: Sequence[tuple[np.ndarray, np.nda
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_into(work: _Work) -> tuple[np.ndarray, np.ndarray]:
+def _read_into(work: _Work, found: Found, compares: bool) -> tuple[np.ndarray, np.ndarray]:
     """Read this rank's elements into their memory. Returns fragments and digests."""
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
-    found = []
+    done = []
     for entry, file, place in work.items:
         if not in_host_memory(entry):
             continue
         _, rows = tables.setdefault(file.name, (file, []))
         rows.append(rows_of(place, entry, entry.spans))
-    found += _read_tables(tables)
+    done += _read_tables(tables)
     away = [item for item in work.items if not in_host_memory(item[0])]
-    found += _read_to_devices(away)
-    _read_to_devices(away, borrowed=True)
+    done += _read_to_devices(away)
+    lent = _read_to_devices(away, borrowed=True)
     for entry, file, place in work.items:
-        if len(entry.borrowed) and in_host_memory(
-            entry
-        ):  # few bytes, in the digests of the rank that owns them
-            read_rows(file, rows_of(place, entry, entry.borrowed))
+        if len(entry.borrowed) and in_host_memory(entry):
+            lent.append(read_rows(file, rows_of(place, entry, entry.borrowed)))
+    if compares:
+        _compare_lent(work, found, joined(lent))
     for entry, _, _ in work.items:
         if entry.home is not None:
             entry.home.copy_(entry.memory.view(entry.home.shape))
-    return joined(found)
+    return joined(done)
 
 
 def _read_tables(
@@ -538,16 +591,18 @@ def _read_tables(
 def read_rows(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As ``read_table``; no digests of files that have none."""
     if file.read is None:
-        return read_table(file.path, rows)
+        return read_table(file, rows)
     file.read(rows)
     return joined([])
 
 
-def read_table(path: Path, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read one table of ranges. Returns fragments and their digests."""
+def read_table(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Read one table of ranges of a safetensors file. Returns fragments and their digests."""
+    assert file.held is not None
     parts = fragments(rows)
     digests = np.zeros(len(parts), dtype=np.uint32)
-    _C.ckpt_read(str(path), np.ascontiguousarray(rows[:, :_COLUMNS]), BLOCK_BYTES, digests)
+    table = np.ascontiguousarray(rows[:, :_COLUMNS])
+    _C.ckpt_read(str(file.path), table, BLOCK_BYTES, digests, file.held.fd)
     return parts, digests
 
 

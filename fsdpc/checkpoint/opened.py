@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dtypes import dtype_of
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.held import Held, Root
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
 from fsdpc.checkpoint.saving import OPTIMIZER, OPTIMIZER_JSON, STATE_JSON
@@ -39,6 +39,7 @@ class StoredFile:
     nbytes: int
     places: list[Place]
     metadata: dict[str, str]
+    held: Held | None = None
     read: Callable[[np.ndarray], None] | None = None  # reads ranges where it is another format
 
 
@@ -61,37 +62,52 @@ class Opened:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.root = path if path.is_dir() else path.parent
+        self.root = Root(path if path.is_dir() else path.parent)
+        self.manifest: Manifest | None = None
+        self._small: dict[str, CheckpointError] = {}
         if path.is_dir():
             for folder in (OPTIMIZER, os.path.dirname(STATE_JSON)):
-                _refuse_link(path / folder)
-        self.manifest = self._read_manifest() if path.is_dir() else None
+                self._refuse_link(folder)
+            self.manifest = self._read_manifest()
         self.model = self._open_model()
-        has_optimizer = path.is_dir() and os.path.lexists(path / OPTIMIZER)
-        self.optimizer = self._open_set(OPTIMIZER, OPTIMIZER) if has_optimizer else None
+        self.optimizer: StoredSet | None = None
+        if path.is_dir() and self._has_optimizer():
+            self.optimizer = self._open_set(OPTIMIZER, OPTIMIZER)
+        if self.manifest is None and path.is_dir() and self.root.replaced():
+            raise CheckpointError(f"{path} was removed while it was opened")
 
     @property
     def sets(self) -> dict[str, StoredSet]:
         named = {"model": self.model, OPTIMIZER: self.optimizer}
         return {name: found for name, found in named.items() if found is not None}
 
+    @property
+    def stamp(self) -> Any:
+        """See ``Root.stamp``."""
+        return self.root.stamp
+
+    def check_unwritten(self) -> None:
+        """See ``Root.check_unwritten``; where there are checksums, they say more."""
+        if self.manifest is None:
+            self.root.check_unwritten()
+
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint, compared with the manifest."""
-        content = self._read_small(name)
+        content = self.read_small(name)
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.root / name} is damaged: {error}") from error
+            raise CheckpointError(f"{self.root.path / name} is damaged: {error}") from error
         if not isinstance(body, dict):
-            raise CheckpointError(f"{self.root / name} is damaged: it holds no object")
+            raise CheckpointError(f"{self.root.path / name} is damaged: it holds no object")
         return body
 
     def values(self, name: str, key: str) -> Any:
         """The plain values under one key of a JSON file."""
         body = self.read_json(name)
         if key not in body:
-            raise CheckpointError(f"{self.root / name} is damaged: it has no {key!r}")
-        return from_json(body[key], f"{key!r} in {self.root / name}")
+            raise CheckpointError(f"{self.root.path / name} is damaged: it has no {key!r}")
+        return from_json(body[key], f"{key!r} in {self.root.path / name}")
 
     @property
     def kind(self) -> str:
@@ -117,22 +133,58 @@ class Opened:
 
     # --- the parts ---
 
+    def _refuse_link(self, folder: str) -> None:
+        if self.root.is_link(folder):
+            raise CheckpointError(
+                f"{self.path / folder} is a symbolic link, and links are not followed"
+            )
+
+    def _has_optimizer(self) -> bool:
+        if self.manifest is None:
+            return self.root.exists(OPTIMIZER)
+        return OPTIMIZER_JSON in self.manifest.files
+
     def _read_manifest(self) -> Manifest | None:
-        if not os.path.lexists(self.path / _manifest.NAME):
+        if not self.root.exists(_manifest.NAME):
+            for name in (STATE_JSON, OPTIMIZER_JSON):
+                if self.root.exists(name):
+                    raise CheckpointError(
+                        f"{self.path} is a checkpoint of fsdpc without its {_manifest.NAME}, which "
+                        f"has the checksums and says what belongs to it; there is {name}. Was all "
+                        "of the folder copied? To read the tensors as they are, without optimizer, "
+                        "extra and checksums, move the model's files to a folder of their own"
+                    )
             return None
         try:
-            return _manifest.decode(_read(self.path / _manifest.NAME))
+            found = _manifest.decode(self._read(_manifest.NAME))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+        for name in found.files:
+            try:
+                self.root.open(name)
+            except CheckpointError as error:  # for those who ask for this file
+                if self.root.replaced():
+                    raise
+                self._small[name] = error
+        return found
 
-    def _read_small(self, name: str) -> bytes:
-        content = _read(self.root / name)
+    def _read(self, name: str) -> bytes:
+        if name in self._small:
+            raise self._small[name]
+        held, path = self.root.open(name), self.root.path / name
+        if held.size > _MOST_JSON_BYTES:
+            raise CheckpointError(f"{path} has {held.size} bytes, which is too many")
+        return held.read(held.size, 0, path)
+
+    def read_small(self, name: str) -> bytes:
+        """A file that holds no tensors, compared with the manifest."""
+        content = self._read(name)
         if self.manifest is not None:
             known = self.manifest.files.get(name)
             if known is None:
-                raise CheckpointError(f"{self.root / name} is not in the manifest")
+                raise CheckpointError(f"{self.root.path / name} is not in the manifest")
             if (len(content), _C.ckpt_crc32c(content)) != known:
-                raise CheckpointError(f"{self.root / name} is damaged: its checksum differs")
+                raise CheckpointError(f"{self.root.path / name} is damaged: its checksum differs")
         return content
 
     def _open_model(self) -> StoredSet:
@@ -144,31 +196,32 @@ class Opened:
         prefix = f"{folder}/" if folder else ""
         index = f"{prefix}{name}.safetensors.index.json"
         single = f"{prefix}{name}.safetensors"
-        if os.path.lexists(self.root / index):
-            if os.path.lexists(self.root / single):
+        root = self.root.path
+        if self.root.exists(index):
+            if self.root.exists(single):
                 raise CheckpointError(
-                    f"{self.root} has both {single} and {index}: remove the one that is not meant"
+                    f"{root} has both {single} and {index}: remove the one that is not meant"
                 )
             table = self.read_json(index).get("weight_map")
-            names = _file_names(table, self.root / index)
+            names = file_names(table, root / index)
             found = _collect([self._open_file(prefix + file) for file in names])
-            _compare_index(table, found, self.root / index)
-        elif os.path.lexists(self.root / single):
+            compare_index(table, found, root / index)
+        elif self.root.exists(single):
             found = _collect([self._open_file(single)])
         else:
             raise CheckpointError(
-                f"{self.root / folder if folder else self.root} is no checkpoint: it has neither "
+                f"{root / folder if folder else root} is no checkpoint: it has neither "
                 f"{index.removeprefix(prefix)} nor {single.removeprefix(prefix)}"
             )
         if self.manifest is not None:
             expected = {p for p in self.manifest.headers if os.path.dirname(p) == folder}
             if expected != {file.name for file in found.files}:
-                raise CheckpointError(f"{self.root}: the files of {name} are not the manifest's")
+                raise CheckpointError(f"{root}: the files of {name} are not the manifest's")
         return found
 
     def _open_file(self, name: str) -> StoredFile:
-        path = self.root / name
-        header, nbytes = _read_header(path)
+        path, held = self.root.path / name, self.root.open(name)
+        header, nbytes = _read_header(held, path), held.size
         if self.manifest is not None:
             known = self.manifest.headers.get(name)
             if known is None or (nbytes, _C.ckpt_crc32c(header)) != known:
@@ -184,7 +237,7 @@ class Opened:
             torch_dtype = _dtype(dtype, f"{path}: tensor {tensor!r}")
             place = Place(tensor, torch_dtype, shape, len(header) + begin, end - begin, number)
             places.append(place)
-        found = StoredFile(path, name, nbytes, places, metadata)
+        found = StoredFile(path, name, nbytes, places, metadata, held)
         if self.manifest is not None:
             _compare_digests(found, self.manifest)
         return found
@@ -221,7 +274,7 @@ def _collect(files: list[StoredFile]) -> StoredSet:
     return found
 
 
-def _file_names(table: Any, index: Path) -> list[str]:
+def file_names(table: Any, index: Path) -> list[str]:
     """The files of an index, each a plain name in its folder."""
     if not isinstance(table, dict) or not all(
         isinstance(name, str) and isinstance(file, str) for name, file in table.items()
@@ -234,7 +287,7 @@ def _file_names(table: Any, index: Path) -> list[str]:
     return list(names)
 
 
-def _compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None:
+def compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None:
     held = {name: file.path.name for name, (file, _) in found.where.items()}
     for name in sorted(table.keys() | held.keys()):
         if table.get(name) != held.get(name):
@@ -244,65 +297,17 @@ def _compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None
             )
 
 
-def _refuse_link(folder: Path) -> None:
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a symbolic link, and links are not followed")
-
-
-def open_regular(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file, not by way of a link."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except OSError as error:
-        hint = ": it is a symbolic link, and links are not followed" if path.is_symlink() else ""
-        raise CheckpointError(f"{path} cannot be opened ({error.strerror}){hint}") from error
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path} is not a regular file")
-    return fd, info.st_size
-
-
-def _pread(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
-    parts, at = [], offset
-    while at < offset + nbytes:
-        part = os.pread(fd, offset + nbytes - at, at)
-        if not part:
-            raise CheckpointError(
-                f"{path} ends at byte {at} of {offset + nbytes}: the file was cut"
-            )
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
-
-
-def _read(path: Path) -> bytes:
-    fd, size = open_regular(path)
-    try:
-        if size > _MOST_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, which is too many")
-        return _pread(fd, size, 0, path)
-    finally:
-        os.close(fd)
-
-
-def _read_header(path: Path) -> tuple[bytes, int]:
-    """A file's bytes before its data, and its size; the length is checked before it is used."""
-    fd, size = open_regular(path)
-    try:
-        if size < 8:
-            raise CheckpointError(f"{path} has {size} bytes: no safetensors file is so short")
-        first = _pread(fd, 8, 0, path)
-        length = int.from_bytes(first, "little")
-        if length == 0:
-            raise CheckpointError(f"{path} was never finished: its header is empty")
-        if length > _MOST_HEADER_BYTES or length > size - 8:
-            raise CheckpointError(
-                f"{path}: a header of {length} bytes in a file of {size} bytes: the file was cut, "
-                "or is no safetensors file"
-            )
-        return first + _pread(fd, length, 8, path), size
-    finally:
-        os.close(fd)
+def _read_header(held: Held, path: Path) -> bytes:
+    """A file's bytes before its data; the length is checked before it is used."""
+    if held.size < 8:
+        raise CheckpointError(f"{path} has {held.size} bytes: no safetensors file is so short")
+    first = held.read(8, 0, path)
+    length = int.from_bytes(first, "little")
+    if length == 0:
+        raise CheckpointError(f"{path} was never finished: its header is empty")
+    if length > _MOST_HEADER_BYTES or length > held.size - 8:
+        raise CheckpointError(
+            f"{path}: a header of {length} bytes in a file of {held.size} bytes: the file was cut, "
+            "or is no safetensors file"
+        )
+    return first + held.read(length, 8, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
 from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored, TextKeys
 from fsdpc.checkpoint.dtypes import dtype_of_code
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.held import Held, Root, opened_whole
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
 from fsdpc.checkpoint.manifest import NAME as MANIFEST
 from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
@@ -50,8 +52,10 @@ class TorchFiles:
 
     manifest = None
 
-    def __init__(self, path: Path, tree: dict[Any, Any], prefix: str = "") -> None:
-        self.path = self.root = path
+    def __init__(
+        self, path: Path, tree: dict[Any, Any], roots: Sequence[Root], prefix: str = ""
+    ) -> None:
+        self.path, self._roots = path, roots
         self.kind = "a folder of torch's DCP" if path.is_dir() else "a torch.save file"
         parts = _parts(path, tree, prefix)
         self.left: list[str] = parts["left"]
@@ -72,6 +76,16 @@ class TorchFiles:
     def sets(self) -> dict[str, StoredSet]:
         named = {"model": self.model, "optimizer": self.optimizer}
         return {name: found for name, found in named.items() if found is not None}
+
+    @property
+    def stamp(self) -> list[Any]:
+        """See ``Root.stamp``."""
+        return [root.stamp for root in self._roots]
+
+    def check_unwritten(self) -> None:
+        """See ``Root.check_unwritten``."""
+        for root in self._roots:
+            root.check_unwritten()
 
     def scheduler_state(self) -> Any:
         """``None`` if there is none."""
@@ -159,7 +173,7 @@ class TorchFiles:
             places.append(Place(tensor, leaf.dtype, leaf.shape, at, nbytes, len(places)))
             leaves.append(leaf)
             at += nbytes
-        file = StoredFile(self.path, name, at, places, {}, lambda rows: _read(leaves, rows))
+        file = StoredFile(self.path, name, at, places, {}, read=lambda rows: _read(leaves, rows))
         return StoredSet([file], {place.name: (file, place) for place in places})
 
     def _stored(self, name: str, value: Any) -> Stored:
@@ -183,11 +197,16 @@ def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | T
     """Any checkpoint that ``load`` takes. Local. ``prefix``: see ``TorchFiles``; not for
     safetensors. ``CheckpointError``.
     """
+    return opened_whole(path, lambda: _open_any(path, trust, prefix))
+
+
+def _open_any(path: Path, trust: bool, prefix: str) -> Opened | TorchFiles:
     folders = _dcp_folders(path)
     if folders:
         tree: dict[Any, Any] = {}
-        for folder in folders:
-            more = Folder(folder, trust).tree()
+        opened = [Folder(folder, trust) for folder in folders]
+        for folder in opened:
+            more = folder.tree()
             twice = tree.keys() & more.keys()
             if twice:
                 raise CheckpointError(
@@ -195,12 +214,13 @@ def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | T
                     f"{_shown([folder.name for folder in folders])}"
                 )
             tree |= more
-        return TorchFiles(path, tree, prefix)
+        return TorchFiles(path, tree, [folder.root for folder in opened], prefix)
     if path.is_file():
-        with open(path, "rb") as file:
-            start = file.read(4)
-        if start.startswith(_STARTS):
-            return TorchFiles(path, _read_file(path), prefix)
+        real = path.resolve()
+        root = Root(real.parent)
+        held = root.open(real.name)
+        if held.read(min(4, held.size), 0, path).startswith(_STARTS):
+            return TorchFiles(path, _read_file(path, held), [root], prefix)
     return Opened(path)
 
 
@@ -218,14 +238,15 @@ def _dcp_folders(path: Path) -> list[Path]:
     return sorted(folder for folder in path.iterdir() if (folder / DCP_INDEX).is_file())
 
 
-def _read_file(path: Path) -> dict[Any, Any]:
+def _read_file(path: Path, held: Held) -> dict[Any, Any]:
+    own = held.proc_path if os.path.exists(held.proc_path) else str(path)
     try:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(own, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:  # an old format, which cannot be mapped
             if "mmap" not in str(error):
                 raise
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(own, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which torch.load(weights_only=True) "

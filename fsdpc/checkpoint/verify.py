@@ -30,7 +30,7 @@ def digest_of(file: StoredFile, place: Place) -> Digest:
     if file.read is not None:
         return _digest_of_values(file, place, entry)
     rows = rows_of(place, entry, whole_span(entry.numel), memory=0)
-    (digest,) = combine([place], [read_table(file.path, rows)])
+    (digest,) = combine([place], [read_table(file, rows)])
     return digest
 
 

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import build
 from harness import die, run_ranks, signal_rank
 from torch import nn
 
-from fsdpc import checkpoint
-from fsdpc.checkpoint import background, folders, loading, saving
+from fsdpc import checkpoint, optim
+from fsdpc.checkpoint import background, folders, loading, saving, write
 from fsdpc.checkpoint.ranks import Step, ranks_of
 
 KILLS = int(os.environ.get("FSDPC_TEST_KILLS", "12"))
@@ -174,6 +176,75 @@ def test_ranks_that_differ_write_nothing(tmp_path: Path, what: str, text: str):
     for found in run_ranks(save_different, 2, path=str(tmp_path / "a"), what=what):
         assert re.search(text, found), found
     assert not list(tmp_path.iterdir())
+
+
+def load_while_replaced(rank: int, world: int, path: str) -> tuple[set[float], set[float], str]:
+    """Another process replaces the checkpoint between the ranks' opening it; then a bit flips in
+    the few bytes of a block of states that another rank owns, as rank 1 reads them.
+    """
+    folder, real_open, real_read = Path(path), loading.open_any, loading.read_table
+
+    def late(target: Path) -> Any:
+        dist.barrier()  # rank 0 has opened it
+        loading.open_any = real_open
+        os.rename(folder / "a", folder / "old")
+        os.rename(folder / "b", folder / "a")
+        return real_open(target)
+
+    def early(target: Path) -> Any:
+        found = real_open(target)
+        dist.barrier()
+        loading.open_any = real_open
+        return found
+
+    both = []
+    for name in ("a", "plain"):
+        if rank == 0 and name == "plain":
+            for which in ("old", "a"):  # without checksums
+                (folder / which / "fsdpc.json").unlink()
+                shutil.rmtree(folder / which / "fsdpc")
+            os.rename(folder / "a", folder / "b")
+            os.rename(folder / "old", folder / "a")
+        dist.barrier()
+        loading.open_any = late if rank == 1 else early
+        model = filled(0.0)
+        checkpoint.load(folder / "a", model)
+        both.append({float(x) for p in model.parameters() for x in p.detach().reshape(-1)})
+
+    model = build("fsdpc", nn.Linear(100, 77))
+    optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=1)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    checkpoint.save(folder / "c", model, optimizer)
+
+    def flipped(file: Any, rows: Any) -> Any:
+        lent = rank == 1 and len(rows) == 1 and rows[0, 0] and rows[0, write.NBYTES] <= 4
+        if not lent:
+            return real_read(file, rows)
+        with open(file.path, "r+b", buffering=0) as held:
+            at = int(rows[0, write.OFFSET])
+            byte = os.pread(held.fileno(), 1, at)
+            os.pwrite(held.fileno(), bytes([byte[0] ^ 1]), at)
+            found = real_read(file, rows)
+            os.pwrite(held.fileno(), byte, at)
+        return found
+
+    loading.read_table = flipped
+    _, text = told(lambda: checkpoint.load(folder / "c", model, optimizer))
+    loading.read_table = real_read
+    return both[0], both[1], text
+
+
+def test_ranks_load_one_checkpoint_and_compare_every_byte(tmp_path: Path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        model = build("plain")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(value)
+        checkpoint.save(tmp_path / name, model)
+    for first, second, text in run_ranks(load_while_replaced, 2, path=str(tmp_path)):
+        assert first == second == {2.0}
+        assert "scales' is damaged" in text and "must not be used" in text, text
 
 
 def train_while_saving(rank: int, world: int, path: str) -> list[float]:

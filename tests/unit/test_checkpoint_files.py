@@ -277,6 +277,35 @@ def test_a_damaged_tensor_is_named(saved: Path, capsys: pytest.CaptureFixture[st
     assert "damaged: one.bias" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["one.weight", "0.exp_avg", "two.bias", "0.step"])
+@pytest.mark.parametrize("how", ["before", "during"])
+def test_a_bit_that_flips_in_the_read_that_feeds_the_model(
+    saved: Path, monkeypatch: Any, name: str, how: str
+):
+    """Behind the pass that has compared all checksums."""
+    found, read = Opened(saved), loading.read_table
+    where = found.model.where
+    if name[0] == "0":
+        name, where = f"state.scale.{name[2:]}", found.sets["optimizer"].where
+    file, place = where[name]
+
+    def read_wrong(other: Any, rows: Any) -> Any:
+        if not rows[:, 0].any():
+            return read(other, rows)
+        flip(file.path, 8 * place.offset + 1)
+        try:
+            return read(other, rows)
+        finally:
+            flip(file.path, 8 * place.offset + 1)
+
+    monkeypatch.setattr(loading, "read_table", read_wrong)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=f"'{name}' is damaged: .*must not be used"
+    ):
+        checkpoint.load(saved, *trained(1), verify=how)
+    assert not checkpoint.load(saved, *trained(1), verify="no").verified
+
+
 def command(*args: object) -> int:
     import argparse
 
@@ -575,7 +604,11 @@ def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypat
 
 
 class Failing:
-    """Every file operation below a folder, of which the `nth` fails; `later`: and all after it."""
+    """Every file operation below a folder, of which the `nth` fails; `later`: and all after it.
+    `act` is called before it instead.
+    """
+
+    act: Callable[[], object] | None = None
 
     OS = ("open", "mkdir", "pread", "pwrite", "posix_fallocate", "fsync", "rename", "replace",
           "unlink", "rmdir", "scandir", "close")  # fmt: skip
@@ -589,7 +622,10 @@ class Failing:
 
     def counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            failed = self.nth and self.is_below(args[0]) and self.fails()
+            failed = self.nth and self.is_below(args[0], **options) and self.fails()
+            if failed and self.act is not None:
+                self.act()
+                failed = False
             if name == "close" or not failed:  # a file is closed all the same
                 result = real(*args, **options)
             if failed:
@@ -598,8 +634,9 @@ class Failing:
 
         return call
 
-    def is_below(self, what: Any) -> bool:
+    def is_below(self, what: Any, *, dir_fd: int | None = None, **_: Any) -> bool:
         try:
+            what = what if dir_fd is None else dir_fd
             where = os.readlink(f"/proc/self/fd/{what}") if type(what) is int else str(what)
         except OSError:
             return False
@@ -621,6 +658,71 @@ class Failing:
             if self.count < nth:
                 return
             yield text
+
+
+@pytest.mark.parametrize("form", ["fsdpc", "plain", "dcp", "torch.save"])
+def test_a_load_while_another_process_replaces_the_checkpoint(
+    tmp_path: Path, monkeypatch: Any, form: str
+):
+    """At any moment, and what was replaced is gone at once: one of the two, as a whole. Readers of
+    torch's, which open files when they need them, may find that they are gone.
+    """
+
+    def make(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.5)
+        for param in model.parameters():
+            param.data.fill_(value)
+            optimizer.state[param]["momentum_buffer"] = torch.full((2, 2), float(value))
+        return model, optimizer
+
+    def write(path: Path, value: int) -> None:
+        model, optimizer = make(value)
+        if form == "torch.save":
+            torch.save(as_numbers(model, optimizer), path)
+        elif form == "dcp":
+            checkpoint.save(path, model, optimizer, format="dcp")
+        else:
+            parts = (model, optimizer) if form == "fsdpc" else (model,)
+            checkpoint.save(path, *parts, file_bytes=1, step=value, extra={"value": value})
+        if form == "plain":
+            (path / "fsdpc.json").unlink()
+            shutil.rmtree(path / "fsdpc")
+
+    target, other = tmp_path / "a", tmp_path / "b"
+    remove: Any = os.remove if form == "torch.save" else shutil.rmtree
+    copy: Any = shutil.copy if form == "torch.save" else shutil.copytree
+
+    def replace() -> None:
+        _C.ckpt_rename(str(other), str(target), exchange=True)
+        remove(other)
+
+    def load() -> None:
+        model, optimizer = make(0)
+        found = checkpoint.load(target, model, None if form == "plain" else optimizer)
+        values = [p for p in model.parameters()]
+        if form != "plain":
+            values += [state["momentum_buffer"] for state in optimizer.state.values()]
+            values.append(torch.tensor(float(optimizer.param_groups[0]["lr"])))
+        loaded.append({float(x) for value in values for x in value.detach().reshape(-1)})
+        if form == "fsdpc":
+            assert found.verified and [{found.step}, {found.extra["value"]}] == [loaded[-1]] * 2
+
+    below = tmp_path if form == "torch.save" else target
+    failing, loaded, errors = Failing(monkeypatch, below), [], []
+    failing.act = replace
+    for value in (1, 2):
+        write(tmp_path / f"saved-{value}", value)
+    copy(tmp_path / "saved-2", target)
+    copy(tmp_path / "saved-1", other)
+    for text in failing.sweep(load, False):
+        errors += [text] if text else []
+        remove(target)
+        copy(tmp_path / "saved-2", target)
+        copy(tmp_path / "saved-1", other)
+    assert {1.0} in loaded and {2.0} in loaded, "it was always replaced too early, or too late"
+    assert all(values in ({1.0}, {2.0}) for values in loaded), loaded
+    assert not errors or (form == "dcp" and all("cannot be read" in text for text in errors))
 
 
 @pytest.mark.parametrize(
@@ -771,7 +873,8 @@ def test_hostile_headers(saved: Path, part: str, name: str):
     set_header(folder / f"{part}-00001-of-00001.safetensors", change)
     with pytest.raises(checkpoint.CheckpointError, match=f"{part}-00001-of-00001.safetensors"):
         Opened(saved)
-    (saved / "fsdpc.json").unlink()
+    for name in ("fsdpc.json", "fsdpc/state.json", "optimizer/optimizer.json"):
+        (saved / name).unlink()
     with pytest.raises(checkpoint.CheckpointError, match=f"{part}-00001-of-00001.*(?:{text})"):
         Opened(saved)
 
@@ -830,6 +933,28 @@ def test_links_inside_a_checkpoint_are_refused(saved: Path, name: str):
     os.rename(saved.parent / "moved", saved / name)
     os.symlink(saved, saved.parent / "newest")  # the folder itself may be found by a link
     checkpoint.load(saved.parent / "newest", model, optimizer)
+
+
+PARTS = [
+    ("fsdpc.json", "is a checkpoint of fsdpc without its fsdpc.json"),
+    ("optimizer", "optimizer is no checkpoint"),
+    ("fsdpc", "state.json is missing"),
+]
+
+
+@pytest.mark.parametrize(("what", "text"), PARTS)
+def test_a_part_that_is_missing(saved: Path, what: str, text: str, capsys: Any):
+    """Verified as good, and loaded as if there were no checksums, extra or optimizer, once."""
+    shutil.rmtree(saved / what) if (saved / what).is_dir() else (saved / what).unlink()
+    model, optimizer = trained(1)
+    before = values(model, optimizer)
+    for parts in ((model, optimizer), (model,)):
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.load(saved, *parts)
+    assert same(values(model, optimizer), before)
+    assert command("verify", saved) == (1 if what == "fsdpc" else 2)
+    shown = capsys.readouterr()
+    assert text in shown.out + shown.err
 
 
 def test_a_plain_file_without_checksums_loads(tmp_path: Path):

@@ -230,6 +230,7 @@ typedef struct range_job {
     fsdpc_file_range *ranges;
     size_t count;
     Py_buffer digests;
+    int32_t fd; /* of a file that is read */
 } range_job;
 
 static int
@@ -287,16 +288,30 @@ open_job(const char *function, bool write, PyObject *const *args, Py_ssize_t cou
          PyObject *keywords, range_job *job)
 {
     PyObject *ranges = NULL, *digests = NULL;
-    const fsdpc_py_arg table[] = {
+    const fsdpc_py_arg common[] = {
         {"path", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &job->path},
         {"ranges", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &ranges},
         {"block_bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &job->options.block_bytes},
         {"digests", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &digests},
+    };
+    const fsdpc_py_arg of_write[] = {
+        common[0],
+        common[1],
+        common[2],
+        common[3],
         {"direct", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.direct},
         {"skip_edges", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.skip_edges},
         {"no_sync", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &job->options.no_sync},
     };
-    if (fsdpc_py_args(function, table, write ? 7 : 4, args, count, keywords) < 0 ||
+    const fsdpc_py_arg of_read[] = {
+        common[0],
+        common[1],
+        common[2],
+        common[3],
+        {"fd", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &job->fd},
+    };
+    if (fsdpc_py_args(function, write ? of_write : of_read, write ? 7 : 5, args, count, keywords) <
+            0 ||
         read_ranges(ranges, job) < 0) {
         return -1;
     }
@@ -345,8 +360,8 @@ ckpt_read(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
-    status =
-        fsdpc_range_read(job.path, job.ranges, job.count, job.options.block_bytes, job.digests.buf);
+    status = fsdpc_range_read(job.fd, job.path, job.ranges, job.count, job.options.block_bytes,
+                              job.digests.buf);
     Py_END_ALLOW_THREADS;
     close_job(&job);
     if (status != FSDPC_OK) {
@@ -401,9 +416,10 @@ PyDoc_STRVAR(
     "Writes sorted ranges of memory into a file that exists, makes them durable and fills\n"
     "`digests` (uint32). Returns the bytes written past the page cache and through it.\n"
     "OSError, ValueError.");
-PyDoc_STRVAR(read_doc, "ckpt_read($module, /, path, ranges, block_bytes, digests)\n--\n\n"
-                       "Reads ranges of a file into memory and fills `digests` (uint32). OSError,\n"
-                       "ValueError.");
+PyDoc_STRVAR(read_doc,
+             "ckpt_read($module, /, path, ranges, block_bytes, digests, fd)\n--\n\n"
+             "Reads ranges of the open file `fd`, which errors call `path`, into memory and fills\n"
+             "`digests` (uint32). OSError, ValueError.");
 
 #define METHOD(name, doc) \
     {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL | METH_KEYWORDS, doc}

@@ -1,0 +1,149 @@
+"""The files of a checkpoint, each opened once, through one descriptor of their folder: so they are
+those of one checkpoint, also where another process gives the folder's name to a new one meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from fsdpc.checkpoint.errors import CheckpointError
+
+_ATTEMPTS = 20
+_T = TypeVar("_T")
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Held:
+    """A file or folder that is open as long as this object lives."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        self.stamp = self._stamp()
+
+    def _stamp(self) -> tuple[int, int, int]:
+        info = os.fstat(self.fd)
+        return info.st_ino, info.st_mtime_ns, info.st_size
+
+    @property
+    def is_written(self) -> bool:
+        """True if its bytes may be others than when it was opened."""
+        return self._stamp() != self.stamp
+
+    @property
+    def proc_path(self) -> str:
+        """A path for libraries that take no descriptor."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def read(self, nbytes: int, offset: int, path: Path) -> bytes:
+        """``CheckpointError``: the file, which messages call ``path``, ends early."""
+        parts, at = [], offset
+        while at < offset + nbytes:
+            part = os.pread(self.fd, offset + nbytes - at, at)
+            if not part:
+                raise CheckpointError(
+                    f"{path} ends at byte {at} of {offset + nbytes}: the file was cut"
+                )
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Root:
+    """A folder and its files by name, which do not change while this object lives. Local.
+    ``CheckpointError``: there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.folder = Held(os.open(path, _FOLDER))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{path} is missing") from error
+        self._files: dict[str, Held] = {}
+
+    def exists(self, name: str) -> bool:
+        """True also for a link to nowhere."""
+        try:
+            os.stat(name, dir_fd=self.folder.fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def is_link(self, name: str) -> bool:
+        try:
+            info = os.stat(name, dir_fd=self.folder.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISLNK(info.st_mode)
+
+    def open(self, name: str) -> Held:
+        """A regular file, not by way of a link. ``CheckpointError``."""
+        found = self._files.get(name)
+        if found is None:
+            found = self._files[name] = self._open(name)
+        return found
+
+    def _open(self, name: str) -> Held:
+        path = self.path / name
+        try:
+            held = Held(os.open(name, _FILE, dir_fd=self.folder.fd))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
+        except OSError as error:
+            hint = ""
+            if self.is_link(name):
+                hint = ": it is a symbolic link, and links are not followed"
+            elif error.errno == errno.EMFILE:
+                hint = ": a load has all files of a checkpoint open at once; raise `ulimit -n`"
+            raise CheckpointError(f"{path} cannot be opened ({error.strerror}){hint}") from error
+        if not stat.S_ISREG(os.fstat(held.fd).st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        return held
+
+    def replaced(self) -> bool:
+        """True if the path is another folder's by now, or nobody's."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self.folder.fd))
+        except OSError:
+            return True
+
+    @property
+    def stamp(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """Of the opened files: equal for processes of one host that see the same bytes."""
+        return [(name, held.stamp) for name, held in sorted(self._files.items())]
+
+    def check_unwritten(self) -> None:
+        """``CheckpointError``: a file was written in place since it was opened."""
+        for name, held in self._files.items():
+            if held.is_written:
+                raise CheckpointError(f"{self.path / name} was written while it was read")
+
+
+def opened_whole(path: Path, open_: Callable[[], _T]) -> _T:
+    """What ``open_`` returns; again where it failed while another folder got the name ``path``."""
+    for _ in range(_ATTEMPTS):
+        before = _inode(path)
+        try:
+            return open_()
+        except CheckpointError:
+            if _inode(path) in (before, None):
+                raise
+    raise CheckpointError(f"{path} is replaced again and again while it is opened")
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
