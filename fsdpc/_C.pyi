@@ -224,6 +224,7 @@ class FlatParameter:
     def attached(self) -> bool: ...
     sync: bool
     observed: bool
+    members_left: int
     reshards: bool
     divide: float
     @property

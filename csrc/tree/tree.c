@@ -373,12 +373,9 @@ forward_over(fsdpc_tree *tree, struct fsdpc_node *node)
     return status;
 }
 
-int
-fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
+static int
+leave(fsdpc_tree *tree, struct fsdpc_node *node, bool keep)
 {
-    struct fsdpc_node *node = &tree->nodes[unit];
-    /* A forward inside a backward is a recomputation: its backward follows at once. */
-    bool keep = grad && (!fsdpc_unit_reshards(node->unit) || tree->in_backward);
     int status = forward_over(tree, node);
     if (keep && !node->held && fsdpc_unit_refs(node->unit) > 0) {
         node->held = true;
@@ -389,8 +386,38 @@ fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
 }
 
 int
+fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    /* A forward inside a backward is a recomputation: its backward follows at once. */
+    return leave(tree, node, grad && (!fsdpc_unit_reshards(node->unit) || tree->in_backward));
+}
+
+int
+fsdpc_tree_forward_stay(fsdpc_tree *tree, int unit)
+{
+    return leave(tree, &tree->nodes[unit], true);
+}
+
+int
+fsdpc_tree_end_stay(fsdpc_tree *tree, int unit)
+{
+    struct fsdpc_node *node = &tree->nodes[unit];
+    if (!node->held) {
+        return FSDPC_OK;
+    }
+    node->held = false;
+    node->last = ++tree->clock;
+    fsdpc_tree_set_floor(node);
+    return fsdpc_exchange_release(node->exchange, node->unit);
+}
+
+int
 fsdpc_tree_end_forward(fsdpc_tree *tree)
 {
+    for (int i = 0; i < tree->count; i++) {
+        tree->nodes[i].held = false;
+    }
     fsdpc_tree_forget_kept(tree);
     for (int i = 0; i < tree->exchange_count; i++) {
         /* Prefetched units are released with their pass. */

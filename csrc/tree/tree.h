@@ -53,6 +53,10 @@ void fsdpc_tree_meet(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
+/* The same for a unit whose values other forwards of the pass read: it is held until end_stay, its backward, or the
+ * end of a pass without a backward. */
+int fsdpc_tree_forward_stay(fsdpc_tree *tree, int unit);
+int fsdpc_tree_end_stay(fsdpc_tree *tree, int unit);
 /* The outermost forward has ended and no backward will follow. May wait for other ranks. */
 int fsdpc_tree_end_forward(fsdpc_tree *tree);
 /* The forward failed inside this unit. */

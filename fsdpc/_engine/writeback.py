@@ -18,7 +18,7 @@ from fsdpc._torch import storage_use_count
 
 # The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_OWNER = "_fsdpc_owner"
+_OWNER, _GATHERED = "_fsdpc_owner", "_fsdpc_gathered"
 
 
 def set_owner(param: nn.Parameter, unit: Any) -> None:
@@ -45,6 +45,18 @@ def refuse_sharing(fn: Any, unit_name: str) -> None:
         )
 
 
+def gathered_of(param: Any) -> Any:
+    """The unit of whose parameters ``param`` is the gathered form, or None. Local."""
+    unit = getattr(param, "__dict__", {}).get(_GATHERED)
+    return unit() if unit is not None else None
+
+
+def set_gathered(full: torch.Tensor, unit: Any) -> None:
+    """Record ``full`` as a gathered parameter of ``unit``. Local."""
+    full.__dict__.pop(_OWNER, None)
+    full.__dict__[_GATHERED] = weakref.ref(unit)
+
+
 def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
@@ -68,7 +80,8 @@ def adopt_values(unit: Any) -> None:
 
 def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
-    if all(param is info.param or param is unit.released[index] for param in found):
+    own = (info.param, unit.released[index], unit.full[index])
+    if all(any(param is one for one in own) for param in found):
         return
     what = f"parameter {info.name!r} of unit {unit.name!r}"
     rank = unit.groups.shard.rank

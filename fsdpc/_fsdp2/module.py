@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from fsdpc._clip import torch_utils as _clip
+from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.shortage import explained
 from fsdpc._engine.writeback import refuse_sharing
@@ -101,8 +102,15 @@ class FSDPModule:
             )
         return super().parameters(recurse)  # type: ignore[misc]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, for sharded parameters, also while modules show full ones."""
+        for state in states_below(self):  # type: ignore[arg-type]
+            if state._unit is not None and not state._unit.flat.unsharded:
+                state.reshard_now()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def reshard(self) -> None:
-        """Free the full parameters and show the sharded ones. Local."""
+        """Show the sharded parameters, where a forward or ``unshard`` has left full ones. Local."""
         self._get_fsdp_state().reshard_now()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -342,6 +350,9 @@ def fully_shard(  # type: ignore[misc]
             state.make_unit(infos, dims)
     state.watch_hooks(one for _, one in managed)
     for _, one in managed:
+        if one._parameters:
+            one.register_state_dict_pre_hook(_show_shards)
+            one.register_load_state_dict_pre_hook(_show_shards)
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     for one in modules:
@@ -366,7 +377,6 @@ def _become_sharded(module: nn.Module, state: State) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = state
     module.register_forward_pre_hook(state.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.post_forward, with_kwargs=True)
-    module.register_state_dict_pre_hook(_before_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
 
 
@@ -374,8 +384,12 @@ def _no_deepcopy(self: Any, memo: Any) -> Any:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
-def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
-    state_of(module).reshard_now()
+def _show_shards(module: nn.Module, *unused: Any) -> None:
+    for param in module._parameters.values():
+        unit = _writeback.gathered_of(param)
+        if unit is not None:
+            unit.flat.reshard()
+            return
 
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:

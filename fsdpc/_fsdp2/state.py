@@ -63,6 +63,7 @@ class State:
         self._is_root: bool | None = None
         self._mark_handles: list[Any] = []
         self._prepare_inputs: Callable[..., Any] | None = None
+        self._to_run: set[nn.Module] = set()
         self._open = 0  # forwards in progress that have to be undone if they raise
         self._sync_gradients = self._sync_replicas = True
         self.summing: _hooked.Summing | None = None  # with the user's all-reduce hook
@@ -149,11 +150,22 @@ class State:
                 unit.flat.observed = not unit.flat.observed
             prepared = unit.pre_forward_hook(module, args, kwargs)
             self._open += 1
+            if len(self.modules) > 1:
+                self._note_member(unit, module)
             if prepared is not None:
                 args, kwargs = prepared
         if self._prepare_inputs is not None:
             return self._prepare_inputs(args, kwargs)
         return args, kwargs
+
+    def _note_member(self, unit: RowUnit, module: nn.Module) -> None:
+        """Keep the unit gathered until all modules of the call have run, or the pass ends."""
+        if unit.state == "backward":  # a recomputation
+            return
+        if unit.flat.members_left == 0:
+            self._to_run = set(self.modules)
+        self._to_run.discard(module)
+        unit.flat.members_left = len(self._to_run)
 
     @not_traced
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -220,8 +232,8 @@ class State:
             self._unit.groups.shard.agree("", what=f"unshard of unit {self._name}")
 
     def reshard_now(self) -> None:
-        """Undo ``unshard``. Local."""
-        if self._unit is not None and self._unit.flat.unsharded:
+        """Show sharded parameters in the modules. Local."""
+        if self._unit is not None:
             self._unit.flat.reshard()
 
     def adopt_values(self) -> None:

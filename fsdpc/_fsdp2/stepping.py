@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 
 from fsdpc._engine.interop import around
 from fsdpc._engine.runs import Runs, steps_in_runs
-from fsdpc._engine.writeback import owner_of
+from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import INIT_GROUP
 
 # Exact classes: a subclass may compute something else.
@@ -41,6 +41,7 @@ _ELEMENTWISE = frozenset(
     if hasattr(getattr(torch.optim, name), INIT_GROUP)
 )
 _installed: list[Any] = []
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install() -> None:
@@ -53,6 +54,9 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Before a step: let the optimizer collect local tensors from now on."""
     if torch.compiler.is_compiling():
         return
+    if optimizer not in _checked:
+        _refuse_gathered(optimizer)
+        _checked.add(optimizer)
     for group in optimizer.param_groups:
         if group.get("fused"):
             for param in group["params"]:
@@ -65,6 +69,20 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         runs = Runs() if steps_in_runs(optimizer) else None
         collect = functools.partial(_collect, weakref.ref(optimizer), runs)
         optimizer.__dict__[INIT_GROUP] = collect
+
+
+def _refuse_gathered(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            unit = gathered_of(param)
+            if unit is not None:
+                number = next(i for i, full in enumerate(unit.full) if full is param)
+                raise RuntimeError(
+                    f"the optimizer has the gathered parameter {unit.infos[number].name!r} of unit "
+                    f"{unit.name!r}, which never gets a gradient: model.parameters() has gathered "
+                    "parameters between a forward and its backward. Make the optimizer before the "
+                    "forward, or after model.reshard()"
+                )
 
 
 def _lay_like(param: Any, state: dict[str, Any]) -> None:

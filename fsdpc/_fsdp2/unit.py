@@ -75,6 +75,7 @@ class RowUnit(Unit):
             moved: Any = nn.Parameter(full.detach().movedim(0, self.dims[i]), full.requires_grad)
             moved.__dict__.update(full.__dict__)
             full = moved
+        _writeback.set_gathered(full, self)
         spec = self.parallel[i]
         if spec is None:
             return full

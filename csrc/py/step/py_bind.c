@@ -323,11 +323,18 @@ fsdpc_py_install(fsdpc_py_flat *flat)
     return 0;
 }
 
+/* `own`: only where the gathered tensor stands. */
 static int
-put_back(fsdpc_py_flat *flat)
+put_back(fsdpc_py_flat *flat, bool own)
 {
     for (int i = 0; i < flat->site_count && !flat->shown && !flat->by_gather; i++) {
         const fsdpc_py_site *site = &flat->sites[i];
+        if (own && PyDict_GetItemWithError(site->dict, site->key) != site->full) {
+            if (PyErr_Occurred()) {
+                return -1;
+            }
+            continue;
+        }
         PyObject *shown = flat->in_pass && site->stand_in ? site->stand_in : site->sharded;
         if (PyDict_SetItem(site->dict, site->key, shown) < 0) {
             return -1;
@@ -343,7 +350,7 @@ fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass)
         return 0;
     }
     flat->in_pass = in_pass;
-    return flat->installed > 0 ? 0 : put_back(flat);
+    return flat->installed > 0 ? 0 : put_back(flat, false);
 }
 
 int
@@ -352,26 +359,36 @@ fsdpc_py_uninstall(fsdpc_py_flat *flat)
     if (flat->installed == 0 || --flat->installed > 0) {
         return 0;
     }
-    return put_back(flat);
+    return put_back(flat, false);
+}
+
+int
+fsdpc_py_end_stay(fsdpc_py_flat *flat)
+{
+    bool last = flat->stays && flat->installed > 0 && --flat->installed == 0;
+    flat->stays = false;
+    return last ? put_back(flat, true) : 0;
 }
 
 int
 fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
 {
-    flat->hold_installed = flat->unsharded = false;
+    flat->hold_installed = flat->unsharded = flat->stays = false;
+    flat->members_left = 0;
     if (flat->installed == 0) {
         return 0;
     }
     flat->installed = 0;
-    return put_back(flat);
+    return put_back(flat, true);
 }
 
 int
 fsdpc_py_end_hold(fsdpc_py_flat *flat)
 {
-    if (!flat->hold_installed) {
-        return 0;
-    }
+    bool held = flat->hold_installed, forward_goes_on = flat->tree && flat->tree->local;
     flat->hold_installed = false;
-    return fsdpc_py_uninstall(flat);
+    if (held && fsdpc_py_uninstall(flat) < 0) {
+        return -1;
+    }
+    return forward_goes_on ? 0 : fsdpc_py_end_stay(flat);
 }

@@ -198,8 +198,8 @@ hook_clear(fsdpc_py_hook *self)
         backward_broke((fsdpc_py_tree *)self->owner);
     }
     fsdpc_py_flat *flat = self->counted ? (fsdpc_py_flat *)self->owner : NULL;
-    if (flat && flat->era == self->era) {
-        flat->graphs--;
+    if (flat && flat->era == self->era && --flat->graphs == 0 && flat->tree) {
+        fsdpc_py_graph_dropped(flat->tree);
     }
     self->counted = false;
     Py_CLEAR(self->owner);

@@ -406,7 +406,21 @@ backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
     return (fsdpc_py_hook *)hook;
 }
 
-/* 1: a backward may come to the outputs, and then to this hook. */
+/* Steals `hook`, which may be NULL with an exception. 1: a backward may come to the outputs, and then to the hook. */
+static int
+walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyObject *inputs,
+             PyObject *output)
+{
+    PyObject *outer = tree->inputs; /* of a pass that this walk may be within */
+    tree->inputs = inputs;
+    tree->input_hook = input_hook;
+    int hooked = hook ? fsdpc_py_walk(tree, output, fsdpc_py_watch_output, hook) : -1;
+    tree->inputs = outer;
+    tree->input_hook = NULL;
+    Py_XDECREF(hook);
+    return hooked;
+}
+
 static int
 watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
 {
@@ -414,47 +428,74 @@ watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
     fsdpc_py_hook *call = pop_call(flat);
     int hooked = fsdpc_py_call_truth(flat->tree->grad_enabled);
     if (hooked > 0) {
-        fsdpc_py_hook *backward = backward_hook(self, call);
-        PyObject *outer = flat->tree->inputs; /* of a pass that this walk may be within */
-        flat->tree->inputs = inputs;
-        flat->tree->input_hook = call && call->inputs > 0 ? call->input_hook : NULL;
-        hooked = backward ? fsdpc_py_walk(flat->tree, output, fsdpc_py_watch_output, backward) : -1;
-        flat->tree->inputs = outer;
-        flat->tree->input_hook = NULL;
-        Py_XDECREF(backward);
+        PyObject *input_hook = call && call->inputs > 0 ? call->input_hook : NULL;
+        hooked = walk_outputs(flat->tree, backward_hook(self, call), input_hook, inputs, output);
     }
     Py_XDECREF(call);
     return hooked;
 }
 
-/* The modules show again what they showed before this forward. */
+/* The outermost forward ends, with a graph. See [Note: who stays] in py_stay.c. */
 static int
-leave_pass(fsdpc_py_flat *flat)
+watch_for_members(fsdpc_py_tree *tree, PyObject *inputs, PyObject *output)
 {
-    int result = fsdpc_py_uninstall(flat);
+    int result = 0;
+    for (int i = 0; result >= 0 && i < tree->count; i++) {
+        PyObject *unit = (PyObject *)tree->units[i];
+        if (tree->units[i]->members_left > 0) {
+            PyObject *hook = fsdpc_py_hook_new(FSDPC_HOOK_PRE_BACKWARD, unit, -1);
+            result = walk_outputs(tree, (fsdpc_py_hook *)hook, NULL, inputs, output);
+        }
+    }
+    return result < 0 ? -1 : 0;
+}
+
+/* The modules show again what they showed before this forward, unless the unit `stays`. */
+static int
+leave_pass(fsdpc_py_flat *flat, bool stays)
+{
+    int result = 0;
+    if (stays && !flat->stays) {
+        flat->stays = true;
+    } else {
+        result = fsdpc_py_uninstall(flat);
+    }
     if (--flat->tree->forward_depth == 0 && set_in_pass(flat->tree, false) < 0) {
         return -1;
     }
     return result;
 }
 
+/* `hooked`: a backward may come to the outputs. */
 static int
-leave_forward(fsdpc_py_flat *flat, int hooked)
+leave_forward(fsdpc_py_flat *flat, bool stays, int hooked)
 {
     fsdpc_py_tree *tree = flat->tree;
-    int status;
     flat->graphless = hooked == 0;
     /* Reentrant checkpointing runs forwards without gradients that a backward will follow. */
     bool backward = hooked > 0 || (tree->outer_grad && !tree->recompute);
-    status = fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
-    bool ends = status == FSDPC_OK && tree->forward_depth == 0 && !tree->recompute && hooked == 0;
-    if (ends) {
-        FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_forward(tree->tree));
-    }
+    int status = stays ? fsdpc_tree_forward_stay(tree->tree, flat->id)
+                       : fsdpc_tree_forward_leave(tree->tree, flat->id, backward);
     if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
-    return ends ? fsdpc_py_mark_all(tree) : fsdpc_py_mark(flat);
+    bool all_ran = flat->stays && !stays && flat->installed == 1 && !tree->recompute;
+    return all_ran ? fsdpc_py_release_stay(flat) : fsdpc_py_mark(flat);
+}
+
+static int
+end_outermost(fsdpc_py_tree *tree, int hooked, PyObject *inputs, PyObject *output)
+{
+    int status;
+    if ((hooked > 0 && watch_for_members(tree, inputs, output) < 0) ||
+        fsdpc_py_end_stays(tree, hooked > 0) < 0) {
+        return -1;
+    }
+    if (hooked > 0) {
+        return 0;
+    }
+    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_forward(tree->tree));
+    return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark_all(tree);
 }
 
 int
@@ -472,10 +513,14 @@ fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t cou
         Py_DECREF(output);
         return forward_broke_off(flat);
     }
-    int result = leave_pass(flat);
-    int hooked =
-        result < 0 ? -1 : watch_outputs(self, count > 1 ? args[count - 2] : Py_None, output);
-    result = hooked < 0 ? -1 : leave_forward(flat, hooked);
+    bool stays = fsdpc_py_will_stay(flat);
+    PyObject *inputs = count > 1 ? args[count - 2] : Py_None;
+    int result = leave_pass(flat, stays);
+    int hooked = result < 0 ? -1 : watch_outputs(self, inputs, output);
+    result = hooked < 0 ? -1 : leave_forward(flat, stays, hooked);
+    if (result == 0 && tree->forward_depth == 0 && !tree->recompute) {
+        result = end_outermost(tree, hooked, inputs, output);
+    }
     if (result == 0 && copied) {
         *out = Py_NewRef(output);
     }
@@ -495,12 +540,15 @@ fsdpc_py_forward_failed(fsdpc_py_flat *flat)
     PyErr_Fetch(&type, &value, &traceback);
     fsdpc_py_hook *call = pop_call(flat);
     Py_XDECREF(call);
-    int result = leave_pass(flat);
+    int result = leave_pass(flat, false);
     int status = fsdpc_tree_forward_failed(tree->tree, flat->id);
     if (result == 0) {
         result = fsdpc_py_checked(status);
     }
     result = result == 0 ? fsdpc_py_mark(flat) : result;
+    if (result == 0 && tree->forward_depth == 0 && !tree->recompute) {
+        result = fsdpc_py_end_stays(tree, false);
+    }
     if (type) {
         PyErr_Clear();
         PyErr_Restore(type, value, traceback);

@@ -31,6 +31,11 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
         return NULL;
     }
     int status = FSDPC_OK;
+    for (int i = 0; outside && i < tree->count; i++) { /* all their values are dropped below */
+        if (fsdpc_py_end_stay(tree->units[i]) < 0) {
+            return NULL;
+        }
+    }
     if (outside && fsdpc_py_detect_changes(self) < 0) {
         return NULL;
     }
@@ -54,6 +59,9 @@ PyObject *
 fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused)
 {
     (void)unused;
+    if (fsdpc_py_end_stay(self) < 0) {
+        return NULL;
+    }
     if (!self->unsharded) {
         Py_RETURN_NONE;
     }

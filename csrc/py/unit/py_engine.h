@@ -79,6 +79,8 @@ typedef struct fsdpc_py_flat {
     bool hold_installed;
     bool withheld;      /* fsdpc_unit_withholds when the backward began */
     bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
+    bool stays;         /* the same after a forward: see py_stay.c */
+    int members_left;   /* of the modules of one unit: how many have yet to run in this pass */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
@@ -296,6 +298,9 @@ void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 int fsdpc_py_install(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall(fsdpc_py_flat *flat);
 int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* Sharded parameters are shown again, if gathered ones were after a forward (py_stay.c), and the user has not
+ * replaced them. */
+int fsdpc_py_end_stay(fsdpc_py_flat *flat);
 /* Sharded parameters are shown again, if gathered ones were for the backward in progress. */
 int fsdpc_py_end_hold(fsdpc_py_flat *flat);
 /* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
@@ -305,6 +310,17 @@ int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 
 PyObject *fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused);
 PyObject *fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused);
+
+/* --- py_stay.c ------------------------------------------------------------------------------- */
+
+/* The forward that ends leaves the gathered tensors in the modules. */
+bool fsdpc_py_will_stay(const fsdpc_py_flat *flat);
+/* As fsdpc_py_end_stay, and the values are released: a backward gathers them again. */
+int fsdpc_py_release_stay(fsdpc_py_flat *flat);
+/* At the end of the outermost forward, `graph`: to whose outputs a backward may come. */
+int fsdpc_py_end_stays(fsdpc_py_tree *tree, bool graph);
+/* No backward will come to a graph that the program had: the same, if it was the last one. */
+void fsdpc_py_graph_dropped(fsdpc_py_tree *tree);
 
 /* --- py_flags.c ------------------------------------------------------------------------------ */
 

@@ -1,6 +1,7 @@
 /* The attributes of a FlatParameter. */
 #include "py/unit/py_engine.h"
 
+#include <limits.h>
 #include <stddef.h>
 
 /* --- facts ----------------------------------------------------------------------------------- */
@@ -234,6 +235,27 @@ get_unsharded(fsdpc_py_flat *self, void *closure)
     return PyBool_FromLong(self->unsharded);
 }
 
+static PyObject *
+get_members_left(fsdpc_py_flat *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(self->members_left);
+}
+
+static int
+set_members_left(fsdpc_py_flat *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    long number = value ? PyLong_AsLong(value) : 0;
+    if (number < 0 || number > INT_MAX || PyErr_Occurred()) {
+        PyErr_Clear();
+        PyErr_SetString(PyExc_ValueError, "members_left must be a number of modules");
+        return -1;
+    }
+    self->members_left = (int)number;
+    return 0;
+}
+
 /* --- callables ------------------------------------------------------------------------------- */
 
 /* The closure of such an attribute is its callable's offset in the object. */
@@ -289,6 +311,11 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"divide", (getter)get_divide, (setter)set_divide,
      "Gradients are divided by this number, once.", NULL},
     {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},
+    {"members_left", (getter)get_members_left, (setter)set_members_left,
+     "How many of the unit's modules have yet to run in this pass; 0 when the pass ends. The unit "
+     "stays\n"
+     "gathered until then.",
+     NULL},
     {"sync", (getter)get_sync, (setter)set_sync,
      "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on all ranks.",
      NULL},
