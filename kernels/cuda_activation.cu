@@ -10,6 +10,8 @@ enum {
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define ACTIVATION_ROUNDS 12582912.0f
+/* As in csrc/activation/activation.h. */
+#define ACTIVATION_STEPS 126.0f
 
 union activation_codes {
     uint2 word;
@@ -53,14 +55,15 @@ pack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
     most = __reduce_max_sync(0xffffffffu, most);
     const bool finite = most < 0x7F800000;
-    const float scale = finite ? __fdiv_rn(__uint_as_float((uint32_t)most), 127.0f)
-                               : __uint_as_float(0x7FC00000u);
-    const float lift = scale < 0x1p-100f ? 0x1p64f : 1;
-    const float inverse = scale > 0 ? __fdiv_rn(1.0f, product(scale, lift)) : 0;
+    const float scale = __uint_as_float(finite ? (uint32_t)most : 0x7FC00000u);
+    const float lift = scale < 0x1p-90f ? 0x1p64f : 1;
+    const float inverse = scale > 0 ? __fdiv_rn(ACTIVATION_STEPS, product(scale, lift)) : 0;
 #pragma unroll
     for (int i = 0; i < ACTIVATION_SHARE; i++) {
         const float rounded = sum(product(product(values[i], lift), inverse), ACTIVATION_ROUNDS);
-        codes.item[i] = finite ? (int8_t)(__float_as_uint(rounded) & 0xff) : 0;
+        const int32_t steps =
+            (int32_t)__float_as_uint(rounded) - (int32_t)__float_as_uint(ACTIVATION_ROUNDS);
+        codes.item[i] = finite ? (int8_t)(steps + (values[i] > 0) - (values[i] < 0)) : 0;
     }
     if (threadIdx.x % ACTIVATION_WARP == 0 && begin < p.n) {
         p.scales[begin / FSDPC_STEP_BLOCK] = scale;
@@ -75,6 +78,22 @@ pack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
             p.codes[at + i] = codes.item[i];
         }
     }
+}
+
+/* Between -most and most. */
+static __device__ __forceinline__ int32_t
+within(int32_t value, int32_t most)
+{
+    const int32_t low = value < most ? value : most;
+    return low > -most ? low : -most;
+}
+
+/* A quarter of a step for codes of no step, else the steps: 4 * (code - sign). */
+static __device__ __forceinline__ float
+unpacked(int32_t code, float scale)
+{
+    const int32_t quarters = 4 * code - 2 * within(code, 1) - within(code, 2);
+    return product(product((float)quarters, 0.25f / ACTIVATION_STEPS), scale);
 }
 
 template <int T>
@@ -100,7 +119,7 @@ unpack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
 #pragma unroll
     for (int i = 0; i < ACTIVATION_SHARE; i++) {
-        out.item[i] = item<T>::put(product((float)codes.item[i], scale));
+        out.item[i] = item<T>::put(unpacked(codes.item[i], scale));
     }
     raw *to = (raw *)p.values + at;
     if (whole && on_boundary(to)) {

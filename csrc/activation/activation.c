@@ -16,6 +16,7 @@ enum { BLOCK = FSDPC_ACTIVATION_BLOCK };
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define ROUNDS 12582912.0f
+#define STEPS ((float)FSDPC_ACTIVATION_STEPS)
 
 INLINE void
 load(const void *values, fsdpc_dtype type, int64_t begin, int64_t n, float *out)
@@ -30,6 +31,21 @@ load(const void *values, fsdpc_dtype type, int64_t begin, int64_t n, float *out)
     } else {
         for (int64_t i = 0; i < n; i++) {
             out[i] = f16_to_f32(narrow[i]);
+        }
+    }
+}
+
+/* Nothing for float32. */
+INLINE void
+narrow(const float *values, int64_t n, uint16_t *out, fsdpc_dtype type)
+{
+    if (type == FSDPC_BF16) {
+        for (int64_t i = 0; i < n; i++) {
+            out[i] = f32_to_bf16(values[i]);
+        }
+    } else if (type == FSDPC_F16) {
+        for (int64_t i = 0; i < n; i++) {
+            out[i] = f32_to_f16(values[i]);
         }
     }
 }
@@ -53,36 +69,41 @@ pack(const void *values, fsdpc_dtype type, int64_t n, int8_t *codes, float *scal
         const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
         load(values, type, begin, count, block);
         const float most = largest(block, count);
-        const float scale = isfinite(most) ? most / 127 : NAN;
         /* Blocks of the smallest numbers are lifted, so that their scale has a reciprocal. */
-        const float lift = scale < 0x1p-100f ? 0x1p64f : 1;
-        const float inverse = scale > 0 ? 1 / (scale * lift) : 0;
-        scales[begin / BLOCK] = scale;
+        const float lift = most < 0x1p-90f ? 0x1p64f : 1;
+        const float inverse = most > 0 && isfinite(most) ? STEPS / (most * lift) : 0;
+        scales[begin / BLOCK] = isfinite(most) ? most : NAN;
         for (int64_t i = 0; i < count; i++) {
             const float sum = block[i] * lift * inverse + ROUNDS;
-            codes[begin + i] = (int8_t)(f32_bits(sum) & 0xff);
+            const int32_t steps = (int32_t)f32_bits(sum) - (int32_t)f32_bits(ROUNDS);
+            codes[begin + i] = (int8_t)(steps + (block[i] > 0) - (block[i] < 0));
         }
     }
+}
+
+/* Between -most and most. */
+INLINE int32_t
+within(int32_t value, int32_t most)
+{
+    const int32_t low = value < most ? value : most;
+    return low > -most ? low : -most;
 }
 
 INLINE void
 unpack(const int8_t *codes, const float *scales, int64_t n, void *values, fsdpc_dtype type)
 {
+    float block[BLOCK];
     for (int64_t begin = 0; begin < n; begin += BLOCK) {
         const int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
         const float scale = scales[begin / BLOCK];
-        if (type == FSDPC_F32) {
-            float *out = (float *)values + begin;
-            for (int64_t i = 0; i < count; i++) {
-                out[i] = (float)codes[begin + i] * scale;
-            }
-            continue;
-        }
-        uint16_t *out = (uint16_t *)values + begin;
+        float *wide = type == FSDPC_F32 ? (float *)values + begin : block;
         for (int64_t i = 0; i < count; i++) {
-            const float value = (float)codes[begin + i] * scale;
-            out[i] = type == FSDPC_BF16 ? f32_to_bf16(value) : f32_to_f16(value);
+            /* A quarter for codes of no step, else the steps: 4 * (code - sign). */
+            const int32_t code = codes[begin + i];
+            const int32_t quarters = 4 * code - 2 * within(code, 1) - within(code, 2);
+            wide[i] = (float)quarters * (0.25f / STEPS) * scale;
         }
+        narrow(block, count, (uint16_t *)values + begin, type);
     }
 }
 

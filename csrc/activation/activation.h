@@ -1,9 +1,12 @@
-/* Saved activations in 8 bits: one signed byte per element, one float32 scale per 256 elements.
+/* Saved activations in 8 bits: one signed byte per element, one float32 scale per 256 elements, the
+ * largest magnitude of the block.
  *
- * code = round(x / absmax * 127), to nearest, halves to even; x is about code * absmax / 127, off by at
- * most absmax / 254 and one rounding. The scale is the block's absmax / 127. A block with a value that
- * is not finite gets the scale NaN and comes back as NaN, so that it is seen. Local; equal bits on
- * every instruction set.
+ * steps = round(x / scale * 126), to nearest, halves to even; code = steps + sign(x). So a code has the
+ * sign of its value, and only zero has the code 0: backwards that ask for the sign (ReLU) read what was
+ * saved. A code comes back as steps / 126 * scale, codes of no step as a quarter of a step: x is off by
+ * at most scale / 252 and one rounding, the block's largest magnitude and zero by nothing. A block with
+ * a value that is not finite gets the scale NaN and comes back as NaN, so that it is seen. Local; equal
+ * bits on every instruction set.
  */
 #ifndef FSDPC_ACTIVATION_H
 #define FSDPC_ACTIVATION_H
@@ -12,7 +15,7 @@
 
 #include "base/dtype.h"
 
-enum { FSDPC_ACTIVATION_BLOCK = 256 };
+enum { FSDPC_ACTIVATION_BLOCK = 256, FSDPC_ACTIVATION_STEPS = 126 };
 
 /* Packs n elements (n >= 0) of type F32, BF16 or F16; `scales` has one value per block. FSDPC_E_TYPE for
  * other types. */

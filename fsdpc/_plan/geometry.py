@@ -247,13 +247,13 @@ def packed_elements(g: Geometry, setup: Setup) -> int:
 
 def packing_bytes(g: Geometry, setup: Setup) -> int:
     """What one pass of a micro-batch reads and writes to pack saved activations, or to unpack them:
-    each in both of its forms. Of a checkpointed block the input alone is packed.
+    each in both of its forms. Of a checkpointed block nothing is packed.
     """
     whole, packed = item_of(setup), saved_item_of(setup)
     if not setup.compress or packed >= whole:
         return 0
     again = sum(is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers))
-    elements = again * g.hidden + (g.layers - again) * packed_elements(g, setup)
+    elements = (g.layers - again) * packed_elements(g, setup)
     return round(setup.micro_batch * setup.sequence * elements * (whole + packed))
 
 
@@ -374,8 +374,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     inside = tokens * c * (3 * g.ffn * (g.top_k or 1) + 2 * g.hidden)
     grads = sum(p.numel for p in g.block()) * c
     chosen = [is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers)]
-    inputs = round(tokens * g.hidden * saved_item_of(setup))
-    kept = [inputs if chosen[i] else saved for i in range(g.layers)]
+    kept = [hidden if chosen[i] else saved for i in range(g.layers)]
     first, last = [max(each, inside) for each in kept], [0] * g.layers
     if setup.offload_activations:
         gone, kept = offloaded(g, setup)

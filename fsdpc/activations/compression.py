@@ -19,37 +19,58 @@ from fsdpc._engine.marks import hosts
 from fsdpc._engine.saved import BLOCK
 
 MIN_BYTES = 4096
-_FUNCTIONS = torch.nn.functional
-# Whose saved tensors stay exact: errors in them go through an exponential.
-_EXACT = {
-    getattr(place, name)
-    for place, names in (
-        (_FUNCTIONS, ("scaled_dot_product_attention", "cross_entropy", "softmax", "log_softmax")),
-        (_FUNCTIONS, ("multi_head_attention_forward",)),
-        (torch, ("softmax", "log_softmax", "logsumexp")),
-        (Tensor, ("softmax", "log_softmax", "logsumexp")),
-    )
-    for name in names
-    if hasattr(place, name)
-}
+# Functions whose backward multiplies by what they saved, reads its sign, or puts it through a
+# smooth function of bounded slope: gradients are off by as much as the values. Whatever else is
+# saved stays exact, because its backward may compare it with a limit (clamp, maximum, max), divide
+# by it (log, division, norms), put it through an exponential (attention, softmax), or compute again
+# from it (checkpoint, functions of the user's own).
+_PRODUCTS = (
+    "linear bilinear matmul mm bmm mv dot inner outer addmm addbmm baddbmm addmv addr einsum "
+    "tensordot grouped_mm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)
+_ELEMENTWISE = (
+    "mul multiply addcmul lerp square pow var abs exp expm1 tanh sigmoid erf relu leaky_relu prelu "
+    "elu selu celu gelu silu mish glu softplus logsigmoid dropout dropout1d dropout2d dropout3d "
+    "alpha_dropout feature_alpha_dropout max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d"
+)
+_NORMS = "layer_norm rms_norm group_norm batch_norm instance_norm"
+
+
+def _functions(names: str) -> set[Any]:
+    """As torch calls them: functions and methods, operators, and those in place."""
+    forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__")]
+    places = (torch, Tensor, torch.nn.functional)
+    return {getattr(place, form) for place in places for form in forms if hasattr(place, form)}
+
+
+_NORM_FUNCTIONS = _functions(_NORMS)
+_FACTORS = _functions("mul multiply addcmul lerp")
+_POWERS = _functions("pow")
+_BOUNDED = _functions(f"{_PRODUCTS} {_ELEMENTWISE}") | _NORM_FUNCTIONS
 
 
 @contextmanager
 def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) -> Iterator[None]:
     """Compress the tensors that autograd saves inside the ``with`` block, for ``model``'s forward.
 
-    ``dtype``: "int8", 1.016 bytes per element: one byte each and a float32 scale (absmax / 127)
-    per 256 elements; a value comes back within absmax / 254 and one rounding to its dtype. "bf16":
-    2 bytes for float32 tensors; others stay. Values of float32, bfloat16 and float16 tensors on
-    the host and on CUDA GPUs (by kernels on torch's current stream) are compressed, everything
-    else is kept as it is: integers, masks, tensors below ``min_bytes``, statistics of norms (a
-    last dimension of 1), parameters and buffers, gathered parameters of FSDP units, and all that
-    attention, softmax and cross entropy save.
+    ``dtype``: "int8", 1.016 bytes per element: one byte each and a float32 scale (absmax) per 256
+    elements; a value comes back within absmax / 252 and one rounding to its dtype, with its sign,
+    and only zero as zero. "bf16": 2 bytes for float32 tensors; others stay.
+
+    Compressed are values of float32, bfloat16 and float16 on the host and on CUDA GPUs (by kernels
+    on torch's current stream) that matrix products, convolutions, recurrent layers, products,
+    smooth activations, ReLU and its like, dropout, pooling and norms save. Kept as they are:
+    what all other functions save (attention, softmax, losses, clamp, division and so on), inputs of
+    checkpointed blocks, from which they are computed again, what autograd functions of your own and
+    compiled code save; integers, masks, factors without a gradient, tensors below ``min_bytes``,
+    statistics of norms (a last dimension of 1), parameters and buffers, and gathered parameters of
+    FSDP units.
 
     A tensor that is saved several times, also as a view, is compressed once, and memory is freed
-    when nothing else holds the original. Of checkpointed blocks inside, the inputs are compressed,
-    from which they are computed again. Compiled forwards save their tensors after they ran:
-    compressing those saves no memory.
+    when nothing else holds the original.
 
     Gradients are those of the compressed values: see docs/activations.md for measured errors. A
     block with a value that is not finite comes back as NaN. Local. ``ValueError``: another dtype.
@@ -58,13 +79,13 @@ def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) 
     if dtype not in ("int8", "bf16"):
         raise ValueError(f"dtype must be 'int8' or 'bf16', got {dtype!r}")
     table = _Table(model, dtype, min_bytes)
-    with saved_tensors_hooks(table.pack, _unpack), _ExactFunctions(table):
+    with saved_tensors_hooks(table.pack, _unpack), _Functions(table):
         yield
 
 
-class _ExactFunctions(TorchFunctionMode):
-    """Keeps what the functions of ``_EXACT`` save. Hooks of their own would hide their tensors from
-    a checkpoint around them, so the table's hook is made to pass.
+class _Functions(TorchFunctionMode):
+    """Tells the table which function saves. Hooks of their own around the others would hide their
+    tensors from a checkpoint around them.
     """
 
     def __init__(self, table: _Table) -> None:
@@ -74,13 +95,29 @@ class _ExactFunctions(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function not in _EXACT:
-            return function(*args, **(kwargs or {}))
-        before, self.table.passes = self.table.passes, True
+        kwargs = kwargs or {}
+        if function not in _BOUNDED or _needs_exact(function, args, kwargs):
+            return function(*args, **kwargs)
+        table = self.table
+        before, table.fewest = table.fewest, 0
+        if function in _NORM_FUNCTIONS:  # what is smaller than the input are statistics
+            given = args[0] if args else kwargs.get("input")
+            table.fewest = given.numel() if isinstance(given, Tensor) else 0
         try:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         finally:
-            self.table.passes = before
+            table.fewest = before
+
+
+def _needs_exact(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Factors without a gradient, which are masks and tables; powers below 1."""
+    if function in _FACTORS:
+        given = (*args, *kwargs.values())
+        return any(isinstance(each, Tensor) and not each.requires_grad for each in given)
+    if function in _POWERS:
+        exponent = args[1] if len(args) > 1 else kwargs.get("exponent", kwargs.get("other"))
+        return not (isinstance(exponent, (int, float)) and exponent >= 1)
+    return False
 
 
 class Kept:
@@ -153,14 +190,14 @@ class _Table:
     """
 
     def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
-        self.passes = False
+        self.fewest: int | None = None  # elements of what is packed; None: nothing is
         self.dtype = dtype
         self.min_bytes = min_bytes
         self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
         self.ranges = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
-        if self.passes or not self._is_wanted(tensor):
+        if self.fewest is None or not self._is_wanted(tensor):
             return Kept(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())
         dense = is_dense(tensor)
@@ -184,6 +221,7 @@ class _Table:
         if (
             tensor.device.type not in ("cpu", "cuda")
             or nbytes < self.min_bytes
+            or tensor.numel() < self.fewest
             or tensor.shape[-1:] == (1,)
         ):
             return False

@@ -279,6 +279,7 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
     )
     every = [geometry.build(g, replace(s, checkpointing=1.0)) for s in (low, exact)]
     backward = [next(m for m in made.moments if m.recomputed) for made in every]
+    assert every[0].moments == every[1].moments, "inputs of checkpointed blocks stay as they are"
     assert backward[0].recomputed == backward[1].recomputed, "a block is computed again whole"
 
 
@@ -299,7 +300,7 @@ def test_packing_passes_memory_twice(preset, attention):
     wide = cost(with_it, replace(card, link=1e15, network=1e15))
     assert wide.step == pytest.approx(wide.compute + wide.packing + wide.exposed + wide.update)
     kept = planned(preset, compress="int8", checkpointing=1.0, **options).model
-    assert kept.packing == round(2048 * g.layers * g.hidden * (4 + 260 / 256))
+    assert kept.packing == 0, "inputs of checkpointed blocks stay as they are"
     low = planned(preset, compress="bf16", compute="bfloat16", **options)
     assert low.model.packing == 0, "tensors in bfloat16 stay as they are"
 
