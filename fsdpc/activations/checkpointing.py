@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
 from functools import partial
 from importlib import import_module
@@ -11,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fsdpc import _torch
 
@@ -53,10 +59,12 @@ def checkpoint(
     be called with the same arguments on every rank, before or after wrapping with FSDP.
 
     A checkpointed block keeps its inputs and computes its forward again in backward (torch's
-    non-reentrant ``checkpoint``). Which ones, at most one of: ``ratio``, a number or a text like
-    "2/3" between 0 and 1, the fraction of blocks, evenly spaced (block i of n, counted from 1, if
-    ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on); ``every``: blocks 0, ``every``, 2 * ``every``
-    and so on; ``which``: their indices, negative ones from the end. Default: all blocks.
+    non-reentrant ``checkpoint``), with the buffers that it had: they change once per forward
+    (running statistics, counters, spectral norms), where torch's change twice. Which ones, at most
+    one of: ``ratio``, a number or a text like "2/3" between 0 and 1, the fraction of blocks, evenly
+    spaced (block i of n, counted from 1, if ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on);
+    ``every``: blocks 0, ``every``, 2 * ``every`` and so on; ``which``: their indices, negative ones
+    from the end. Default: all blocks.
 
     ``policy`` selects by operator what a checkpointed block keeps, through torch's
     ``create_selective_checkpoint_contexts``: "matmul" keeps the outputs of matrix products,
@@ -85,11 +93,14 @@ def checkpoint(
                 f"a block of class {type(block).__name__} is checkpointed already, or holds a "
                 "module that is: call checkpoint() once per block"
             )
-    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
-    if policy is not None:
-        options["context_fn"] = _contexts(policy)
+    contexts = None if policy is None else _contexts(policy)
     implementation = tools.CheckpointImpl.NO_REENTRANT
     for _, parent, attribute, block in picked:
+        options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+        if policy is not None:
+            options["context_fn"] = contexts
+        if next(block.buffers(), None) is not None:
+            options["checkpoint_fn"] = _OneChange()
         wrapped = tools.checkpoint_wrapper(block, checkpoint_impl=implementation, **options)
         parent._modules[attribute] = wrapped
     return [name for name, *_ in picked]
@@ -220,3 +231,75 @@ def _checked(policy: Any, context: Any, operator: Any, *args: Any, **kwargs: Any
             "offloading; return one of its SAVE or RECOMPUTE values"
         )
     return choice
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+# Module, name of the buffer, the buffer before the forward, a copy of its values.
+Before = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+LARGE = 1 << 20  # bytes of a buffer that is not copied again if a training forward left it alone
+
+
+class _OneChange:
+    """torch's checkpoint of a block, whose buffers change once per forward."""
+
+    def __init__(self) -> None:
+        self.constant: set[str] = set()  # large buffers that the first forward left alone
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(
+        self, block: nn.Module, *args: Any, context_fn: Any = noop_context_fn, **kwargs: Any
+    ) -> Any:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            first, second = context_fn()
+            before: Before = []
+            return self._remembering(block, before, first), _as_before(before, second)
+
+        return torch_checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    @contextmanager
+    def _remembering(self, block: nn.Module, before: Before, inner: Any) -> Iterator[None]:
+        """Fills ``before`` with the buffers that a forward changes."""
+        copies: dict[int, torch.Tensor] = {}
+        found = []
+        for path, module in block.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    full = f"{path}.{name}" if path else name
+                    if full not in self.constant and id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    found.append((full, module, name, buffer, buffer._version))
+        with inner:
+            yield
+        for full, module, name, buffer, version in found:
+            now = module._buffers.get(name)
+            if now is None or (now.dtype, now.device) != (buffer.dtype, buffer.device):
+                continue  # converted
+            # Norms change their statistics without another version.
+            moves = module.training and getattr(module, "track_running_stats", False)
+            if now is not buffer or buffer._version != version or moves:
+                if buffer._version != version and full in self.constant:
+                    kind = type(block).__name__
+                    raise RuntimeError(
+                        f"buffer {full!r} of a checkpointed {kind} changed in place, and "
+                        "checkpoint() keeps no copy of it, because it did not change before: "
+                        "change it outside of the block, or checkpoint other blocks (which=)"
+                    )
+                before.append((module, name, buffer, copies.get(id(buffer), buffer)))
+            elif module.training and buffer.nbytes >= LARGE:
+                self.constant.add(full)
+
+
+@contextmanager
+def _as_before(before: Before, inner: Any) -> Iterator[None]:
+    """While a block is computed again its buffers are copies of what they were before."""
+    copies = {id(buffer): copy.clone() for _, _, buffer, copy in before}
+    now = [module._buffers[name] for module, name, *_ in before]
+    for module, name, buffer, _ in before:
+        module._buffers[name] = copies[id(buffer)]
+    try:
+        with inner:
+            yield
+    finally:
+        for (module, name, *_), buffer in zip(before, now, strict=True):
+            module._buffers[name] = buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -170,6 +171,50 @@ def test_blocks_are_checkpointed_once_and_offload_policies_refused():
     checkpoint(model, policy=lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, blocks=Block)
     with pytest.raises(NotImplementedError, match="recomputes there instead"):
         gradients(model)
+
+
+class Norm(nn.Module):
+    """Moves statistics, vectors of a spectral norm, and counters in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("table", torch.ones(1 << 18), persistent=False)
+        self.changes_table = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.scale = self.scale * 1.5
+        if self.changes_table:
+            self.table.add_(1)
+        return x + self.down(functional.relu(self.norm(self.up(x)))) * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_buffers_change_once(compiled: bool):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Norm(), Norm())
+    again = copy.deepcopy(plain)
+    checkpoint(again, policy="matmul" if compiled else None)
+    again = copy.deepcopy(again)
+    models = [plain, torch.compile(again, backend="aot_eager") if compiled else again]
+    for step in range(3):
+        for model in models:
+            torch.manual_seed(step)
+            model.zero_grad()
+            losses = [model(torch.randn(8, 64)).square().mean() for _ in range(2)]
+            sum(losses).backward()
+        assert all(map(torch.equal, again.buffers(), plain.buffers()))
+        for one, other in zip(again.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    next(module for module in again.modules() if isinstance(module, Norm)).changes_table = True
+    with pytest.raises(
+        RuntimeError, match="buffer 'table' of a checkpointed Norm changed in place"
+    ):
+        again(torch.randn(8, 64))
 
 
 # --- packing -------------------------------------------------------------------------------------
