@@ -68,6 +68,7 @@ ShardedTensor = _find("torch.distributed._shard.sharded_tensor", "ShardedTensor"
 ShardedTensorMetadata = _find("torch.distributed._shard.sharded_tensor", "ShardedTensorMetadata")
 TensorProperties = _find("torch.distributed._shard.sharded_tensor", "TensorProperties")
 ShardMetadata = _find("torch.distributed._shard.sharding_spec", "ShardMetadata")
+EnumerableShardingSpec = _find("torch.distributed._shard.sharding_spec", "EnumerableShardingSpec")
 
 # What a DTensor is made of; the placement of rows that tensor parallelism has cut as well; results
 # of collectives that may be in flight.

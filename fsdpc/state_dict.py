@@ -106,8 +106,10 @@ def _begin(member: Any, action: str, prefix: str) -> ModuleType:
         )
         return _state_full
     if kind is not StateDictType.LOCAL_STATE_DICT:
-        doing = f"{action} of a {kind.name}, module at {clean_fqn(prefix) or '(root)'}"
-        rendezvous(unit.groups, doing, f"state dict of unit {unit.name}")
+        doing = f"{action} of a {kind.name}, "
+        number = None if unit.tree is None else f"{doing}{unit.tree.units.index(unit)}"
+        doing += f"module at {clean_fqn(prefix) or '(root)'}"
+        rendezvous(unit.groups, doing, f"state dict of unit {unit.name}", number)
     return _FORMS[kind]
 
 

@@ -1,4 +1,4 @@
-"""A rendezvous before a call that a program may make on some ranks only.
+"""A rendezvous before a call that a program may make on some ranks only; models compared.
 
 A communicator that ``names_absentees`` has a deadline and names the missing ranks. Over a wire the
 wait is the backend's, which ends late or never and names no rank; there each rank first sets a key
@@ -8,7 +8,9 @@ in the group's store, where all see which keys are missing.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,18 +22,54 @@ from fsdpc._comm.channel import store_of
 
 _HERE, _LEFT = b"here", b"left"
 _POLL_S = 0.05
+_warned = False  # of names that differ between ranks
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def rendezvous(groups: Groups, text: str, what: str) -> None:
-    """Wait for the ranks of the sharding group and compare their ``text``. Collective.
+def rendezvous(groups: Groups, text: str, what: str, nameless: str | None = None) -> None:
+    """Wait for the ranks of the sharding group and compare their ``text``, or ``nameless``: see
+    ``agree_on_model``. Collective.
 
     ``CommTimeout`` names the ranks that are missing after ``FSDPC_TIMEOUT``, ``MismatchError``
     quotes a rank whose ``text`` differs; ``what`` is in both.
     """
     if not groups.shard.names_absentees and groups.shard_pg is not None:
         _sign_in(groups.shard_pg, what)
-    groups.shard.agree(text, what)
+    agree_on_model(groups.shard, text, text if nameless is None else nameless, what)
+
+
+def agree_on_model(
+    comm: _C.Comm, text: str, nameless: str, what: str, names: Sequence[str] = ()
+) -> None:
+    """Compare ``text`` over ranks, or, where it differs, ``nameless``: the same without
+    ``names`` of modules and parameters. Collective. A process warns once of names that differ.
+
+    ``MismatchError`` quotes the first difference of ``text``: ``nameless`` differs, too, or all
+    ranks have these names, in other orders.
+    """
+    global _warned
+    try:
+        comm.agree(text, what)
+    except _C.MismatchError as error:
+        if not _agrees(comm, nameless, what) or (
+            names and _agrees(comm, "\n".join(sorted(names)), what)
+        ):
+            raise
+        if not _warned:
+            _warned = True
+            warnings.warn(
+                f"{error}: only names differ, so the ranks train modules and parameters in their "
+                "order, as one model; each rank's state dicts have its own names",
+                stacklevel=2,
+            )
+
+
+def _agrees(comm: _C.Comm, text: str, what: str) -> bool:
+    try:
+        comm.agree(text, what)
+    except _C.MismatchError:
+        return False
+    return True
 
 
 def _sign_in(pg: dist.ProcessGroup, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import computes
 
@@ -42,11 +43,11 @@ def agree(units: list[Any]) -> None:
     before communication, names a parameter whose dtype cannot be trained.
     """
     names = list(_names(units))
-    text = "\n".join(
-        f"parameter {name} of unit {unit}: trained from now on" for unit, name in names
-    )
-    text += "\nno other parameter"
-    unit, name = names[0]
+    texts = [
+        "\n".join([f"parameter {one}: trained from now on" for one in each])
+        + "\nno other parameter"
+        for each in (names, _places(units))
+    ]
     comms = {
         id(comm): comm
         for each in units
@@ -54,10 +55,17 @@ def agree(units: list[Any]) -> None:
         if comm is not None
     }
     for comm in comms.values():
-        comm.agree(text, what=f"unfreezing of parameter {name} of unit {unit}")
+        agree_on_model(comm, *texts, what=f"unfreezing of parameter {names[0]}")
 
 
-def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
+def _places(units: list[Any]) -> Iterator[str]:
+    for number, unit in enumerate(units):
+        yield from (
+            f"{i} of unit {number}" for k in unfrozen(unit) for i in unit.optim_params[k][2]
+        )
+
+
+def _names(units: list[Any]) -> Iterator[str]:
     for unit in units:
         for k in unfrozen(unit):
             for i in unit.optim_params[k][2]:
@@ -68,7 +76,7 @@ def _names(units: list[Any]) -> Iterator[tuple[str, str]]:
                         f"{unit.dtypes[i]}; fsdpc trains float32, bfloat16, float16 and float64. "
                         "Freeze the parameter again (requires_grad_(False))"
                     )
-                yield unit.name or "(root)", name
+                yield f"{name} of unit {unit.name or '(root)'}"
 
 
 @torch.inference_mode(False)  # a forward in that mode may thaw; its tensors could not train

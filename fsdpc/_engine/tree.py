@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import trust_order
+from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._engine.interop import torch_functions
 from fsdpc._engine.shortage import TREES, private_bytes
 from fsdpc._engine.unit import Unit
@@ -49,20 +50,21 @@ class Tree:
         self.units, self.depths = units, depths
         self.limit_all_gathers = limit_all_gathers  # slots bound the gathers in any case
         gather_slots, reduce_slots = _slots("FSDPC_GATHER_SLOTS"), _slots("FSDPC_REDUCE_SLOTS")
-        text = "\n".join(
-            [
-                f"{len(units)} units",
-                f"backward_prefetch {backward_prefetch}, forward_prefetch {forward_prefetch}",
-                f"gather slots {gather_slots}, reduce slots {reduce_slots}",
-                f"order of collectives {'trusted' if trust_order() else 'compared'}",
-                *(
-                    f"unit {u.name or '(root)'} at depth {d}"
-                    for u, d in zip(units, depths, strict=True)
-                ),
-            ]
-        )
+        options = [
+            f"{len(units)} units",
+            f"backward_prefetch {backward_prefetch}, forward_prefetch {forward_prefetch}",
+            f"gather slots {gather_slots}, reduce slots {reduce_slots}",
+            f"order of collectives {'trusted' if trust_order() else 'compared'}",
+        ]
+        names = [u.name or "(root)" for u in units]
+        texts = [
+            "\n".join(
+                [*options, *(f"unit {n} at depth {d}" for n, d in zip(each, depths, strict=True))]
+            )
+            for each in (names, range(len(units)))
+        ]
         for comm in {id(u.groups.shard): u.groups.shard for u in units}.values():
-            comm.agree(text, what="first forward")
+            agree_on_model(comm, *texts, "first forward", names)
         self.core = _C.Tree(
             [unit.flat for unit in units],
             depths,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import Groups
+from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
@@ -96,10 +97,10 @@ class Unit(WholeValues):
         watch(self)
         self.stepper: Any = None  # steps the unit's parameters in backward
         specs = [self._spec(i) for i in range(len(infos))]
-        text = self._describe(specs)
-        groups.shard.agree(text, what=f"construction of unit {name}")
-        if groups.replicate is not None:
-            groups.replicate.agree(text, what=f"construction of unit {name}")
+        texts = [self._describe(specs, named) for named in (True, False)]
+        names = [f"{name}.{info.name}" for info in infos]
+        for comm in filter(None, (groups.shard, groups.replicate)):
+            agree_on_model(comm, *texts, f"construction of unit {name}", names)
         self.flat = _C.FlatParameter(
             name,
             groups.shard,
@@ -167,9 +168,9 @@ class Unit(WholeValues):
             row,
         )
 
-    def _describe(self, specs: Sequence[tuple[Any, ...]]) -> str:
+    def _describe(self, specs: Sequence[tuple[Any, ...]], named: bool) -> str:
         lines = [
-            f"unit {self.name or '(root)'}",
+            f"unit {self.name or '(root)'}" if named else f"a unit of {len(specs)} parameters",
             f"reshard_after_forward {self.reshard_after_forward}",
             f"use_orig_params {self.use_orig_params}, parameters offloaded {self.offload}",
             f"gradients divided by {self.groups.divide}",
@@ -178,8 +179,9 @@ class Unit(WholeValues):
             lines.append("parameters cut between rows")
         for i, (name, _, storage, compute, reduce, trainable, _) in enumerate(specs):
             lines.append(
-                f"parameter {name}: shape {tuple(self.shapes[i])}, {self.dtypes[i]}, stored as "
-                f"{storage}, computed in {compute}, reduced in {reduce}, "
+                f"parameter {name if named else i}: shape {tuple(self.shapes[i])}, "
+                f"{self.dtypes[i]}, stored as {storage}, computed in {compute}, reduced in "
+                f"{reduce}, "
                 f"{'trainable' if trainable else 'frozen'}"
                 + (f", cut along dimension {self.dims[i]}" if self.dims[i] else "")
             )

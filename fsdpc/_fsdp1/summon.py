@@ -218,8 +218,10 @@ def install(
     hide_flat_params(member)
     if own is None:
         unit.install_full(full)
-        for info, param in zip(unit.infos, site_params(unit), strict=True):
-            param.requires_grad_(info.param.requires_grad)
+        shown = site_params(unit)
+        for param, _, covers in unit.optim_params:
+            for i in covers:
+                shown[i].requires_grad_(param.requires_grad)
     else:
         unit.show_own(full)
     if grads is not None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -23,6 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from toys import Block, tokens, toy, wrap, wrap_blocks
+
+from fsdpc import fully_shard
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
@@ -320,3 +324,51 @@ def test_the_precision_line(rank, world):
     assert lines == [model.precision_line] * (rank == 0)
     for part in ("storage fp32", "compute bf16", "reduce fp32", "gradients / 2", "3 units"):
         assert part in model.precision_line
+
+
+def named(*names):
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+
+
+def in_one_unit(model):
+    return wrap("fsdpc", model)
+
+
+def in_units(model):
+    return wrap("fsdpc", model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def by_fully_shard(model):
+    for module in (*model, model):
+        fully_shard(module)
+    return model
+
+
+@ranks(2)
+def test_names_that_differ_between_ranks(rank, world):
+    """Only names: one warning, and the model trains; the same names in another order: refused."""
+    said = []
+    for shard in (in_one_unit, in_units, by_fully_shard):
+        results = []
+        for names in (("a", "b"), ("a", "y" if rank else "b")):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model = shard(named(*names))
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                for _ in range(2):
+                    loss = model(torch.full((1, 4), 1.0 + rank)).square().sum()
+                    loss.backward()
+                    optimizer.step()
+                results.append(float(loss.detach()))
+            said += [str(each.message) for each in caught if "only names" in str(each.message)]
+            options = StateDictOptions(full_state_dict=True)
+            keys = list(get_model_state_dict(model, options=options))
+            assert not keys or keys[2] == f"{names[1]}.weight"
+        assert results[0] == results[1]
+        swapped = named(*(("b", "a") if rank else ("a", "b")))
+        with pytest.raises(Exception, match="disagree"):
+            shard(swapped)(torch.ones(1, 4))
+        with pytest.raises(Exception, match="disagree"):  # shapes, too
+            shard(nn.Sequential(nn.Linear(4, 4 + rank)))
+    assert len(said) == 1 and "rank 0 has" in said[0]

@@ -10,7 +10,7 @@ from flags import Pair, both_ways, every_strategy, params_of, sharded
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from toys import PRECISIONS, Toy, loss_of, tokens, toy, wrap_blocks
+from toys import PRECISIONS, Toy, loss_of, summon, tokens, toy, wrap_blocks
 
 UNITS = ["blocks.0", "blocks.1"]
 
@@ -234,3 +234,15 @@ def test_gathered_tensors_have_the_flags(rank, world):
             p.requires_grad_(flag)
         loss_of(pair.model, tokens(rank, 0)).backward()
     assert seen == [True, False, True]
+
+
+@ranks(2)
+def test_parameters_frozen_after_wrapping_are_seen_frozen_in_summon(rank, world):
+    for use_orig_params in (True, False):
+        model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
+        for p in model.module.blocks[0].parameters():
+            p.requires_grad_(False)
+        for writeback in (True, False):
+            with summon(model, writeback=writeback):
+                for name, p in model.named_parameters():
+                    assert p.requires_grad == ("blocks.0" not in name), name

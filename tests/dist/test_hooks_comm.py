@@ -174,6 +174,38 @@ def test_compressing_hooks(rank, world, strategy, low):
 
 
 @ranks(2)
+def test_sums_in_half_precision_as_torch_rounds_them(rank, world):
+    """A default hook adds in reduce_dtype, as torch's FSDP does, to its bits on two ranks; the
+    engine's own sums add rounded gradients exactly, and those of replicas are not rounded."""
+    for strategy in ALL:
+        options = {
+            "sharding_strategy": strategy,
+            "use_orig_params": True,
+            "mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16),
+        }
+        theirs, hooked, own = (
+            wrap_blocks(engine, toy(), **options)
+            for engine in ("torch.distributed.fsdp", "fsdpc", "fsdpc")
+        )
+        hooked.register_comm_hook(state_of(), default_hook(strategy))
+        for model in (theirs, hooked, own):
+            loss_of(model, tokens(rank, 0)).backward()
+        expected = full_gradients(theirs)
+        check_equal(full_gradients(hooked), expected, strategy.name)
+        plain = toy()
+        loss_of(plain, tokens(rank, 0)).backward()
+        finer = 0
+        for (name, p), got in zip(
+            plain.named_parameters(), full_gradients(own).values(), strict=True
+        ):
+            exact = (p.grad.bfloat16() if strategy in SHARDED else p.grad).double()
+            dist.all_reduce(exact)
+            assert torch.equal(got.double(), (exact / world).float().double()), name
+            finer += not torch.equal(got, expected[name])
+        assert finer
+
+
+@ranks(2)
 @BOTH
 def test_reduce_dtype_of_mixed_precision(rank, world, use_orig_params):
     for precision in PRECISIONS[1:3]:

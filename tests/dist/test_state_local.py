@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from checkpoints import LOCAL, SHARDED, build, load, mixed, same, save, typed, whole
 from harness import ranks, run_ranks
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
 from torch.distributed.fsdp import LocalStateDictConfig, MixedPrecision, ShardingStrategy
+from torch.distributed.remote_device import _remote_device
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
 
@@ -211,3 +220,24 @@ def test_original_parameters_that_do_not_fit(rank, world):
         with pytest.raises(RuntimeError, match="No `FlatParameter` in `state_dict`"):
             model.load_state_dict(toy(seed=1).state_dict())
     same(model.state_dict(), toy().state_dict())
+
+
+ALLOWED = [  # what a dict of torch's class needs
+    *(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties),
+    *(ChunkShardingSpec, MEM_FORMAT_ENCODING, _remote_device, getattr),
+    ShardedTensor.ProcessGroupState,
+]
+
+
+@ranks(2)
+def test_a_saved_dict_loads_with_the_classes_that_torchs_needs(rank, world):
+    model = wrap_blocks("fsdpc", toy())
+    with typed(model, LOCAL):
+        state = model.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        with torch.serialization.safe_globals(ALLOWED):
+            loaded = torch.load(file, weights_only=True)
+        assert loaded.keys() == state.keys()
+        model.load_state_dict(loaded)

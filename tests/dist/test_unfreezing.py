@@ -341,6 +341,7 @@ def one_sided(rank, world, use_orig_params, unfreezes):
     torch.distributed.all_gather_object(kinds, kind)  # PeerError: quotes the first to notice
     assert "MismatchError" in kinds
     assert "has unfrozen parameter" in text and "norm.weight" in text, text
+    assert "order of modules differs across ranks" in text
     assert kind in ("MismatchError", "PeerError"), kind
 
 

@@ -18,12 +18,17 @@ from fsdpc._engine.rows import device_of, dtype_of
 from fsdpc._fsdp1.names import FSDP_PREFIX, flat_param_name
 from fsdpc._fsdp1.state.keys import managed_names
 from fsdpc._torch import (
+    EnumerableShardingSpec,
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
+
+# Pieces have not torch's sizes, so a value's spec lists them; who loads torch's dicts with
+# ``weights_only=True`` has allowed the other spec alone.
+torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 
 def check(member: Any) -> None:
