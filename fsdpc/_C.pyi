@@ -315,6 +315,7 @@ class Tree:
     def entered(self) -> tuple[int, bool] | None: ...
     step_unit: Callable[[int], object] | None
     before_end: Callable[[], object] | None
+    before_pass: Callable[[], object] | None
     on_thaw: Callable[[], object] | None
     observer: Callable[[str, int], object] | None
     def memory(self) -> dict[str, int]: ...

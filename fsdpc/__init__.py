@@ -59,6 +59,7 @@ _HOME = {
     "FullyShardedDataParallel": "fsdpc.fsdp",
     "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._engine.marks",
+    "mark_replicated": "fsdpc._engine.marks",
     "memory_report": "fsdpc._tools.report",
     "memory_stats": "fsdpc._engine.root",
     "profile_memory": "fsdpc._tools.profile",
@@ -101,6 +102,7 @@ __all__ = [
     "fully_shard",
     "install",
     "mark_data_dependent",
+    "mark_replicated",
     "memory_report",
     "memory_stats",
     "profile_memory",
@@ -120,7 +122,7 @@ if TYPE_CHECKING:
         StateError,
     )
     from fsdpc._comm.bootstrap import set_collectives
-    from fsdpc._engine.marks import mark_data_dependent
+    from fsdpc._engine.marks import mark_data_dependent, mark_replicated
     from fsdpc._engine.root import memory_stats
     from fsdpc._fsdp2.module import (
         FSDPModule,

@@ -28,6 +28,7 @@ from fsdpc._engine.compiled import call_untraced, not_traced
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.listeners import check_listeners
+from fsdpc._engine.modules import check_apart
 from fsdpc._engine.shortage import explain, explained
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1 import args as _args
@@ -139,6 +140,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         device = asked_device(device_id, chosen.shard.rank())
         if auto_wrap_policy is not None:
             inherited = options.for_children(chosen, self._ignored.params)
+            check_apart(self._ignored.others(module), self._name)
             auto_wrap(module, auto_wrap_policy, self._ignored, inherited, FullyShardedDataParallel)
         self.sharding_strategy = _args.resolve_strategy(sharding_strategy, chosen)
         self._show_options(options)

@@ -61,7 +61,8 @@ class FrontEnd:
     sets what depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``,
     made when needed. ``forget_pass_unit(root)``: its hooks are not used any more.
     ``options(root)``. ``attached(root)``: called with each new tree. ``modules(root)``: the modules
-    that the root owns. ``one_device``: how a user puts units on one device.
+    that the root owns. ``ignored(root)``: modules and parameters below it that the user left out.
+    ``clean``: a name as the user knows it. ``one_device``: how a user puts units on one device.
     """
 
     members: Callable[[Any], Iterable[tuple[str, int, Any]]]
@@ -73,4 +74,6 @@ class FrontEnd:
     options: Callable[[Any], TreeOptions]
     attached: Callable[[Any], None]
     modules: Callable[[Any], list[nn.Module]]
+    ignored: Callable[[Any], Iterable[nn.Module | nn.Parameter]]
+    clean: Callable[[str], str]
     one_device: str

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
+P = TypeVar("P", nn.Module, nn.Parameter)
 
 DATA_DEPENDENT = "_fsdpc_data_dependent"
+REPLICATED = "_fsdpc_replicated"
 
 
 def mark_data_dependent(module: M) -> M:
@@ -26,6 +28,26 @@ def mark_data_dependent(module: M) -> M:
         raise TypeError(f"mark_data_dependent expects an nn.Module but got {type(module).__name__}")
     setattr(module, DATA_DEPENDENT, True)
     return module
+
+
+def mark_replicated(what: P) -> P:
+    """Declare that the program itself keeps the parameters of a module, or a parameter, equal on
+    all ranks: they were added below a sharded module, no unit manages them, and each forward would
+    raise. The program averages their gradients (``dist.all_reduce`` before the optimizer's step).
+
+    Local; call on every rank. Returns ``what``. ``TypeError``: neither a module nor a parameter.
+    """
+    if not isinstance(what, nn.Module | nn.Parameter):
+        raise TypeError(
+            f"mark_replicated expects an nn.Module or nn.Parameter but got {type(what).__name__}"
+        )
+    what.__dict__[REPLICATED] = True
+    return what
+
+
+def is_replicated(what: nn.Module | nn.Parameter) -> bool:
+    """Whether ``mark_replicated`` has marked this module or parameter. Local."""
+    return REPLICATED in what.__dict__
 
 
 def hosts(model: nn.Module) -> list[Any]:

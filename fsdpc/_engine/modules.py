@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import nn
 
 from fsdpc._engine.unit import ParamInfo
@@ -43,9 +45,10 @@ def collect(
     modules: Iterable[tuple[str, nn.Module]],
     ignored: Callable[[nn.Parameter], bool],
     check: Callable[[nn.Parameter, str], None],
+    what: str,
 ) -> list[ParamInfo]:
     """The modules' parameters in registration order, each once with all its sites. ``check`` gets
-    each and its name, and raises for one that a unit cannot shard.
+    each and its name, and raises for one that a unit cannot shard; ``what``: the unit.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in modules:
@@ -58,4 +61,27 @@ def collect(
                 check(param, name)
                 info = infos[id(param)] = ParamInfo(name, param)
             info.sites.append((module, attribute))
+    check_apart(((info.name, info.param) for info in infos.values()), what)
     return list(infos.values())
+
+
+def check_apart(named: Iterable[tuple[str, nn.Parameter]], what: str) -> None:
+    """``ValueError``: two parameters are different objects over common memory, which sharding would
+    separate without a word. Local.
+    """
+    spans = []
+    for name, param in dict((id(p), (n, p)) for n, p in named).values():
+        plain = type(param.data) is torch.Tensor and param.layout is torch.strided
+        if plain and not param.is_meta and param.numel() > 0:
+            last = sum((s - 1) * d for s, d in zip(param.shape, param.stride(), strict=True))
+            begin = param.data_ptr()
+            end = begin + (last + 1) * param.element_size()
+            spans.append((begin, end, name, param.requires_grad))
+    spans.sort()
+    for (_, end, first, trains), (begin, _, second, trains_too) in itertools.pairwise(spans):
+        if begin < end and (trains or trains_too):
+            raise ValueError(
+                f"parameters {first!r} and {second!r} of {what} are different Parameters over "
+                "common memory, which sharding would separate: register one Parameter in both "
+                "modules, or give one of them memory of its own (clone)"
+            )

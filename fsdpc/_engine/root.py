@@ -22,6 +22,7 @@ from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.marks import attach_marked, hosts
+from fsdpc._engine.registered import Watch
 from fsdpc._engine.shortage import explain
 from fsdpc._engine.tree import Tree
 
@@ -121,6 +122,7 @@ def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> No
     this = weakref.ref(root)
     root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, front, this())
     front.attached(root)
+    Watch(front, root)
     one_memory = all(unit.groups.shard.one_memory for _, unit in units)
     if one_memory or root.world_size == 1:
         return

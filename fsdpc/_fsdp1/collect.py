@@ -32,6 +32,13 @@ class Ignored:
     modules: set[nn.Module] = field(default_factory=set)
     params: set[nn.Parameter] = field(default_factory=set)
 
+    def everything(self) -> list[nn.Module | nn.Parameter]:
+        return [*self.modules, *self.params]
+
+    def others(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters below ``root`` that are not ignored, with clean names."""
+        return ((clean_fqn(n), p) for n, p in root.named_parameters() if p not in self.params)
+
 
 def is_unit_module(module: nn.Module) -> bool:
     """True for an FSDP instance, by a class attribute: importing the wrapper would be circular."""
@@ -74,6 +81,7 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
         modules,
         lambda param: param in ignored.params,
         lambda param, name: _check_param(param, name, unit_name),
+        f"unit {unit_name!r}",
     )
     _check_memory(found, unit_name)
     return found

@@ -145,5 +145,9 @@ FRONT = FrontEnd(
     options=_options,
     attached=_comm_hooks.attach,
     modules=lambda root: [root],
+    ignored=lambda root: [
+        item for member in unit_modules(root) for item in member._ignored.everything()
+    ],
+    clean=clean_fqn,
     one_device="pass the same device_id to every FullyShardedDataParallel of a model",
 )

@@ -65,7 +65,7 @@ def collect_infos(
         if data_mesh is not None:
             _check_mesh(param, name, data_mesh)
 
-    return collect(managed, lambda param: id(param) in ignored, check)
+    return collect(managed, lambda param: id(param) in ignored, check, what)
 
 
 def _check(param: nn.Parameter, name: str, what: str) -> None:

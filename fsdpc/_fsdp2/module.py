@@ -339,6 +339,7 @@ def fully_shard(  # type: ignore[misc]
         automatic=reshard_after_forward is None,
         precision=mp_policy,
         offload=offload_policy,
+        ignored=ignored_params or (),
     )
     _stepping.install()
     _clip.install()

@@ -43,12 +43,14 @@ class State:
         automatic: bool,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
+        ignored: Iterable[nn.Parameter],
     ) -> None:
         self.modules = modules
         self.data_mesh = data_mesh
         self.reshard, self.automatic = reshard, automatic
         self.precision = precision
         self.offload = offload
+        self.ignored = list(ignored)
         self.divide: float | None = None
         self.compute_device = data_mesh.device
         self.rank = torch.distributed.get_rank()
@@ -366,5 +368,7 @@ FRONT = FrontEnd(
     options=lambda root: TreeOptions(),
     attached=_attach_hooks,
     modules=lambda root: root.modules,
+    ignored=lambda root: [param for _, _, state in members(root) for param in state.ignored],
+    clean=lambda name: name,
     one_device="pass a mesh of the same device type to every call of fully_shard",
 )

@@ -52,6 +52,23 @@ take_over_changes(fsdpc_py_flat *flat, bool compares)
     return changed < 0 || touched < 0 ? -1 : 0;
 }
 
+/* The program has registered modules or parameters. */
+static int
+call_before_pass(fsdpc_py_tree *tree)
+{
+    PyObject *call = tree->outer_grad ? tree->before_pass : NULL;
+    if (!call) {
+        return 0;
+    }
+    tree->before_pass = NULL;
+    if (fsdpc_py_call(call) == 0) {
+        Py_DECREF(call);
+        return 0;
+    }
+    Py_XSETREF(tree->before_pass, call);
+    return -1;
+}
+
 /* Begins an outermost pass: leftovers of an earlier pass are cleared, and the user's changes to the
  * parameters are taken over. 1: `tree` is no longer the units' tree. */
 static int
@@ -59,7 +76,7 @@ begin_pass(fsdpc_py_tree *tree)
 {
     int thaws = 0, graphs = 0;
     bool compares = fsdpc_tree_compares(tree->tree, tree->outer_grad);
-    if (set_in_pass(tree, false) < 0) {
+    if (set_in_pass(tree, false) < 0 || call_before_pass(tree) < 0) {
         return -1;
     }
     if (fsdpc_tree_in_backward(tree->tree) && fsdpc_py_clear_broken_backward(tree) < 0) {

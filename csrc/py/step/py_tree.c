@@ -188,6 +188,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->nodes);
     Py_VISIT(self->step_unit);
     Py_VISIT(self->before_end);
+    Py_VISIT(self->before_pass);
     Py_VISIT(self->on_thaw);
     Py_VISIT(self->observer);
     return 0;
@@ -256,6 +257,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->nodes);
     Py_CLEAR(self->step_unit);
     Py_CLEAR(self->before_end);
+    Py_CLEAR(self->before_pass);
     Py_CLEAR(self->on_thaw);
     Py_CLEAR(self->observer);
     return 0;
@@ -515,6 +517,21 @@ set_before_end(fsdpc_py_tree *self, PyObject *value, void *closure)
 }
 
 static PyObject *
+get_before_pass(fsdpc_py_tree *self, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(self->before_pass ? self->before_pass : Py_None);
+}
+
+static int
+set_before_pass(fsdpc_py_tree *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    Py_XSETREF(self->before_pass, value && value != Py_None ? Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyObject *
 get_on_thaw(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
@@ -646,6 +663,8 @@ static PyGetSetDef getset[] = {
      NULL},
     {"before_end", (getter)get_before_end, (setter)set_before_end,
      "Called when a synchronised backward has sent all its reductions, before its end.", NULL},
+    {"before_pass", (getter)get_before_pass, (setter)set_before_pass,
+     "Called once when the next pass that records gradients begins; again if it raises.", NULL},
     {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
      "Called when a pass begins and a parameter that was frozen is now trained: allocates its "
      "gradient and gives the units a new tree.",

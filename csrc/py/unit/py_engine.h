@@ -143,8 +143,10 @@ typedef struct fsdpc_py_tree {
         *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyObject *nodes;   /* torch's table of pytree nodes by type; NULL as the functions above */
     PyTypeObject *tensor_type, *param_type;
-    PyObject *on_thaw;   /* makes memory for gradients of parameters that are not frozen any more */
-    PyObject *step_unit; /* called with a unit's number when its gradient is summed */
+    PyObject
+        *before_pass;  /* called once when the next pass begins, unless it raises; NULL: nothing */
+    PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
+    PyObject *step_unit;  /* called with a unit's number when its gradient is summed */
     PyObject *before_end; /* called when a synchronised backward has nothing more to send */
     PyObject *observer;   /* called after each hook, for memory profiles; mostly NULL */
     /* Borrowed while outputs are walked: what the forward was given, and the hook that watches it. */

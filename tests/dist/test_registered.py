@@ -1,0 +1,155 @@
+"""Parameters that the program adds or replaces after sharding: those that no unit manages are named
+by the next forward, those of a unit cannot be replaced in the middle of one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from toys import loss_of, tokens, toy, wrap, wrap_blocks
+
+import fsdpc
+from fsdpc import fully_shard
+
+BOTH = pytest.mark.parametrize("interface", ["class", "flat", "fully_shard"])
+
+
+def shard(module, interface):
+    if interface == "fully_shard":
+        return fully_shard(module)
+    return wrap("fsdpc", module, use_orig_params=interface == "class")
+
+
+def build(interface, **options):
+    if interface != "fully_shard":
+        options["use_orig_params"] = interface == "class"
+        model = wrap_blocks("fsdpc", toy(), **options)
+        return model, model.module
+    model = toy()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options), model
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.ones(rank, base.in_features))
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def adapter(inner):
+    inner.head = Adapted(inner.head)
+    return {"head.a": inner.head.a, "head.b": inner.head.b}
+
+
+def embedding(inner):
+    inner.embed = nn.Embedding(20, 6)
+    return {"embed.weight": inner.embed.weight}
+
+
+def below_a_unit(inner):
+    gain = nn.Parameter(torch.ones(6))
+    block = inner.blocks[1]
+    getattr(block, "_fsdp_wrapped_module", block).register_parameter("gain", gain)
+    return {"blocks.1.gain": gain}
+
+
+@ranks(1, 2)
+@BOTH
+def test_what_no_unit_manages(rank, world, interface):
+    def step(model):
+        loss_of(model, tokens(rank, 0)).backward()
+
+    for add in (adapter, embedding, below_a_unit):
+        for before in (True, False):  # the first forward, or a later one
+            model, inner = build(interface)
+            if not before:
+                step(model)
+            added = add(inner)
+            with torch.no_grad():
+                loss_of(model, tokens(rank, 0))
+            if world == 1:
+                step(model)
+                continue
+            names = ", ".join(map(repr, added))
+            for _ in range(2):
+                with pytest.raises(fsdpc.StateError, match=f"parameters {names} were added after"):
+                    step(model)
+            for p in added.values():
+                p.requires_grad_(False)
+            step(model)
+
+
+@ranks(2)
+@BOTH
+def test_what_stays_or_is_taken_in(rank, world, interface):
+    def step(model):
+        loss_of(model, tokens(rank, 0)).backward()
+
+    model, inner = build(interface)
+    step(model)
+    inner.head = Adapted(inner.head)
+    inner.head.extra = fsdpc.mark_replicated(nn.Linear(3, 3))
+    with pytest.raises(fsdpc.StateError, match=r"parameters 'head.a', 'head.b' were added"):
+        step(model)
+    fsdpc.mark_replicated(inner.head.a)
+    fsdpc.mark_replicated(inner.head.b)
+    inner.side = DistributedDataParallel(nn.Linear(2, 2))
+    inner.other = shard(nn.Linear(6, 6), interface)
+    inner.table = nn.Parameter(torch.ones(3), requires_grad=False)
+    step(model)
+    assert inner.head.a.grad is not None or inner.head.b.grad is not None
+
+    kept = nn.Linear(6, 6)
+    if interface == "fully_shard":
+        model = nn.Sequential(nn.Linear(6, 6), kept)
+        model = fully_shard(model, ignored_params=set(kept.parameters()))
+    else:
+        model = wrap("fsdpc", nn.Sequential(nn.Linear(6, 6), kept), ignored_states=[kept])
+    model(torch.ones(2, 6)).sum().backward()
+    assert kept.weight.grad is not None
+    with pytest.raises(TypeError, match="mark_replicated expects"):
+        fsdpc.mark_replicated("head")
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        self.weight = nn.Parameter(self.weight.clamp(-0.1, 0.1))
+        return super().forward(x)
+
+
+@ranks(2)
+@BOTH
+def test_a_parameter_replaced_in_forward(rank, world, interface):
+    model = shard(nn.Sequential(nn.Linear(4, 4), Clamped(4, 4)), interface)
+    for _ in range(2):
+        with pytest.raises(
+            fsdpc.StateError, match=r"'1.weight' of unit .* was replaced in forward"
+        ):
+            model(torch.ones(2, 4))
+    (model.module if interface != "fully_shard" else model)[1].forward = lambda x: x
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@ranks(2)
+@BOTH
+def test_parameters_over_common_memory(rank, world, interface):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = nn.Parameter(first.weight.data[1:3])
+    model = nn.Sequential(first, nn.Sequential(second))
+    with pytest.raises(ValueError, match="are different Parameters over common memory"):
+        shard(model, interface)
+    if interface != "fully_shard":
+        policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear})
+        with pytest.raises(ValueError, match=r"'0.weight' and '1.0.weight'|'1.0.weight' and '0."):
+            wrap("fsdpc", model, auto_wrap_policy=policy)
+    second.weight = first.weight
+    shard(model, interface)
